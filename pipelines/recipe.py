@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt, StageResult
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, SharmillError
@@ -24,10 +24,9 @@ class PrintProgress(Listener):
         print(f"  unit {unit.index}: {commit.num_out} of {commit.num_in} records went on "
               f"({self._done} of {self._units} units)", flush=True)  # fmt: skip
 
-    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None:
-        print(f"  unit {unit.index} failed {attempts} times: {error.message}", flush=True)
-
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
+        for error in result.failures.values():
+            print(f"  unit {error.index} failed: {error.message}", flush=True)
         if result.totals is not None:
             rejected = ", ".join(f"{count} {reason}" for reason, count in result.totals.rejects.items())
             print(f"{stage.name}: {result.totals.num_out} records, rejected: {rejected or 'none'}", flush=True)

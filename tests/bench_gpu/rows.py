@@ -137,7 +137,7 @@ class _InThisProcess(LocalExecutor):
     seconds = 0.0
 
     def run(self, stage: Stage, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> StageResult:
-        begin_round(stage, units, 1, waits=False)
+        begin_round(stage, units, 1)
         load, started = stage.open, 0.0
 
         def load_first(device: str) -> Processor:

@@ -168,19 +168,18 @@ from support.toy_stage import ToyStage
 from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run_notes import require_not_cancelled
-from sharmill.engine.state import begin_round, end_round
+from sharmill.engine.state import driven_round
 from sharmill.errors import FatalError
 stage = ToyStage(Path(sys.argv[1]))
 units = read_or_make_plan(stage, restart=False)
 make_fence(stage)
-begin_round(stage, units, 1)
-try:
-    while True:
-        require_not_cancelled(stage.run_dir)
-        time.sleep(0.1)
-except FatalError as error:
-    end_round(stage)
-    print(error)
+with driven_round(stage, units, 1):
+    try:
+        while True:
+            require_not_cancelled(stage.run_dir)
+            time.sleep(0.1)
+    except FatalError as error:
+        print(error)
 """
 
 

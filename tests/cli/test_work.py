@@ -17,7 +17,7 @@ from sharmill.config import load_config
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run_notes import End, note_end, read_given
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.state import begin_round, end_round
+from sharmill.engine.state import driven_round
 from sharmill.errors import ConfigError
 from sharmill.pipeline import make_stages
 from sharmill.storage import require_private
@@ -55,9 +55,8 @@ def at_work(project, monkeypatch):
     (stage,) = make_stages(load_config("config.yaml"), ["prepare"])
     units = read_or_make_plan(stage, restart=False)
     stage.dir.done.unlink()
-    begin_round(stage, units, 1)
-    yield project
-    end_round(stage)
+    with driven_round(stage, units, 1):
+        yield project
 
 
 def test_goes_on_from_any_folder_with_a_run_that_was_killed(project, tmp_path_factory):

@@ -50,7 +50,7 @@ def plan(stage, *, restart=False):
 def begin_work(stage, units):
     """Begin to work as rank 7 in a thread; returned are the thread and a list that gets the code of its error."""
     outcome = []
-    begin_round(stage, units, 1, waits=False)
+    begin_round(stage, units, 1)
 
     def do_units():
         try:
@@ -107,7 +107,7 @@ class TestRanksOfAnOlderPlan:
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
         """A task of a job array, with SIGSTOP in the middle of its unit; the new plan gives other bytes."""
         old = ToyStage(tmp_path, units=4, behaviour={1: "wait:go_on"})
-        begin_round(old, plan(old), 1, waits=False)
+        begin_round(old, plan(old), 1)
         task = RankTask(old, 0, RankProfile())
         (tmp_path / "task").write_bytes(pickle.dumps(task))
         code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))()"
@@ -123,7 +123,7 @@ class TestRanksOfAnOlderPlan:
             rank.send_signal(signal.SIGCONT)
             assert rank.wait(60) == 0
         assert contents(tmp_path) == sorted([*expected, "marks/go_on"])
-        assert Attempts(new.dir.attempts).stopped() is None
+        assert Attempts(new.dir.attempts).stopped is None
 
     def test_a_commit_of_another_token_does_not_count(self, tmp_path):
         stage = ToyStage(tmp_path)

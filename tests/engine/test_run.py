@@ -90,7 +90,7 @@ class TestFailures:
         result, heard = run(stage, workers)
         assert {index: error.message for index, error in result.failures.items()} == {2: message}
         assert (sorted(heard.done), heard.ended) == ([0, 1, 3, 4, 5], [result])
-        assert heard.failed[2][1] == stage.attempts()[2] == 3
+        assert (heard.failed[2].message, stage.attempts()[2]) == (message, 3)
         (record,) = map(msgspec.json.decode, stage.dir.failures.read_bytes().splitlines())
         assert place in record["traceback"]
 
@@ -133,9 +133,8 @@ class TestProgress:
         assert heard.loads[0] > heard.loads[-1]
         assert {index for index, _ in heard.advanced} == {0}
         done = [done for _, done in heard.advanced]
-        # Two attempts were followed; the first came to nothing.
+        # Two attempts were followed.
         assert len([share for share in done if 0 < share < 1]) >= 2
-        assert done.count(0.0) == 1
 
     def test_level_and_handlers_of_the_log_are_put_back(self, tmp_path):
         before = logging.getLogger().handlers[:], logging.getLogger("sharmill").level

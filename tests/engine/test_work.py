@@ -42,13 +42,14 @@ def test_a_frozen_rank_holds_its_unit_for_a_lease_and_no_longer(tmp_path):
     run = simulate(tmp_path, [frozen, Host("h1/rank")], units=2)
     # It goes on after the end of the stage, and publishes nothing.
     assert [commit.rank for commits in run.commits().values() for commit in commits] == [1, 1]
-    assert LEASE_SECONDS <= run.finished_at <= LEASE_SECONDS + 75
+    # A unit and a minute; each file operation takes up to a second here.
+    assert LEASE_SECONDS <= run.finished_at <= LEASE_SECONDS + 90
     assert run.finished == run.outcome_files()
 
 
 def test_releases_do_not_count_up_to_ten(tmp_path):
     attempts = Attempts(tmp_path)
     for generation in range(MAX_RELEASES + 1):
-        assert attempts.num_failures(0) == 0
+        assert attempts.failures(0) == []
         attempts.add(Note(kind="released", slot="h/rank 0", unit=0, generation=generation))
-    assert attempts.num_failures(0) == 1
+    assert len(attempts.failures(0)) == 1

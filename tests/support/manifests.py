@@ -25,8 +25,8 @@ class KeepErrors(Listener):
     def __init__(self) -> None:
         self.errors: list[str] = []
 
-    def unit_failed(self, unit, error, attempts):
-        self.errors.append(error.message)
+    def stage_ended(self, stage, result):
+        self.errors += [error.message for error in result.failures.values()]
 
 
 def speaker_tag(speaker: str, language: str = "en") -> str:

@@ -23,7 +23,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import Unlocked, locked, run_stage
 from sharmill.engine.stage import Advance
-from sharmill.engine.state import begin_round, end_round
+from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.engine.work import Replace, work
 from sharmill.errors import SharmillError
@@ -91,27 +91,26 @@ class Run:
     def run(self, stage: Any, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> StageResult:
         """Do the units, as an executor. Who joins another driver brings no ranks, and follows those of the other."""
         self.stage.token = stage.token
-        numbers = begin_round(stage, units, len(self.ranks))
-        if not numbers.start:
-            self.started += [
-                self.disk.start(host, partial(self._work, pickle.dumps(stage), number, host), delay)
-                for number, (host, delay) in enumerate(zip(self.ranks, self.delays, strict=True))
-            ]
-        follower = Follower(stage, units, listener, join_seconds=stage.lease_seconds)
-        left = MOST_SECONDS
-        with unlocked():
-            while not follower.look() and left > 0.0:
-                time.sleep(5.0)
-                if all(rank.is_done for rank in self.started):
-                    left = min(left, stage.seconds_until_seen) - 5.0
-        end_round(stage)
+        with driven_round(stage, units, len(self.ranks), join_seconds=stage.lease_seconds) as numbers:
+            if not numbers.start:
+                self.started += [
+                    self.disk.start(host, partial(self._work, pickle.dumps(stage), number, host), delay)
+                    for number, (host, delay) in enumerate(zip(self.ranks, self.delays, strict=True))
+                ]
+            follower = Follower(stage, units, listener)
+            left = MOST_SECONDS
+            with unlocked():
+                while not follower.look() and left > 0.0:
+                    time.sleep(5.0)
+                    if all(rank.is_done for rank in self.started):
+                        left = min(left, stage.seconds_until_seen) - 5.0
         return follower.outcome()
 
     def _work(self, stage: bytes, number: int, host: Host) -> None:
         """Run a rank, as its supervisor."""
         while True:
             try:
-                work(pickle.loads(stage), Rank(number, host.name, "cpu", join_seconds=self.stage.lease_seconds))
+                work(pickle.loads(stage), Rank(number, host.name, "cpu"))
             except Replace:
                 continue
             except SharmillError as error:
@@ -155,9 +154,7 @@ class Run:
 
     def attempts(self) -> Attempts:
         """Return the attempts at all units."""
-        attempts = Attempts(self.stage.dir.attempts)
-        attempts.look()
-        return attempts
+        return Attempts(self.stage.dir.attempts)
 
 
 def simulate(

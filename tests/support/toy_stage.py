@@ -324,11 +324,11 @@ def _refuse() -> None:
 
 
 class SlowStage(ToyStage):
-    """Takes over a second for unit 0, and says every few milliseconds that it has got on."""
+    """Takes over two seconds for unit 0, and says every few milliseconds that it has got on."""
 
     def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         began = time.monotonic()
-        while unit.index == 0 and time.monotonic() - began < 1.2:
+        while unit.index == 0 and time.monotonic() - began < 2.2:
             advance(unit.cost / 1000)
             time.sleep(0.01)
         return super().work(unit, staging, advance)
@@ -391,7 +391,7 @@ class RecordingListener(Listener):
     """A listener that remembers."""
 
     done: list[int] = field(default_factory=list)
-    failed: dict[int, tuple[FailedAttempt, int]] = field(default_factory=dict)
+    failed: dict[int, FailedAttempt] = field(default_factory=dict)
     already: list[int] = field(default_factory=list)
     ended: list[StageResult] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
@@ -409,11 +409,9 @@ class RecordingListener(Listener):
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self.done.append(unit.index)
 
-    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None:
-        self.failed[unit.index] = (error, attempts)
-
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
         self.ended.append(result)
+        self.failed |= result.failures
 
 
 def run(

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from sharmill.cli.console import describe_cost, describe_time, make_table, plain
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt, StageResult
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 
@@ -189,9 +189,6 @@ class ProgressListener(Listener):
             current.rejects += commit.num_rejected
             current.under_way.pop(unit.index, None)
             current.committed += unit.cost
-
-    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None:
-        self._print(f"unit {unit.index} failed {attempts} times: {error.message}", style="red")
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
         with self._lock:

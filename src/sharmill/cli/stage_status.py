@@ -131,7 +131,7 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:
     failed = {error.index for error in read_failures(stage)} - set(commits)
     ranks = [] if totals else [rank for rank in read_progress(stage.dir.progress) if not rank.ended]
     now = time_of_folder(stage.dir.path)
-    alive = [rank for rank in ranks if not rank.is_silent(now)]
+    alive = [rank for rank in ranks if rank.is_alive(now)]
     pace = _pace(units, commits)
     overdue = _overdue_units(units, alive, pace, now)
     return StageStatus(

@@ -371,6 +371,6 @@ def _rank_line(stage: str, rank: RankProgress, now: float) -> Text:
         else f"unit {rank.unit} for {timedelta(seconds=round(rank.updated - rank.unit_began))}"
     )
     line = f"{stage} rank {rank.rank} on {rank.host}: {unit}, {rank.units_done} done, {rank.peak_memory_mb:.0f} MB"
-    if rank.is_silent(now):
+    if not rank.is_alive(now):
         return plain(f"{line}, SILENT for {silent:.0f} s (pid {rank.pid})", style="red")
     return plain(f"{line}, seen {silent:.0f} s ago")

@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 from uuid import uuid4
@@ -21,10 +20,9 @@ from uuid import uuid4
 import msgspec
 
 from sharmill.engine.outcomes import FailedAttempt
-from sharmill.engine.rundir import StageDir
-from sharmill.engine.stored import NOT_JSON, Tail, decode_stored, read_stored
+from sharmill.engine.stored import NOT_JSON, Tail
 from sharmill.errors import CODES, ConfigError, DeviceError, FatalError, SharmillError
-from sharmill.storage import open_stored, stopping_errors, write_atomic
+from sharmill.storage import open_stored, stopping_errors
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +38,15 @@ SETUP = -1
 FINAL_CODES = frozenset({"disk", "missing_package", "other_device", "out_of_memory", "unlike_nodes"})
 
 
-NoteKind = Literal["begun", "done", "failed", "released"]
+NoteKind = Literal["begun", "done", "failed", "released", "stopped"]
 
 
-class Note(msgspec.Struct, kw_only=True):
-    """An event of an attempt at a unit, or of the set-up of a rank.
+class Note(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An event of an attempt at a unit, or of the set-up of a rank, or an error that has stopped the stage for all.
 
     ``owner`` is the id of the rank's process, and ``generation`` that of its claim on the unit. ``time`` is by the
-    clock of the slot's host. ``place`` is that of a ``DeviceError``, and ``code`` that of the error.
+    clock of the slot's host. ``place`` is that of a ``DeviceError``, and ``code`` and ``details`` are those of the
+    error.
     """
 
     kind: NoteKind
@@ -59,7 +58,17 @@ class Note(msgspec.Struct, kw_only=True):
     message: str = ""
     traceback: str = ""
     code: str = ""
+    details: list[str] = []
     place: str = ""
+    is_config: bool = False
+
+    def as_error(self) -> SharmillError:
+        """Return the error that has ended a rank, to be raised."""
+        code = self.code if self.code in CODES else "unspecified"
+        if self.place:
+            return DeviceError(self.message, place=self.place, code=code)
+        kind = ConfigError if self.is_config else FatalError
+        return kind(self.message, code=code, details=self.details)
 
 
 _decoder = msgspec.json.Decoder(Note)
@@ -71,7 +80,6 @@ class AttemptLog:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path: Path | None = None
-        self._stopped = _stopped_path(folder)
 
     def add(self, note: Note) -> None:
         """Append a note; it is in the file when this returns, but not on disk."""
@@ -82,68 +90,26 @@ class AttemptLog:
         # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
         self._path = path
 
-    def stop(self, error: SharmillError) -> None:
-        """Note an error that ends the stage for all ranks."""
-        stored = Stopped(error.code, list(error.lines), isinstance(error, ConfigError))
-        write_atomic(self._stopped, msgspec.json.encode(stored), parents=False)
-
-
-class Stopped(msgspec.Struct):
-    """An error that ends the stage for all ranks, as it is stored."""
-
-    code: str
-    lines: list[str]
-    is_config: bool
-
-    def as_error(self) -> SharmillError:
-        """Return the error, to be raised."""
-        code = self.code if self.code in CODES else "unspecified"
-        message, *details = self.lines or ["a rank has stopped the stage"]
-        return (ConfigError if self.is_config else FatalError)(message, code=code, details=details)
-
-
-@dataclass
-class _Slot:
-    """The record of a slot. Since it last did a unit, ``failed`` are those that failed there, at their times, and
-    ``setups`` counts the ranks that could not be set up."""
-
-    num_done: int = 0
-    last_done: float = 0.0
-    setups: int = 0
-    is_final: bool = False
-    failed: dict[int, float] = field(default_factory=dict)
-    error: Note | None = None
-
-    def forget_before(self, moment: float) -> None:
-        self.failed = {unit: when for unit, when in self.failed.items() if when > moment}
-
-
-@dataclass
-class _Unit:
-    generation: int = 0
-    """The one after the last that has ended."""
-    open: dict[int, Note] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    failures: list[Note] = field(default_factory=list)
-    releases: int = 0
-
 
 class Attempts:
-    """The attempts at the units of a stage, as far as this process has read the notes; ``look`` reads what is new."""
+    """The attempts at the units of a stage, as far as this process has read the notes; ``look`` reads what is new.
+
+    Attributes:
+        stopped: the error that ends the stage for all ranks, None as long as there is none.
+        failed: the units of which an attempt has failed.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._tail = Tail(folder)
-        self._slots: dict[str, _Slot] = {}
-        self._units: dict[int, _Unit] = {}
-        self._done: set[int] = set()
-        # The slots and the hosts that are out, once that was asked for.
-        self._bad: set[str] | None = None
-        self._bad_hosts: set[str] = set()
-        self.num_begun = 0
-        # Units of which an attempt has failed, and those whose last that is known has failed or was given back.
+        # Of each unit, by the generation of the claim: the note of the end, or of the begin as long as it is under way.
+        self._units: dict[int, dict[int, Note]] = {}
+        # Of each slot: the note of the last unit done, and those of what has failed since.
+        self._slots: dict[str, list[Note]] = {}
+        # The slots and hosts that are out, once that was asked for.
+        self._out: set[str] | None = None
+        self.stopped: SharmillError | None = None
         self.failed: set[int] = set()
-        self.returned: set[int] = set()
+        self.look()
 
     def look(self) -> None:
         """Read the notes that are new."""
@@ -156,105 +122,83 @@ class Attempts:
 
     def add(self, note: Note) -> None:
         """Take a note into account."""
-        self._bad = None
-        slot = self._slots.setdefault(note.slot, _Slot())
-        if note.unit == SETUP:
-            self._add_setup(slot, note)
+        if note.kind == "stopped":
+            self.stopped = note.as_error()
             return
-        unit = self._units.setdefault(note.unit, _Unit())
-        if note.kind == "begun":
-            self.num_begun += 1
-            if note.generation not in unit.ended:
-                unit.open[note.generation] = note
-                if note.generation >= unit.generation:
-                    self.returned.discard(note.unit)
-            return
-        unit.open.pop(note.generation, None)
-        if note.generation in unit.ended:
-            # The rank and its supervisor, or who took the unit over, may both have noted the end.
-            return
-        unit.ended.add(note.generation)
-        if note.kind == "done":
-            self._done.add(note.unit)
-            slot.num_done += 1
-            slot.setups = 0
-            slot.last_done = max(slot.last_done, note.time)
-            slot.forget_before(slot.last_done)
-        if note.generation >= unit.generation:
-            unit.generation = note.generation + 1
-            if unit.generation not in unit.open:
-                # Also where it is done: its output may be lost, and its commit taken back.
-                self.returned.add(note.unit)
-        if note.kind == "done":
-            return
-        unit.releases += note.kind == "released"
-        if note.kind == "failed" or unit.releases > MAX_RELEASES:
-            unit.failures.append(note)
-            self.failed.add(note.unit)
-            slot.error = note
-            if note.time > slot.last_done:
-                slot.failed[note.unit] = note.time
+        if note.unit != SETUP:
+            attempts = self._units.setdefault(note.unit, {})
+            if note.generation in attempts and attempts[note.generation].kind != "begun":
+                # The rank and its supervisor, or who took the unit over, may both have noted the end.
+                return
+            released = sum(before.kind == "released" for before in attempts.values())
+            if note.kind == "released" and released >= MAX_RELEASES:
+                note = msgspec.structs.replace(note, kind="failed")
+            attempts[note.generation] = note
+            if note.kind == "failed":
+                self.failed.add(note.unit)
+        if note.kind in ("done", "failed"):
+            notes = sorted([*self._slots.get(note.slot, []), note], key=lambda one: one.time)
+            last_done = max((one.time for one in notes if one.kind == "done"), default=0.0)
+            self._slots[note.slot] = [one for one in notes if one.time >= last_done]
+            self._out = None
 
-    def _add_setup(self, slot: _Slot, note: Note) -> None:
-        slot.setups += 1
-        slot.is_final = slot.is_final or note.code in FINAL_CODES
-        slot.error = note
+    @property
+    def num_begun(self) -> int:
+        """The number of attempts that have begun."""
+        return sum(map(len, self._units.values()))
 
     def generation(self, unit: int) -> int:
-        """Return the generation of the next claim on a unit, as far as is known."""
-        return self._units[unit].generation if unit in self._units else 0
+        """Return the generation of the next claim on a unit, as far as is known: the one after the last that ended."""
+        ended = [number for number, note in self._units.get(unit, {}).items() if note.kind != "begun"]
+        return max(ended, default=-1) + 1
+
+    def is_returned(self, unit: int) -> bool:
+        """Return True if the last attempt at a unit has ended, in whatever way: a commit may have been taken back."""
+        return self.generation(unit) > max(self._units.get(unit, {}), default=0)
 
     def open(self) -> list[Note]:
         """Return the notes of the attempts that have begun and not ended."""
-        return [note for unit in self._units.values() for note in unit.open.values()]
+        return [note for attempts in self._units.values() for note in attempts.values() if note.kind == "begun"]
 
-    def begun(self, unit: int, generation: int) -> Note | None:
-        """Return the note of an attempt that has begun and not ended."""
-        return self._units[unit].open.get(generation) if unit in self._units else None
+    def failures(self, unit: int) -> list[Note]:
+        """Return the attempts at a unit that have failed, whatever the reason, in their order."""
+        return [note for _, note in sorted(self._units.get(unit, {}).items()) if note.kind == "failed"]
 
-    def num_failures(self, unit: int) -> int:
-        """Return how many attempts at a unit have failed, whatever the reason."""
-        return len(self._units[unit].failures) if unit in self._units else 0
-
-    def error(self, unit: int) -> FailedAttempt | None:
-        """Return the last error of a unit that has failed."""
-        if not self.num_failures(unit):
-            return None
-        note = self._units[unit].failures[-1]
-        return FailedAttempt(unit, note.message, note.traceback)
-
-    def require_error(self, unit: int) -> FailedAttempt:
+    def error(self, unit: int) -> FailedAttempt:
         """Return the last error of a unit, in words where no attempt has noted one."""
         gone = "its ranks have left before it was done"
-        return self.error(unit) or FailedAttempt(unit, gone, gone)
-
-    def has_failed_in(self, unit: int, slot: str) -> bool:
-        """Return True if an attempt at a unit has failed in a slot."""
-        return unit in self._units and any(note.slot == slot for note in self._units[unit].failures)
+        if not (failures := self.failures(unit)):
+            return FailedAttempt(unit, gone, gone)
+        return FailedAttempt(unit, failures[-1].message, failures[-1].traceback)
 
     def is_out(self, slot: str) -> bool:
         """Return True if a slot, or its host, is taken out of work."""
-        if self._bad is None:
-            self._bad = {name for name, one in self._slots.items() if self._is_bad(one)}
-            bad = Counter(map(host_of, self._bad))
-            useful = {host_of(name) for name, one in self._slots.items() if one.num_done and name not in self._bad}
-            self._bad_hosts = {
-                host for host, number in bad.items() if number >= MAX_FAILURES and useful - {host}
-            } - useful
-        return slot in self._bad or host_of(slot) in self._bad_hosts
+        if self._out is None:
+            bad = set(self.slots_out())
+            useful = {host_of(name) for name in self._slots if name not in bad and self._has_done(name)}
+            hosts = Counter(map(host_of, bad))
+            bad_hosts = {host for host, number in hosts.items() if number >= MAX_FAILURES and host not in useful}
+            self._out = bad | (bad_hosts if useful else set())
+        return slot in self._out or host_of(slot) in self._out
 
-    def _is_bad(self, slot: _Slot) -> bool:
+    def _has_done(self, slot: str) -> bool:
+        return any(note.kind == "done" for note in self._slots[slot])
+
+    def _is_bad(self, slot: str) -> bool:
         """Return True if a slot is to blame for its failures: others did one of these units, or it did none of many."""
-        if slot.is_final or slot.setups >= MAX_FAILURES:
+        failed = [note for note in self._slots[slot] if note.kind == "failed"]
+        setups = [note for note in failed if note.unit == SETUP]
+        if len(setups) >= MAX_FAILURES or any(note.code in FINAL_CODES for note in setups):
             return True
-        if len(slot.failed) < MAX_FAILURES:
+        units = {note.unit for note in failed} - {SETUP}
+        if len(units) < MAX_FAILURES:
             return False
-        is_disproved = not self._done.isdisjoint(slot.failed)
-        return is_disproved or (slot.num_done == 0 and len(slot.failed) >= _MOST_UNITS_WITHOUT_PROOF)
+        is_disproved = any(note.kind == "done" for unit in units for note in self._units[unit].values())
+        return is_disproved or (not self._has_done(slot) and len(units) >= _MOST_UNITS_WITHOUT_PROOF)
 
     def slots_out(self) -> dict[str, Note]:
         """Return the slots that are out by their own failures, and the last error of each."""
-        return {name: slot.error for name, slot in sorted(self._slots.items()) if slot.error and self._is_bad(slot)}
+        return {slot: notes[-1] for slot, notes in sorted(self._slots.items()) if self._is_bad(slot)}
 
     def describe_out(self) -> list[str]:
         """Return a sentence for each slot that was taken out of work."""
@@ -266,37 +210,26 @@ class Attempts:
         Args:
             live: the slots of all ranks that are at work.
         """
-        if self.num_failures(unit) < MAX_FAILURES:
+        tried = [note.slot for note in self.failures(unit)]
+        if len(tried) < MAX_FAILURES:
             return False
-        usable = {slot for slot in live if not self.is_out(slot)}
-        failures = self._units[unit].failures
-        tried = {note.slot for note in failures}
-        counted = [note.slot for note in failures if self._counts(note)]
+        # A failure counts against the unit if the slot has done other units, and is not out.
+        counted = [slot for slot in tried if self._has_done(slot) and not self._is_bad(slot)]
         # Where the same slots could be bad, those that have not tried it are to tell.
-        enough = counted if len(counted) >= MAX_FAILURES else []
-        slots, hosts = set(enough), {host_of(slot) for slot in enough}
-        others, other_hosts = usable - tried, {host_of(slot) for slot in usable - tried} - {*map(host_of, tried)}
-        return (not others or len(slots) >= MAX_FAILURES) and (not other_hosts or len(hosts) >= MAX_FAILURES)
+        slots = set(counted) if len(counted) >= MAX_FAILURES else set()
+        others = {slot for slot in live if not self.is_out(slot)} - set(tried)
+        other_hosts = {*map(host_of, others)} - {*map(host_of, tried)}
+        is_tried = not others or len(slots) >= MAX_FAILURES
+        return is_tried and (not other_hosts or len({*map(host_of, slots)}) >= MAX_FAILURES)
 
-    def _counts(self, note: Note) -> bool:
-        """Return True if a failure counts against its unit: the slot has done other units, and is not out."""
-        slot = self._slots[note.slot]
-        return slot.num_done > 0 and not self._is_bad(slot)
-
-    def stopped(self) -> SharmillError | None:
-        """Return the error that ends the stage for all ranks, if one was noted."""
-        path = _stopped_path(self._folder)
-        return decode_stored(path, read_stored(path), Stopped).as_error() if path.exists() else None
-
-    def all_out_error(self, stage: str, logs: Path) -> FatalError:
+    def all_out_error(self, stage: str, logs: Path) -> SharmillError:
         """Return the error of a stage of which every slot is out; it names the last, and all their reasons."""
         out = list(self.slots_out().values())
         last = max(out, key=lambda note: note.time)
-        if last.place:
-            return DeviceError(last.message, place=last.place, code=last.code)
         if last.code:
-            return FatalError(last.message, code=last.code)
-        named = _name_units(note.unit for note in out)
+            return last.as_error()
+        units = sorted({note.unit for note in out} - {SETUP})
+        named = f" on units {', '.join(map(str, units))}" if units else ""
         return FatalError(f"{stage}: no rank can work{named}: the last one {last.message}; see {logs}", code="no_ranks")
 
 
@@ -310,22 +243,6 @@ def end_attempt(
     attempts.add(note)
 
 
-def describe_slots_out(paths: StageDir) -> list[str]:
-    """Return a sentence for each slot that was taken out of the work on a stage."""
-    attempts = Attempts(paths.attempts)
-    attempts.look()
-    return attempts.describe_out()
-
-
 def host_of(slot: str) -> str:
     """Return the host of a slot."""
     return slot.partition("/")[0]
-
-
-def _name_units(units: Iterable[int]) -> str:
-    named = sorted({unit for unit in units if unit != SETUP})
-    return f" on units {', '.join(map(str, named))}" if named else ""
-
-
-def _stopped_path(folder: Path) -> Path:
-    return folder / "stopped.json"

@@ -41,7 +41,6 @@ class Rank:
         device: ``cpu`` or ``cuda``.
         owner: the random id of the process.
         job_seconds: the time limit of the job that it is in, None where there is none.
-        join_seconds: as that of ``StageState``.
         is_replaced: a supervisor starts a fresh process where this one ends.
         beat_seconds: the time between two heartbeats at most; they are also what people see of its progress. A rank
             that waits for others looks three times as often.
@@ -52,7 +51,6 @@ class Rank:
     device: str
     owner: str = field(default_factory=lambda: uuid4().hex)
     job_seconds: float | None = None
-    join_seconds: float = 0.0
     is_replaced: bool = True
     beat_seconds: float = 15.0
 
@@ -154,9 +152,9 @@ class Claims:
     def _claim_returned(self) -> tuple[Unit, int] | None:
         """Claim a unit whose last attempt has failed or was given back, those that failed least often first."""
         attempts = self._state.attempts
-        returned = attempts.returned & self._state.missing
+        returned = [index for index in self._state.missing if attempts.is_returned(index)]
         live = self._state.live_slots() if returned else set[str]()
-        for index in sorted(returned, key=lambda index: (attempts.num_failures(index), index)):
+        for index in sorted(returned, key=lambda index: (len(attempts.failures(index)), index)):
             generation = attempts.generation(index)
             if self._may_try(index, live) and self.make(index, generation):
                 return self._state.units[index], generation
@@ -168,11 +166,12 @@ class Claims:
         Args:
             live: the slots of all ranks that are alive.
         """
-        attempts, slot = self._state.attempts, self._rank.slot
+        attempts = self._state.attempts
         if attempts.is_given_up(index, live):
             return False
-        others = {other for other in live if not attempts.is_out(other)} - {slot}
-        return not attempts.has_failed_in(index, slot) or all(attempts.has_failed_in(index, one) for one in others)
+        tried = {note.slot for note in attempts.failures(index)}
+        others = {slot for slot in live if not attempts.is_out(slot)}
+        return self._rank.slot not in tried or others <= tried
 
     def _end_abandoned(self) -> None:
         """Note the end of attempts whose ranks have ended, or whose heartbeats were not seen for a lease."""
@@ -193,7 +192,8 @@ class Claims:
             if owner == self._rank.owner or not state.is_dead(owner, records.get(owner)):
                 continue
             log.warning("unit %d is taken from rank %s, which has ended", index, owner)
-            if (begun := attempts.begun(index, generation)) is not None:
+            open_attempts = {(note.unit, note.generation): note for note in attempts.open()}
+            if (begun := open_attempts.get((index, generation))) is not None:
                 message = f"its rank on {begun.slot} ended in the middle of it, or gave no heartbeat any more"
                 end_attempt(self._notes, attempts, begun, "failed", message, message)
             else:

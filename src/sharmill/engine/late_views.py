@@ -78,7 +78,6 @@ def _is_finished(stage: Stage) -> bool:
 def _have_ranks_ended(stage: Stage) -> bool:
     """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
     attempts = Attempts(stage.dir.attempts)
-    attempts.look()
     units = load_plan(stage)
     _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)
-    return attempts.stopped() is not None or all(attempts.is_given_up(unit.index, ()) for unit in missing)
+    return attempts.stopped is not None or all(attempts.is_given_up(unit.index, ()) for unit in missing)

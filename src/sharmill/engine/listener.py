@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sharmill.engine.outcomes import FailedAttempt, StageResult
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 
@@ -29,9 +29,6 @@ class Listener:
 
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         """Take note that a unit is done."""
-
-    def unit_failed(self, unit: Unit, error: FailedAttempt, attempts: int) -> None:
-        """Take note that a unit has failed for good."""
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
         """Take note that a stage is done, or has units that failed, or is submitted."""

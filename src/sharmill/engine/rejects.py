@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored_lines
+from sharmill.engine.unit import Unit
 from sharmill.errors import HARMLESS_REASONS, REMEDIES, FatalError
 
 _MAX_REASONS = 3
@@ -25,16 +26,17 @@ class _Reject(msgspec.Struct):
     record: Any
 
 
-def check_rejects(stage: Stage, expected_in: int, reasons: Mapping[str, int], num_in: int) -> None:
+def check_rejects(stage: Stage, units: Iterable[Unit], reasons: Mapping[str, int], num_in: int) -> None:
     """Raise FatalError with the commonest reasons if these are more rejects than the configuration allows.
 
     Args:
-        expected_in: the number of records of the stage.
+        units: all those of the stage.
         reasons: how many records were rejected so far, by reason.
         num_in: how many records were read for that.
     """
     reasons = {reason: count for reason, count in reasons.items() if reason not in HARMLESS_REASONS}
     rejected = sum(reasons.values())
+    expected_in = sum(unit.size for unit in units)
     # A quotient, since 0.29 * 100 is less than 29.
     if rejected == 0 or rejected / expected_in <= stage.max_reject_fraction:
         return

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 import msgspec
 
-from sharmill.engine.attempts import describe_slots_out
+from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import claim_for_run, claim_output, make_fence, release_output, release_run
 from sharmill.engine.late_views import wait_for_units
 from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
@@ -136,10 +136,9 @@ def run_stage(
     missing = [unit for unit in units if unit.index not in commits]
     if not joins:
         commits, missing = _take_back_lost(stage, units, commits)
-    expected_in = sum(unit.size for unit in units)
     listener.stage_started(stage, units, list(commits.values()))
     before = add_up(commits.values())
-    check_rejects(stage, expected_in, before.rejects, before.num_in)
+    check_rejects(stage, units, before.rejects, before.num_in)
     outcome: StageResult | Submitted = StageResult()
     if missing:
         if not joins:
@@ -203,9 +202,8 @@ def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome
         in_order = [commits[unit.index] for unit in units]
         merge_files((paths.unit_rejects(commit.index) for commit in in_order if commit.num_rejected), paths.rejects)
         totals = stage.finalize(units, in_order)
-        expected_in = sum(unit.size for unit in units)
-        totals.check(stage.name, expected_in)
-        check_rejects(stage, expected_in, totals.rejects, totals.num_in)
+        totals.check(stage.name, sum(unit.size for unit in units))
+        check_rejects(stage, units, totals.rejects, totals.num_in)
         for root in (stage.root, stage.claims[0]):
             release_output(root, [stage.token])
         write_atomic(paths.done, msgspec.json.encode(totals))
@@ -254,7 +252,7 @@ def describe_end(stages: Sequence[tuple[Stage, StageResult]], *, findings: int =
         named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
         message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
         return End(state="failed", message=message, code="units_failed")
-    out = [sentence for stage, _ in stages for sentence in describe_slots_out(stage.dir)]
+    out = [sentence for stage, _ in stages for sentence in Attempts(stage.dir.attempts).describe_out()]
     done = "; on the way: ".join(["all stages are done" if stages else "there is no stage to run", *out])
     return End(state="done", message="; ".join(filter(None, [done, appended])), findings=findings)
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from uuid import uuid4
 
 import msgspec
 
 from sharmill.engine.attempts import AttemptLog, Attempts, NoteKind
 from sharmill.engine.balance import pack
-from sharmill.engine.host import is_gone, state_and_start, this_kernel
-from sharmill.engine.ledger import iterate_ledger, read_ledger
+from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.plan import load_plan
-from sharmill.engine.progress import RankProgress, read_progress
+from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgress, read_progress
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import Tail, decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
-from sharmill.errors import SharmillError
-from sharmill.storage import make_folder, open_stored, remove_tree, time_of_folder, write_atomic
+from sharmill.storage import make_folder, remove_tree, time_of_folder, write_atomic
 
 # Units without cost would all be packed into one bin.
 _LEAST_COST = 1e-3
@@ -36,26 +33,16 @@ _ANOTHER_SLOT = "another host/rank"
 _SHARE_WITHOUT_BEAT = 0.4
 
 
-class Starter(msgspec.Struct, frozen=True):
-    """A process that has started ranks and waits for their end."""
-
-    host: str
-    kernel: str
-    pid: int
-    started: int
-
-
 class Round(msgspec.Struct):
-    """The values that the ranks of a stage are started with, frozen until all of them have ended.
+    """The division of units among the ranks of a stage, frozen until all of them have ended.
 
-    ``bins`` are the indices of the units of each rank.
-    ``num_joined`` ranks came later, and have no bins; ``starters`` are those that wait for the end of ranks. ``begun``
-    is how many attempts there had been each time that ranks were started in the run, last at these ranks.
+    ``bins`` are the indices of the units of each rank, none for ranks that came later. ``begun`` is how many attempts
+    there had been each time that ranks were started in the run, last at these ranks. ``join_seconds`` is how long ranks
+    may take to join that could do what those which are there cannot.
     """
 
     bins: list[list[int]]
-    num_joined: int = 0
-    starters: list[Starter] = []
+    join_seconds: float = 0.0
     begun: list[int] = []
 
 
@@ -64,9 +51,9 @@ def begin_round(
     missing: Sequence[Unit],
     num_ranks: int,
     *,
+    join_seconds: float = 0.0,
     goes_on: bool = False,
     joins: bool = False,
-    waits: bool = True,
 ) -> range:
     """Divide units among ranks by their cost, and return the numbers of the ranks; or add ranks to those at work.
 
@@ -74,32 +61,39 @@ def begin_round(
 
     Args:
         missing: the units that are to be done.
+        join_seconds: as that of ``Round``.
         goes_on: the attempts of ranks that have ended count on; else they are forgotten too.
-        joins: ranks are there, or about to begin, although none can be seen.
-        waits: as that of the executor; one that waits calls ``end_round`` then.
+        joins: other ranks are there, or about to begin.
     """
     paths = stage.dir
-    if joins or find_live(paths, stage.lease_seconds, ranks=waits):
+    if joins:
         round = read_round(paths)
-        first = len(round.bins) + round.num_joined
-        numbers = range(first, first + num_ranks)
-        round.num_joined += num_ranks
+        numbers = range(len(round.bins), len(round.bins) + num_ranks)
+        round.bins += [[] for _ in numbers]
     else:
-        round = _divide(paths, missing, num_ranks, goes_on=goes_on)
-        numbers = range(len(round.bins))
-    if waits:
-        round.starters.append(_this_process())
-    _write_round(paths, round)
+        begun = read_round(paths).begun if goes_on and paths.round.exists() else []
+        for folder in (paths.claims, paths.progress, *(() if goes_on else (paths.attempts,))):
+            remove_tree(folder)
+            make_folder(folder)
+        if goes_on:
+            end_attempts(paths, {unit.index for unit in missing})
+        bins = [[unit.index for unit in part] for part in pack_units(missing, num_ranks)]
+        numbers = range(len(bins))
+        round = Round(bins, join_seconds, [*begun, Attempts(paths.attempts).num_begun])
+    write_atomic(paths.round, msgspec.json.encode(round), parents=False)
     return numbers
 
 
-def end_round(stage: Stage) -> None:
-    """Note that this process does not wait for ranks any more; where that cannot be noted, its end will say so."""
-    # The folder may have gone with the plan, and an error of the disk is to be told by the work that has met it.
-    with suppress(OSError, SharmillError):
-        round = read_round(stage.dir)
-        round.starters = [one for one in round.starters if one != _this_process()]
-        _write_round(stage.dir, round)
+@contextmanager
+def driven_round(
+    stage: Stage, missing: Sequence[Unit], num_ranks: int, *, join_seconds: float = 0.0, goes_on: bool = False
+) -> Iterator[range]:
+    """Begin a round, or join that of ranks at work, and give heartbeats until all have ended; see ``begin_round``."""
+    joins = bool(find_live(stage.dir, stage.lease_seconds))
+    numbers = begin_round(stage, missing, num_ranks, join_seconds=join_seconds, goes_on=goes_on, joins=joins)
+    path, interval = stage.dir.progress / f"driver-{uuid4().hex}.json", stage.lease_seconds / BEATS_PER_LEASE
+    with ProgressWriter(path, interval=interval):
+        yield numbers
 
 
 def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:
@@ -118,50 +112,16 @@ def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds, *, ra
     """Return a few words about each process that may be at work on the plan of a stage that is not finished.
 
     Args:
-        ranks: also ranks that nobody waits for; a scheduler's queue knows better than their heartbeats which are alive.
+        ranks: also ranks, rather than their drivers alone; a scheduler's queue knows better than heartbeats which ranks
+            are alive.
     """
-    if paths.done.exists():
-        return []
-    if not paths.ranks.is_dir():
+    if paths.done.exists() or not paths.round.exists():
         return []
     # By the clock of the file system, as what is written there; what others have just made is seen from here on.
-    oldest = time_of_folder(paths.ranks) - lease_seconds
-    try:
-        with open_stored(paths.round) as stream:
-            round, written = decode_stored(paths.round, stream.read(), Round), os.fstat(stream.fileno()).st_mtime
-    except FileNotFoundError:
-        return []
-    starters = [
-        f"process {one.pid} on {one.host}"
-        for one in round.starters
-        if (not is_gone(one.pid, one.started) if one.kernel == this_kernel() else written > oldest)
-    ]
-    return starters + [
-        f"rank {record.rank} on {record.host}"
-        for record in (read_progress(paths.progress) if ranks else ())
-        if not record.ended and not record.is_gone() and record.written > oldest
-    ]
-
-
-def _this_process() -> Starter:
-    return Starter(socket.gethostname(), this_kernel(), os.getpid(), state_and_start(os.getpid())[1])
-
-
-def _write_round(paths: StageDir, round: Round) -> None:
-    write_atomic(paths.round, msgspec.json.encode(round), parents=False)
-
-
-def _divide(paths: StageDir, missing: Sequence[Unit], num_ranks: int, *, goes_on: bool) -> Round:
-    begun = read_round(paths).begun if goes_on and paths.round.exists() else []
-    for folder in (paths.claims, paths.progress, *(() if goes_on else (paths.attempts,))):
-        remove_tree(folder)
-        make_folder(folder)
-    if goes_on:
-        end_attempts(paths, {unit.index for unit in missing})
-    attempts = Attempts(paths.attempts)
-    attempts.look()
-    bins = [[unit.index for unit in part] for part in pack_units(missing, num_ranks)]
-    return Round(bins, begun=[*begun, attempts.num_begun])
+    now = time_of_folder(paths.ranks)
+    records = read_progress(paths.progress, "*.json" if ranks else "driver-*.json")
+    live = [one for one in records if one.is_alive(now, lease_seconds)]
+    return [f"{f'rank {one.rank}' if one.slot else f'process {one.pid}'} on {one.host}" for one in live]
 
 
 def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
@@ -172,16 +132,15 @@ def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
 
 def end_attempts(paths: StageDir, missing: Container[int]) -> None:
     """Note the end of attempts whose ranks could not do so; ``missing`` are the units without a commit."""
-    attempts, notes = Attempts(paths.attempts), AttemptLog(paths.attempts)
-    attempts.look()
-    for begun in attempts.open():
+    notes = AttemptLog(paths.attempts)
+    for begun in Attempts(paths.attempts).open():
         message = f"its rank on {begun.slot} ended in the middle of it; see {paths.logs}"
         kind: NoteKind = "failed" if begun.unit in missing else "done"
         notes.add(msgspec.structs.replace(begun, kind=kind, message=message, traceback=message))
 
 
 def read_round(paths: StageDir) -> Round:
-    """Return what the ranks of a stage were started with."""
+    """Return how units were divided among the ranks of a stage."""
     return decode_stored(paths.round, read_stored(paths.round), Round)
 
 
@@ -191,37 +150,24 @@ class StageState:
     Args:
         stage: its plan is the present one.
         last_beat: returns the time of the last heartbeat of this process that got through, by ``time.monotonic``.
-        join_seconds: how long ranks may take to join that could do what those which are there cannot.
 
     Attributes:
         missing: the indices of the units that no rank has committed.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        last_beat: Callable[[], float] = lambda: math.inf,
-        join_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, stage: Stage, last_beat: Callable[[], float] = lambda: math.inf) -> None:
         self.stage = stage
-        self._join_seconds = join_seconds
-        self._ended_since: float | None = None
         self.attempts = Attempts(stage.dir.attempts)
         self.units = load_plan(stage)
         self.round = read_round(stage.dir)
         self.missing = {index for part in self.round.bins for index in part}
-        self._ids = {unit.index: unit.id for unit in self.units}
         self._last_beat = last_beat
+        self._given_up_since: float | None = None
         self._ledger = Tail(stage.dir.ledger)
+        self._uncommitted = {unit.index: unit.id for unit in self.units}
         self._watched: dict[str, tuple[float, float]] = {}
-        self._gone: dict[str, float] = {}
-        self._loading_since: dict[str, float] = {}
         self._reasons: Counter[str] = Counter()
         self._num_in = 0
-        self._expected_in = sum(unit.size for unit in self.units)
-        for commit in read_ledger(stage.dir, self.units).values():
-            if commit.index not in self.missing:
-                self._count(commit)
 
     def look(self) -> list[Commit]:
         """Read what is new, and return the commits of units that were missing."""
@@ -236,47 +182,45 @@ class StageState:
 
     def _read_commits(self) -> list[Commit]:
         new = []
-        for commit in iterate_ledger(self.stage.dir, self._ids, self._ledger):
+        for commit in iterate_ledger(self.stage.dir, self._uncommitted, self._ledger):
+            # A second commit of a unit counts for nothing.
+            del self._uncommitted[commit.index]
+            self._reasons.update(commit.rejects)
+            self._num_in += commit.num_in
             if commit.index in self.missing:
                 self.missing.remove(commit.index)
-                self._count(commit)
                 new.append(commit)
         return new
 
-    def _count(self, commit: Commit) -> None:
-        self._reasons.update(commit.rejects)
-        self._num_in += commit.num_in
-
     def check_rejects(self) -> None:
         """Raise FatalError if more is rejected than the configuration allows."""
-        check_rejects(self.stage, self._expected_in, self._reasons, self._num_in)
+        check_rejects(self.stage, self.units, self._reasons, self._num_in)
 
     def has_ended(self) -> bool:
         """Return True if no rank can do anything more: each unit is committed or given up, or the stage is stopped."""
-        if not self.missing or self.attempts.stopped() is not None:
+        if not self.missing or self.attempts.stopped is not None:
             return True
-        live = self.live_slots() if self.missing <= self.attempts.failed else None
-        if live is None or not self._are_given_up(live):
-            self._ended_since = None
+        if not (self.missing <= self.attempts.failed and self._are_given_up()):
+            self._given_up_since = None
             return False
-        if self._are_given_up(live | {_ANOTHER_SLOT}):
-            return True
-        self._ended_since = time.monotonic() if self._ended_since is None else self._ended_since
-        return time.monotonic() - self._ended_since >= self._join_seconds
+        if self._given_up_since is None:
+            self._given_up_since = time.monotonic()
+        is_over = time.monotonic() - self._given_up_since >= self.round.join_seconds
+        return is_over or self._are_given_up(_ANOTHER_SLOT)
 
-    def _are_given_up(self, live: set[str]) -> bool:
+    def _are_given_up(self, *joining: str) -> bool:
+        live = self.live_slots() | {*joining}
         return all(self.attempts.is_given_up(index, live) for index in self.missing)
 
     def live_slots(self) -> set[str]:
         """Return the slots of the ranks that are alive, and have loaded what they need or may do so soon."""
-        return {record.slot for record in read_progress(self.stage.dir.progress) if self._is_live(record)}
-
-    def _is_live(self, record: RankProgress) -> bool:
-        if self.is_dead(record.owner, record) or record.is_gone():
-            return False
+        lease = self.stage.lease_seconds
         # One that hangs while it loads is waited for by nobody.
-        since = self._loading_since.setdefault(record.owner, time.monotonic())
-        return record.ready or time.monotonic() - since < self.stage.lease_seconds
+        return {
+            one.slot
+            for one in read_progress(self.stage.dir.progress)
+            if not self.is_dead(one.owner, one) and (one.ready or one.updated - one.started < lease)
+        }
 
     def is_dead(self, owner: str, record: RankProgress | None) -> bool:
         """Return True if a rank has ended, or its heartbeat was the same for a lease by this process's clock.
@@ -287,13 +231,12 @@ class StageState:
         """
         if record is not None and record.ended:
             return True
-        now = time.monotonic()
-        if record is not None and record.is_gone():
-            # Its supervisor, if there is one, notes how it ended.
-            return now - self._gone.setdefault(owner, now) >= _SECONDS_TO_NOTE_END
+        now, lease = time.monotonic(), self.stage.lease_seconds
         beat = record.updated if record is not None else 0.0
         seen, since = self._watched.get(owner, (None, now))
-        if beat != seen or now - self._last_beat() > _SHARE_WITHOUT_BEAT * self.stage.lease_seconds:
+        if beat != seen or now - self._last_beat() > _SHARE_WITHOUT_BEAT * lease:
             since = now
         self._watched[owner] = (beat, since)
-        return now - since >= self.stage.lease_seconds
+        is_gone = record is not None and record.is_gone()
+        # Its supervisor, if there is one, notes how it ended.
+        return now - since >= (min(lease, _SECONDS_TO_NOTE_END) if is_gone else lease)

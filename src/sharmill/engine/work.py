@@ -24,7 +24,7 @@ from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.ledger import LedgerWriter
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.patience import Patience
-from sharmill.engine.progress import ProgressWriter, peak_memory_mb
+from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.state import StageState
 from sharmill.engine.stored import read_stored
@@ -35,7 +35,6 @@ from sharmill.storage import WRITE_ERRNOS, create_atomic, write_atomic
 
 log = logging.getLogger(__name__)
 
-_BEATS_PER_LEASE = 8
 _SECONDS_BETWEEN_REPORTS = 1.0
 # A rank whose units fail one after the other may itself be what is broken, as after an error on its GPU.
 _FAILURES_IN_A_ROW = 2
@@ -79,13 +78,11 @@ class _Worker:
         stage, rank = self._stage, self._rank
         wait_for_plan(stage, self._patience)
         require_current(stage)
-        interval = min(rank.beat_seconds, stage.lease_seconds / _BEATS_PER_LEASE)
+        interval = min(rank.beat_seconds, stage.lease_seconds / BEATS_PER_LEASE)
         path = stage.dir.rank_progress(rank.owner)
-        with ProgressWriter(path, rank.number, rank.slot, rank.owner, interval) as self._progress:
+        with ProgressWriter(path, rank.number, rank.slot, rank.owner, interval=interval) as self._progress:
             # The files in a folder may be seen later than the folder.
-            self._state = self._patience.once_seen(
-                lambda: StageState(stage, lambda: self._progress.last_beat, join_seconds=rank.join_seconds)
-            )
+            self._state = self._patience.once_seen(lambda: StageState(stage, lambda: self._progress.last_beat))
             try:
                 self._do_units(Claims(self._state, rank, self._notes))
             except FileNotFoundError:
@@ -115,7 +112,9 @@ class _Worker:
             seconds = time.monotonic() - began
             log.info("rank %d is ready for %s on %s after %.1f s", self._rank.number, stage.name, self._rank.device,
                      seconds)  # fmt: skip
-            self._progress.be_ready()
+            # At once: its supervisor ends ranks that still load.
+            self._progress.record.ready = True
+            self._progress.write()
             while (claim := claims.next()) is not None:
                 self._attempt(*claim, claims.expected)
                 self._on_change()
@@ -181,7 +180,8 @@ class _Worker:
         self._notes.add(begun)
         self._state.attempts.add(begun)
         end = partial(end_attempt, self._notes, self._state.attempts, begun)
-        self._progress.begin(unit.index, self._stage.time_limit(unit))
+        record = self._progress.record
+        record.unit, record.unit_limit, record.unit_began = unit.index, self._stage.time_limit(unit), time.time()
         self._processor.expect(following)
         began = time.monotonic()
         try:
@@ -200,17 +200,19 @@ class _Worker:
             log.warning("unit %d failed", unit.index, exc_info=True)
             # What was removed with the plan fails in as many ways as there are files.
             require_current(self._stage)
-            self._progress.give_up()
             end("failed", _one_line(error), "".join(traceback.format_exception(error)))
             self._make_way_if_broken(error)
             return
+        finally:
+            record.unit = None
+            record.unit_cost_done = 0.0
         if commit is None:
-            self._progress.give_up()
             end("released", "another rank has published it")
             log.info("unit %d was published by another rank", unit.index)
             return
         self._failures_in_a_row = 0
-        self._progress.end(unit.cost)
+        record.units_done += 1
+        record.cost_done += unit.cost
         end("done")
         self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
@@ -267,7 +269,8 @@ class _Worker:
 
     def _advance(self, unit: Unit, cost: float) -> None:
         """Note that more of a unit is done; once a second, tell those who watch."""
-        self._progress.advance(min(self._progress.record.unit_cost_done + cost, unit.cost))
+        record = self._progress.record
+        record.unit_cost_done = min(record.unit_cost_done + cost, unit.cost)
         if time.monotonic() - self._reported >= _SECONDS_BETWEEN_REPORTS:
             self._reported = time.monotonic()
             self._on_change()
@@ -281,13 +284,17 @@ class _Worker:
         require_current(self._stage)
         if error.code == "superseded_plan":
             return
+        note = Note(
+            kind="failed" if isinstance(error, DeviceError) or error.code in _OF_SLOT else "stopped",
+            slot=self._rank.slot,
+            message=error.lines[0],
+            details=list(error.lines[1:]),
+            code=error.code,
+            place=error.place if isinstance(error, DeviceError) else "",
+            is_config=isinstance(error, ConfigError),
+        )
         try:
-            if isinstance(error, DeviceError) or error.code in _OF_SLOT:
-                place = error.place if isinstance(error, DeviceError) else ""
-                note = Note(kind="failed", slot=self._rank.slot, message=str(error), code=error.code, place=place)
-                self._notes.add(note)
-            else:
-                self._notes.stop(error)
+            self._notes.add(note)
         except SharmillError as failed:
             if self._rank.is_replaced:
                 # For the supervisor this is not the end of a rank that has noted why.

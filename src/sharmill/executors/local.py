@@ -16,7 +16,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import begin_round, end_round
+from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.engine.work import work
 from sharmill.errors import FatalError
@@ -50,27 +50,25 @@ class LocalExecutor:
         gpus = usable_gpus(self.device) if stage.uses_gpu else ()
         cores = usable_cores()
         devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
-        numbers = begin_round(stage, units, len(devices), goes_on=self.goes_on)
-        follower = Follower(stage, units, listener)
-        devices = devices[: len(numbers)]
-        # A device may break its process, and a time limit kills it.
-        has_limit = isinstance(stage.unit_time_limit, float | int)
-        is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
-        log_file = stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log
-        try:
-            with unlocked(), logging_to(log_file):
-                follower.look()
-                if is_inline:
-                    rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)
-                    # The next stage of this process may use the GPUs that this one must not see.
-                    with variable(VISIBLE, ""):
-                        work(stage, rank, follower.look)
-                else:
-                    Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
-        except (FatalError, FileNotFoundError):
-            # Another process may have finished the stage, or begun it anew.
-            if is_current(stage):
-                raise
-        finally:
-            end_round(stage)
+        with driven_round(stage, units, len(devices), goes_on=self.goes_on) as numbers:
+            follower = Follower(stage, units, listener)
+            devices = devices[: len(numbers)]
+            # A device may break its process, and a time limit kills it.
+            has_limit = isinstance(stage.unit_time_limit, float | int)
+            is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
+            log_file = stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log
+            try:
+                with unlocked(), logging_to(log_file):
+                    follower.look()
+                    if is_inline:
+                        rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)
+                        # The next stage of this process may use the GPUs that this one must not see.
+                        with variable(VISIBLE, ""):
+                            work(stage, rank, follower.look)
+                    else:
+                        Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
+            except (FatalError, FileNotFoundError):
+                # Another process may have finished the stage, or begun it anew.
+                if is_current(stage):
+                    raise
         return follower.outcome()

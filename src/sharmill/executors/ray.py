@@ -45,7 +45,7 @@ from sharmill.engine.patience import Patience
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import begin_round, end_round
+from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.devices import Device
@@ -112,20 +112,19 @@ class RayExecutor:
         may_use_gpus = stage.uses_gpu and self.device != "cpu"
         gpus = int(may_use_gpus and (self.device == "cuda" or _count_places(self.cores, 1) > 0))
         most = _count_places(self.cores, gpus) or len(units) if self.workers == "auto" else int(self.workers)
-        numbers = begin_round(stage, units, most)
-        follower = Follower(stage, units, listener, join_seconds=stage.lease_seconds)
-        actors = _Actors(stage, follower, self.workers, self.cores, gpus, numbers.start)
-        try:
-            with unlocked(), logging_to(stage.dir.driver_log):
-                actors.run()
-        except (FatalError, FileNotFoundError):
-            # Another process may have finished the stage, or begun it anew.
-            if is_current(stage):
-                raise
-        finally:
-            end_round(stage)
-            # No actor is left that could do it for itself.
-            remove_dead_attempts(stage.root, stage.token)
+        with driven_round(stage, units, most, join_seconds=stage.lease_seconds) as numbers:
+            follower = Follower(stage, units, listener)
+            actors = _Actors(stage, follower, self.workers, self.cores, gpus, numbers.start)
+            try:
+                with unlocked(), logging_to(stage.dir.driver_log):
+                    actors.run()
+            except (FatalError, FileNotFoundError):
+                # Another process may have finished the stage, or begun it anew.
+                if is_current(stage):
+                    raise
+            finally:
+                # No actor is left that could do it for itself.
+                remove_dead_attempts(stage.root, stage.token)
         outcome = follower.outcome()
         given_up = list(actors.given_up)
         return replace(outcome, given_up=given_up or outcome.given_up)
@@ -165,9 +164,7 @@ class RankActor:
         wait_for_plan(stage, Patience(stage.seconds_until_seen))
         try:
             require_current(stage)
-            supervisor = Supervisor(
-                stage, [Device.given(device)], [number], join_seconds=stage.lease_seconds, beat_seconds=5.0
-            )
+            supervisor = Supervisor(stage, [Device.given(device)], [number], beat_seconds=5.0)
             with logging_to(stage.dir.driver_log):
                 supervisor.run()
             return None
@@ -250,7 +247,7 @@ class _Actors:
         most = places + 1 - len(self.holding) if self.workers == "auto" else int(self.workers)
         kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
         folder = None if _is_in_copy() else Path.cwd()
-        for _ in range(min(most, self.follower.num_missing) - len(self.working)):
+        for _ in range(min(most, len(self.follower.state.missing)) - len(self.working)):
             # The slots of those that hold a place are out.
             taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
             number = next(number for number in count(self.first_number) if number not in taken)

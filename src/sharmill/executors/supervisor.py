@@ -56,7 +56,6 @@ class Supervisor:
     Attributes:
         numbers: of the ranks, one for each device.
         job_seconds: the time limit of the job that this is, None where there is none.
-        join_seconds: as that of ``StageState``.
         beat_seconds: the time between two heartbeats of a rank at most, and between two looks at them.
     """
 
@@ -64,13 +63,12 @@ class Supervisor:
     devices: Sequence[Device]
     numbers: Sequence[int]
     job_seconds: float | None = None
-    join_seconds: float = 0.0
     beat_seconds: float = 15.0
 
     def __post_init__(self) -> None:
         self._devices = dict(zip(self.numbers, self.devices, strict=True))
         self._slots = {number: device.slot(number) for number, device in self._devices.items()}
-        self._state = StageState(self.stage, join_seconds=self.join_seconds)
+        self._state = StageState(self.stage)
         self._notes = AttemptLog(self.stage.dir.attempts)
         self._idle = {*self.numbers}
         self._running: dict[BaseProcess, Rank] = {}
@@ -140,7 +138,6 @@ class Supervisor:
             self._slots[number],
             device.kind,
             job_seconds=self.job_seconds,
-            join_seconds=self.join_seconds,
             beat_seconds=self.beat_seconds,
         )
         cores = max(1, usable_cores() // len(self.devices))

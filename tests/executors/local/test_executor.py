@@ -14,8 +14,6 @@ from support.toy_stage import (
     DiesIdle,
     EndsTheForkServer,
     GoesBlind,
-    RecordingListener,
-    SlowStage,
     ToyStage,
     Unloadable,
     is_running,
@@ -130,17 +128,6 @@ def test_where_no_rank_sees_its_input_nothing_is_rejected(tmp_path):
     with raises(DeviceError, "unlike_nodes", "does not see the audio"):
         run(stage)
     assert not stage.dir.rejects.exists()
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_error_of_the_display_fails_no_unit(tmp_path, workers, monkeypatch):
-    def unit_advanced(self, unit, done):
-        raise BrokenPipeError
-
-    monkeypatch.setattr(RecordingListener, "unit_advanced", unit_advanced)
-    stage = SlowStage(tmp_path, units=2)
-    assert run(stage, workers)[0].ok
-    assert stage.attempts() == {0: 1, 1: 1}
 
 
 @pytest.mark.parametrize(("kind", "attempts"), [(DiesBesideAnIdleRank, {0: 1, 1: 2}), (DiesIdle, {0: 1, 1: 1})])

@@ -124,9 +124,8 @@ class RankTask:
         # A cluster need not bind tasks to their cores.
         limit_cores(self.ranks.cores)
         supervisor = Supervisor(
-            self.stage, [Device.given(self.ranks.device)], [self.number], job_seconds=60.0 * self.ranks.timeout_min,
-            join_seconds=self.stage.lease_seconds,
-        )  # fmt: skip
+            self.stage, [Device.given(self.ranks.device)], [self.number], job_seconds=60.0 * self.ranks.timeout_min
+        )
         with logging_to(self.stage.dir.driver_log), ended_by_sigterm():
             has_ended = supervisor.run()
         if has_ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
@@ -233,21 +232,20 @@ class SlurmExecutor:
         joins = is_advanced or bool(find_live(stage.dir, stage.lease_seconds, ranks=False))
         left = list(units)
         if not joins:
-            attempts = Attempts(stage.dir.attempts)
             if goes_on:
                 end_attempts(stage.dir, {unit.index for unit in units})
-            attempts.look()
-            if goes_on and (stopped := attempts.stopped()) is not None:
-                raise stopped
+            attempts = Attempts(stage.dir.attempts)
+            if goes_on and attempts.stopped is not None:
+                raise attempts.stopped
             left = [unit for unit in units if not attempts.is_given_up(unit.index, ())]
             if not left:
-                return StageResult(failures={unit.index: attempts.require_error(unit.index) for unit in units})
+                return StageResult(failures={unit.index: attempts.error(unit.index) for unit in units})
             if goes_on:
                 self._require_progress(stage, attempts)
         workers = 0 if goes_on else self.workers_in_job(stage, left)
         if not workers:
             wanted = self.num_ranks(stage, left)
-            numbers = begin_round(stage, left, wanted, goes_on=goes_on, joins=joins, waits=False)
+            numbers = begin_round(stage, left, wanted, join_seconds=stage.lease_seconds, goes_on=goes_on, joins=joins)
             message = f"{stage.name}: {len(left)} units on {len(numbers)} {'more ' if joins else ''}ranks"
             return self._submit(stage, message, numbers, is_advanced=is_advanced)
         if self.role != "advance":

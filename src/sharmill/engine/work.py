@@ -224,7 +224,7 @@ class _Worker:
         is_broken = is_device_error(error) or self._failures_in_a_row >= _FAILURES_IN_A_ROW
         if is_broken and self._rank.is_replaced:
             log.warning("rank %d makes way for a fresh process", self._rank.number)
-            raise Replace from error
+            raise Replace from None
 
     def _commit(self, unit: Unit) -> Commit | None:
         """Process, publish and commit a unit, and return the commit, or None if another rank has published the unit."""

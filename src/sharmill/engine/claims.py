@@ -6,8 +6,8 @@ rank has died, or whose heartbeat is stale, is noted by others. Of two that try,
 newer owner out: that one has created a later name. A claim is no guard. A rank that was taken for dead may go on with
 its unit; both bring the same bytes then.
 
-A rank does the units of its own bin first, then those of the fullest bin (work stealing, Blumofe and Leiserson 1999,
-doi:10.1145/324133.324234), then those whose attempts have failed, or were given back or left behind.
+A rank does the units of its own bin first, then those of the bin with most cost left (work stealing, Blumofe and
+Leiserson 1999, doi:10.1145/324133.324234), then those whose attempts have failed, or were given back or left behind.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from sharmill.storage import stopping_errors
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_SECONDS = 0.05
+# To try units that others have claimed is work for the file system, and so is a list of all claims.
+_LOSSES_BETWEEN_LISTINGS = 16
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ class Claims:
         self._folder = state.stage.dir.claims
         bins = state.round.bins
         self._own_bin = deque(bins[rank.number] if rank.number < len(bins) else ())
+        # Units of each bin that nobody has claimed, as of the last listing, and their cost.
+        self._free: list[list[int]] = []
+        self._cost_left: list[float] = []
+        self._num_losses = _LOSSES_BETWEEN_LISTINGS
         self._held: tuple[Unit, int] | None = None
 
     @property
@@ -137,13 +143,24 @@ class Claims:
         return None
 
     def _steal(self, least: int = 1) -> tuple[Unit, int] | None:
-        """Claim the last unit of the fullest bin if nobody has claimed at least so many units."""
-        free = self._state.missing - self._latest().keys()
-        bins = [[index for index in part if index in free] for part in self._state.round.bins]
-        while sum(map(len, bins)) >= least:
-            if (claim := self._claim_fresh(max(bins, key=len).pop())) is not None:
+        """Claim the last unit of the bin with most cost left if nobody has claimed at least so many units."""
+        while True:
+            if self._num_losses >= _LOSSES_BETWEEN_LISTINGS or not any(self._free):
+                self._list_free()
+            if sum(map(len, self._free)) < least:
+                return None
+            number = max(range(len(self._free)), key=lambda bin: (bool(self._free[bin]), self._cost_left[bin]))
+            index = self._free[number].pop()
+            self._cost_left[number] -= self._state.units[index].cost
+            if (claim := self._claim_fresh(index)) is not None:
                 return claim
-        return None
+            self._num_losses += 1
+
+    def _list_free(self) -> None:
+        free = self._state.missing - self._latest().keys()
+        self._free = [[index for index in part if index in free] for part in self._state.round.bins]
+        self._cost_left = [sum(self._state.units[index].cost for index in part) for part in self._free]
+        self._num_losses = 0
 
     def _claim_fresh(self, index: int) -> tuple[Unit, int] | None:
         is_fresh = index in self._state.missing and self._state.attempts.generation(index) == 0

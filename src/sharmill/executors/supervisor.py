@@ -196,7 +196,9 @@ class Supervisor:
             why: the reason for which it was killed.
             told: that it was told to leave, which excuses it.
         """
-        process.join()
+        process.join(_SECONDS_TO_END)
+        if process.is_alive():
+            return  # the kernel does not end what waits for a disk
         rank = self._running.pop(process)
         why = why or f"the rank process {describe_exit(process.exitcode)}"
         if process.exitcode != _LEFT:

@@ -137,7 +137,7 @@ CODES: Final[dict[str, str]] = {
     # Runs and their directories
     "accounts": "the numbers of records of a stage or a dataset do not add up",
     "changed_plan": "a stage was begun with other settings, input or versions than these",
-    "claimed": "another run is at work on the same fields of a dataset",
+    "reserved": "another run is at work on the same fields of a dataset",
     "damaged_run_dir": "a file of the run directory cannot be understood",
     "device_failed": "a rank cannot use its device: too old, not there, broken, or without memory",
     "disk": "a file or folder cannot be read or written: full, read-only, not permitted, or failing",

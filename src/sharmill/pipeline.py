@@ -19,12 +19,13 @@ from sharmill.config.loading import load_for_display
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.fence import require_own_output, stop_ranks
+from sharmill.engine.fence import stop_ranks
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
-from sharmill.engine.run import Executor, Unlocked, claimed, describe_end, locked, merge_files, run_stage
+from sharmill.engine.reservations import require_own_output
+from sharmill.engine.run import Executor, Unlocked, describe_end, locked, merge_files, reserved, run_stage
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -307,7 +308,7 @@ def run_dataset(
         elif (end := read_end(run_dir)) is not None and end.state != "done":
             raise end.as_error()
         try:
-            with claimed(run_dir, make_stages(config, stages), restart=restart, releases=executor.waits):
+            with reserved(run_dir, make_stages(config, stages), restart=restart, releases=executor.waits):
                 results = _run_stages(config, stages, executor, listener, restart=restart, unlocked=lock.released)
             _merge_rejects(config)
             _check_accounts(config, results)

@@ -124,6 +124,7 @@ def jobs(run_dir, tmp_path_factory):
         (folder / name).chmod(0o755)
     paths = RunDir(run_dir)
     paths.id.write_text("feedfeedfeedfeed")
+    paths.jobs.mkdir()
     begin_run(paths, Given(stages=["prepare"], command="sharmill submit c", cluster="here"))
     return folder, os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 

@@ -31,11 +31,12 @@ from sharmill.engine.host import state_and_start, this_kernel
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
+from sharmill.engine.reservations import make_run_id
 from sharmill.engine.run import locked
 from sharmill.engine.run_notes import End, Given, begin_run, note_end
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import work
-from sharmill.executors.slurm.queue import QueuedJob, make_run_id
+from sharmill.executors.slurm.queue import QueuedJob
 from sharmill.prepare.stage import PrepareStage
 from sharmill.storage import write_atomic
 
@@ -241,6 +242,7 @@ def test_the_end_of_a_run_is_shown_with_its_time(stage, waiting, noon):
 
 def test_where_nobody_can_be_asked_status_says_so(stage, waiting, monkeypatch):
     make_run_id(stage.run_dir)
+    stage.run_dir.jobs.mkdir()
     monkeypatch.setenv("PATH", str(stage.run_dir.path))
     text = shown(stage)
     assert row(text, "prepare")[1] == "in the queue"

@@ -136,25 +136,6 @@ def test_an_error_that_does_not_pass_ends_the_stage(waited, tmp_path, monkeypatc
     assert sum(waited) == pytest.approx(30.0)
 
 
-def test_a_plan_that_only_the_server_shows_is_taken(tmp_path, monkeypatch):
-    """The node has not seen the plan of another: that a folder cannot be made tells it."""
-    stage = ToyStage(tmp_path, units=2)
-    units = read_or_make_plan(stage, restart=False)
-    token = stage.token
-    path, seen = type(stage.dir.identity), []
-    exists = path.exists
-
-    def exists_late(self):
-        if self == stage.dir.identity:
-            seen.append(self)
-            return len(seen) > 1
-        return exists(self)
-
-    monkeypatch.setattr(path, "exists", exists_late)
-    assert read_or_make_plan(stage, restart=False) == units
-    assert stage.token == token
-
-
 def test_where_no_ranks_have_run_only_the_plan_is_waited_for(waited, tmp_path):
     stage = ToyStage(tmp_path, units=2)
     read_or_make_plan(stage, restart=False)

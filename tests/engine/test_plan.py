@@ -56,12 +56,6 @@ class TestFreeze:
         assert run(stage)[0].ok
         assert sorted(path.name for path in stage.dir.path.iterdir() if path.name.startswith(".")) == []
 
-    @pytest.mark.parametrize("restart", [False, True])
-    def test_planner_killed_while_it_asked_whether_there_is_a_plan_is_followed_by_another(self, tmp_path, restart):
-        stage = ToyStage(tmp_path)
-        stage.dir.plan.mkdir(parents=True)
-        assert run(stage, restart=restart)[0].ok
-
     def test_planner_that_raises_leaves_nothing(self, tmp_path, monkeypatch):
         stage = ToyStage(tmp_path)
         monkeypatch.setattr(stage, "plan", lambda folder: iter([1 / 0 for _ in range(1)]))

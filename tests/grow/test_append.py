@@ -127,10 +127,10 @@ def test_what_does_not_fit_changes_nothing(coded, plain, growing, tmp_path):
 
 
 def test_a_dataset_that_is_being_changed_is_refused(coded, growing, monkeypatch):
-    claim = growing / STAGING_NAME / "codes_b+target_codes.claim"
+    claim = growing / STAGING_NAME / "codes_b+target_codes.reservation"
     claim.parent.mkdir()
-    claim.write_text(json.dumps({"token": "0" * 16, "run": "/run", "host": "h", "user": "u", "since": "now"}))
-    with raises(ConfigError, "claimed", str(claim)):
+    claim.write_text(json.dumps({"id": "0" * 16, "run": "/run", "host": "h", "user": "u", "since": "now", "device": 1}))
+    with raises(ConfigError, "reserved", str(claim)):
         append_dataset(growing, coded[1])
     claim.unlink()
     monkeypatch.setattr("sharmill.shar.index.SECONDS_TO_WAIT_FOR_INDEX", 0.0)

@@ -115,7 +115,7 @@ def test_a_split_that_is_killed_anywhere_goes_on_and_ends_with_the_same_bytes(sp
     # Not at every change, but some further on each time, until one is not killed.
     for change in count():
         killed = killed_at(6 * change, lambda: split(speech, out), below=str(tmp_path))
-        if not killed or ((out / "test/dataset.json").exists() and not (tmp_path / ".out.split").exists()):
+        if not killed or ((out / "test/dataset.json").exists() and not (tmp_path / ".out.split/split").exists()):
             break
         for name in ("train", "valid", "test"):
             if (out / name / "dataset.json").exists():

@@ -12,9 +12,10 @@ from support.pipelines import run_sharmill
 from support.toy_cluster import cancel_all, slurm
 
 from sharmill.engine.host import user_name
+from sharmill.engine.reservations import make_run_id
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.queue import job_comment, make_run_id, queued_jobs, require_no_jobs
+from sharmill.executors.slurm.queue import job_comment, queued_jobs, require_no_jobs
 from sharmill.staging import STAGING_NAME
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -25,6 +26,7 @@ def run_dir(tmp_path):
     """A run directory from which jobs were submitted; no job of it is left behind."""
     run_dir = RunDir(tmp_path / "run")
     make_run_id(run_dir)
+    run_dir.jobs.mkdir()
     yield run_dir
     cancel_all(run_dir)
 
@@ -72,7 +74,7 @@ def test_a_second_submission_for_a_dataset_is_refused_until_the_first_is_cancell
     command = ["submit", "all", second, "--profile", profile]
     refused = run_sharmill(*command, env=os.environ | {"COLUMNS": "1000"})
     assert refused.returncode == 2, refused.stdout + refused.stderr
-    assert f"is claimed: {user_name()} on {os.uname().nodename}" in refused.stdout
+    assert f"is reserved: {user_name()} on {os.uname().nodename}" in refused.stdout
     assert f"from {tmp_path / 'first' / 'run'}" in refused.stdout
     assert not (tmp_path / "second" / "run" / "prepare").exists()
     assert run_sharmill("cancel", tmp_path / "first" / "run").returncode == 0

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch  # noqa: F401 - before lhotse, which else imports it while the first cut is read
 
-from sharmill.engine.fence import refuse_claims
 from sharmill.engine.locks import LOCK_NAME, lock_owner
+from sharmill.engine.reservations import refuse_reservations
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import SharmillError
 from sharmill.executors.slurm.profile import load_profile
@@ -115,9 +115,9 @@ class DatasetTargets:
 
     def _beside(self) -> Iterator[Target]:
         """Yield files that others may have left in a dataset, models, and states of readers."""
-        claim = self.own / STAGING_NAME / "target_audio.claim"
-        yield self._alone("claim", claim, b'{"token":"%s","run_dir":"/r","host":"h","user":"u"}' % _TOKEN.encode(),
-                          lambda: refuse_claims(self.own))  # fmt: skip
+        reservation = self.own / STAGING_NAME / "target_audio.reservation"
+        content = b'{"id":"0123456789abcdef","run":"/r","host":"h","user":"u","since":"s","device":1}'
+        yield self._alone("reservation", reservation, content, lambda: refuse_reservations(self.own))
         yield self._alone("lock", self.own / LOCK_NAME, b'{"host":"h","pid":1,"user":"u","lease_seconds":60.0}',
                           lambda: lock_owner(self.own))  # fmt: skip
         note = self.own / STAGING_NAME / NOTE_NAME

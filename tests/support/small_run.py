@@ -33,8 +33,8 @@ STAGES = ("prepare", "match", "write", "encode", "validate")
 CODEC = "tiny"
 # Of one run only: who did what and when. Each of them may differ from run to run.
 _PERSONAL = {
-    "attempts", "claim.json", "claims", "end.json", "given.json", "jobs", "ledger", "logs", "progress",
-    "resolved_config.yaml", "round.json", "token",
+    "attempts", "claims", "end.json", "given.json", "id", "jobs", "ledger", "logs", "progress",
+    "reserved", "resolved_config.yaml", "round.json", "token",
 }  # fmt: skip
 # It has the times of the dataset's files.
 _PERSONAL_FILES = {"run/validate/plan/identity.json"}
@@ -221,7 +221,7 @@ def lasting_files(folder: Path) -> dict[str, bytes]:
     """Return the bytes of these files, by relative name."""
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     # The folder of a plan's ranks is called by a random token.
-    return {re.sub("/ranks/[0-9a-f]{16}/", "/ranks/", name): found[name].read_bytes() for name in lasting(found)}
+    return {re.sub("/ranks/[0-9a-f]+-[0-9a-f]+/", "/ranks/", name): found[name].read_bytes() for name in lasting(found)}
 
 
 def is_temporary(name: str) -> bool:

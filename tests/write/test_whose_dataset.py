@@ -1,4 +1,4 @@
-"""A dataset is changed and removed by its own run only: it proves by claims or by its content whose it is."""
+"""A dataset is changed and removed by its own run only: it proves by reservations or by its content whose it is."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import json
 import os
 import pickle
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from support.errors import raises
 from support.shar import PitchEncoder, Project, ToyCodec, codec_stages, loading, run, snapshot, voice
 
-from sharmill.engine.fence import claim_output, make_fence
+from sharmill.engine.fence import make_fence
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.executor import RankTask
@@ -55,6 +57,18 @@ def project(finished, tmp_path):
 
 def at(config, folder):
     return dataclasses.replace(config, dataset_dir=str(folder))
+
+
+class AfterStage(Listener):
+    """Ends the run when the stage behind this one begins."""
+
+    def __init__(self, name):
+        self.name, self.has_begun = name, False
+
+    def stage_started(self, stage, units, done):
+        if self.has_begun:
+            raise KeyboardInterrupt
+        self.has_begun = stage.name == self.name
 
 
 class TestMoved:
@@ -144,13 +158,32 @@ class TestRestart:
         assert all(path.read_text() == "mine" for path in mine)
         assert len(list((project.dataset / "cuts").iterdir())) == 2
 
+    def test_one_that_is_killed_is_done_by_a_later_run_too(self, project):
+        """On SLURM all stages but the first are left to later jobs."""
+        config = dataclasses.replace(project.configure(**SHARDS), match=None)
+        config = dataclasses.replace(config, run_dir=config.run_dir + "-b", dataset_dir=config.dataset_dir + "-b")
+
+        def tokens():
+            return {name: RunDir(Path(config.run_dir)).stage(name).read_token() for name in ("prepare", "write")}
+
+        stages = ["prepare", "write"]
+        assert run_dataset(config, Listener(), stages=stages).ok
+        before = tokens()
+        config = dataclasses.replace(config, write=dataclasses.replace(config.write, shard_size=5))
+        with pytest.raises(KeyboardInterrupt):
+            run_dataset(config, AfterStage("prepare"), stages=stages, restart=True)
+        assert run_dataset(config, Listener(), stages=stages).ok
+        after = tokens()
+        assert not set(before.items()) & set(after.items())
+        assert run_dataset(config, Listener(), stages=stages).ok
+        assert tokens() == after
+
     def test_ranks_that_encode_the_old_audio_stop(self, project):
         config = project.configure(**SHARDS)
         survey, encode, _ = codec_stages(config)
         assert run(survey).ok
         with loading(ToyCodec()):
             read_or_make_plan(encode, restart=False)
-        claim_output(encode, encode.token)
         make_fence(encode)
         task = pickle.loads(pickle.dumps(RankTask(encode, 0, RankProfile())))
         assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
@@ -203,7 +236,7 @@ class TestRestart:
         with loading(ToyCodec()):
             read_or_make_plan(encode, restart=False)
         before = snapshot(project.dataset)
-        with raises(ConfigError, "claimed", str(tmp_path / "other")):
+        with raises(ConfigError, "reserved", str(tmp_path / "other")):
             run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True)
         assert snapshot(project.dataset) == before
 
@@ -227,16 +260,16 @@ def test_two_runs_add_codes_side_by_side(project, tmp_path):
         make_fence(encode)
         stages.append((encode, assemble))
     staging = project.dataset / STAGING_NAME
-    assert len(list(staging.glob("*.claim"))) == 4
+    assert len(list(staging.glob("*.reservation"))) == 4
     for both, left in zip(stages, (2, 0), strict=True):
         with loading(ToyCodec()):
             assert all(run(stage).ok for stage in both)
-        assert len(list(staging.glob("*.claim"))) == left
+        assert len(list(staging.glob("*.reservation"))) == left
     assert not staging.exists()
     assert sorted(codec["name"] for codec in _index(project)["codecs"]) == ["a", "b"]
 
 
-def test_a_finished_dataset_has_neither_host_nor_time_nor_claims(project):
+def test_a_finished_dataset_has_neither_host_nor_time_nor_reservations(project):
     project.encode(project.configure(**SHARDS))
     host = os.uname().nodename.encode()
     assert not any(name.startswith(".") or (len(host) > 3 and host in data) for name, data in _files(project))

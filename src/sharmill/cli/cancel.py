@@ -33,8 +33,8 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     What is done is kept: the command that began the run goes on from there. A dataset directory in which the run has
     published nothing yet is free for others.
     """
-    from sharmill.engine.fence import release_unused
     from sharmill.engine.locks import lock_owner
+    from sharmill.engine.reservations import release_cancelled
     from sharmill.engine.run import locked
     from sharmill.engine.run_notes import End, note_end, read_end
     from sharmill.engine.rundir import RunDir
@@ -62,20 +62,20 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
         console.print(plain(f"ended on SLURM: jobs {', '.join(jobs)}"))
     if not jobs and not ended and not live:
         console.print(plain(f"nothing is at work in {run_dir}"))
-    claims: list[Path] = []
+    kept: list[Path] = []
     try:
-        if jobs or paths.claim.exists():
+        if jobs or paths.reserved.exists():
             # The process of an advance job may outlast its job for a while. A run that has begun again meanwhile keeps
-            # its claims, and ranks their staging folder.
+            # its reservations, and ranks their staging folder.
             with locked(paths, SECONDS_TO_CANCEL if jobs else 0.0):
-                claims = [] if find_workers(paths, ranks=not jobs) else release_unused(paths)
+                kept = [] if find_workers(paths, ranks=not jobs) else release_cancelled(paths)
     finally:
         # What was ended is told in any case.
         if as_json:
-            names = [str(path) for path in claims]
-            print_json({"slurm_jobs": jobs, "ended": live + ([ended] if ended else []), "claims": names})
-    if claims:
-        line = f"{claims[0].parent.parent} has files of this run, so its claims stay: {' '.join(map(str, claims))}"
+            names = [str(path) for path in kept]
+            print_json({"slurm_jobs": jobs, "ended": live + ([ended] if ended else []), "reservations": names})
+    if kept:
+        line = f"{kept[0].parent.parent} has files of this run, so its reservations stay: {' '.join(map(str, kept))}"
         console.print(plain(line), soft_wrap=True)
     return OK
 

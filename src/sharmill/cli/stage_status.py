@@ -14,6 +14,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import RankProgress, read_progress
+from sharmill.engine.reservations import require_own_output
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
@@ -236,6 +237,7 @@ def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:
     Raises:
         ConfigError: it cannot be planned, as long as the stage before it is not finished.
     """
+    require_own_output(stage)
     stage.identity()
     if stage.dir.units.exists():
         units = load_plan(stage)

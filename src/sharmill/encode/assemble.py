@@ -11,7 +11,6 @@ import numpy as np
 from sharmill.config import CodecConfig, Config
 from sharmill.encode.segment_codes import EncodedRecord, SegmentCodes, read_encoded
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import count_planned
@@ -54,7 +53,7 @@ class AssembleStage(Stage):
         return self._dataset.codec_fields(self.codec)
 
     @property
-    def claims(self) -> tuple[Path, Sequence[str]]:
+    def reserves(self) -> tuple[Path, Sequence[str]]:
         # Before there is a dataset it is not known whether it has contexts.
         return self.root, codec_fields(self.codec)
 
@@ -63,14 +62,10 @@ class AssembleStage(Stage):
         """The folder of the stage that has encoded the segments."""
         return self.run_dir.stage(f"encode/{self.codec}")
 
-    def sharers(self) -> list[StageDir]:
-        return [self.encoded]
-
     def identity(self) -> dict[str, Any]:
         self._dataset.record()
         for stage in (self.survey.dir, self.encoded):
             self.survey.require_done(stage)
-        require_own_output(self)
         return {
             "codes": read_encoded(self.encoded).codes,
             "input": self._dataset.audio_checksum(),

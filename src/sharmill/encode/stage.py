@@ -22,9 +22,8 @@ from sharmill.encode.survey import SurveyStage
 from sharmill.engine.ahead import UnitsAhead
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.delays import spent_on
-from sharmill.engine.fence import require_own_output
 from sharmill.engine.identity import versions
-from sharmill.engine.rundir import RunDir, StageDir
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import load_stored_array, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
@@ -47,7 +46,7 @@ UNIT_SECONDS = (60.0, 7200.0)
 class EncodeStage(Stage):
     """The codes of one codec for the unique segments of a dataset. One unit is a block of segments.
 
-    It publishes in its own folder, but claims the fields of the dataset that its codes are for.
+    It publishes in its own folder, but reserves the fields of the dataset that its codes are for.
     """
 
     kind: ClassVar[str] = "encode"
@@ -73,15 +72,11 @@ class EncodeStage(Stage):
         return self.references.hide_at(self._place, published_name(self.codec_config.model))
 
     @property
-    def claims(self) -> tuple[Path, Sequence[str]]:
-        return self.assemble.claims
-
-    def sharers(self) -> list[StageDir]:
-        return [self.assemble.dir]
+    def reserves(self) -> tuple[Path, Sequence[str]]:
+        return self.assemble.reserves
 
     def identity(self) -> dict[str, Any]:
         self.survey.dataset.record()
-        require_own_output(self)
         self.survey.require_done(self.survey.dir)
         return {
             "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),

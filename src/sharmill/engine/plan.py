@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
-from sharmill.engine.fence import (
-    claim_output,
-    new_token,
-    release_output,
-    remove_fences,
-    tokens_of,
-)
+from sharmill.engine.fence import remove_fences
 from sharmill.engine.identity import find_changes
-from sharmill.engine.locks import LOCK_NAME
 from sharmill.engine.patience import Patience
+from sharmill.engine.reservations import make_run_id, new_token, require_own_output, reserve
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
@@ -41,10 +33,11 @@ from sharmill.storage import (
     write_atomic,
 )
 
-# The files of a unit in a stage's own folder: parts/000007.npy.
-_UNIT_FILE = re.compile(r"\d{6}\..+")
-_LOG = re.compile(r"(driver|rank-\d{3,})(\.old)?\.log")
-_PLAN_ASIDE = re.compile(r"\.plan(-[0-9a-f]{32}|\.[0-9a-f]{32}\.tmp)")
+# What the engine writes in a stage's folder, beside the plan and the folders of ranks; parts are those of units.
+_OWN_FILES = (
+    "done.json", "failures.jsonl", "rejects.jsonl", "revoked.jsonl", "merged", f"parts/{6 * '[0-9]'}.*",
+    "logs/driver*.log", "logs/rank-[0-9]*.log",
+)  # fmt: skip
 
 
 def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
@@ -55,11 +48,12 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """
     stage.token = ""
     _refuse_linked_folders(stage)
+    run_id = make_run_id(stage.run_dir, stage.seconds_until_seen)
     restart = restart or stage.dir.begin_anew.exists()
+    require_own_output(stage)
     identity = _as_stored(stage.references.identify(stage.identity(), stage.kind))
     if stage.dir.identity.exists() and not restart:
-        before = read_identity(stage)
-        changes = find_changes(before, identity)
+        changes = find_changes(read_identity(stage), identity)
         if not changes:
             stage.token = stage.dir.read_token()
             return load_plan(stage)
@@ -73,7 +67,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     elif not restart and _is_planned(stage):
         # Another node has made the plan, and this one did not see it yet.
         return read_or_make_plan(stage, restart=False)
-    return _freeze(stage, identity)
+    return _freeze(stage, identity, run_id)
 
 
 def mark_to_begin_anew(stage: Stage) -> None:
@@ -125,84 +119,36 @@ def iterate_plan(stage: Stage) -> Iterator[Unit]:
     return (decode_stored(path, line, Unit) for line in read_stored_lines(path))
 
 
-def discard_stage(stage: Stage, keep: str) -> None:
+def discard_stage(stage: Stage) -> None:
     """Remove the stage's plan, ledger and output, and the plans of the stages whose output goes with that.
 
-    The output is that of this run: it is claimed for the plan to come, whose token is ``keep``. First of all go the
-    folders that ranks write to, so that none of these plans can publish any more. The output goes before the plan, for
-    good, so that neither a process that dies in between nor a loss of power leaves output that belongs to nothing: by
-    the ledger its units are to be done again.
+    The output is that of this run, which has reserved it. First of all go the folders that ranks write to, so that none
+    of these plans can publish any more. The output goes before the plan, for good, so that neither a process that dies
+    in between nor a loss of power leaves output that belongs to nothing: by the ledger its units are to be done again.
     """
-    later = stage.later()
     with stopping_errors(stage.dir.path):
-        gone = {token for paths in (stage.dir, *later) for token in tokens_of(paths)} - {keep}
-        for paths in (stage.dir, *later):
-            remove_fences(paths, stage.root, keep)
+        for paths in (stage.dir, *stage.later()):
+            remove_fences(paths, stage.root)
         remove_for_good([stage.dir.done])
         # Without a plan, what lies where the stage publishes is not this run's to remove.
         if stage.dir.token_file.exists():
             stage.discard()
-        for paths in later:
-            _remove_parts(paths)
-            _remove_own_files(paths)
-            remove_if_empty(paths.path / "ranks", paths.path, paths.path.parent)
-        release_output(stage.claims[0], gone)
-        if not stage.shares_root:
-            _remove_parts(stage.dir, stage.folders)
-        _remove_own_files(stage.dir)
+        for paths in (*stage.later(), stage.dir):
+            _remove_files(paths)
 
 
-def remove_run(stage: Stage) -> None:
-    """Remove the run directory of a finished stage that is alone in it; what others have put there stays.
-
-    It is renamed first, so that no later run takes what a killed process has left of it for a state to go on from;
-    ``remove_asides`` removes that.
-    """
-    folder = stage.run_dir.path
-    aside = path_aside(folder)
-    paths = StageDir(aside / stage.name)
-    with stopping_errors(folder):
-        folder.rename(aside)
-        fsync_directory(folder.parent)
-        remove_fences(paths, stage.root if stage.shares_root else paths.path)
-        if not stage.shares_root:
-            _remove_parts(paths, stage.folders)
-        _remove_own_files(paths)
-        remove_if_empty(paths.path / "ranks", paths.path, aside)
-        if aside.exists():
-            aside.rename(folder)
-
-
-def _remove_parts(paths: StageDir, folders: Sequence[str] = Stage.folders) -> None:
-    """Remove the files of units in the stage's own folder, and the staging folder."""
-    if not paths.token_file.exists():
-        return
-    for name in folders:
-        folder = paths.path / name
-        for path in folder.iterdir() if folder.is_dir() else ():
-            if _UNIT_FILE.fullmatch(path.name):
+def _remove_files(paths: StageDir) -> None:
+    """Remove from a stage's folder what the engine writes there, the plan last; what others have put there stays."""
+    if paths.token_file.exists():
+        remove_asides(paths.path)
+        for pattern in _OWN_FILES:
+            for path in paths.path.glob(pattern):
                 remove_tree(path)
-        remove_if_empty(folder)
-    remove_if_empty(paths.path / STAGING_NAME)
-
-
-def _remove_own_files(paths: StageDir) -> None:
-    """Remove from a stage's folder what the engine writes there beside the ranks' folders, the plan last."""
-    for path in paths.path.iterdir() if paths.path.is_dir() else ():
-        if _PLAN_ASIDE.fullmatch(path.name):
-            remove_tree(path)
-    if not paths.token_file.exists():
-        return
-    remove_asides(paths.path)
-    for path in (paths.done, paths.failures, paths.rejects, paths.revoked, paths.merged):
-        remove_tree(path)
-    for path in paths.logs.glob("*.log"):
-        if _LOG.fullmatch(path.name):
-            remove_tree(path)
-    remove_if_empty(paths.logs)
-    # What came back without the plan would be refused as a stranger's.
-    fsync_directory(paths.path)
-    remove_at_once(paths.plan)
+        # What came back without the plan would be refused as a stranger's.
+        fsync_directory(paths.path)
+        remove_at_once(paths.plan)
+    folders = (paths.path / name for name in ("parts", "logs", "ranks", STAGING_NAME))
+    remove_if_empty(*folders, paths.path, paths.path.parent)
 
 
 def _refuse_linked_folders(stage: Stage) -> None:
@@ -210,32 +156,44 @@ def _refuse_linked_folders(stage: Stage) -> None:
 
     What lies behind a link is not this run's to change.
     """
-    for paths in (stage.dir, *stage.later()):
-        refuse_strangers(stage.run_dir.path, paths.folders_of_ranks)
-        refuse_strangers(stage.run_dir.path, (paths.logs, paths.merged))
-        refuse_strangers(stage.run_dir.path, (paths.identity, paths.units, paths.token_file))
-        refuse_strangers(stage.run_dir.path, paths.logs.glob("*"))
     run = stage.run_dir
-    refuse_strangers(run.path, (run.manifests, run.copies, run.jobs))
     # Submitit itself makes links of such names, which SLURM does not write to.
-    refuse_strangers(run.path, (path for path in run.jobs.glob("*") if not path.match(".submission_file_*.sh")))
+    jobs = [path for path in run.jobs.glob("*") if not path.match(".submission_file_*.sh")]
+    own = [run.manifests, run.copies, run.jobs, *jobs]
+    for paths in (stage.dir, *stage.later()):
+        own += [
+            *paths.folders_of_ranks,
+            paths.identity,
+            paths.units,
+            paths.token_file,
+            paths.merged,
+            paths.logs,
+            *paths.logs.glob("*"),
+        ]
+    refuse_strangers(run.path, own)
     refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
 
-def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
+def _refuse_foreign_folder(stage: Stage) -> None:
+    """Raise ConfigError where the stage's folder has files, but no plan and nothing that one leaves on its way."""
     # An empty one was left by a process that was killed while it asked whether there is a plan.
     remove_if_empty(stage.dir.plan)
+    make_folder(stage.dir.path)
+    names = sorted(path.name for path in stage.dir.path.iterdir() if not path.name.startswith("."))
+    foreign = [name for name in names if name != "ranks"]
+    if foreign and not stage.dir.token_file.exists():
+        raise ConfigError(
+            f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",
+            code="foreign_output",
+        )
+
+
+def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
     _refuse_foreign_folder(stage)
-    token = new_token()
-    ranks = stage.dir.ranks_of(token)
-    make_folder(ranks)
-    try:
-        claim_output(stage, token, alone=stage.replaces_root)
-    except BaseException:
-        remove_if_empty(ranks, ranks.parent)
-        raise
-    discard_stage(stage, keep=token)
-    aside = stage.dir.path / f".plan-{uuid4().hex}"
+    reserve([stage], restart=True)
+    discard_stage(stage)
+    make_folder(stage.dir.path)
+    token, aside = new_token(run_id), path_aside(stage.dir.plan)
     with stopping_errors(aside):
         try:
             aside.mkdir()
@@ -248,8 +206,6 @@ def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
             publish_directory(aside, stage.dir.plan)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
-            release_output(stage.claims[0], [token])
-            remove_if_empty(ranks, ranks.parent)
             raise
     stage.token = token
     return units
@@ -258,21 +214,3 @@ def _freeze(stage: Stage, identity: dict[str, Any]) -> list[Unit]:
 def _as_stored(identity: dict[str, Any]) -> dict[str, Any]:
     """Return an identity as it is read back, to be compared: JSON has no tuples, and the keys are stored in order."""
     return msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
-
-
-def _refuse_foreign_folder(stage: Stage) -> None:
-    """Raise ConfigError where the stage's folder has files, but no plan and nothing that one leaves on its way."""
-    paths = stage.dir
-    if paths.token_file.exists() or not paths.path.exists():
-        return
-    own = re.compile(rf"ranks|{re.escape(STAGING_NAME)}|{re.escape(LOCK_NAME)}.*|{_PLAN_ASIDE.pattern}")
-    foreign = [path.name for path in sorted(paths.path.iterdir()) if not own.fullmatch(path.name)]
-    # Left by a process that asked whether there is a plan, on a disk that removes nothing.
-    foreign = [name for name in foreign if name != paths.plan.name or any(paths.plan.iterdir())]
-    ranks = paths.path / "ranks"
-    foreign += [f"ranks/{p.name}" for p in sorted(ranks.glob("[!.]*")) if p.name not in tokens_of(paths)]
-    if foreign:
-        raise ConfigError(
-            f"{paths.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",
-            code="foreign_output",
-        )

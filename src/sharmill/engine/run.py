@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import msgspec
 
 from sharmill.engine.attempts import Attempts
-from sharmill.engine.fence import claim_for_run, claim_output, make_fence, release_output, release_run
+from sharmill.engine.fence import make_fence
 from sharmill.engine.late_views import wait_for_units
 from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
 from sharmill.engine.listener import Listener
@@ -20,6 +20,7 @@ from sharmill.engine.locks import FolderLock
 from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import check_rejects
+from sharmill.engine.reservations import release, release_unbegun, reserve
 from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
@@ -83,27 +84,27 @@ def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
 
 
 @contextmanager
-def claimed(run_dir: RunDir, stages: Sequence[Stage], *, restart: bool, releases: bool = True) -> Iterator[None]:
-    """Claim what the stages of a run publish into as long as the context lasts, or, unless it ``releases``, for good.
+def reserved(run_dir: RunDir, stages: Sequence[Stage], *, restart: bool, releases: bool = True) -> Iterator[None]:
+    """Reserve what the stages of a run publish into; if it ``releases``, at its end what none of them has begun goes.
 
     Raises:
-        ConfigError: another run has claimed it.
+        ConfigError: another run has reserved it.
     """
 
-    def release() -> None:
+    def end() -> None:
         # What others still need stays; they release it.
         if releases and not find_workers(run_dir):
-            release_run(run_dir)
+            release_unbegun(stages)
 
     try:
-        claim_for_run(stages, restart=restart)
+        reserve(stages, restart=restart)
         yield
     except BaseException:
         # The error that ended the run is the one to be raised.
         with suppress(FatalError, OSError):
-            release()
+            end()
         raise
-    release()
+    end()
 
 
 def run_stage(
@@ -159,7 +160,7 @@ def run_stage(
 
 
 def _take_back_lost(stage: Stage, units: list[Unit], done: dict[int, Commit]) -> tuple[dict[int, Commit], list[Unit]]:
-    """Return the commits whose output is there, and the units that are to be done, for which the output is claimed.
+    """Return the commits whose output is there, and the units that are to be done, for which the output is reserved.
 
     Raises:
         ConfigError: nothing is left of all that was done: it was moved rather than lost.
@@ -179,7 +180,7 @@ def _take_back_lost(stage: Stage, units: list[Unit], done: dict[int, Commit]) ->
     if missing or not stage.is_finalized():
         remove_tree(stage.dir.done)
     if not stage.dir.done.exists():
-        claim_output(stage, stage.token)
+        reserve([stage], restart=False)
     return commits, missing
 
 
@@ -204,8 +205,7 @@ def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome
         totals = stage.finalize(units, in_order)
         totals.check(stage.name, sum(unit.size for unit in units))
         check_rejects(stage, units, totals.rejects, totals.num_in)
-        for root in (stage.root, stage.claims[0]):
-            release_output(root, [stage.token])
+        release(stage)
         write_atomic(paths.done, msgspec.json.encode(totals))
         remove_tree(paths.revoked)
     remove_tree(paths.failures)
@@ -267,7 +267,7 @@ def _remove_leftovers(stage: Stage) -> None:
     remove_dead_attempts(stage.root, stage.token)
     remove_asides(stage.root, {PROBE})
     paths = stage.run_dir
-    own = (paths.id, paths.claim, paths.config, paths.given, paths.end, paths.rejects, paths.stats)
+    own = (paths.id, paths.reserved, paths.config, paths.given, paths.end, paths.rejects, paths.stats)
     remove_asides(paths.path, {path.name for path in own} | {PROBE})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_asides(folder)

@@ -91,10 +91,10 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # A random number, made by the first submission to a cluster, by which the cluster's jobs are found.
+        # A random number, by which the jobs and the reservations of the run are found.
         self.id = path / "id"
-        # The token of the run's claims on the dataset directory, until its stages have plans.
-        self.claim = path / "claim.json"
+        # The path of the dataset directory in which the run has reservations.
+        self.reserved = path / "reserved"
         self.config = path / "resolved_config.yaml"
         # What the run was begun with, and how it has ended; see ``run_notes``.
         self.given = path / "given.json"

@@ -114,7 +114,7 @@ class Stage(ABC):
         return self.root != self.dir.path
 
     @property
-    def claims(self) -> tuple[Path, Sequence[str]]:
+    def reserves(self) -> tuple[Path, Sequence[str]]:
         """Return a directory that runs share, and its folders that no other run may change before this stage ends."""
         return self.root, self.folders if self.shares_root else ()
 
@@ -123,10 +123,6 @@ class Stage(ABC):
         if self.unit_time_limit == "auto":
             return max(_LEAST_TIME_LIMIT, _SECONDS_OF_COST * unit.cost)
         return self.unit_time_limit
-
-    def sharers(self) -> list[StageDir]:
-        """Return the folders of other stages of this run that claim the same folders, one after the other."""
-        return []
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

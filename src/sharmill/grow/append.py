@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.config import Config
-from sharmill.engine.fence import refuse_claims
+from sharmill.engine.reservations import refuse_reservations
 from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError
 from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
@@ -106,7 +106,7 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
     names = (STAGING_NAME, *part.record.fields, *addition.record.fields)
     refuse_strangers(directory, (directory / name for name in names))
     with changing_index(directory):
-        refuse_claims(directory)
+        refuse_reservations(directory)
         part = SourceDataset.read(directory)
         _remove_leftovers(part)
         first = _find(part.shards, addition.shards)

@@ -18,8 +18,7 @@ import numpy as np
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.listener import Listener
-from sharmill.engine.plan import remove_run
-from sharmill.engine.run import locked, run_stage
+from sharmill.engine.run import locked, reserved, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.stored import decode_stored, map_stored_array, read_stored, save_array
@@ -34,13 +33,14 @@ from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
 from sharmill.shar.items import FieldWriter, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.staging import STAGING_NAME, Staging
+from sharmill.staging import Staging
 from sharmill.storage import (
     checksum,
     checksum_bytes,
     disk_errors,
     refuse_strangers,
     remove_asides,
+    remove_at_once,
     remove_for_good,
     remove_if_empty,
 )
@@ -82,28 +82,34 @@ def split_dataset(
                 f"the share of {name} is {share:g}: shares lie between 0 and 1, and leave something for train",
                 code="bad_usage",
             )
-    # As given to the engine, whose claims and staging folders lie in it.
     stage = SplitStage(Path(dataset), Path(out).absolute(), dict(shares), seed=seed, shard_size=shard_size)
     run_dir = stage.run_dir
-    remove_asides(run_dir.path.parent, {run_dir.path.name})
     refuse_strangers(run_dir.path.parent, [run_dir.path])
     try:
         with disk_errors(run_dir.path), locked(run_dir):
-            executor = LocalExecutor(workers)
-            result = run_stage(stage, executor, listener or Listener(), max_reject_fraction=0.0, restart=restart)
-            if not result.ok:
-                reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
-                raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
-            # Nobody else writes in a folder of splits, so that what killed processes left of claims may go.
-            remove_asides(stage.root / STAGING_NAME)
-            remove_if_empty(stage.root / STAGING_NAME)
-            splits = stage.splits()
-    except ConfigError:
-        # Where nothing was begun, and no other process is at it.
-        remove_if_empty(stage.dir.path / "ranks", stage.dir.path, run_dir.path)
-        raise
-    remove_run(stage)
+            try:
+                with reserved(run_dir, [stage], restart=restart):
+                    splits = _run(stage, LocalExecutor(workers), listener or Listener(), restart=restart)
+                # At once, so that no later split takes what a killed process has left of it for a state to go on from.
+                remove_at_once(stage.dir.path)
+            finally:
+                if not stage.dir.token_file.exists():
+                    # It is finished, or nothing was begun.
+                    remove_asides(run_dir.path, {stage.dir.path.name})
+                    for path in (run_dir.id, run_dir.reserved):
+                        path.unlink(missing_ok=True)
+                    remove_if_empty(stage.dir.path)
+    finally:
+        remove_if_empty(run_dir.path)
     return splits
+
+
+def _run(stage: SplitStage, executor: LocalExecutor, listener: Listener, *, restart: bool) -> list[Split]:
+    result = run_stage(stage, executor, listener, max_reject_fraction=0.0, restart=restart)
+    if not result.ok:
+        reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
+        raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
+    return stage.splits()
 
 
 class SplitStage(Stage):

@@ -11,13 +11,13 @@ from support.errors import raises
 from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import ToyStage
 
-from sharmill.engine.fence import claim_for_run
+from sharmill.engine.reservations import make_run_id, reserve
 from sharmill.engine.run import locked
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
-from sharmill.executors.slurm.queue import SlurmSilent, job_comment, make_run_id
+from sharmill.executors.slurm.queue import SlurmSilent, job_comment
 from sharmill.staging import STAGING_NAME
 
 # As in a job, which submitit starts: importing it closes log files.
@@ -107,13 +107,14 @@ def test_of_a_run_that_was_cancelled_or_taken_over_does_and_notes_nothing(job, i
     assert "the run has ended, or another one has begun in its place" in job.run_dir.advance_log.read_text()
 
 
-def test_claims_go_with_the_end_of_a_run_but_not_while_another_process_has_taken_over(job):
+def test_reservations_go_with_the_end_of_a_run_but_not_while_another_process_has_taken_over(job):
     stage = ToyStage(job.run_dir.path.parent)
-    claim_for_run([stage], restart=False)
+    reserve([stage], restart=False)
+    job.dataset.make_stages = lambda: [stage]
     error = ConfigError("write was begun differently", code="changed_plan")
     with locked(job.run_dir):
         assert advance(job, error).code == "changed_plan"
-    assert len(list((stage.root / STAGING_NAME).glob("*.claim"))) == 2
+    assert len(list((stage.root / STAGING_NAME).glob("*.reservation"))) == 2
     begin_run(job.run_dir, job.given)
     advance(job, error)
     assert not (stage.root / STAGING_NAME).exists()
@@ -133,6 +134,7 @@ def test_one_that_meets_ranks_submits_the_next_behind_them_and_one_that_meets_th
     run = ToyRun(ToyDataset(ToyStage(tmp_path, units=8)), ClusterProfile(), role="advance", given=given)
     with locked(run.run_dir):
         make_run_id(run.run_dir)
+        run.run_dir.jobs.mkdir()
         begin_run(run.run_dir, given)
     number = "16_0" if role == "rank" else "18"
     cluster.script(

@@ -12,11 +12,12 @@ from support.toy_stage import ToyStage
 
 from sharmill.cli.status import QueueView
 from sharmill.engine.attempts import AttemptLog, Note
+from sharmill.engine.reservations import make_run_id
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import SlurmSilent, find_reason, job_comment, make_run_id, require_no_jobs
+from sharmill.executors.slurm.queue import SlurmSilent, find_reason, job_comment, require_no_jobs
 from sharmill.storage import make_private_folder
 
 
@@ -25,6 +26,7 @@ def run_dir(tmp_path):
     """A run directory from which jobs were submitted."""
     run_dir = RunDir(tmp_path / "run")
     make_run_id(run_dir)
+    run_dir.jobs.mkdir()
     return run_dir
 
 

@@ -27,13 +27,14 @@ from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
 from sharmill.engine.attempts import MAX_FAILURES, Attempts
-from sharmill.engine.fence import is_current, release_run, require_current, superseded
+from sharmill.engine.fence import is_current, require_current, superseded
 from sharmill.engine.host import limit_cores
 from sharmill.engine.late_views import wait_for_plan, wait_for_stage
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.patience import Patience
+from sharmill.engine.reservations import release_unbegun
 from sharmill.engine.run import Unlocked
 from sharmill.engine.run_notes import (
     End,
@@ -192,7 +193,6 @@ class SlurmExecutor:
         Raises:
             ConfigError: jobs may be left that must not be.
         """
-        queue.make_run_id(self.run_dir)
         if self.restart:
             queue.require_no_jobs(self.run_dir, take_over=self.take_over)
         return queue.queued_jobs(self.run_dir, self.patience, on_any_cluster=self.take_over)
@@ -498,7 +498,7 @@ class SlurmExecutor:
         note_end(self.run_dir, end)
         # Another process may have taken over meanwhile; its ranks hold no lock.
         if lock_owner(self.run_dir.path) is None and not find_workers(self.run_dir, ranks=False):
-            release_run(self.run_dir)
+            release_unbegun(self.dataset.make_stages())
         # The job behind one that has noted the end has nothing to do.
         with suppress(SharmillError):
             queue.scancel([job.id for job in queue.queued_jobs(self.run_dir) if job.role == "second"])

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import secrets
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -30,11 +29,11 @@ from tenacity import (
 from tenacity.retry import retry_base
 
 from sharmill.engine.patience import Patience
+from sharmill.engine.reservations import read_run_id
 from sharmill.engine.run_notes import End, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stored import read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.storage import write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,6 @@ _POLL_SECONDS = 2.0
 _SECONDS_TO_SEE_END = 5.0
 # A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
 SECONDS_TO_CANCEL = 180.0
-_RUN_ID = re.compile(r"[0-9a-f]{16}")
 SETUP_FAILED = "sharmill: the setup line failed with status "
 _SAYS_WHY = re.compile(
     r"(?!\s).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
@@ -80,29 +78,9 @@ class QueuedJob:
     role: str
 
 
-def make_run_id(run_dir: RunDir) -> None:
-    """Give a run directory its id, unless it has one. The caller holds the run directory's lock."""
-    if not run_dir.id.exists():
-        write_atomic(run_dir.id, secrets.token_hex(8).encode())
-
-
 def job_comment(run_dir: RunDir, role: Role) -> str:
     """Return the comment by which the jobs of a run directory are found; without an id, scripts are only shown."""
-    return f"sharmill:{_run_id(run_dir) or 'new'}:{role}"
-
-
-def _run_id(run_dir: RunDir) -> str:
-    """Return the id of a run directory, "" if no job was ever submitted from it."""
-    if not run_dir.id.exists():
-        return ""
-    found = read_stored(run_dir.id).decode("ascii", "replace")
-    if not _RUN_ID.fullmatch(found):
-        raise ConfigError(
-            f"{run_dir.id} is not the id of a run directory, by which its jobs are found: look for them with squeue, "
-            "and remove the file once there are none",
-            code="damaged_run_dir",
-        )
-    return found
+    return f"sharmill:{read_run_id(run_dir) or 'new'}:{role}"
 
 
 def queued_jobs(
@@ -120,7 +98,7 @@ def queued_jobs(
         ConfigError: there is no SLURM here, or the run waits for jobs on another cluster.
         SlurmSilent: nobody answers.
     """
-    if not (run_id := _run_id(run_dir)):
+    if not run_dir.jobs.exists() or not (run_id := read_run_id(run_dir)):
         return []
     shown = ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%E|%u|%k"], patience)
     # A site may add to comments.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import getpass
 import json
 import os
@@ -15,33 +14,19 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from support.disk import FaultyDisk
 from support.errors import raises
 from support.paths import REPOSITORY
 
-from sharmill.engine import locks
 from sharmill.engine.locks import LOCK_NAME, FolderLock
 from sharmill.errors import ConfigError, FatalError
 
-# Granted to everybody, as where hosts do not see each other's flock; and what file systems without it answer.
-BAD_FLOCKS = [0, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK]
-
-
-@pytest.fixture(scope="module")
-def faulty_disk(tmp_path_factory):
-    return FaultyDisk(tmp_path_factory.mktemp("faulty_disk"))
-
 
 @pytest.fixture
-def start(tmp_path, request):
-    """Start processes that hold the lock on ``tmp_path``; the flock of each answers with the errno, if any."""
+def start(tmp_path):
+    """Start processes that hold the lock on ``tmp_path``."""
     with ExitStack() as stack:
 
-        def start(host="here", lease=60.0, flock=None, turns=0, **environment):
-            if flock is not None:
-                values = {"FOLDER": tmp_path, "KIND": "none", "AT": 1, "COUNT": tmp_path / "n", "LOG": tmp_path / "log"}
-                disk = request.getfixturevalue("faulty_disk")
-                environment |= disk.environment(**values | {"FLOCK": flock})
+        def start(host="here", lease=60.0, turns=0, **environment):
             command = [sys.executable, "-m", "support.lock_holder", tmp_path, str(lease), host, str(turns)]
             process = stack.enter_context(
                 subprocess.Popen(
@@ -62,10 +47,9 @@ def left_over(folder):
 
 
 @pytest.mark.parametrize("hosts", ["one host", "four hosts"])
-@pytest.mark.parametrize("flock", [None, *BAD_FLOCKS])
-def test_contending_processes_are_never_both_inside(tmp_path, start, hosts, flock):
+def test_contending_processes_are_never_both_inside(tmp_path, start, hosts):
     (tmp_path / "counter").write_text("0")
-    processes = [start("here" if hosts == "one host" else f"node{i}", flock=flock, turns=40) for i in range(4)]
+    processes = [start("here" if hosts == "one host" else f"node{i}", turns=40) for i in range(4)]
     for process in processes:
         assert process.communicate(timeout=120)[0] == ""
         assert process.returncode == 0
@@ -96,18 +80,16 @@ def test_processes_that_take_over_from_the_dead_are_never_both_inside(tmp_path, 
 
 
 class TestTheDead:
-    @pytest.mark.parametrize("flock", [None, errno.ENOSYS])
-    def test_on_this_host_are_taken_over_at_once(self, tmp_path, start, flock):
-        holder = start(flock=flock)
+    def test_on_this_host_are_taken_over_at_once(self, tmp_path, start):
+        holder = start()
         holder.kill()
         holder.wait()
         began = time.monotonic()
         with FolderLock(tmp_path):
             assert time.monotonic() - began < 5
 
-    @pytest.mark.parametrize("flock", [None, errno.ENOSYS])
-    def test_of_another_host_are_taken_over_after_a_lease_and_not_before(self, tmp_path, start, flock):
-        holder = start("node7", lease=2, flock=flock)
+    def test_of_another_host_are_taken_over_after_a_lease_and_not_before(self, tmp_path, start):
+        holder = start("node7", lease=2)
         holder.kill()
         holder.wait()
         began = time.monotonic()
@@ -139,30 +121,23 @@ class TestTheDead:
 
 class TestTheLiving:
     @pytest.mark.slow
-    @pytest.mark.parametrize("flock", BAD_FLOCKS)
-    def test_of_another_host_keep_their_lock_for_many_leases(self, tmp_path, start, flock):
-        holder = start("node7", lease=1.5, flock=flock)
+    def test_of_another_host_keep_their_lock_for_many_leases(self, tmp_path, start):
+        holder = start("node7", lease=1.5)
         for _ in range(3):
             with raises(ConfigError, "locked", "node7"):
                 FolderLock(tmp_path, wait_seconds=2).__enter__()
         assert holder.communicate("")[0] == ""
         assert holder.returncode == 0
 
-    def test_who_are_stopped_keep_it_where_there_is_flock(self, tmp_path, start):
-        holder = start("node7", lease=0.5)
-        holder.send_signal(signal.SIGSTOP)
-        with raises(ConfigError, "locked"):
-            FolderLock(tmp_path, wait_seconds=2).__enter__()
-
     def test_whose_clock_is_wrong_keep_it(self, tmp_path, start):
-        start("node7", lease=3, flock=errno.ENOSYS)
+        start("node7", lease=3)
         (record,) = (tmp_path / LOCK_NAME).iterdir()
         os.utime(record, (0, 0))
         with raises(ConfigError, "locked"):
             FolderLock(tmp_path).__enter__()
 
     def test_who_lost_it_are_interrupted_and_say_so(self, tmp_path, start):
-        holder = start("node7", lease=1, flock=errno.ENOSYS)
+        holder = start("node7", lease=1)
         holder.send_signal(signal.SIGSTOP)
         with FolderLock(tmp_path):
             holder.send_signal(signal.SIGCONT)
@@ -198,29 +173,11 @@ class TestMessages:
         with raises(ConfigError, "locked", f"on {socket.gethostname()} ({job}), since"):
             FolderLock(tmp_path).__enter__()
 
-    def test_files_of_nobody_are_named(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(locks, "_SECONDS_WITHOUT_OWNER", 0.3)
+    def test_files_of_nobody_are_named_after_a_lease(self, tmp_path):
         (tmp_path / LOCK_NAME).mkdir()
         (tmp_path / LOCK_NAME / "notes.txt").touch()
-        with raises(ConfigError, "locked", LOCK_NAME):
-            FolderLock(tmp_path).__enter__()
-
-    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(locks.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-        with raises(FatalError, "disk", str(tmp_path)):
-            FolderLock(tmp_path).__enter__()
-        monkeypatch.undo()
-        assert left_over(tmp_path) == []
-
-    def test_a_file_system_without_flock_is_named_once(self, tmp_path, monkeypatch, caplog):
-        def refuse(*_):
-            raise OSError(errno.ENOLCK, "no locks")
-
-        monkeypatch.setattr(locks.fcntl, "flock", refuse)
-        for _ in range(2):
-            with FolderLock(tmp_path):
-                pass
-        assert [record.getMessage().count(str(tmp_path)) for record in caplog.records] == [1]
+        with raises(ConfigError, "locked", LOCK_NAME, "nobody"):
+            FolderLock(tmp_path, lease_seconds=0.5).__enter__()
 
 
 def test_another_users_may_take_over_where_the_folder_is_shared(tmp_path):

@@ -6,7 +6,6 @@ ever seen, and a relaunch on a good disk brings the same bytes.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import subprocess
@@ -78,17 +77,6 @@ def test_the_error_told_is_that_of_the_work_and_not_of_its_closing_words(small_r
     assert outcome.returncode == 1
     assert "/run/write/ranks/" in outcome.stderr
     assert "/ledger/" in outcome.stderr
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_flock_is_named_and_changes_nothing(small_run, faulty_disk, number):
-    small_run.restore("encode")
-    outcome = faulty_disk.run(small_run, "encode", "none", 1, FLOCK=number)
-    assert outcome.returncode == 0
-    named = [line.split(" has no flock")[0].rpartition(" ")[2] for line in outcome.stderr.splitlines()]
-    own = (small_run.work / "run", *small_run.stage_dirs("encode")[:2], small_run.dataset)
-    assert named == [str(folder) for folder in own]
-    assert small_run.differences("encode") == []
 
 
 @pytest.fixture

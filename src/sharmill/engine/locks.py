@@ -1,12 +1,12 @@
-"""Locks on folders that several hosts share, with or without ``flock``; each says who holds it.
+"""Locks on folders that several hosts share; each says who holds it.
 
 The lock on a folder is the folder ``.sharmill-lock`` in it, with one file of a unique name: the record of its owner. A
 process enters by renaming a folder of its own to that name, which succeeds only where none or an empty one lies. It
 leaves by removing its file, and so is the file of a dead owner removed: by its name, which no later owner's file has.
 
-Processes under the same kernel as the owner see whether it has ended. For others it is alive while ``flock`` on its
-file is refused, or while the file is touched: they watch its time for a whole lease, by their own clocks, before they
-take the lock over. So no wrong clock ends the lock of a live process, nor does ``flock`` that one host alone sees.
+Processes under the same kernel as the owner see whether it has ended. For others it is alive while its file is touched:
+they watch its time for a whole lease, by their own clocks, before they take the lock over. So no wrong clock ends the
+lock of a live process. ``flock`` is not needed: on some file systems it is missing, or holds on one node only.
 
 The leases of the library filelock are taken over only where two names can be exchanged, which Lustre and NFS cannot.
 """
@@ -14,7 +14,6 @@ The leases of the library filelock are taken over only where two names can be ex
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import math
@@ -25,11 +24,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -42,8 +39,6 @@ from sharmill.storage import open_regular, stopping_errors
 log = logging.getLogger(__name__)
 
 LOCK_NAME = ".sharmill-lock"
-# A disk may fail once, and what is left then stays until the next lock.
-_REMOVALS = 2
 LEASE_SECONDS = 120.0
 # Words before the number of the job that a process belongs to.
 SLURM_JOB: Final = "SLURM job "
@@ -52,11 +47,6 @@ SECONDS_TO_WAIT_FOR_INDEX = 600.0
 _TOUCHES_PER_LEASE = 6
 _POLL_SECONDS = 0.25
 _SECONDS_UNTIL_SAID = 5.0
-# A folder that nobody owns and that cannot be entered: for a moment so on NFS, where an open file is removed.
-_SECONDS_WITHOUT_OWNER = 5.0
-_MOST_SECONDS_WITHOUT_OWNER = 600.0
-# Lustre without ``-o flock``, FUSE, and NFS without a lock service.
-_WITHOUT_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 
 
 class LockOwner(msgspec.Struct, kw_only=True):
@@ -84,47 +74,41 @@ class LockOwner(msgspec.Struct, kw_only=True):
         return f"process {self.pid} of {self.user} on {self.host}{job}, since {self.since}"
 
 
-@dataclass
-class _Seen:
-    """The record of an owner as it was found: its file, and whether ``flock`` on it is refused."""
+class _Seen(NamedTuple):
+    """The record of an owner as it was found: its file, and when that was touched."""
 
     file: Path
-    owner: LockOwner
     touched: int
-    is_locked: bool
+    owner: LockOwner
 
-    @classmethod
-    def read(cls, lock: Path, lease_seconds: float) -> _Seen | None:
-        """Read the record in a lock's folder; None where there is none.
 
-        Args:
-            lease_seconds: of an owner whose record says nothing.
-        """
-        file: Path | None = None
-        try:
-            file = next((path for path in lock.iterdir() if path.name.startswith("owner-")), None)
-            # Opening makes NFS ask the server for the time too.
-            stream = open_regular(file, follow_links=False) if file else None
-        except FileNotFoundError:
-            return None
-        except (NotADirectoryError, ValueError) as error:
-            message = f"{file or lock} is not sharmill's: it is a link, or no regular file; remove it"
-            raise ConfigError(message, code="locked") from error
-        if file is None or stream is None:
-            return None
-        with stream:
-            touched, data = os.fstat(stream.fileno()).st_mtime_ns, os.read(stream.fileno(), 1 << 16)
-            is_locked = _flock(stream.fileno(), fcntl.LOCK_SH) is False
-        try:
-            owner = msgspec.json.decode(data, type=LockOwner)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            owner = LockOwner(lease_seconds=lease_seconds)  # torn by a power cut
-        return cls(file, owner, touched, is_locked)
+def _read(lock: Path, lease_seconds: float) -> _Seen | None:
+    """Read the record in a lock's folder; None if there is none.
+
+    Args:
+        lease_seconds: of an owner whose record says nothing.
+    """
+    file = lock
+    try:
+        file = next(path for path in lock.iterdir() if path.name.startswith("owner-"))
+        # Opening makes NFS ask the server for the time too.
+        with open_regular(file, follow_links=False) as stream:
+            touched, data = os.fstat(stream.fileno()).st_mtime_ns, stream.read(1 << 16)
+    except (FileNotFoundError, StopIteration):
+        return None
+    except (NotADirectoryError, ValueError) as error:
+        message = f"{file} is not sharmill's: it is a link, or no regular file; remove it"
+        raise ConfigError(message, code="locked") from error
+    try:
+        owner = msgspec.json.decode(data, type=LockOwner)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        owner = LockOwner(lease_seconds=lease_seconds)  # torn by a power cut
+    return _Seen(file, touched, owner)
 
 
 def lock_owner(folder: Path) -> LockOwner | None:
     """Return who holds the lock on a folder, as far as its record says; None where nobody does."""
-    seen = _Seen.read(folder / LOCK_NAME, LEASE_SECONDS)
+    seen = _read(folder / LOCK_NAME, LEASE_SECONDS)
     return None if seen is None else seen.owner
 
 
@@ -134,7 +118,8 @@ class FolderLock:
     Args:
         folder: nothing is left in it afterwards.
         wait_seconds: how long to wait for another process; longer only while it is not known to be alive.
-        lease_seconds: how long others wait for a sign of life of this one before they take the lock over.
+        lease_seconds: how long others wait for a heartbeat of this process before they take the lock over, and this
+            process for the record of an owner.
 
     Raises:
         ConfigError: another process holds the lock; the message says which one.
@@ -150,12 +135,12 @@ class FolderLock:
         self.path = folder / LOCK_NAME
         self._wait_seconds = wait_seconds
         self._lease_seconds = lease_seconds
-        self._descriptor = -1
+        self._is_held = False
 
     def __enter__(self) -> FolderLock:
         self._file = self.path / f"owner-{uuid4().hex}.json"
-        self._last_sign: tuple[Path, int] | None = None
-        self._last_sign_at = 0.0
+        self._heartbeat: tuple[Path, int] | None = None
+        self._heartbeat_at = time.monotonic()
         self._is_alive = False
         self._is_lost = False
         self._leave = threading.Event()
@@ -164,8 +149,9 @@ class FolderLock:
             self._wait_and_enter()
             # What processes left that were killed while they entered; nobody can enter meanwhile.
             for aside in self.path.parent.glob(f"{LOCK_NAME}.*"):
-                for _ in range(_REMOVALS):
+                for _ in range(2):  # a disk may fail once, and what is left then stays until the next lock
                     shutil.rmtree(aside, ignore_errors=True)
+        self._is_held = True
         self._toucher.start()
         return self
 
@@ -184,16 +170,14 @@ class FolderLock:
         self.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if self._descriptor < 0:
+        if not self._is_held:
             return  # it was released, and an error came while it was waited for
+        self._is_held = False
         self._leave.set()
         self._toucher.join()
-        # Before the file is removed: NFS keeps an open one under another name.
-        os.close(self._descriptor)
-        self._descriptor = -1
         if self._is_lost or not self._file.exists():
             raise FatalError(
-                f"{self._file} is gone: another process took the lock over, since this one gave no sign of life for "
+                f"{self._file} is gone: another process took the lock over, since this one gave no heartbeat for "
                 f"{self._lease_seconds:g} s, or somebody removed it; see that nobody else is at work in "
                 f"{self.path.parent}, then run the same command again",
                 code="locked",
@@ -207,78 +191,67 @@ class FolderLock:
             log.info("%s", error)  # what has ended the work is to be raised
 
     def _wait_and_enter(self) -> None:
-        began, said = time.monotonic(), False
+        began, is_said = time.monotonic(), False
         while True:
-            seen = _Seen.read(self.path, self._lease_seconds)
-            if seen is None:
-                if self._enter():
-                    return
-                longest = min(self._wait_seconds, _MOST_SECONDS_WITHOUT_OWNER)
-                enough = time.monotonic() > began + max(longest, _SECONDS_WITHOUT_OWNER)
-            elif self._is_dead(seen):
+            seen = _read(self.path, self._lease_seconds)
+            if seen is None and self._enter():
+                return
+            if self._has_ended(seen):
+                if seen is None:
+                    message = f"{self.path} has files of nobody's; remove it if no sharmill process is at work there"
+                    raise ConfigError(message, code="locked")
                 log.info("%s: its owner has ended: %s", self.path, seen.owner)
                 seen.file.unlink(missing_ok=True)
                 continue
-            else:
-                enough = self._is_alive and time.monotonic() >= began + self._wait_seconds
-                if not said and time.monotonic() > began + _SECONDS_UNTIL_SAID:
-                    said = True
-                    log.warning("waiting for %s to leave %s", seen.owner, self.path.parent)
-            if enough:
-                raise ConfigError(self._describe(seen), code="locked")
+            waited = time.monotonic() - began
+            if seen is not None and self._is_alive and waited >= self._wait_seconds:
+                raise ConfigError(
+                    f"another sharmill process is at work in {self.path.parent}: {seen.owner} (lock: {seen.file}); "
+                    "wait for it or end it first",
+                    code="locked",
+                )
+            if not is_said and waited > _SECONDS_UNTIL_SAID:
+                is_said = True
+                log.warning("waiting for %s to leave %s", seen and seen.owner, self.path.parent)
             time.sleep(_POLL_SECONDS)
+
+    def _has_ended(self, seen: _Seen | None) -> bool:
+        """Return True if the owner has ended, or gave no heartbeat for a lease, and note if it is known to be alive.
+
+        A folder that nobody owns, and that cannot be entered, is watched for a lease too: NFS may show it so for a
+        while.
+        """
+        if seen is not None and seen.owner.is_here:
+            self._is_alive = not is_gone(seen.owner.pid, seen.owner.started)
+            return not self._is_alive
+        heartbeat, now = (seen.file, seen.touched) if seen is not None else None, time.monotonic()
+        if heartbeat != self._heartbeat:
+            self._is_alive = bool(heartbeat and self._heartbeat and heartbeat[0] == self._heartbeat[0])
+            self._heartbeat, self._heartbeat_at = heartbeat, now
+        return now - self._heartbeat_at >= (self._lease_seconds if seen is None else seen.owner.lease_seconds)
 
     def _enter(self) -> bool:
         """Return False if another process was faster."""
         aside = self.path.with_name(f"{LOCK_NAME}.{uuid4().hex}")
         mode = self.path.parent.stat().st_mode
-        descriptor = -1
         aside.mkdir()
         try:
             # The owner of the lock removes whatever it finds beside it.
             with suppress(FileNotFoundError):
                 # Whoever may write in the folder may remove a dead owner's file, whatever this process's umask.
                 aside.chmod(mode & 0o777)
-                descriptor = os.open(aside / self._file.name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                os.fchmod(descriptor, mode & 0o666)
-                os.write(descriptor, msgspec.json.encode(_describe_this_process(self._lease_seconds)))
-                if _flock(descriptor, fcntl.LOCK_EX) is None:
-                    _warn_without_flock(self.path.parent, self._lease_seconds)
+                file = aside / self._file.name
+                file.write_bytes(msgspec.json.encode(_describe_this_process(self._lease_seconds)))
+                file.chmod(mode & 0o666)
                 with _occupied():
                     # Not every file system renames onto an empty folder.
                     self.path.rmdir()
                 with _occupied():
                     aside.rename(self.path)
             # Asked in any case, since a server's answer to a rename may be lost.
-            if self._file.exists():
-                self._descriptor = descriptor
-                return True
-            if descriptor >= 0:
-                os.close(descriptor)
-            return False
+            return self._file.exists()
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-
-    def _is_dead(self, seen: _Seen) -> bool:
-        if seen.owner.is_here:
-            self._is_alive = not is_gone(seen.owner.pid, seen.owner.started)
-            return not self._is_alive
-        sign, now = (seen.file, seen.touched), time.monotonic()
-        if sign != self._last_sign or seen.is_locked:
-            was_touched = self._last_sign is not None and self._last_sign[0] == seen.file
-            self._is_alive = seen.is_locked or was_touched
-            if not self._is_alive:
-                log.warning("%s: watching whether its owner is alive: %s", self.path, seen.owner)
-            self._last_sign, self._last_sign_at = sign, now
-        return now - self._last_sign_at >= seen.owner.lease_seconds
-
-    def _describe(self, seen: _Seen | None) -> str:
-        if seen is None:
-            return f"{self.path} has files of nobody's; remove it if no sharmill process is at work there"
-        return (
-            f"another sharmill process is at work in {self.path.parent}: {seen.owner} (lock: {seen.file}); "
-            "wait for it or end it first"
-        )
 
     def _keep_touching(self) -> None:
         while not self._leave.wait(self._lease_seconds / _TOUCHES_PER_LEASE):
@@ -301,19 +274,6 @@ class FolderLock:
             self.path.rmdir()
 
 
-def _flock(descriptor: int, kind: int) -> bool | None:
-    """Lock an open file; return False if another process has it locked, None where the file system has no ``flock``."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _WITHOUT_FLOCK:
-            return None
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
-
-
 @contextmanager
 def _occupied() -> Iterator[None]:
     """Do nothing where a folder is not there or not empty, or where another process is faster."""
@@ -322,16 +282,6 @@ def _occupied() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise
-
-
-@cache
-def _warn_without_flock(folder: Path, lease_seconds: float) -> None:
-    log.warning(
-        "the file system of %s has no flock: its lock is touched instead, and lasts up to %g s longer than its owner, "
-        "should that be killed on another host",
-        folder,
-        lease_seconds,
-    )
 
 
 def _describe_this_process(lease_seconds: float) -> LockOwner:

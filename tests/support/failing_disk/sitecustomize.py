@@ -11,15 +11,13 @@ first), ``FAULTY_DISK_KIND`` happens, with the error ``FAULTY_DISK_ERRNO``:
 - ``kill``: the process is killed instead of doing the operation.
 
 Operations are counted over all processes, by the bytes of the file ``FAULTY_DISK_COUNT``. ``FAULTY_DISK_LOG`` gets a
-line for each that fails, or for every one where nothing fails: its number, its name, its path. ``FAULTY_DISK_FLOCK`` is
-the errno of every flock below the folder; 0 grants it to everybody, as where hosts do not see each other's. What
-libraries in C read and write is not seen.
+line for each that fails, or for every one where nothing fails: its number, its name, its path. What libraries in C read
+and write is not seen.
 """
 
 from __future__ import annotations
 
 import builtins
-import fcntl
 import io
 import os
 import signal
@@ -30,7 +28,6 @@ from typing import Any
 _FOLDER, _KIND, _AT, _ERRNO, _COUNT, _LOG = (
     os.environ[f"FAULTY_DISK_{name}"] for name in ("FOLDER", "KIND", "AT", "ERRNO", "COUNT", "LOG")
 )
-_FLOCK = os.environ.get("FAULTY_DISK_FLOCK")
 _FAILED = f"{_COUNT}.failed"
 _OWN = (_COUNT, _FAILED, _LOG)
 _ONCE = ("glitch", "fsync", "stale", "kill")
@@ -118,18 +115,10 @@ def _open(
     return stream if "b" in mode else io.TextIOWrapper(stream, encoding, errors, newline, buffering == 1)
 
 
-def _flock(file: Any, operation: int) -> None:
-    if not _path_of(file).startswith(_FOLDER) or _FLOCK is None:
-        _REAL_FLOCK(file, operation)
-    elif int(_FLOCK):
-        raise OSError(int(_FLOCK), os.strerror(int(_FLOCK)))
-
-
-_WRITE, _REAL_FLOCK = os.write, fcntl.flock
+_WRITE = os.write
 sys.addaudithook(_see)
 os.write = _meeting("write", os.write)
 os.pwrite = _meeting("write", os.pwrite)
 os.read = _meeting("read", os.read)
 os.fsync = _meeting("fsync", os.fsync)
 io.open = builtins.open = _open
-fcntl.flock = _flock

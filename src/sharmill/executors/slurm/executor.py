@@ -430,13 +430,13 @@ class SlurmExecutor:
     def advance(self, stage: str, token: str, had_ranks: bool) -> None:
         """Run the stages in an advance job.
 
-        An error of which it can note that the run ends with it is no failure of the job: there is nothing left for the
-        job behind it, as there is after any other.
-
         Args:
             stage: the name of the stage that was planned before this job was submitted.
             token: the token of its plan.
             had_ranks: that ranks of that plan have ended.
+
+        Raises:
+            FatalError: the run has failed; the message names its units.
         """
         stages = self.dataset.make_stages()
         with logging_to(self.run_dir.advance_log):
@@ -458,11 +458,12 @@ class SlurmExecutor:
                     return
                 is_left_to_second = self.role == "advance" and (may_pass or not code)
                 # The process that has taken the run directory over notes what becomes of the run.
-                if is_left_to_second or code == "locked":
-                    raise
-                self._note(End.of(error))
-            else:
-                log.info("%s", outcome.message)
+                if not (is_left_to_second or code == "locked"):
+                    self._note(End.of(error))
+                raise
+            log.info("%s", outcome.message)
+        if isinstance(outcome, End) and outcome.state == "failed":
+            raise FatalError(outcome.message, code=outcome.code)
 
     def _is_requeued(self) -> bool:
         """Have this job wait on in the queue; return False where that has gone on for half a day, or SLURM does not."""

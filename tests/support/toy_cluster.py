@@ -25,12 +25,13 @@ from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
-from support.paths import SHARED
+from support.paths import REPOSITORY, SHARED
 from support.toy_stage import SleepyStage, output_bytes, wait_until
 from support.toy_stage import run as run_locally
 
 KILL_NODE = SHARED / "slurm" / "kill_node.sh"
-SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}", "export OMP_NUM_THREADS=1"]
+# Jobs import the modules of tests that define stages.
+SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}:{REPOSITORY}", "export OMP_NUM_THREADS=1"]
 
 
 class MortalStage(SleepyStage):

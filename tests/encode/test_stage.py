@@ -245,12 +245,17 @@ def test_a_restart_replaces_the_codes_and_nothing_else(project, config):
     assert snapshot(project.dataset) == before
 
 
+def but_reservations(dataset):
+    """What ``snapshot`` has of a dataset whose run was killed, and has still reserved its codes."""
+    return {name: data for name, data in snapshot(dataset).items() if not name.endswith(".reservation")}
+
+
 def test_a_restart_that_dies_while_it_encodes_leaves_the_old_codes(project, config):
     project.encode(config)
     before = snapshot(project.dataset)
     with mock.patch.object(EncodeStage, "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         encode(config, ToyCodec(), restart=True)
-    assert snapshot(project.dataset) == before
+    assert but_reservations(project.dataset) == before
     assert encode(config, ToyCodec(samples_per_frame=640)).ok
     assert read_dataset(project.dataset).codecs[0].samples_per_frame == 640
 
@@ -261,7 +266,7 @@ def test_a_restart_that_dies_while_it_assembles_leaves_a_dataset_without_the_cod
     project.encode(config)
     with mock.patch.object(AssembleStage, "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         encode(config, ToyCodec(), restart=True)
-    assert snapshot(project.dataset) == without
+    assert but_reservations(project.dataset) == without
     assert encode(config, ToyCodec()).ok
 
 

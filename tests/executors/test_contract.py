@@ -190,16 +190,19 @@ class FrozenRank(ToyStage):
         return super().work(unit, staging, advance)
 
 
-class KillsItsSupervisor(ToyStage):
-    """The first rank that comes to unit 2 kills the process that starts the ranks, and with it itself."""
+class EndsItsSupervisor(ToyStage):
+    """The first rank that comes to unit 2 kills or stops the process that starts the ranks, and itself."""
+
+    lease_seconds = 8.0
+    number = signal.SIGKILL
 
     def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if unit.index == 2 and not self.marked("killed"):
-            self.mark("killed")
+        if unit.index == 2 and not self.marked("ended"):
+            self.mark("ended")
             # The server that ranks are forked from is between them.
             status = Path(f"/proc/{os.getppid()}/stat").read_text()
-            os.kill(int(status.rpartition(")")[2].split()[1]), signal.SIGKILL)
-            time.sleep(60)
+            os.kill(int(status.rpartition(")")[2].split()[1]), self.number)
+            os.kill(os.getpid(), self.number)
         return super().work(unit, staging, advance)
 
 
@@ -254,13 +257,15 @@ def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, wh
     assert output_bytes(stage) == whole(6)
 
 
-def test_a_killed_supervisor_costs_only_the_attempts_of_its_ranks(run, tmp_path, whole, request):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_supervisor_that_is_killed_or_stands_still_costs_only_its_attempts(run, tmp_path, whole, request, number):
     if "local" in request.node.name:
         pytest.skip("n/a: the run itself is the supervisor")
-    stage = KillsItsSupervisor(tmp_path)
+    stage = EndsItsSupervisor(tmp_path)
+    stage.number = number
     end = run(stage, 2)
     assert end.ok, end
-    assert stage.marked("killed") == [""]
+    assert stage.marked("ended") == [""]
     assert output_bytes(stage) == whole(6)
 
 

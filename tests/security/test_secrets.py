@@ -124,7 +124,7 @@ def test_a_changed_short_value_is_noticed(config_file, monkeypatch):
     monkeypatch.setenv("LEAST", "0.1")
     run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
     monkeypatch.setenv("LEAST", "0.2")
-    with raises(ConfigError, "changed_plan", "match.min_similarity is ${oc.env:LEAST}"):
+    with raises(ConfigError, "changed_plan", 'match.min_similarity is "${oc.env:LEAST}'):
         run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
 
 

@@ -75,6 +75,9 @@ class EncodeStage(Stage):
     def reserves(self) -> tuple[Path, Sequence[str]]:
         return self.assemble.reserves
 
+    def is_published_later(self) -> bool:
+        return not self.assemble.dir.done.exists()
+
     def identity(self) -> dict[str, Any]:
         self.survey.dataset.record()
         self.survey.require_done(self.survey.dir)

@@ -120,9 +120,10 @@ def require_own_output(stage: Stage) -> None:
 
 
 def release(stage: Stage) -> None:
-    """Remove the reservations of a finished stage for the folders that it publishes in, and its staging folder."""
-    published = _own_files(stage) if stage.reserves[0] == stage.root else []
-    _remove(stage.root, [token_staging(stage.root, stage.token)], published)
+    """Remove the staging folder of a finished stage, and its reservations if no other has still to publish there."""
+    _remove(stage.root, [token_staging(stage.root, stage.token)], [])
+    if not stage.is_published_later():
+        _remove(stage.reserves[0], [], _own_files(stage))
 
 
 def release_unbegun(stages: Sequence[Stage]) -> None:

@@ -118,6 +118,10 @@ class Stage(ABC):
         """Return a directory that runs share, and its folders that no other run may change before this stage ends."""
         return self.root, self.folders if self.shares_root else ()
 
+    def is_published_later(self) -> bool:
+        """Return True if another stage is to publish in the reserved folders when this one is finished."""
+        return False
+
     def time_limit(self, unit: Unit) -> float | None:
         """Return the seconds after which an attempt at a unit ends its rank, None for no limit."""
         if self.unit_time_limit == "auto":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+from contextlib import nullcontext
 
 import pytest
 from support.errors import raises
@@ -177,7 +178,8 @@ class TestSetupLines:
         submit()
         monkeypatch.setenv("SLURM_JOB_ID", "17")
         job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=read_given(stage.run_dir))
-        for _ in range(3):
+        reason = ("disk", "on node7: No space left") if has_full_disk else ("no_ranks", "module: command not found")
+        for number in range(3):
             assert read_end(stage.run_dir) is None
             if has_full_disk:
                 message = "cannot write /scratch on node7: No space left on device"
@@ -185,7 +187,7 @@ class TestSetupLines:
                 AttemptLog(stage.dir.attempts).add(note)
             else:
                 run_script("no_such_module load cuda")
-            job.advance("toy", stage.dir.read_token(), True)
+            with raises(FatalError, *reason) if number == 2 else nullcontext():
+                job.advance("toy", stage.dir.read_token(), True)
         end = read_end(stage.run_dir)
-        reason = ("disk", "on node7: No space left") if has_full_disk else ("no_ranks", "module: command not found")
         assert (end.code, reason[1] in end.message) == (reason[0], True), end

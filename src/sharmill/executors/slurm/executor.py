@@ -34,6 +34,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.patience import Patience
+from sharmill.engine.progress import read_progress
 from sharmill.engine.reservations import release_unbegun
 from sharmill.engine.run import Unlocked
 from sharmill.engine.run_notes import (
@@ -57,7 +58,7 @@ from sharmill.executors.signals import deferred_interrupts, ended_by_sigterm
 from sharmill.executors.slurm import queue
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.supervisor import Supervisor
-from sharmill.storage import make_private_folder, remove_tree
+from sharmill.storage import make_private_folder, remove_tree, time_of_folder
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
@@ -130,8 +131,16 @@ class RankTask:
         with logging_to(self.stage.dir.driver_log), ended_by_sigterm():
             has_ended = supervisor.run()
         if has_ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
-            # The advance job behind the array would wait until each had its turn, to find nothing left.
-            queue.scancel([array], "--state=PENDING")
+            self._end_others(array)
+
+    def _end_others(self, array: str) -> None:
+        """Cancel the tasks that find nothing left, and those whose nodes stand still: an advance job waits for all."""
+        stage, first = self.stage, self.number - int(os.environ["SLURM_ARRAY_TASK_ID"])
+        now = time_of_folder(stage.dir.ranks)
+        records = [record for record in read_progress(stage.dir.progress) if not record.ended]
+        silent = [record.rank - first for record in records if not record.is_alive(now, stage.lease_seconds)]
+        queue.scancel([array], "--state=PENDING")
+        queue.scancel([f"{array}_{task}" for task in silent if task >= 0])
 
     def checkpoint(self) -> DelayedSubmission:
         """Return what is run after the requeue; submitit calls this when the task has to leave, and ends it then."""

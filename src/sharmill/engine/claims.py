@@ -76,7 +76,7 @@ class Claims:
         # Units of each bin that nobody has claimed, as of the last listing, and their cost.
         self._free: list[list[int]] = []
         self._cost_left: list[float] = []
-        self._num_losses = _LOSSES_BETWEEN_LISTINGS
+        self._num_losses = 0
         self._held: tuple[Unit, int] | None = None
 
     @property
@@ -144,20 +144,22 @@ class Claims:
 
     def _steal(self, least: int = 1) -> tuple[Unit, int] | None:
         """Claim the last unit of the bin with most cost left if nobody has claimed at least so many units."""
-        while True:
-            if self._num_losses >= _LOSSES_BETWEEN_LISTINGS or not any(self._free):
-                self._list_free()
-            if sum(map(len, self._free)) < least:
-                return None
+        if not any(self._free):
+            self._list_free()
+        while sum(map(len, self._free)) >= least:
             number = max(range(len(self._free)), key=lambda bin: (bool(self._free[bin]), self._cost_left[bin]))
             index = self._free[number].pop()
             self._cost_left[number] -= self._state.units[index].cost
             if (claim := self._claim_fresh(index)) is not None:
                 return claim
             self._num_losses += 1
+            if self._num_losses >= _LOSSES_BETWEEN_LISTINGS:
+                self._list_free()
+        return None
 
     def _list_free(self) -> None:
-        free = self._state.missing - self._latest().keys()
+        attempts = self._state.attempts
+        free = {index for index in self._state.missing - self._latest().keys() if attempts.generation(index) == 0}
         self._free = [[index for index in part if index in free] for part in self._state.round.bins]
         self._cost_left = [sum(self._state.units[index].cost for index in part) for part in self._free]
         self._num_losses = 0

@@ -158,16 +158,17 @@ def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequenc
 def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stage]:
     """Return the stages in the order in which they run, by default all; there is one of each codec."""
     names = choose_stages(config, names)
-    stages: dict[str, list[Stage]] = {
-        "prepare": [PrepareStage(config)],
-        "match": [MatchStage(config)] if config.has_contexts else [],
-        "write": [WriteStage(config)],
-        "survey": [SurveyStage(config)] if config.encode.codecs else [],
-        "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
-        "assemble": [AssembleStage(config, codec) for codec in config.encode.codecs],
-    }
-    before = [stage for name in config.stages if name in stages for stage in stages[name]]
-    stages["validate"] = [_validate_stage(config, before)]
+    # Each looks for the plan that is there.
+    with disk_errors(Path(config.run_dir)):
+        stages: dict[str, list[Stage]] = {
+            "prepare": [PrepareStage(config)],
+            "match": [MatchStage(config)] if config.has_contexts else [],
+            "write": [WriteStage(config)],
+            "survey": [SurveyStage(config)] if config.encode.codecs else [],
+            "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
+            "assemble": [AssembleStage(config, codec) for codec in config.encode.codecs],
+            "validate": [_validate_stage(config)],
+        }
     chosen = [stage for name in config.stages if name in names for stage in stages[name]]
     for stage in chosen:
         stage.metrics = config.metrics
@@ -178,10 +179,10 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
     return chosen
 
 
-def _validate_stage(config: Config, before: Sequence[Stage]) -> ValidateStage:
+def _validate_stage(config: Config) -> ValidateStage:
     level, against = config.validate, None
     if level.against_sources:
-        rejects = tuple(str(stage.dir.rejects) for stage in before)
+        rejects = (str(RunDir(Path(config.run_dir)).rejects),)
         against = ExpectedRecords(sources=tuple(config.sources), rejects=rejects)
     # The checker loads no model because a dataset names it, but those that the configuration names itself.
     own = {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
@@ -400,6 +401,9 @@ def _run_stages(
         for stage in chosen:
             mark_to_begin_anew(stage)
     for stage in chosen:
+        if isinstance(stage, ValidateStage):
+            # It may be compared with them.
+            _merge_rejects(config)
         try:
             result = run_stage(
                 stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart,

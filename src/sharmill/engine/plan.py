@@ -139,15 +139,16 @@ def discard_stage(stage: Stage) -> None:
 
 def _remove_files(paths: StageDir) -> None:
     """Remove from a stage's folder what the engine writes there, the plan last; what others have put there stays."""
+    folders = [paths.path / name for name in ("parts", "logs", "ranks", STAGING_NAME)]
     if paths.token_file.exists():
         remove_asides(paths.path)
         for pattern in _OWN_FILES:
             for path in paths.path.glob(pattern):
                 remove_tree(path)
+        remove_if_empty(*folders)
         # What came back without the plan would be refused as a stranger's.
         fsync_directory(paths.path)
         remove_at_once(paths.plan)
-    folders = (paths.path / name for name in ("parts", "logs", "ranks", STAGING_NAME))
     remove_if_empty(*folders, paths.path, paths.path.parent)
 
 

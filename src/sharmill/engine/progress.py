@@ -131,12 +131,13 @@ def peak_memory_mb() -> float:
 
 def _write(path: Path, record: RankProgress) -> bool:
     """Write a record, and return True if it could be written; a full disk is reported by the unit that meets it."""
-    # Always the same name: what a full disk leaves there is no more than one file.
     aside = path.with_suffix(".tmp")
     try:
         aside.write_bytes(msgspec.json.encode(record))
         aside.replace(path)
     except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         return False
     return True
 

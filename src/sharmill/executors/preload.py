@@ -18,8 +18,13 @@ from sharmill.executors.logs import redirect_output
 
 end_with_parent()
 modules, path, log = json.loads(os.environ["SHARMILL_PRELOAD"])
-with suppress(SharmillError):
+try:
     redirect_output(Path(log))
+except SharmillError:
+    # Ranks meet the same, and their supervisor says so; a terminal gets one line.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 # Otherwise torch asks CUDA itself whether there are GPUs, after which no forked process can use them.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # The server begins without the places that the process which starts it has added.

@@ -6,19 +6,17 @@ from collections.abc import Container, Sequence
 from functools import partial
 
 from sharmill.engine.attempts import Attempts
+from sharmill.engine.fence import fenced_folders
 from sharmill.engine.ledger import find_outstanding, read_ledger
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
-from sharmill.staging import token_staging
 
 
 def wait_for_plan(stage: Stage, patience: Patience) -> None:
     """Wait until this node sees the stage's plan and the folders that ranks write to; the caller looks at them."""
-    paths = stage.dir
-    published = (stage.root / name for name in stage.folders)
-    folders = [*paths.folders_of_ranks, token_staging(stage.root, stage.token), *published]
+    paths, folders = stage.dir, fenced_folders(stage)
     patience.wait_until(
         lambda: paths.read_token() == stage.token and all(folder.is_dir() for folder in folders),
         f"{stage.name}: the plan {stage.token}, or a folder of it,",

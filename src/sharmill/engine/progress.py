@@ -17,7 +17,7 @@ import msgspec
 from sharmill.engine.host import is_gone, state_and_start, this_kernel
 from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError
-from sharmill.storage import open_stored
+from sharmill.storage import open_stored, path_aside
 
 BEATS_PER_LEASE = 8
 _MAX_BYTES = 1 << 20
@@ -131,7 +131,7 @@ def peak_memory_mb() -> float:
 
 def _write(path: Path, record: RankProgress) -> bool:
     """Write a record, and return True if it could be written; a full disk is reported by the unit that meets it."""
-    aside = path.with_suffix(".tmp")
+    aside = path_aside(path)
     try:
         aside.write_bytes(msgspec.json.encode(record))
         aside.replace(path)

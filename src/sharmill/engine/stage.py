@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +25,9 @@ _LEAST_TIME_LIMIT = 3600.0
 
 # Called by a processor with the part of a unit's cost that it has done since the last call.
 Advance = Callable[[float], None]
+
+
+_dir_of_plan = lru_cache(StageDir)
 
 
 class Processor(ABC):
@@ -106,7 +110,9 @@ class Stage(ABC):
 
     @property
     def dir(self) -> StageDir:
-        return StageDir(self.run_dir.path / self.name, self.token)
+        path = self.run_dir.path / self.name
+        # Ranks ask for it many times a unit.
+        return _dir_of_plan(path, self.token) if self.token else StageDir(path)
 
     @property
     def shares_root(self) -> bool:

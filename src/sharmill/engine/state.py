@@ -13,6 +13,7 @@ import msgspec
 
 from sharmill.engine.attempts import AttemptLog, Attempts, NoteKind
 from sharmill.engine.balance import pack
+from sharmill.engine.fence import is_current
 from sharmill.engine.ledger import iterate_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgress, read_progress
@@ -21,6 +22,7 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.stored import Tail, decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
+from sharmill.errors import FatalError
 from sharmill.storage import make_folder, remove_tree, time_of_folder, write_atomic
 
 # Units without cost would all be packed into one bin.
@@ -88,12 +90,20 @@ def begin_round(
 def driven_round(
     stage: Stage, missing: Sequence[Unit], num_ranks: int, *, join_seconds: float = 0.0, goes_on: bool = False
 ) -> Iterator[range]:
-    """Begin a round, or join that of ranks at work, and give heartbeats until all have ended; see ``begin_round``."""
+    """Begin a round, or join that of ranks at work, and give heartbeats until all have ended; see ``begin_round``.
+
+    An error ends the context alone if another process has finished the stage, or begun it anew.
+    """
     joins = bool(find_live(stage.dir, stage.lease_seconds))
     numbers = begin_round(stage, missing, num_ranks, join_seconds=join_seconds, goes_on=goes_on, joins=joins)
     path, interval = stage.dir.progress / f"driver-{uuid4().hex}.json", stage.lease_seconds / BEATS_PER_LEASE
     with ProgressWriter(path, interval=interval):
-        yield numbers
+        try:
+            yield numbers
+        except (FatalError, FileNotFoundError):
+            # Another process may have finished the stage, or begun it anew.
+            if is_current(stage):
+                raise
 
 
 def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from sharmill.engine.child import variable
 from sharmill.engine.claims import Rank
-from sharmill.engine.fence import is_current
 from sharmill.engine.follow import Follower
 from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
@@ -19,7 +18,6 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.engine.work import work
-from sharmill.errors import FatalError
 from sharmill.executors.devices import VISIBLE, plan_devices, usable_gpus
 from sharmill.executors.logs import logging_to
 from sharmill.executors.supervisor import Supervisor
@@ -57,18 +55,13 @@ class LocalExecutor:
             has_limit = isinstance(stage.unit_time_limit, float | int)
             is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
             log_file = stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log
-            try:
-                with unlocked(), logging_to(log_file):
-                    follower.look()
-                    if is_inline:
-                        rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)
-                        # The next stage of this process may use the GPUs that this one must not see.
-                        with variable(VISIBLE, ""):
-                            work(stage, rank, follower.look)
-                    else:
-                        Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
-            except (FatalError, FileNotFoundError):
-                # Another process may have finished the stage, or begun it anew.
-                if is_current(stage):
-                    raise
+            with unlocked(), logging_to(log_file):
+                follower.look()
+                if is_inline:
+                    rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)
+                    # The next stage of this process may use the GPUs that this one must not see.
+                    with variable(VISIBLE, ""):
+                        work(stage, rank, follower.look)
+                else:
+                    Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
         return follower.outcome()

@@ -118,10 +118,6 @@ class RayExecutor:
             try:
                 with unlocked(), logging_to(stage.dir.driver_log):
                     actors.run()
-            except (FatalError, FileNotFoundError):
-                # Another process may have finished the stage, or begun it anew.
-                if is_current(stage):
-                    raise
             finally:
                 # No actor is left that could do it for itself.
                 remove_dead_attempts(stage.root, stage.token)

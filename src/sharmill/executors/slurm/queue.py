@@ -44,6 +44,8 @@ _SECONDS_TO_ANSWER = 60.0
 PATIENCE_SECONDS = 30.0
 _POLL_SECONDS = 2.0
 _SECONDS_TO_SEE_END = 5.0
+# A queue lists the jobs of a whole cluster; the end of a run is a file.
+_SECONDS_BETWEEN_QUESTIONS = 10.0
 # A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
 SECONDS_TO_CANCEL = 180.0
 SETUP_FAILED = "sharmill: the setup line failed with status "
@@ -220,7 +222,10 @@ def wait_for_end(run_dir: RunDir) -> End:
             reason = find_reason(run_dir.jobs) or f"see {run_dir.jobs}"
             message = f"the jobs have ended before the work did: {reason}; submit again to go on"
             raise FatalError(message, code="jobs_gone")
+        ask_again = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
         time.sleep(_POLL_SECONDS)
+        while read_end(run_dir) is None and time.monotonic() < ask_again:
+            time.sleep(_POLL_SECONDS)
 
 
 def find_reason(jobs: Path, since: float = 0.0) -> str:

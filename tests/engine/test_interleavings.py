@@ -20,8 +20,10 @@ from support.shared_disk import Fault, Host
 from support.simulated_run import SimulatedStage, simulate
 
 from sharmill.engine.claims import Claims
-from sharmill.engine.ledger import LedgerWriter, find_outstanding, read_ledger
+from sharmill.engine.ledger import find_outstanding, read_ledger
 from sharmill.engine.state import StageState
+from sharmill.engine.stored import RecordLog
+from sharmill.engine.unit import Commit
 from sharmill.errors import SharmillError
 from sharmill.staging import PublishedFile, Staging
 from sharmill.storage import checksum
@@ -138,7 +140,7 @@ def count_leases_by_the_clock_of_others(monkeypatch):
 
 
 def commit_before_publishing(monkeypatch):
-    publish, clear, append = Staging.publish, Staging.clear, LedgerWriter.append
+    publish, clear, append = Staging.publish, Staging.clear, RecordLog.append
     later = threading.local()
 
     def publish_later(staging, names):
@@ -146,13 +148,14 @@ def commit_before_publishing(monkeypatch):
         paths = {name: staging.path(name) for name in names}
         return [PublishedFile(name, path.stat().st_size, checksum(path)) for name, path in paths.items()]
 
-    def append_first(writer, commit):
-        append(writer, commit)
-        later.publish()
+    def append_first(log, record, *, synced=False):
+        append(log, record, synced=synced)
+        if isinstance(record, Commit):
+            later.publish()
 
     monkeypatch.setattr(Staging, "publish", publish_later)
     monkeypatch.setattr(Staging, "clear", lambda staging: None)
-    monkeypatch.setattr(LedgerWriter, "append", append_first)
+    monkeypatch.setattr(RecordLog, "append", append_first)
 
 
 @pytest.mark.parametrize(

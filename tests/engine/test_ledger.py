@@ -11,8 +11,9 @@ import pytest
 from support.errors import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
-from sharmill.engine.ledger import LedgerWriter, read_ledger
+from sharmill.engine.ledger import read_ledger
 from sharmill.engine.rundir import StageDir
+from sharmill.engine.stored import RecordLog
 from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import FatalError
 
@@ -64,11 +65,11 @@ class TestReading:
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - 20)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        writer = LedgerWriter(paths.ledger)
-        writer.append(commit_of(UNITS[0]))
+        writer = RecordLog(paths.ledger)
+        writer.append(commit_of(UNITS[0]), synced=True)
         with mock.patch("os.fsync", half_a_line), raises(FatalError, "disk", "No space left"):
-            writer.append(commit_of(UNITS[1]))
-        writer.append(commit_of(UNITS[2]))
+            writer.append(commit_of(UNITS[1]), synced=True)
+        writer.append(commit_of(UNITS[2]), synced=True)
         assert sorted(read_ledger(paths, UNITS)) == [0, 2]
 
 

@@ -9,15 +9,15 @@ import time
 import pytest
 from support.toy_stage import ToyStage, run
 
-from sharmill.engine import late_views
+from sharmill.engine import ledger
 from sharmill.engine.claims import Rank
-from sharmill.engine.fence import make_fence
-from sharmill.engine.late_views import wait_for_plan, wait_for_stage, wait_for_units
-from sharmill.engine.ledger import read_ledger
+from sharmill.engine.fence import make_fence, wait_for_plan
+from sharmill.engine.ledger import read_ledger, wait_for_units
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan, read_or_make_plan
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import work
+from sharmill.executors.slurm.executor import wait_for_stage
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_units_that_show_late_are_taken_from_the_look_that_saw_them(waited, tmp_
             raise OSError(errno.ESTALE, "")
         return read_ledger(paths, units)
 
-    monkeypatch.setattr(late_views, "read_ledger", read_late)
+    monkeypatch.setattr(ledger, "read_ledger", read_late)
     commits, missing = wait_for_units(stage, units, units, ())
     assert (sorted(commits), missing) == ([0, 1], [])
     assert 5.0 <= looks[-1] < 10.0
@@ -130,7 +130,7 @@ def test_an_error_that_does_not_pass_ends_the_stage(waited, tmp_path, monkeypatc
     def refuse(paths, units):
         raise OSError(errno.ESTALE, "stale")
 
-    monkeypatch.setattr(late_views, "read_ledger", refuse)
+    monkeypatch.setattr(ledger, "read_ledger", refuse)
     with pytest.raises(OSError, match="stale"):
         wait_for_units(stage, units, units, ())
     assert sum(waited) == pytest.approx(30.0)

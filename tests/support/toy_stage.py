@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sharmill.engine.ledger import LedgerWriter
+import msgspec
+
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import FailedAttempt, StageResult
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stored import RecordLog
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.executors.local import LocalExecutor
@@ -254,15 +256,16 @@ def _do_environment(stage: ToyStage, unit: Unit | None, argument: str) -> None:
 def _do_die_after_commit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     """The process dies when the record is on disk and before anybody hears of it."""
 
-    append = LedgerWriter.append
+    append = RecordLog.append
 
-    def append_and_die(writer: LedgerWriter, commit: Commit) -> None:
-        append(writer, commit)
-        if commit.index == int(argument) and not stage.marked("died-after-commit"):
+    def append_and_die(log: RecordLog, record: msgspec.Struct, *, synced: bool = False) -> None:
+        append(log, record, synced=synced)
+        is_it = isinstance(record, Commit) and record.index == int(argument)
+        if is_it and not stage.marked("died-after-commit"):
             stage.mark("died-after-commit")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    LedgerWriter.append = append_and_die  # type: ignore[method-assign]
+    RecordLog.append = append_and_die  # type: ignore[method-assign]
 
 
 def _do_one_is_slow(stage: ToyStage, unit: Unit | None, argument: str) -> None:

@@ -15,14 +15,12 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
-from uuid import uuid4
 
 import msgspec
 
 from sharmill.engine.outcomes import FailedAttempt
-from sharmill.engine.stored import NOT_JSON, Tail
+from sharmill.engine.stored import NOT_JSON, RecordLog, Tail
 from sharmill.errors import CODES, ConfigError, DeviceError, FatalError, SharmillError
-from sharmill.storage import open_stored, stopping_errors
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class Note(msgspec.Struct, kw_only=True, omit_defaults=True):
     owner: str = ""
     unit: int = SETUP
     generation: int = 0
-    time: float = 0.0
+    time: float = msgspec.field(default_factory=time.time)
     message: str = ""
     traceback: str = ""
     code: str = ""
@@ -72,23 +70,6 @@ class Note(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _decoder = msgspec.json.Decoder(Note)
-
-
-class AttemptLog:
-    """The notes of one process."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path: Path | None = None
-
-    def add(self, note: Note) -> None:
-        """Append a note; it is in the file when this returns, but not on disk."""
-        note.time = time.time()
-        path, self._path = self._path or self._folder / f"{uuid4().hex}.jsonl", None
-        with stopping_errors(path), open_stored(path, append=True) as stream:
-            stream.write(msgspec.json.encode(note) + b"\n")
-        # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
-        self._path = path
 
 
 class Attempts:
@@ -234,12 +215,12 @@ class Attempts:
 
 
 def end_attempt(
-    notes: AttemptLog, attempts: Attempts, begun: Note, kind: NoteKind, message: str = "", traceback: str = ""
+    notes: RecordLog, attempts: Attempts, begun: Note, kind: NoteKind, message: str = "", traceback: str = ""
 ) -> None:
     """Note how an attempt has ended, where all ranks see it."""
-    note = msgspec.structs.replace(begun, kind=kind, message=message, traceback=traceback)
+    note = msgspec.structs.replace(begun, kind=kind, message=message, traceback=traceback, time=time.time())
     with suppress(FileNotFoundError):  # the folder may have gone with the plan
-        notes.add(note)
+        notes.append(note)
     attempts.add(note)
 
 

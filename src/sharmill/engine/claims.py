@@ -18,11 +18,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from sharmill.engine.attempts import AttemptLog, Note, end_attempt
+from sharmill.engine.attempts import Note, end_attempt
 from sharmill.engine.fence import require_current
 from sharmill.engine.progress import read_progress
 from sharmill.engine.state import StageState
-from sharmill.engine.stored import read_stored
+from sharmill.engine.stored import RecordLog, read_stored
 from sharmill.engine.unit import Unit
 from sharmill.storage import stopping_errors
 
@@ -66,7 +66,7 @@ class Claims:
         notes: those of its process.
     """
 
-    def __init__(self, state: StageState, rank: Rank, notes: AttemptLog) -> None:
+    def __init__(self, state: StageState, rank: Rank, notes: RecordLog) -> None:
         self._state = state
         self._rank = rank
         self._notes = notes

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sharmill.engine.patience import Patience
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import FatalError
@@ -33,6 +34,15 @@ def make_fence(stage: Stage) -> None:
     remove_asides(stage.dir.path / "ranks")
     for folder in (*fenced_folders(stage), stage.dir.logs):
         make_folder(folder)
+
+
+def wait_for_plan(stage: Stage, patience: Patience) -> None:
+    """Wait until this node sees the stage's plan and the folders that ranks write to; the caller looks at them."""
+    paths, folders = stage.dir, fenced_folders(stage)
+    patience.wait_until(
+        lambda: paths.read_token() == stage.token and all(folder.is_dir() for folder in folders),
+        f"{stage.name}: the plan {stage.token}, or a folder of it,",
+    )
 
 
 def require_current(stage: Stage) -> None:

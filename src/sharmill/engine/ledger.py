@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from stat import S_ISREG
@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import msgspec
 
+from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
@@ -23,47 +24,15 @@ from sharmill.engine.stored import NOT_JSON, Tail, decode_stored, read_stored_li
 from sharmill.engine.unit import Commit, Unit
 from sharmill.staging import PublishedFile
 from sharmill.storage import (
-    fsync_directory,
-    open_stored,
     refuse_strangers,
     remove_asides,
     remove_for_good,
-    stopping_errors,
     write_atomic,
 )
 
 log = logging.getLogger(__name__)
 
 _decoder = msgspec.json.Decoder(Commit)
-
-
-class LedgerWriter:
-    """Appends the commit records of one process.
-
-    Args:
-        folder: is there as long as the plan is the present one.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / f"{uuid4().hex}.jsonl"
-
-    def append(self, commit: Commit) -> None:
-        """Append a commit record and return when it is on disk.
-
-        Raises:
-            FatalError: it cannot be written; the unit does not count as done.
-        """
-        path = self._path
-        # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
-        self._path = path.with_stem(uuid4().hex)
-        is_new = not path.exists()
-        with stopping_errors(path), open_stored(path, append=True) as stream:
-            stream.write(msgspec.json.encode(commit) + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-            if is_new:
-                fsync_directory(path.parent)
-        self._path = path
 
 
 def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
@@ -159,6 +128,32 @@ def find_outstanding(
             if not is_there:
                 commits.pop(commit.index, None)
     return commits, [unit for unit in units if unit.index not in commits]
+
+
+def wait_for_units(
+    stage: Stage, units: Sequence[Unit], given: Sequence[Unit], failures: Container[int]
+) -> tuple[dict[int, Commit], list[Unit]]:
+    """Wait until this node sees that units are done which ranks have reported as such.
+
+    Args:
+        units: all those of the stage.
+        given: those that the executor was given.
+        failures: the indices of units that failed for good.
+
+    Returns: the commits whose files are in place, and the units without one.
+    """
+    found: tuple[dict[int, Commit], list[Unit]] = ({}, [])
+
+    def look() -> bool:
+        nonlocal found
+        found = find_outstanding(stage, units, read_ledger(stage.dir, units), check=given)
+        return all(unit.index in failures for unit in found[1])
+
+    patience = Patience(stage.seconds_until_seen)
+    if not patience.wait_until(look, f"{stage.name}: the output of all units"):
+        # Here an error that has not passed ends the stage.
+        look()
+    return found
 
 
 def _regular_files(folder: Path) -> set[str]:

@@ -13,8 +13,7 @@ import msgspec
 
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import make_fence
-from sharmill.engine.late_views import wait_for_units
-from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke
+from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke, wait_for_units
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import FolderLock
 from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import msgspec
 
-from sharmill.engine.attempts import AttemptLog, Attempts, NoteKind
+from sharmill.engine.attempts import Attempts, end_attempt
 from sharmill.engine.balance import pack
 from sharmill.engine.fence import is_current
 from sharmill.engine.ledger import iterate_ledger
@@ -20,7 +20,7 @@ from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgre
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import Tail, decode_stored, read_stored
+from sharmill.engine.stored import RecordLog, Tail, decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import FatalError
 from sharmill.storage import make_folder, remove_tree, time_of_folder, write_atomic
@@ -142,11 +142,10 @@ def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
 
 def end_attempts(paths: StageDir, missing: Container[int]) -> None:
     """Note the end of attempts whose ranks could not do so; ``missing`` are the units without a commit."""
-    notes = AttemptLog(paths.attempts)
-    for begun in Attempts(paths.attempts).open():
+    notes, attempts = RecordLog(paths.attempts), Attempts(paths.attempts)
+    for begun in attempts.open():
         message = f"its rank on {begun.slot} ended in the middle of it; see {paths.logs}"
-        kind: NoteKind = "failed" if begun.unit in missing else "done"
-        notes.add(msgspec.structs.replace(begun, kind=kind, message=message, traceback=message))
+        end_attempt(notes, attempts, begun, "failed" if begun.unit in missing else "done", message, message)
 
 
 def read_round(paths: StageDir) -> Round:

@@ -1,4 +1,4 @@
-"""Reading of files of a run directory, which others may have written or replaced.
+"""Files of a run directory: records that are appended, and reading what others may have written or replaced.
 
 Only regular files of a bounded size are read, and what they hold is decoded to a known type; links are not followed.
 Folders above them are checked by ``sharmill.engine.fence``.
@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
+from uuid import uuid4
 
 import msgspec
 import numpy as np
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
-from sharmill.storage import damaged_file, open_stored
+from sharmill.storage import damaged_file, fsync_directory, open_stored, stopping_errors
 
 Decoded = TypeVar("Decoded")
 # msgspec raises RecursionError for JSON that is nested too deeply.
@@ -49,6 +50,36 @@ def read_stored_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file of a run directory with their ends; one that is too long comes in parts."""
     with open_stored(path) as stream:
         yield from iter(partial(stream.readline, _MAX_BYTES), b"")
+
+
+class RecordLog:
+    """Appends records, a line of JSON each, to a ``.jsonl`` file that this process alone writes.
+
+    Args:
+        folder: that of the file, beside those of other processes; it is there as long as the plan is the present one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+
+    def append(self, record: msgspec.Struct, *, synced: bool = False) -> None:
+        """Append a record; it is in the file when this returns, and with ``synced`` on disk.
+
+        Raises:
+            FatalError: it cannot be written.
+        """
+        # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
+        path, self._path = self._path or self._folder / f"{uuid4().hex}.jsonl", None
+        is_new = not path.exists()
+        with stopping_errors(path), open_stored(path, append=True) as stream:
+            stream.write(msgspec.json.encode(record) + b"\n")
+            if synced:
+                stream.flush()
+                os.fsync(stream.fileno())
+                if is_new:
+                    fsync_directory(self._folder)
+        self._path = path
 
 
 class Tail:

@@ -16,18 +16,16 @@ from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
-from sharmill.engine.attempts import FINAL_CODES, AttemptLog, Note, NoteKind, end_attempt
+from sharmill.engine.attempts import FINAL_CODES, Note, NoteKind, end_attempt
 from sharmill.engine.claims import Claims, Rank
 from sharmill.engine.delays import spent_on, take_delays
-from sharmill.engine.fence import require_current
-from sharmill.engine.late_views import wait_for_plan
-from sharmill.engine.ledger import LedgerWriter
+from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.metrics import MetricsLog
 from sharmill.engine.patience import Patience
 from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.state import StageState
-from sharmill.engine.stored import read_stored
+from sharmill.engine.stored import RecordLog, read_stored
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, SharmillError, is_device_error
 from sharmill.staging import Staging
@@ -69,8 +67,8 @@ class _Worker:
         self._rank = rank
         self._on_change = on_change
         self._patience = Patience(stage.seconds_until_seen)
-        self._notes = AttemptLog(stage.dir.attempts)
-        self._ledger = LedgerWriter(stage.dir.ledger)
+        self._notes = RecordLog(stage.dir.attempts)
+        self._ledger = RecordLog(stage.dir.ledger)
         self._failures_in_a_row = 0
         self._reported = 0.0
 
@@ -177,7 +175,7 @@ class _Worker:
         log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
         slot, owner = self._rank.slot, self._rank.owner
         begun = Note(kind="begun", slot=slot, owner=owner, unit=unit.index, generation=generation)
-        self._notes.add(begun)
+        self._notes.append(begun)
         self._state.attempts.add(begun)
         end = partial(end_attempt, self._notes, self._state.attempts, begun)
         record = self._progress.record
@@ -264,7 +262,7 @@ class _Worker:
             memory_mb=round(peak_memory_mb()),
             memory_asked_mb=float(asked) if asked.isdecimal() else 0.0,
         )
-        self._ledger.append(commit)
+        self._ledger.append(commit, synced=True)
         return commit
 
     def _advance(self, unit: Unit, cost: float) -> None:
@@ -294,7 +292,7 @@ class _Worker:
             is_config=isinstance(error, ConfigError),
         )
         try:
-            self._notes.add(note)
+            self._notes.append(note)
         except SharmillError as failed:
             if self._rank.is_replaced:
                 # For the supervisor this is not the end of a rank that has noted why.

@@ -35,10 +35,9 @@ from tenacity import (
 import sharmill
 from sharmill.config import Config
 from sharmill.engine.attempts import MAX_FAILURES
-from sharmill.engine.fence import is_current, require_current
+from sharmill.engine.fence import is_current, require_current, wait_for_plan
 from sharmill.engine.follow import Follower
 from sharmill.engine.host import limit_cores
-from sharmill.engine.late_views import wait_for_plan
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.patience import Patience

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
-from sharmill.engine.attempts import AttemptLog, Note, NoteKind, end_attempt
+from sharmill.engine.attempts import Note, NoteKind, end_attempt
 from sharmill.engine.child import describe_exit, end_with_parent, safe_path
 from sharmill.engine.claims import Rank
 from sharmill.engine.fence import require_current
@@ -32,6 +32,7 @@ from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
+from sharmill.engine.stored import RecordLog
 from sharmill.engine.work import Replace, was_most_of_job, work
 from sharmill.errors import SharmillError
 from sharmill.executors.devices import VISIBLE, Device
@@ -69,7 +70,7 @@ class Supervisor:
         self._devices = dict(zip(self.numbers, self.devices, strict=True))
         self._slots = {number: device.slot(number) for number, device in self._devices.items()}
         self._state = StageState(self.stage)
-        self._notes = AttemptLog(self.stage.dir.attempts)
+        self._notes = RecordLog(self.stage.dir.attempts)
         self._idle = {*self.numbers}
         self._running: dict[BaseProcess, Rank] = {}
 
@@ -151,7 +152,7 @@ class Supervisor:
                 process.start()
         except (OSError, EOFError) as error:
             message = f"could not be started: {type(error).__name__}: {error}"
-            self._notes.add(Note(kind="failed", slot=rank.slot, message=message))
+            self._notes.append(Note(kind="failed", slot=rank.slot, message=message))
         else:
             self._running[process] = rank
             self._idle.remove(number)
@@ -213,7 +214,7 @@ class Supervisor:
             message = f"{why}; its log is {self.stage.dir.rank_log(rank.number)}"
             end_attempt(self._notes, self._state.attempts, begun, kind, message, message)
         if not (open_attempts or told or process.exitcode in (_LEFT, _NOTED)):
-            self._notes.add(Note(kind="failed", slot=rank.slot, message=why))
+            self._notes.append(Note(kind="failed", slot=rank.slot, message=why))
         mark_ended(self.stage.dir.progress, {rank.owner})
         remove_dead_attempts(self.stage.root, self.stage.token)
 

@@ -12,10 +12,11 @@ from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import ToyStage
 
 from sharmill.cli.status import QueueView
-from sharmill.engine.attempts import AttemptLog, Note
+from sharmill.engine.attempts import Note
 from sharmill.engine.reservations import make_run_id
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
+from sharmill.engine.stored import RecordLog
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, find_reason, job_comment, require_no_jobs
@@ -184,7 +185,7 @@ class TestSetupLines:
             if has_full_disk:
                 message = "cannot write /scratch on node7: No space left on device"
                 note = Note(kind="failed", slot="node7/rank 0", message=message, code="disk", place="node7")
-                AttemptLog(stage.dir.attempts).add(note)
+                RecordLog(stage.dir.attempts).append(note)
             else:
                 run_script("no_such_module load cuda")
             with raises(FatalError, *reason) if number == 2 else nullcontext():

@@ -27,13 +27,14 @@ from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
 from sharmill.engine.attempts import MAX_FAILURES, Attempts
-from sharmill.engine.fence import is_current, require_current, superseded
+from sharmill.engine.fence import is_current, require_current, superseded, wait_for_plan
 from sharmill.engine.host import limit_cores
-from sharmill.engine.late_views import wait_for_plan, wait_for_stage
+from sharmill.engine.ledger import find_outstanding, read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.patience import Patience
+from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import read_progress
 from sharmill.engine.reservations import release_unbegun
 from sharmill.engine.run import Unlocked
@@ -544,3 +545,35 @@ def _checked_lines(lines: Sequence[str]) -> list[str]:
         title = line.strip().partition("\n")[0]
         checked.append(f"eval {shlex.quote(line)} || setup_failed $? {shlex.quote(title)}")
     return checked
+
+
+def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks: bool = True) -> None:
+    """Wait until this node sees the plan of a stage, what its ranks have done, and what the stages before left.
+
+    Args:
+        stages: those of the run, in order.
+        name: that of the stage, which is planned and not finished; of those behind it nothing is there.
+        token: the token of its plan.
+        had_ranks: that ranks of that plan have run and ended.
+    """
+    patience = Patience(stages[-1].seconds_until_seen)
+    for stage in stages:
+        if stage.name == name:
+            stage.token = token
+            wait_for_plan(stage, patience)
+            if had_ranks:
+                patience.wait_until(partial(_have_ranks_ended, stage), f"{stage.name}: the end of all units")
+            return
+        patience.wait_until(partial(_is_finished, stage), f"{stage.name}: its end")
+
+
+def _is_finished(stage: Stage) -> bool:
+    return stage.dir.done.exists() and stage.is_finalized()
+
+
+def _have_ranks_ended(stage: Stage) -> bool:
+    """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
+    attempts = Attempts(stage.dir.attempts)
+    units = load_plan(stage)
+    _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)
+    return attempts.stopped is not None or all(attempts.is_given_up(unit.index, ()) for unit in missing)

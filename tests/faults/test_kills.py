@@ -9,7 +9,7 @@ from support.kills import VICTIMS, torture
 from support.small_run import STAGES
 
 # Many whole launches a test.
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 20
 KILLS = 4

@@ -171,7 +171,7 @@ class Launch:
     def _ranks(self) -> list[int]:
         """Return the processes that fork servers of the driver have forked."""
         found = _processes()
-        servers = {pid for pid, parent, _ in found if parent == self.process.pid and _is_spawned(pid)}
+        servers = {pid for pid, parent, _ in found if parent == self.process.pid and _is_fork_server(pid)}
         return [pid for pid, parent, _ in found if parent in servers]
 
     def _members(self) -> list[int]:
@@ -223,9 +223,9 @@ def _processes() -> list[tuple[int, int, int]]:
     return found
 
 
-def _is_spawned(pid: int) -> bool:
+def _is_fork_server(pid: int) -> bool:
     try:
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
 

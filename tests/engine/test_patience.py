@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from support.toy_stage import ToyStage, run
@@ -92,6 +93,25 @@ def test_a_plan_and_units_that_never_show_are_given_up(waited, tmp_path):
     assert sum(waited) == pytest.approx(30.0)
     assert wait_for_units(stage, units, units, ()) == ({}, units)
     assert sum(waited) == pytest.approx(60.0)
+
+
+def test_a_plan_that_another_node_has_made_is_taken_once_it_shows(waited, tmp_path, monkeypatch):
+    first, second = (ToyStage(tmp_path, units=2) for _ in range(2))
+    read_or_make_plan(first, restart=False)
+    second.seconds_until_seen = 30.0
+    exists, late = Path.exists, second.dir.identity
+    monkeypatch.setattr(Path, "exists", lambda path: exists(path) and (path != late or sum(waited) > 5.0))
+    read_or_make_plan(second, restart=False)
+    assert second.token == first.token
+    assert 5.0 < sum(waited) < 7.0
+
+
+def test_a_node_that_was_killed_while_it_asked_for_a_plan_is_no_planner(waited, tmp_path):
+    stage = ToyStage(tmp_path, units=2)
+    stage.seconds_until_seen = 30.0
+    stage.dir.plan.mkdir(parents=True)
+    assert len(read_or_make_plan(stage, restart=False)) == 2
+    assert waited == []
 
 
 def test_units_that_failed_are_not_waited_for(waited, tmp_path):

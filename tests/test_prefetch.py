@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.toy_stage import wait_until
 
 from sharmill.prefetch import prefetch
 
@@ -105,4 +106,23 @@ def test_who_stops_early_leaves_no_thread_and_no_work_behind():
     gate.set()
     results.close()
     assert len(begun) < 60
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")])
+
+
+def test_who_drops_it_does_not_wait_for_what_is_under_way():
+    """The garbage collector may drop it, in a thread whose locks the others need to end."""
+    begun, gate, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work(item):
+        if item == 1:
+            begun.set()
+            gate.wait(10)
+            ended.set()
+
+    results = prefetch(work, range(3), threads=1, ahead=2)
+    next(results)
+    assert begun.wait(60)
+    del results
+    assert not ended.is_set()
+    gate.set()
+    assert ended.wait(60)

@@ -25,19 +25,22 @@ def prefetch(
     Threads serve, since decoding and resampling release the interpreter's lock. An error is raised where its result
     would have come.
     """
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="prefetch") as pool:
-        pending: deque[tuple[Future[Result], float]] = deque()
-        weight = 0.0
-        try:
-            for item in items:
-                pending.append((pool.submit(function, item), weigh(item)))
-                weight += pending[-1][1]
-                while len(pending) > threads and weight > ahead:
-                    future, own = pending.popleft()
-                    weight -= own
-                    yield future.result()
-            while pending:
-                yield pending.popleft()[0].result()
-        finally:
-            for future, _ in pending:
-                future.cancel()
+    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="prefetch")
+    pending: deque[tuple[Future[Result], float]] = deque()
+    weight = 0.0
+    try:
+        for item in items:
+            pending.append((pool.submit(function, item), weigh(item)))
+            weight += pending[-1][1]
+            while len(pending) > threads and weight > ahead:
+                future, own = pending.popleft()
+                weight -= own
+                yield future.result()
+        while pending:
+            yield pending.popleft()[0].result()
+    finally:
+        for future, _ in pending:
+            future.cancel()
+        # Without waiting: the garbage collector may end this generator in a thread of this very pool, or in one that
+        # holds the locks of ``threading``.
+        pool.shutdown(wait=False)

@@ -21,9 +21,9 @@ from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from lhotse.audio.utils import AudioLoadingError
 
 from sharmill.errors import ConfigError
+from sharmill.files.storage import path_aside, publish_directory
 from sharmill.shar.index import read_dataset
 from sharmill.shar.rebuild import rebuild_index
-from sharmill.storage import path_aside, publish_directory
 
 ROLES = ("user", "assistant")
 # Of lengths, since files are cut to whole samples or blocks.

@@ -19,9 +19,9 @@ import soundfile
 
 from sharmill.config import to_config
 from sharmill.engine.listener import Listener
+from sharmill.files.storage import checksum_bytes
 from sharmill.pipeline import run_dataset
 from sharmill.sources import Piece, Source
-from sharmill.storage import checksum_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import torch
 from lhotse.dataset import DynamicCutSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from sharmill.files.storage import open_atomic, remove_asides
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
-from sharmill.storage import open_atomic, remove_asides
 from sharmill.training import ContextSpeechDataset
 from sharmill.training.codes import CodecForm
 

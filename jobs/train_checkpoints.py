@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from train_world import World
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.storage import checksum, make_folder, path_aside, publish_directory, remove_asides, remove_at_once
+from sharmill.files.storage import checksum, make_folder, path_aside, publish_directory, remove_asides, remove_at_once
 
 _CHECKPOINT = re.compile(r"step-(\d{9})")
 _RECORD = "record.json"

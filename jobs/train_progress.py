@@ -13,7 +13,7 @@ from typing import Any
 from train_config import TrainConfig
 from train_trackers import Trackers
 
-from sharmill.storage import write_atomic
+from sharmill.files.storage import write_atomic
 
 
 class ProgressLines:

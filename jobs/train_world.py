@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from train_config import TrainConfig
 
-from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.files.locks import FolderLock
 
 # The job before may be on its way out.
 _SECONDS_TO_WAIT_FOR_LOCK = 5.0

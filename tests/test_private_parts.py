@@ -303,7 +303,7 @@ PARTS: list[tuple[str, str, str, Callable[[], bool]]] = [
     ("nemo_toolkit", "broadcasting of batches", "training/nemo/loader.py", nemo_broadcasting),
     ("submitit", "text of sbatch scripts", "executors/slurm/executor.py", submitit_scripts),
     ("ray", "addresses of nodes", "executors/ray_node.py", ray_node_addresses),
-    ("ray", "names of jobs", "engine/locks.py", ray_job_ids),
+    ("ray", "names of jobs", "files/locks.py", ray_job_ids),
     ("resemblyzer", "weights in pretrained.pt", "models/resemblyzer_encoder.py", resemblyzer_weights),
     ("nemo_toolkit", "loading of checkpoints", "models/nemo_checkpoint.py", nemo_checkpoints),
     ("nemo_toolkit", "parts of AudioCodecModel", "models/nemo_codec.py", nemo_codec_parts),

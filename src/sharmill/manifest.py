@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.storage import open_regular, open_stored
+from sharmill.files.storage import open_regular, open_stored
 
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
 # The keys that may hold the transcript, the first one with any text first.

@@ -22,7 +22,7 @@ from sharmill.encode.survey import SurveyStage
 from sharmill.engine.fence import stop_ranks
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult, Submitted
+from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
 from sharmill.engine.reservations import require_own_output
 from sharmill.engine.run import Executor, Unlocked, describe_end, locked, merge_files, reserved, run_stage
@@ -30,26 +30,24 @@ from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end,
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import describe_workers, find_workers
-from sharmill.engine.stored import read_stored
-from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.ray import RayExecutor
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.queue import describe_jobs, require_no_jobs
-from sharmill.grow.append import append_dataset, require_fitting
-from sharmill.match.choose import min_similarity
-from sharmill.match.speaker_key import make_speaker_key
-from sharmill.match.stage import MatchStage
-from sharmill.models import describe_codec, describe_speaker_encoder
-from sharmill.prepare.filters import parse_filters
-from sharmill.prepare.stage import PrepareStage
-from sharmill.report.last_step import report_on_run
-from sharmill.storage import (
+from sharmill.files.storage import (
     disk_errors,
     require_writable,
     write_atomic,
 )
+from sharmill.files.stored import read_stored
+from sharmill.grow.append import require_fitting
+from sharmill.match.choose import min_similarity
+from sharmill.match.stage import MatchStage
+from sharmill.models import describe_codec, describe_speaker_encoder
+from sharmill.prepare.filters import parse_filters
+from sharmill.prepare.speaker_key import make_speaker_key
+from sharmill.prepare.stage import PrepareStage
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report
 from sharmill.validate.stage import ValidateStage
@@ -84,56 +82,6 @@ class DatasetResult:
     def num_errors(self) -> int:
         """The number of errors that the checker found."""
         return self.report.errors if self.report else 0
-
-
-@dataclass(frozen=True)
-class DatasetRun:
-    """The stages of one dataset that are to be run, by default all: what the jobs of a cluster carry along."""
-
-    config: Config
-    stages: tuple[str, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.run_dir)
-
-    def make_stages(self) -> list[Stage]:
-        """Return the stages in the order in which they run."""
-        return make_stages(self.config, self.stages)
-
-    def run(self, executor: Executor, *, restart: bool, wait_seconds: float) -> End | Submitted:
-        """Run the stages; see ``run_dataset``. Once all of them are done, the shards are appended to ``append_to``."""
-        config = self.config
-        result = run_dataset(
-            config, Listener(), stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
-        )
-        if result.stages and (submitted := result.stages[-1][1].submitted) is not None:
-            return submitted
-        if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
-            return result.end()
-        appended = append_dataset(config.append_to, config.dataset_dir)
-        return result.end(appended.describe(config.append_to, config.dataset_dir))
-
-    def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
-        """Return for how many ranks the units of a stage are enough."""
-        from sharmill.pilot.predict import ranks_of_use
-
-        return ranks_of_use(self.config, stage, units)
-
-    def show(self) -> None:
-        """Make the page about a finished run of all stages."""
-        if self.is_whole:
-            # An advance job has little memory: no model is loaded in it.
-            log.info("%s", report_on_run(self.config, make_stages(self.config), decode=False))
-
-    @property
-    def is_whole(self) -> bool:
-        """Return True if all stages of the dataset are among these."""
-        return self.stages is None or set(self.config.stages) <= set(self.stages)
 
 
 def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:

@@ -16,8 +16,8 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Context, Member, Utterance
-from sharmill.match.speaker_key import make_speaker_key
 from sharmill.prepare.check import RecordCheck
+from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.sources.speakers import SpeakerRule
 
 

@@ -17,8 +17,8 @@ from sharmill.audio.samples import to_float, to_int16
 from sharmill.audio.segments import SegmentAudio, SegmentReader
 from sharmill.config import WriteConfig
 from sharmill.errors import RejectRecord
+from sharmill.files.storage import checksum_bytes
 from sharmill.manifest import Segment
-from sharmill.storage import checksum_bytes
 from sharmill.write.encoder import SegmentEncoder
 
 EVERY_VALUE = np.arange(-32768, 32768).astype(np.int16)

@@ -24,7 +24,6 @@ from support.shar import Project, codec_stages, voice
 
 from bench_gpu.models import CODEC, ENCODER
 from sharmill.engine.claims import Rank
-from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import Unlocked, run_stage
@@ -33,6 +32,7 @@ from sharmill.engine.state import begin_round
 from sharmill.engine.work import work
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
+from sharmill.files.host import usable_cores
 from sharmill.match.select import select_context
 from sharmill.match.stage import MatchStage
 from sharmill.models import load_codec, load_speaker_encoder

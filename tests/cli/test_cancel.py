@@ -13,15 +13,15 @@ from support.paths import REPOSITORY
 from support.pipelines import run_sharmill
 from support.toy_stage import ToyStage, wait_until
 
-from sharmill.engine.locks import FolderLock, lock_owner
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.state import find_workers
+from sharmill.files.locks import FolderLock, lock_owner
 
 _HOLD = """
 import signal, sys, time
 from pathlib import Path
-from sharmill.engine.locks import FolderLock
+from sharmill.files.locks import FolderLock
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     with FolderLock(Path(sys.argv[1])):

@@ -13,7 +13,7 @@ from support.shar import run, snapshot, voice
 from sharmill.cli.main import cli
 from sharmill.cli.plan import print_plan
 from sharmill.config import to_config, to_yaml
-from sharmill.engine.host import usable_cores
+from sharmill.files.host import usable_cores
 from sharmill.prepare.stage import PrepareStage
 
 

@@ -27,7 +27,6 @@ from sharmill.cli.status import QueueView, print_status
 from sharmill.config import to_yaml
 from sharmill.engine.claims import Rank
 from sharmill.engine.fence import make_fence
-from sharmill.engine.host import state_and_start, this_kernel
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
@@ -37,8 +36,9 @@ from sharmill.engine.run_notes import End, Given, begin_run, note_end
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import work
 from sharmill.executors.slurm.queue import QueuedJob
+from sharmill.files.host import state_and_start, this_kernel
+from sharmill.files.storage import write_atomic
 from sharmill.prepare.stage import PrepareStage
-from sharmill.storage import write_atomic
 
 NOW = datetime(2026, 3, 1, 12, 0, 0)
 
@@ -396,7 +396,7 @@ def test_a_run_directory_that_cannot_be_written_has_the_time_of_this_machine(sta
     def refuse(**options):
         raise PermissionError
 
-    monkeypatch.setattr("sharmill.storage.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("sharmill.files.storage.tempfile.TemporaryFile", refuse)
     put_rank(stage, 0, started=time.time(), updated=time.time())
     assert read_stage(stage).now == pytest.approx(time.time(), abs=60)
     assert read_stage(stage).state == "under way"

@@ -19,8 +19,8 @@ from sharmill.engine.run_notes import End, note_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.state import driven_round
 from sharmill.errors import ConfigError
+from sharmill.files.storage import require_private
 from sharmill.pipeline import make_stages
-from sharmill.storage import require_private
 from sharmill.validate.findings import Report, UnitToRepeat
 from sharmill.validate.redo import take_back_commits
 

@@ -24,7 +24,7 @@ from sharmill.engine.work import work
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
-from sharmill.staging import STAGING_NAME
+from sharmill.files.staging import STAGING_NAME
 
 
 def plan(stage, *, restart=False):

@@ -22,11 +22,11 @@ from support.simulated_run import SimulatedStage, simulate
 from sharmill.engine.claims import Claims
 from sharmill.engine.ledger import find_outstanding, read_ledger
 from sharmill.engine.state import StageState
-from sharmill.engine.stored import RecordLog
 from sharmill.engine.unit import Commit
 from sharmill.errors import SharmillError
-from sharmill.staging import PublishedFile, Staging
-from sharmill.storage import checksum
+from sharmill.files.staging import PublishedFile, Staging
+from sharmill.files.storage import checksum
+from sharmill.files.stored import RecordLog
 
 MOST_LATE = 55.0
 FOLDERS = ("claims", "attempts", "progress", "ledger", "first", "last")

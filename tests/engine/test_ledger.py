@@ -13,9 +13,9 @@ from support.toy_stage import ToyStage, output_bytes, run
 
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.rundir import StageDir
-from sharmill.engine.stored import RecordLog
 from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import FatalError
+from sharmill.files.stored import RecordLog
 
 UNITS = [make_unit(index, cost=1.0, size=1, params={}) for index in range(3)]
 OTHER = make_unit(0, cost=1.0, size=1, params={"of": "another"})

@@ -16,7 +16,7 @@ from support.toy_stage import RECORDS_PER_UNIT, SlowStage, ToyStage, output_byte
 from sharmill.engine.progress import read_progress
 from sharmill.engine.run import locked, read_totals
 from sharmill.errors import REMEDIES, ConfigError, FatalError
-from sharmill.storage import path_aside
+from sharmill.files.storage import path_aside
 
 
 class TestAccounts:

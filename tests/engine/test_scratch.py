@@ -15,7 +15,7 @@ from support.full_scratch import WatchedStage
 from support.toy_stage import output_bytes, run
 
 from sharmill.errors import DeviceError, FatalError
-from sharmill.staging import STAGING_NAME, Staging
+from sharmill.files.staging import STAGING_NAME, Staging
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, s
     # In a container with the same host name, the number of a process that is at work may be none here.
     with mock.patch("socket.gethostname", return_value="other-host"):
         elsewhere = make_folder(ended.pid)
-    with mock.patch("sharmill.staging.this_kernel", return_value="the same boot/another PID namespace"):
+    with mock.patch("sharmill.files.staging.this_kernel", return_value="the same boot/another PID namespace"):
         in_container = make_folder(ended.pid)
     foreign = scratch / gone.name.rpartition("-")[0]  # the name of no process
     foreign.mkdir()
@@ -111,7 +111,7 @@ def test_a_copy_that_does_not_fit_beside_the_dataset_leaves_nothing(tmp_path, sc
         goal.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("sharmill.staging.shutil.copyfile", copy)
+    monkeypatch.setattr("sharmill.files.staging.shutil.copyfile", copy)
     stage = make_stage(tmp_path)
     with raises(FatalError, "disk", f"cannot write {stage.root}:"):
         run(stage)

@@ -28,13 +28,13 @@ from sharmill.engine.run_notes import End as RunEnd
 from sharmill.engine.run_notes import Given, begin_run, note_end
 from sharmill.engine.stage import Advance
 from sharmill.engine.state import find_live, find_workers
-from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Output, Unit
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.signals import ended_by_sigterm
 from sharmill.executors.slurm.queue import wait_for_end
-from sharmill.staging import Staging
+from sharmill.files.staging import Staging
+from sharmill.files.stored import decode_stored, read_stored_lines
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.crash_states import Recording
 
-from sharmill.storage import fsync_directory, fsync_file
+from sharmill.files.storage import fsync_directory, fsync_file
 
 FILE_SYNC, FOLDER_SYNC = "storage.fsync_file", "storage.fsync_directory"
 

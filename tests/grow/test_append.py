@@ -17,14 +17,14 @@ from sharmill.cli.run import run
 from sharmill.cli.validate import validate
 from sharmill.config import to_config, to_yaml
 from sharmill.demo.corpus import make_corpus
-from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
+from sharmill.files.locks import FolderLock
+from sharmill.files.staging import STAGING_NAME
 from sharmill.grow import append as grow_append
 from sharmill.grow.append import append_dataset, require_fitting
 from sharmill.grow.merge import merge_datasets
 from sharmill.shar import open_shar
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.staging import STAGING_NAME
 
 
 @pytest.fixture

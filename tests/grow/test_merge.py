@@ -14,13 +14,13 @@ from support.pipelines import digest, run_sharmill, shar_fields
 from support.shar import copy, lines, members_of, rewrite, snapshot
 from support.sudden_end import killed_at
 
-from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.files.locks import FolderLock
+from sharmill.files.staging import STAGING_NAME
 from sharmill.grow import placing
 from sharmill.grow.merge import merge_datasets
 from sharmill.shar import open_shar
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.staging import STAGING_NAME
 
 
 def test_the_shards_are_those_of_all_in_order(coded, tmp_path):

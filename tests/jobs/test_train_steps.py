@@ -20,8 +20,8 @@ from train import Training, main
 from train_config import TrainConfig
 from train_world import World
 
-from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
+from sharmill.files.locks import FolderLock
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from support.pipelines import check_page, damage, outcome, run_sharmill
 from support.ray_node import LOOPBACK
 from support.toy_stage import wait_until
 
-from sharmill.engine.host import is_gone
-from sharmill.engine.locks import lock_owner
 from sharmill.executors.ray_node import free_port
+from sharmill.files.host import is_gone
+from sharmill.files.locks import lock_owner
 
 
 def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:

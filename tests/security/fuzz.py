@@ -41,6 +41,7 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.progress import RankProgress
 from sharmill.errors import RejectRecord, SharmillError
 from sharmill.executors.local import LocalExecutor
+from sharmill.files.staging import Staging, token_staging
 from sharmill.manifest import Utterance
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.prepare.check import parse_record
@@ -53,7 +54,6 @@ from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.items import ItemTable
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource
-from sharmill.staging import Staging, token_staging
 from sharmill.validate.accounts import hash_record
 from sharmill.validate.checked_dataset import check_index, read_checked_dataset
 from sharmill.validate.findings import encode_report, make_report, read_report

@@ -16,19 +16,19 @@ from support.shar import Project, voice
 
 from sharmill.cli.status import QueueView, print_status
 from sharmill.engine.listener import Listener
-from sharmill.engine.locks import LOCK_NAME, FolderLock
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stored import load_stored_array, map_stored_array, read_stored, read_stored_lines
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.logs import one_line, printable
 from sharmill.executors.slurm.queue import job_comment
+from sharmill.files.locks import LOCK_NAME, FolderLock
+from sharmill.files.staging import PublishedFile
+from sharmill.files.storage import write_atomic
+from sharmill.files.stored import load_stored_array, map_stored_array, read_stored, read_stored_lines
 from sharmill.manifest import read_lines_at, records_checksum
 from sharmill.match.groups import index_manifest
 from sharmill.models.families import check_transformers_config
 from sharmill.pipeline import run_dataset
-from sharmill.staging import PublishedFile
-from sharmill.storage import write_atomic
 from sharmill.write.order import index_matched
 
 DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000

@@ -20,13 +20,13 @@ from sharmill.audio.fetch import copy_of, fetch
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.logs import logging_to, redirect_output
+from sharmill.files.staging import STAGING_NAME, Staging, token_staging
+from sharmill.files.storage import make_private_folder, open_stored
 from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.sidecars import write_sidecars
-from sharmill.staging import STAGING_NAME, Staging, token_staging
-from sharmill.storage import make_private_folder, open_stored
 
 CODES = "codes_a/target_codes"
 

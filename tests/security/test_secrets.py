@@ -15,8 +15,8 @@ from sharmill.demo.corpus import make_corpus
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
+from sharmill.files.storage import make_private_folder
 from sharmill.pipeline import run_dataset
-from sharmill.storage import make_private_folder
 
 SECRET = "hf-Tr0ub4dor"
 

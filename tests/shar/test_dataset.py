@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from support.shar import Project, ToyCodec, copy, snapshot, voice
 
-from sharmill import storage
-from sharmill.engine.locks import LOCK_NAME
+from sharmill.files import storage
+from sharmill.files.locks import LOCK_NAME
 from sharmill.shar import index
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import FieldFile

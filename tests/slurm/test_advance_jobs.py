@@ -17,12 +17,12 @@ from support.pipelines import run_sharmill
 from support.toy_cluster import SETUP, MiddleStage, MortalStage, assert_same_as_local, make_profile, slurm
 from support.toy_stage import wait_until
 
-from sharmill.engine.host import is_gone
-from sharmill.engine.locks import lock_owner
 from sharmill.engine.run_notes import read_end
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import FatalError
 from sharmill.executors.slurm.queue import queued_jobs, wait_for_end
+from sharmill.files.host import is_gone
+from sharmill.files.locks import lock_owner
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -11,12 +11,12 @@ from support.errors import raises
 from support.pipelines import run_sharmill
 from support.toy_cluster import cancel_all, slurm
 
-from sharmill.engine.host import user_name
 from sharmill.engine.reservations import make_run_id
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.queue import job_comment, queued_jobs, require_no_jobs
-from sharmill.staging import STAGING_NAME
+from sharmill.files.host import user_name
+from sharmill.files.staging import STAGING_NAME
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -13,8 +13,8 @@ from support.errors import raises
 from support.manifests import config_for, make_record, run_prepare, write_tone
 
 from sharmill.errors import ConfigError
+from sharmill.files.storage import checksum
 from sharmill.sources.nemo import NemoSource
-from sharmill.storage import checksum
 
 LINE = b'{"audio_filepath": "a.wav"}\n'
 

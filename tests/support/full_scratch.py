@@ -7,7 +7,7 @@ import stat
 
 from sharmill.engine.stage import Advance
 from sharmill.engine.unit import Output, Unit
-from sharmill.staging import Staging
+from sharmill.files.staging import Staging
 from support.toy_stage import ToyStage
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch  # noqa: F401 - before lhotse, which else imports it while the first cut is read
 
-from sharmill.engine.locks import LOCK_NAME, lock_owner
 from sharmill.engine.reservations import refuse_reservations
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import SharmillError
 from sharmill.executors.slurm.profile import load_profile
+from sharmill.files.locks import LOCK_NAME, lock_owner
+from sharmill.files.staging import STAGING_NAME, Staging, token_staging
 from sharmill.grow.append import NOTE_NAME, append_dataset
 from sharmill.models.families import check_transformers_config
 from sharmill.models.nemo_config import read_nemo_config
@@ -25,7 +26,6 @@ from sharmill.shar import open_shar
 from sharmill.shar.items import read_field
 from sharmill.shar.reading.loading import merge_loader_states
 from sharmill.shar.sidecars import write_sidecars
-from sharmill.staging import STAGING_NAME, Staging, token_staging
 from sharmill.validate.stage import ValidateStage
 from support.mutations import Target, mutate, mutate_values
 from support.shar import reindex

@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from sharmill.engine.host import usable_cores
 from sharmill.engine.stage import Advance, Processor
 from sharmill.engine.unit import Output, Unit
+from sharmill.files.host import usable_cores
+from sharmill.files.staging import Staging
 from sharmill.models.memory import MemoryGuard
-from sharmill.staging import Staging
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 
 ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"

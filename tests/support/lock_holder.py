@@ -10,8 +10,8 @@ import socket
 import sys
 from pathlib import Path
 
-from sharmill.engine import locks
 from sharmill.errors import SharmillError
+from sharmill.files import locks
 
 
 def take_turns(folder: Path, lease_seconds: float, turns: int) -> None:

@@ -147,9 +147,9 @@ _FAST_CLOCK = SimpleNamespace(monotonic=count(0, 20).__next__, time=time.time, s
 def _after_reboot() -> Iterator[None]:
     """Make locks, drivers and ranks of before those of another kernel, which is down for over a lease."""
     with (
-        mock.patch("sharmill.engine.locks.this_kernel", return_value="after the reboot"),
+        mock.patch("sharmill.files.locks.this_kernel", return_value="after the reboot"),
         mock.patch("sharmill.engine.progress.this_kernel", return_value="after the reboot"),
         mock.patch("sharmill.engine.state.time_of_folder", return_value=time.time() + 600.0),
-        mock.patch("sharmill.engine.locks.time", _FAST_CLOCK),
+        mock.patch("sharmill.files.locks.time", _FAST_CLOCK),
     ):
         yield

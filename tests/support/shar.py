@@ -24,11 +24,11 @@ from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Stage
 from sharmill.executors.local import LocalExecutor
+from sharmill.files.storage import checksum
 from sharmill.manifest import Context, Utterance
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
 from sharmill.shar.tar import TarTable, TarWriter
-from sharmill.storage import checksum
 from sharmill.write.stage import WriteStage
 from support.manifests import KeepErrors, speaker_tag
 

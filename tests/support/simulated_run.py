@@ -27,8 +27,8 @@ from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.engine.work import Replace, work
 from sharmill.errors import SharmillError
-from sharmill.staging import Staging, token_staging
-from sharmill.storage import checksum
+from sharmill.files.staging import Staging, token_staging
+from sharmill.files.storage import checksum
 from support.shared_disk import Host, SharedDisk
 from support.toy_stage import ToyStage
 

@@ -20,12 +20,12 @@ import yaml
 from lhotse import CutSet
 
 from sharmill.demo.corpus import make_corpus
-from sharmill.engine.locks import LOCK_NAME
 from sharmill.errors import ConfigError
+from sharmill.files.locks import LOCK_NAME
+from sharmill.files.staging import STAGING_NAME
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_shards
 from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_CODES, codes_field, shard_file
-from sharmill.staging import STAGING_NAME
 from support.models import save_encodec
 from support.paths import REPOSITORY
 

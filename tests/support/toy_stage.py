@@ -24,12 +24,12 @@ from sharmill.engine.outcomes import FailedAttempt, StageResult
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import RecordLog
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.executors.local import LocalExecutor
+from sharmill.files.staging import Staging
+from sharmill.files.stored import RecordLog
 from sharmill.manifest import Reject
-from sharmill.staging import Staging
 
 RECORDS_PER_UNIT = 3
 

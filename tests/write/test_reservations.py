@@ -25,8 +25,8 @@ from sharmill.engine.run import locked, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
+from sharmill.files.staging import STAGING_NAME, token_staging
 from sharmill.pipeline import make_stages, run_dataset
-from sharmill.staging import STAGING_NAME, token_staging
 
 CHANGES = {"match": None, "write": {"shard_size": 1}, "encode": {"codecs": [{"name": "a", "model": "builtin"}]}}
 FIELDS = ["codes_a+context_codes", "codes_a+target_codes", "cuts", "target_audio"]

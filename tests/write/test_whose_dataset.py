@@ -22,9 +22,9 @@ from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
+from sharmill.files.staging import STAGING_NAME
 from sharmill.pipeline import run_dataset
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.staging import STAGING_NAME
 from sharmill.write.stage import WriteStage
 
 

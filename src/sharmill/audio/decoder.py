@@ -10,7 +10,7 @@ from typing import BinaryIO, Final, Protocol
 
 import numpy as np
 
-from sharmill.storage import checksum_bytes
+from sharmill.files.storage import checksum_bytes
 
 MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
 MAX_SAMPLING_RATE: Final = 655350  # of FLAC

@@ -19,7 +19,7 @@ import xxhash
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.storage import open_atomic, open_stored, refuse_strangers
+from sharmill.files.storage import open_atomic, open_stored, refuse_strangers
 
 if TYPE_CHECKING:
     import requests

@@ -22,8 +22,8 @@ from sharmill.audio.libsndfile import SndfileDecoder
 from sharmill.audio.samples import to_float
 from sharmill.audio.sphere import Sph2pipeDecoder, needs_sph2pipe
 from sharmill.errors import RejectRecord
+from sharmill.files.storage import NotRegularError, open_regular
 from sharmill.manifest import Channel
-from sharmill.storage import NotRegularError, open_regular
 
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _BLOCK_SAMPLES: Final = 1 << 20

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import RejectRecord
-from sharmill.storage import open_regular
+from sharmill.files.storage import open_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -25,8 +25,8 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.audio.samples import to_float
 from sharmill.audio.sound import measure_sound
 from sharmill.errors import RejectRecord
+from sharmill.files.storage import checksum_bytes
 from sharmill.manifest import AudioNotes, Member, Segment
-from sharmill.storage import checksum_bytes
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.
 SILENT_PEAK: Final = 1e-3

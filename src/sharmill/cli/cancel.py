@@ -13,12 +13,12 @@ import click
 
 from sharmill.cli.console import json_option, make_console, plain, print_json
 from sharmill.cli.exit_status import OK
-from sharmill.engine.host import is_gone, user_name
 from sharmill.errors import ConfigError, FatalError
+from sharmill.files.host import is_gone, user_name
 
 if TYPE_CHECKING:
-    from sharmill.engine.locks import LockOwner
     from sharmill.engine.rundir import RunDir
+    from sharmill.files.locks import LockOwner
 
 _SECONDS_TO_END: Final = 60.0
 
@@ -33,13 +33,13 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     What is done is kept: the command that began the run goes on from there. A dataset directory in which the run has
     published nothing yet is free for others.
     """
-    from sharmill.engine.locks import lock_owner
     from sharmill.engine.reservations import release_cancelled
     from sharmill.engine.run import locked
     from sharmill.engine.run_notes import End, note_end, read_end
     from sharmill.engine.rundir import RunDir
     from sharmill.engine.state import describe_workers, find_workers
     from sharmill.executors.slurm.queue import SECONDS_TO_CANCEL, cancel_jobs, queued_jobs
+    from sharmill.files.locks import lock_owner
 
     paths, console = RunDir(run_dir), make_console()
     if not paths.config.exists():
@@ -104,7 +104,7 @@ def _end_owner(run_dir: RunDir, ray_address: str | None, ended_jobs: Sequence[st
     Raises:
         ConfigError: it can be ended only from elsewhere, or by another user.
     """
-    from sharmill.engine.locks import RAY_JOB, SLURM_JOB, lock_owner
+    from sharmill.files.locks import RAY_JOB, SLURM_JOB, lock_owner
 
     owner = lock_owner(run_dir.path)
     if owner is None or _is_gone(owner):

@@ -24,7 +24,7 @@ def demo(directory: str, overrides: tuple[str, ...], as_json: bool) -> int:
     Makes corpus, run directory, dataset and demo.yaml in DIRECTORY (default: demo).
     """
     from sharmill.demo import make_demo, next_steps
-    from sharmill.storage import require_writable
+    from sharmill.files.storage import require_writable
 
     if is_override(directory):
         directory, overrides = "demo", (directory, *overrides)

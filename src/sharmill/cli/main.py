@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     """
     # The run directory has the full logs; the terminal gets what must be seen.
     handler = logging.StreamHandler()
-    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name == "sharmill.engine.locks")
+    handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name == "sharmill.files.locks")
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler])
     # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.

@@ -105,10 +105,10 @@ def _run_one(
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.local import LocalExecutor
     from sharmill.executors.slurm.queue import require_no_jobs
+    from sharmill.files.storage import disk_errors, write_atomic
     from sharmill.pilot.predict import expect_seconds
     from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
     from sharmill.report.last_step import report_on_run
-    from sharmill.storage import disk_errors, write_atomic
     from sharmill.validate.findings import encode_report
     from sharmill.validate.redo import take_back_commits
 

@@ -18,10 +18,10 @@ from sharmill.engine.reservations import require_own_output
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
+from sharmill.files.storage import time_of_folder
+from sharmill.files.stored import decode_stored, read_stored_lines
 from sharmill.pipeline import config_of_run, make_stages
-from sharmill.storage import time_of_folder
 
 # Of ranks and of units.
 _SLOWEST = 3

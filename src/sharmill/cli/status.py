@@ -122,10 +122,10 @@ def _read_run(queue: QueueView) -> tuple[list[StageStatus], End | None]:
 
 def _end_of_run(queue: QueueView, stages: Sequence[StageStatus]) -> End | None:
     """Return the end of a run; one whose jobs are gone before its work was done has failed."""
-    from sharmill.engine.locks import lock_owner
     from sharmill.engine.run_notes import End, read_end, read_given
     from sharmill.engine.rundir import RunDir
     from sharmill.executors.slurm.queue import waits_for_jobs
+    from sharmill.files.locks import lock_owner
 
     run_dir = RunDir(queue.path)
     is_done = all(stage.state == "done" for stage in stages)

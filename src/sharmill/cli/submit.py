@@ -109,9 +109,10 @@ def submit_all(
     are done again. ``commands`` are what submits each of them again, to be shown. ``outcomes`` gets, for each dataset,
     its name with what was submitted, its end or its error.
     """
+    from sharmill.cli.dataset_run import DatasetRun
     from sharmill.executors.slurm.executor import SlurmExecutor
     from sharmill.executors.slurm.queue import require_no_jobs
-    from sharmill.pipeline import DatasetRun, check_config, choose_stages
+    from sharmill.pipeline import check_config, choose_stages
     from sharmill.validate.redo import take_back_commits
 
     runs = [
@@ -154,9 +155,10 @@ def show_submission(
 ) -> dict[str, Any]:
     """Print and return all jobs that are known now, with their sbatch scripts: those of the first stage of a dataset
     that has something to do. What comes after it depends on its outcome; of later stages only the resource is known."""
+    from sharmill.cli.dataset_run import DatasetRun
     from sharmill.cli.stage_status import read_or_preview_units
     from sharmill.executors.slurm.executor import SlurmExecutor
-    from sharmill.pipeline import DatasetRun, check_config, choose_stages, make_stages
+    from sharmill.pipeline import check_config, choose_stages, make_stages
 
     chosen = choose_stages(config, stages)
     check_config(config, chosen)

@@ -130,7 +130,7 @@ class ValidateOptions:
 
     def check_json_file(self) -> None:
         """Raise ConfigError where the report could not be written, before any work."""
-        from sharmill.storage import require_writable
+        from sharmill.files.storage import require_writable
 
         if self.json_file is None:
             return
@@ -147,8 +147,8 @@ def check_directory(console: Console, arguments: Sequence[str], options: Validat
     """
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import print_report
+    from sharmill.files.storage import write_atomic
     from sharmill.pipeline import validate_dataset
-    from sharmill.storage import write_atomic
     from sharmill.validate.findings import encode_report
 
     if len(arguments) > 1:

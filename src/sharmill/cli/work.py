@@ -11,7 +11,7 @@ from sharmill.cli.arguments import parse_workers, workers_option
 from sharmill.cli.console import json_option
 from sharmill.cli.run import run_configs
 from sharmill.errors import ConfigError
-from sharmill.storage import require_private
+from sharmill.files.storage import require_private
 
 
 @click.command()

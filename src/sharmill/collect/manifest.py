@@ -18,17 +18,11 @@ import msgspec
 from sharmill.collect.complete import Chunk, Completed, Completion, Input, Raw, read_input
 from sharmill.collect.corpora import RECIPE_LOG, read_corpus
 from sharmill.collect.workers import map_in_order
-from sharmill.engine.host import usable_cores
 from sharmill.engine.rejects import describe_rejects
 from sharmill.engine.unit import Totals
 from sharmill.errors import ConfigError, FatalError
-from sharmill.manifest import write_lines
-from sharmill.sources import SpeechSource
-from sharmill.sources.files import FileSource, find_files, names_several, read_ends
-from sharmill.sources.folder import FolderSource
-from sharmill.sources.nemo import NemoSource
-from sharmill.sources.table import TableSource
-from sharmill.storage import (
+from sharmill.files.host import usable_cores
+from sharmill.files.storage import (
     PROBE,
     disk_errors,
     fsync_directory,
@@ -39,6 +33,12 @@ from sharmill.storage import (
     require_writable,
     write_atomic,
 )
+from sharmill.manifest import write_lines
+from sharmill.sources import SpeechSource
+from sharmill.sources.files import FileSource, find_files, names_several, read_ends
+from sharmill.sources.folder import FolderSource
+from sharmill.sources.nemo import NemoSource
+from sharmill.sources.table import TableSource
 
 # Enough that sending them costs little beside the work, and few enough that Ctrl-C is answered soon.
 _RECORDS_PER_CHUNK: Final = 500

@@ -19,9 +19,9 @@ from sharmill.config.references import References
 from sharmill.config.schema import STAGE_ALIASES, STAGES, Config
 from sharmill.config.untrusted import load_untrusted_yaml
 from sharmill.errors import ConfigError
+from sharmill.files.storage import NotRegularError, open_regular
 from sharmill.registry import SOURCES, nearest
 from sharmill.sources import Source
-from sharmill.storage import NotRegularError, open_regular
 
 if TYPE_CHECKING:
     from yaml import Node

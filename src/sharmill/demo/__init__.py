@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sharmill.config import Config, load_config, to_yaml
 from sharmill.demo.corpus import make_corpus
-from sharmill.storage import write_atomic
+from sharmill.files.storage import write_atomic
 
 
 def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], None]) -> Config:

@@ -18,14 +18,14 @@ from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, UnitFailed
+from sharmill.files.staging import Staging
+from sharmill.files.storage import checksum
 from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.cut_lines import read_cut_ids
 from sharmill.shar.index import CodecRecord, FieldFile
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.layout import CUTS, codec_fields, shard_file
 from sharmill.shar.lhotse_json import array_json, temporal_array_json
-from sharmill.staging import Staging
-from sharmill.storage import checksum
 
 
 class AssembleStage(Stage):

@@ -23,11 +23,11 @@ import numpy as np
 import xxhash
 
 from sharmill.engine.rundir import StageDir
-from sharmill.engine.stored import decode_stored, load_stored_array, read_stored
 from sharmill.errors import UnitFailed
+from sharmill.files.storage import damaged_file, open_stored
+from sharmill.files.stored import decode_stored, load_stored_array, read_stored
 from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
-from sharmill.storage import damaged_file, open_stored
 
 _ENTRY: Final = np.dtype([("position", "<i8"), ("xxh3", "<u8")])
 _COUNT: Final = np.dtype("<i8")

@@ -25,9 +25,11 @@ from sharmill.engine.delays import spent_on
 from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import load_stored_array, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
+from sharmill.files.staging import Staging
+from sharmill.files.storage import checksum_bytes, write_atomic
+from sharmill.files.stored import load_stored_array, save_array
 from sharmill.models import codec_modules, describe_codec, load_codec, make_deterministic, published_name, require_codec
 from sharmill.models.device import check_device
 from sharmill.models.padding import Padding, log_padding
@@ -35,8 +37,6 @@ from sharmill.models.pieces import PIECE_SECONDS, find_pieces
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.tar import open_field
-from sharmill.staging import Staging
-from sharmill.storage import checksum_bytes, write_atomic
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
 UNITS_WANTED = 64

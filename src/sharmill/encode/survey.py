@@ -17,7 +17,11 @@ from sharmill.engine.hashes import find_first
 from sharmill.engine.identity import versions
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import (
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.errors import ConfigError, UnitFailed
+from sharmill.files.staging import Staging
+from sharmill.files.storage import checksum, open_atomic
+from sharmill.files.stored import (
     decode_stored,
     load_stored_array,
     map_stored_array,
@@ -25,14 +29,10 @@ from sharmill.engine.stored import (
     save_array,
     write_array,
 )
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import ConfigError, UnitFailed
 from sharmill.shar.cut_lines import read_cut_ids
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.items import ItemTable
 from sharmill.shar.layout import CUTS
-from sharmill.staging import Staging
-from sharmill.storage import checksum, open_atomic
 
 _MAX_UINT32 = (1 << 32) - 1
 

@@ -19,8 +19,8 @@ from typing import Literal
 import msgspec
 
 from sharmill.engine.outcomes import FailedAttempt
-from sharmill.engine.stored import NOT_JSON, RecordLog, Tail
 from sharmill.errors import CODES, ConfigError, DeviceError, FatalError, SharmillError
+from sharmill.files.stored import NOT_JSON, RecordLog, Tail
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from sharmill.engine.attempts import Note, end_attempt
 from sharmill.engine.fence import require_current
 from sharmill.engine.progress import read_progress
 from sharmill.engine.state import StageState
-from sharmill.engine.stored import RecordLog, read_stored
 from sharmill.engine.unit import Unit
-from sharmill.storage import stopping_errors
+from sharmill.files.storage import stopping_errors
+from sharmill.files.stored import RecordLog, read_stored
 
 log = logging.getLogger(__name__)
 

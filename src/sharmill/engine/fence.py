@@ -14,8 +14,8 @@ from sharmill.engine.patience import Patience
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
 from sharmill.errors import FatalError
-from sharmill.staging import token_staging
-from sharmill.storage import make_folder, remove_asides, remove_at_once
+from sharmill.files.staging import token_staging
+from sharmill.files.storage import make_folder, remove_asides, remove_at_once
 
 _TOKEN = "-".join(2 * [16 * "[0-9a-f]"])
 

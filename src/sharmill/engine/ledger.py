@@ -20,15 +20,15 @@ from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import NOT_JSON, Tail, decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
-from sharmill.staging import PublishedFile
-from sharmill.storage import (
+from sharmill.files.staging import PublishedFile
+from sharmill.files.storage import (
     refuse_strangers,
     remove_asides,
     remove_for_good,
     write_atomic,
 )
+from sharmill.files.stored import NOT_JSON, Tail, decode_stored, read_stored_lines
 
 log = logging.getLogger(__name__)
 

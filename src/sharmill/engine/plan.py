@@ -14,11 +14,10 @@ from sharmill.engine.patience import Patience
 from sharmill.engine.reservations import make_run_id, new_token, require_own_output, reserve
 from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
-from sharmill.staging import STAGING_NAME
-from sharmill.storage import (
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.storage import (
     fsync_directory,
     make_folder,
     path_aside,
@@ -32,6 +31,7 @@ from sharmill.storage import (
     stopping_errors,
     write_atomic,
 )
+from sharmill.files.stored import decode_stored, read_stored, read_stored_lines
 
 # What the engine writes in a stage's folder, beside the plan and the folders of ranks; parts are those of units.
 _OWN_FILES = (

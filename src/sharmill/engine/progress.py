@@ -14,10 +14,10 @@ from typing import Annotated
 
 import msgspec
 
-from sharmill.engine.host import is_gone, state_and_start, this_kernel
-from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError
-from sharmill.storage import open_stored, path_aside
+from sharmill.files.host import is_gone, state_and_start, this_kernel
+from sharmill.files.storage import open_stored, path_aside
+from sharmill.files.stored import NOT_JSON
 
 BEATS_PER_LEASE = 8
 _MAX_BYTES = 1 << 20

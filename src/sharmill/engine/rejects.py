@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import decode_stored, read_stored_lines
 from sharmill.engine.unit import Unit
 from sharmill.errors import HARMLESS_REASONS, REMEDIES, FatalError
+from sharmill.files.stored import decode_stored, read_stored_lines
 
 _MAX_REASONS = 3
 _MAX_CHARACTERS = 160

@@ -23,14 +23,13 @@ from typing import Annotated
 import msgspec
 from tenacity import retry, retry_if_exception_type
 
-from sharmill.engine.host import user_name
 from sharmill.engine.patience import Patience
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError
-from sharmill.staging import STAGING_NAME, token_staging
-from sharmill.storage import (
+from sharmill.files.host import user_name
+from sharmill.files.staging import STAGING_NAME, token_staging
+from sharmill.files.storage import (
     create_atomic,
     fsync_directory,
     make_folder,
@@ -40,6 +39,7 @@ from sharmill.storage import (
     require_writable,
     write_atomic,
 )
+from sharmill.files.stored import NOT_JSON, read_stored
 
 log = logging.getLogger(__name__)
 

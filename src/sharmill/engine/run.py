@@ -15,7 +15,6 @@ from sharmill.engine.attempts import Attempts
 from sharmill.engine.fence import make_fence
 from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke, wait_for_units
 from sharmill.engine.listener import Listener
-from sharmill.engine.locks import FolderLock
 from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import check_rejects
@@ -24,11 +23,11 @@ from sharmill.engine.run_notes import End
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.state import find_live, find_workers
-from sharmill.engine.stored import read_record
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError, FatalError
-from sharmill.staging import remove_dead_attempts, token_staging
-from sharmill.storage import (
+from sharmill.files.locks import FolderLock
+from sharmill.files.staging import remove_dead_attempts, token_staging
+from sharmill.files.storage import (
     PROBE,
     open_atomic,
     open_stored,
@@ -39,6 +38,7 @@ from sharmill.storage import (
     time_of_folder,
     write_atomic,
 )
+from sharmill.files.stored import read_record
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from typing import Literal
 import msgspec
 
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stored import read_record
 from sharmill.errors import CODES, ConfigError, FatalError, SharmillError
-from sharmill.storage import write_atomic
+from sharmill.files.storage import write_atomic
+from sharmill.files.stored import read_record
 
 
 class Given(msgspec.Struct, kw_only=True):

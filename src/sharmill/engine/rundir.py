@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sharmill.engine.stored import read_stored
 from sharmill.errors import ConfigError
+from sharmill.files.stored import read_stored
 
 # The name of folders.
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{1,64}")

@@ -17,7 +17,7 @@ from sharmill.config import MetricsConfig
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
-from sharmill.staging import Staging
+from sharmill.files.staging import Staging
 
 # No stage is known to be as slow, by record or by second of audio; a disk or a model server may stand still.
 _SECONDS_OF_COST = 10.0

@@ -20,10 +20,10 @@ from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgre
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import RecordLog, Tail, decode_stored, read_stored
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import FatalError
-from sharmill.storage import make_folder, remove_tree, time_of_folder, write_atomic
+from sharmill.files.storage import make_folder, remove_tree, time_of_folder, write_atomic
+from sharmill.files.stored import RecordLog, Tail, decode_stored, read_stored
 
 # Units without cost would all be packed into one bin.
 _LEAST_COST = 1e-3

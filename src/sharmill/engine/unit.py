@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from sharmill.errors import FatalError
+from sharmill.files.staging import PublishedFile
+from sharmill.files.storage import checksum_bytes
 from sharmill.manifest import Reject
-from sharmill.staging import PublishedFile
-from sharmill.storage import checksum_bytes
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):

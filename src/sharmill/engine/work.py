@@ -25,11 +25,11 @@ from sharmill.engine.patience import Patience
 from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, peak_memory_mb
 from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.state import StageState
-from sharmill.engine.stored import RecordLog, read_stored
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError, DeviceError, FatalError, SharmillError, is_device_error
-from sharmill.staging import Staging
-from sharmill.storage import WRITE_ERRNOS, create_atomic, write_atomic
+from sharmill.files.staging import Staging
+from sharmill.files.storage import WRITE_ERRNOS, create_atomic, write_atomic
+from sharmill.files.stored import RecordLog, read_stored
 
 log = logging.getLogger(__name__)
 

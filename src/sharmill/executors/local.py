@@ -10,7 +10,6 @@ from typing import ClassVar
 from sharmill.engine.child import variable
 from sharmill.engine.claims import Rank
 from sharmill.engine.follow import Follower
-from sharmill.engine.host import usable_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import Unlocked
@@ -21,6 +20,7 @@ from sharmill.engine.work import work
 from sharmill.executors.devices import VISIBLE, plan_devices, usable_gpus
 from sharmill.executors.logs import logging_to
 from sharmill.executors.supervisor import Supervisor
+from sharmill.files.host import usable_cores
 
 
 @dataclass(frozen=True)

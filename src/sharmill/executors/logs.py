@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from sharmill.errors import SharmillError
-from sharmill.storage import open_stored, stopping_errors
+from sharmill.files.storage import open_stored, stopping_errors
 
 _FURTHER_LINE = re.compile(r"\n(?!  |\n|$)")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -14,9 +14,9 @@ from typing import Final
 import msgspec
 
 from sharmill.engine.identity import versions
-from sharmill.engine.locks import FolderLock
 from sharmill.errors import DeviceError, SharmillError
-from sharmill.storage import write_atomic
+from sharmill.files.locks import FolderLock
+from sharmill.files.storage import write_atomic
 
 # Packages that every run needs, and those that some do.
 _NEEDED: Final = ("torch", "torchaudio", "lhotse", "numpy", "soundfile")

@@ -37,7 +37,6 @@ from sharmill.config import Config
 from sharmill.engine.attempts import MAX_FAILURES
 from sharmill.engine.fence import is_current, require_current, wait_for_plan
 from sharmill.engine.follow import Follower
-from sharmill.engine.host import limit_cores
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.patience import Patience
@@ -50,8 +49,9 @@ from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
 from sharmill.executors.supervisor import Supervisor
-from sharmill.staging import remove_dead_attempts, token_staging
-from sharmill.storage import open_regular
+from sharmill.files.host import limit_cores
+from sharmill.files.staging import remove_dead_attempts, token_staging
+from sharmill.files.storage import open_regular
 
 log = logging.getLogger(__name__)
 

@@ -27,18 +27,18 @@ from sharmill.engine.attempts import Note, NoteKind, end_attempt
 from sharmill.engine.child import describe_exit, end_with_parent, safe_path
 from sharmill.engine.claims import Rank
 from sharmill.engine.fence import require_current
-from sharmill.engine.host import limit_cores, usable_cores
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import StageState
-from sharmill.engine.stored import RecordLog
 from sharmill.engine.work import Replace, was_most_of_job, work
 from sharmill.errors import SharmillError
 from sharmill.executors.devices import VISIBLE, Device
 from sharmill.executors.logs import logging_to, redirect_output
 from sharmill.executors.signals import Terminated, deferred_interrupts, ended_by_sigterm
-from sharmill.staging import remove_dead_attempts
+from sharmill.files.host import limit_cores, usable_cores
+from sharmill.files.staging import remove_dead_attempts
+from sharmill.files.stored import RecordLog
 
 log = logging.getLogger(__name__)
 

@@ -13,16 +13,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from sharmill.engine.locks import LOCK_NAME, FolderLock
-from sharmill.engine.stored import NOT_JSON
 from sharmill.errors import ConfigError, FatalError
-from sharmill.inspect.export import choose_codec
-from sharmill.registry import EXPORTS
-from sharmill.shar.cut_lines import read_lines
-from sharmill.shar.index import CodecRecord, DatasetRecord, audio_checksum, read_dataset, read_shards
-from sharmill.shar.layout import CUTS, codec_fields
-from sharmill.shar.reading.shard_source import ReadableShard, open_shard_source
-from sharmill.storage import (
+from sharmill.files.locks import LOCK_NAME, FolderLock
+from sharmill.files.storage import (
     disk_errors,
     make_folder,
     open_atomic,
@@ -34,6 +27,13 @@ from sharmill.storage import (
     remove_tree,
     write_atomic,
 )
+from sharmill.files.stored import NOT_JSON
+from sharmill.inspect.export import choose_codec
+from sharmill.registry import EXPORTS
+from sharmill.shar.cut_lines import read_lines
+from sharmill.shar.index import CodecRecord, DatasetRecord, audio_checksum, read_dataset, read_shards
+from sharmill.shar.layout import CUTS, codec_fields
+from sharmill.shar.reading.shard_source import ReadableShard, open_shard_source
 
 # The record of what a folder is an export of, and within the folder of each shard the lines of its manifest.
 EXPORT_FILE: Final = "export.json"

@@ -15,15 +15,9 @@ import msgspec
 
 from sharmill.config import Config
 from sharmill.engine.reservations import refuse_reservations
-from sharmill.engine.stored import NOT_JSON, read_stored
 from sharmill.errors import ConfigError
-from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
-from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
-from sharmill.match.choose import min_similarity
-from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
-from sharmill.shar.layout import CONTEXT_AUDIO, shard_file
-from sharmill.staging import STAGING_NAME
-from sharmill.storage import (
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.storage import (
     PROBE,
     make_folder,
     refuse_strangers,
@@ -33,6 +27,12 @@ from sharmill.storage import (
     require_writable,
     write_atomic,
 )
+from sharmill.files.stored import NOT_JSON, read_stored
+from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
+from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
+from sharmill.match.choose import min_similarity
+from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
+from sharmill.shar.layout import CONTEXT_AUDIO, shard_file
 
 NOTE_NAME = "append.json"
 

@@ -8,14 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from sharmill.engine.locks import FolderLock
 from sharmill.errors import ConfigError
-from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
-from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.index import DatasetRecord, write_dataset, write_shards
-from sharmill.staging import STAGING_NAME
-from sharmill.storage import (
+from sharmill.files.locks import FolderLock
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.storage import (
     fsync_directory,
     make_folder,
     refuse_strangers,
@@ -23,6 +19,10 @@ from sharmill.storage import (
     remove_tree,
     stopping_errors,
 )
+from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
+from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import DatasetRecord, write_dataset, write_shards
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import msgspec
 
 from sharmill.engine.unit import name_devices
 from sharmill.errors import DamagedShard
+from sharmill.files.storage import NO_LINKS, fsync_directory, make_folder, open_atomic, stopping_errors
 from sharmill.grow.parts import SourceDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
 from sharmill.shar.layout import CUTS, shard_file
 from sharmill.shar.tar import open_field
-from sharmill.storage import NO_LINKS, fsync_directory, make_folder, open_atomic, stopping_errors
 
 
 @dataclass

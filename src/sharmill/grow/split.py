@@ -21,20 +21,11 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.run import locked, reserved, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, map_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.executors.local import LocalExecutor
-from sharmill.grow.parts import SourceDataset
-from sharmill.grow.placing import add_up_shards
-from sharmill.grow.speakers import SpeakerTable
-from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
-from sharmill.shar.items import FieldWriter, ItemTable
-from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.staging import Staging
-from sharmill.storage import (
+from sharmill.files.staging import Staging
+from sharmill.files.storage import (
     checksum,
     checksum_bytes,
     disk_errors,
@@ -44,6 +35,15 @@ from sharmill.storage import (
     remove_for_good,
     remove_if_empty,
 )
+from sharmill.files.stored import decode_stored, map_stored_array, read_stored, save_array
+from sharmill.grow.parts import SourceDataset
+from sharmill.grow.placing import add_up_shards
+from sharmill.grow.speakers import SpeakerTable
+from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
+from sharmill.shar.items import FieldWriter, ItemTable
+from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
 
 _SECONDS = {TARGET_AUDIO: "seconds", CONTEXT_AUDIO: "context_seconds"}
 

@@ -13,12 +13,12 @@ import numpy as np
 from sharmill.audio.encoding import encode
 from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.files.storage import write_atomic
 from sharmill.inspect.stored import StoredCut, read_codes
 from sharmill.models.protocols import DecodingCodec
 from sharmill.models.recorded import load_recorded_codec
 from sharmill.shar.index import CodecRecord, DatasetRecord
 from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES, codes_field
-from sharmill.storage import write_atomic
 
 _FORMATS: Final = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus"}
 # Names of fields and formats come from the dataset, and must not lead out of the folder.

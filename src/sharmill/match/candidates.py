@@ -10,7 +10,6 @@ import numpy as np
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
-from sharmill.engine.identity import identify_folder
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import DamagedShard
 from sharmill.manifest import AudioNotes, Member, Utterance, write_lines
@@ -30,11 +29,6 @@ def segment_roots(config: Config) -> AudioRoots:
     if config.match is not None and config.match.contexts_from_dataset:
         roots.append(config.append_to)
     return AudioRoots.of(roots, RunDir(Path(config.run_dir)).copies)
-
-
-def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:
-    """Return what identifies audio roots in the identity of a plan: folders, however they are spelt, and URLs."""
-    return [{"url": root.url} if root.url else identify_folder(root.path, run_dir) for root in roots.roots]
 
 
 def write_candidates(path: Path, dataset: Path, root: int) -> int:

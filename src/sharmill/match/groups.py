@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from sharmill.engine.hashes import find_first
-from sharmill.engine.stored import decode_stored, read_stored_lines
+from sharmill.files.stored import decode_stored, read_stored_lines
 from sharmill.speaker_tag import tagged_speaker
 
 

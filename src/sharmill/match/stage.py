@@ -24,13 +24,14 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import decode_stored, map_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit, name_devices
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.staging import Staging
+from sharmill.files.storage import open_atomic, open_stored, remove_for_good
+from sharmill.files.stored import decode_stored, map_stored_array, read_stored, save_array
 from sharmill.manifest import Reject, Segment, Utterance, read_lines_at, records_checksum, write_lines
 from sharmill.match.candidates import (
     CANDIDATES_NAME,
-    identify_roots,
     leave_out_strangers,
     mix_groups,
     segment_roots,
@@ -40,7 +41,6 @@ from sharmill.match.choose import ContextChooser, min_similarity
 from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder
 from sharmill.match.given import GivenContext, GivenContexts
 from sharmill.match.groups import divide, index_manifest, order_by_group
-from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.voices import sample_voices
 from sharmill.models import (
     describe_speaker_encoder,
@@ -53,10 +53,9 @@ from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.device import check_device
 from sharmill.models.measure import require_room
 from sharmill.models.padding import Padding, log_padding
-from sharmill.prepare.stage import manifest_stem, prepared_manifest
+from sharmill.prepare.speaker_key import make_speaker_key
+from sharmill.prepare.stage import identify_roots, manifest_stem, prepared_manifest
 from sharmill.speaker_tag import tagged_speaker
-from sharmill.staging import Staging
-from sharmill.storage import open_atomic, open_stored, remove_for_good
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.

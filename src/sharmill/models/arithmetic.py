@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar, cast
 
 from sharmill.config import Precision
-from sharmill.engine.host import usable_cores
 from sharmill.errors import ConfigError
+from sharmill.files.host import usable_cores
 
 # On a CPU the activations of a large batch leave the cache, and are new pages each time: more audio at once is slower.
 CPU_BATCH_SECONDS: Final = 10.0

@@ -16,9 +16,9 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import xxhash
 
 from sharmill.errors import ConfigError
+from sharmill.files.storage import open_regular
 from sharmill.models.hub import require_on_hub
 from sharmill.registry import require_package
-from sharmill.storage import open_regular
 
 if TYPE_CHECKING:
     from nemo.core import ModelPT

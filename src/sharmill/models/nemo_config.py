@@ -18,8 +18,8 @@ import yaml
 
 from sharmill.config.untrusted import load_untrusted_yaml
 from sharmill.errors import ConfigError
+from sharmill.files.storage import open_regular
 from sharmill.models.families import first_line, refuse_packed_weights
-from sharmill.storage import open_regular
 
 _CONFIG: Final = "model_config.yaml"
 _WEIGHTS: Final = "model_weights.ckpt"

@@ -17,11 +17,11 @@ from sharmill.config import Config, MatchConfig
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.storage import PROBE, disk_errors, remove_asides, require_writable, write_atomic
 from sharmill.manifest import Utterance
 from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import ContextChooser
 from sharmill.match.embed import EmbeddedSegment, Embedder
-from sharmill.match.speaker_key import make_speaker_key
 from sharmill.match.stage import MatchStage
 from sharmill.models import similarities_of_strangers
 from sharmill.models.device import check_device
@@ -30,8 +30,8 @@ from sharmill.pilot.rates import StageRate
 from sharmill.pilot.records import PilotRecords, read_pilot
 from sharmill.pilot.small_run import run_small
 from sharmill.pilot.voices import Voices
+from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.speaker_tag import tagged_speaker
-from sharmill.storage import PROBE, disk_errors, remove_asides, require_writable, write_atomic
 
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 _BINS = 50

@@ -7,8 +7,8 @@ from pathlib import Path
 from sharmill.config import Config
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.errors import ConfigError
+from sharmill.files.stored import decode_stored, read_stored
 from sharmill.pilot.calibrate import Calibration
 from sharmill.pilot.rates import StageRate, measure_rates
 from sharmill.pipeline import config_of_run, make_stages

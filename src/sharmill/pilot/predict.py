@@ -13,14 +13,14 @@ from sharmill.config import Config
 from sharmill.encode.stage import UNIT_SECONDS as ENCODE_UNIT_SECONDS
 from sharmill.encode.stage import UNITS_WANTED as ENCODE_UNITS
 from sharmill.engine.balance import pack
-from sharmill.engine.host import usable_cores
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import decode_stored, read_stored
 from sharmill.engine.unit import Unit
 from sharmill.executors.devices import plan_devices, usable_gpus
+from sharmill.files.host import usable_cores
+from sharmill.files.stored import decode_stored, read_stored
 from sharmill.match.stage import UNIT_SECONDS as MATCH_UNIT_SECONDS
 from sharmill.match.stage import UNITS_WANTED as MATCH_UNITS
 from sharmill.pilot.calibrate import Calibration

@@ -33,8 +33,8 @@ from sharmill.manifest import (
     segment_id,
     transcript_of,
 )
-from sharmill.match.speaker_key import SpeakerKey, needs_speaker
 from sharmill.prepare.filters import Filter
+from sharmill.prepare.speaker_key import SpeakerKey, needs_speaker
 from sharmill.prepare.stats import MAX_SECONDS
 from sharmill.shar.lhotse_json import plain_value
 from sharmill.shar.reading.safety import find_forbidden

@@ -19,12 +19,12 @@ from sharmill.config import Config
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import load_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import RejectRecord
+from sharmill.files.staging import Staging
+from sharmill.files.storage import open_atomic, open_stored, remove_for_good, write_atomic
+from sharmill.files.stored import load_stored_array, read_stored, save_array
 from sharmill.manifest import Reject, Utterance, write_lines
-from sharmill.match.candidates import identify_roots
-from sharmill.match.speaker_key import make_speaker_key, whole_corpus
 from sharmill.prefetch import prefetch
 from sharmill.prepare.check import RecordCheck, parse_record
 from sharmill.prepare.filters import parse_filters
@@ -35,10 +35,9 @@ from sharmill.prepare.ids import (
     hash_utterance,
 )
 from sharmill.prepare.known import KnownRecords
+from sharmill.prepare.speaker_key import make_speaker_key, whole_corpus
 from sharmill.prepare.stats import HoursTable
 from sharmill.sources import Located, RawRecord, Source, Unreadable, record_text
-from sharmill.staging import Staging
-from sharmill.storage import open_atomic, open_stored, remove_for_good, write_atomic
 
 
 class PrepareStage(Stage):
@@ -222,6 +221,11 @@ class PrepareProcessor(Processor):
 
 def _reject(utterance: Utterance, reason: str, why: str) -> Reject:
     return Reject("prepare", reason, f"{utterance.cut_id} {why}", utterance.public_record())
+
+
+def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:
+    """Return what identifies audio roots in the identity of a plan: folders, however they are spelt, and URLs."""
+    return [{"url": root.url} if root.url else identify_folder(root.path, run_dir) for root in roots.roots]
 
 
 def manifest_stem(config: Config) -> str:

@@ -27,16 +27,16 @@ from sharmill.engine.plan import iterate_plan
 from sharmill.engine.run import read_totals
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
-from sharmill.engine.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Totals
 from sharmill.errors import ConfigError
+from sharmill.files.storage import checksum
+from sharmill.files.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.match.voices import unpack_voice
 from sharmill.report.sample import DatasetSample, sample_dataset
 from sharmill.report.section import shorten
 from sharmill.shar.histograms import CutMeasures
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
 from sharmill.shar.layout import SHARDS_FILE
-from sharmill.storage import checksum
 
 _EXAMPLES: Final = 3
 # Lines of rejects in which examples are looked for.

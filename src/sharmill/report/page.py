@@ -11,12 +11,12 @@ from typing import Final
 from markupsafe import Markup
 
 from sharmill.errors import ConfigError
+from sharmill.files.storage import write_atomic
 from sharmill.registry import SECTIONS
 from sharmill.report.charts import plain_text
 from sharmill.report.facts import Facts
 from sharmill.report.section import Section, render
 from sharmill.shar.layout import DATASET_FILE
-from sharmill.storage import write_atomic
 
 # In this order: the library comes before what uses it.
 _SCRIPTS: Final = ("plotly-basic.min.js", "page.js")

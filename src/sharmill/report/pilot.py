@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from markupsafe import Markup
 
-from sharmill.engine.stored import decode_stored, read_stored
+from sharmill.files.stored import decode_stored, read_stored
 from sharmill.pilot.calibrate import Calibration
 from sharmill.report.charts import curves, figure, histogram
 from sharmill.report.facts import Facts

@@ -7,8 +7,10 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from sharmill.engine.locks import LOCK_NAME
 from sharmill.errors import ConfigError, DamagedShard, FatalError
+from sharmill.files.locks import LOCK_NAME
+from sharmill.files.staging import STAGING_NAME, PublishedFile
+from sharmill.files.storage import checksum, is_probe, refuse_strangers, remove_asides, remove_for_good, remove_if_empty
 from sharmill.shar.index import (
     CodecRecord,
     DatasetRecord,
@@ -33,8 +35,6 @@ from sharmill.shar.layout import (
     sidecar_files,
     sorted_fields,
 )
-from sharmill.staging import STAGING_NAME, PublishedFile
-from sharmill.storage import checksum, is_probe, refuse_strangers, remove_asides, remove_for_good, remove_if_empty
 
 
 class ShardedDataset:

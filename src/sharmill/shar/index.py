@@ -13,8 +13,9 @@ from typing import Annotated, Any, BinaryIO, Final, Literal
 import msgspec
 
 from sharmill.config import Precision
-from sharmill.engine.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.files.locks import SECONDS_TO_WAIT_FOR_INDEX, FolderLock
+from sharmill.files.storage import checksum_bytes, fsync_directory, open_atomic, remove_asides, write_atomic
 from sharmill.shar.cut_lines import NOT_JSON
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
@@ -28,7 +29,6 @@ from sharmill.shar.layout import (
     codec_fields,
 )
 from sharmill.shar.tar import open_field
-from sharmill.storage import checksum_bytes, fsync_directory, open_atomic, remove_asides, write_atomic
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.files.storage import checksum
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.index import (
     CodecRecord,
@@ -40,7 +41,6 @@ from sharmill.shar.layout import (
     sorted_fields,
 )
 from sharmill.shar.reading.foreign import ForeignShard, find_shards
-from sharmill.storage import checksum
 
 _UNKNOWN = "unknown"
 

@@ -14,12 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sharmill.shar.cut_lines import read_lines
-from sharmill.shar.index import ShardRecord, changing_index, read_dataset, read_shards
-from sharmill.shar.items import ItemTable
-from sharmill.shar.layout import CUTS, sidecar_files
-from sharmill.shar.reading.shard_source import IndexedShardSource
-from sharmill.storage import (
+from sharmill.files.storage import (
     PROBE,
     make_folder,
     refuse_strangers,
@@ -27,6 +22,11 @@ from sharmill.storage import (
     require_writable,
     write_atomic,
 )
+from sharmill.shar.cut_lines import read_lines
+from sharmill.shar.index import ShardRecord, changing_index, read_dataset, read_shards
+from sharmill.shar.items import ItemTable
+from sharmill.shar.layout import CUTS, sidecar_files
+from sharmill.shar.reading.shard_source import IndexedShardSource
 
 
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from sharmill.errors import DamagedShard
+from sharmill.files.storage import open_regular
 from sharmill.shar.tar_headers import (
     BLOCK,
     EMPTY,
@@ -28,7 +29,6 @@ from sharmill.shar.tar_headers import (
     parse_pax_size,
     plain_name,
 )
-from sharmill.storage import open_regular
 
 _END = bytes(2 * BLOCK)
 # Smaller archives are read as a whole, in less time than the system takes to map and unmap their pages.

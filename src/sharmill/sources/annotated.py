@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.storage import checksum, open_regular
 from sharmill.registry import nearest
 from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
 from sharmill.sources.annotations import (
@@ -28,7 +29,6 @@ from sharmill.sources.annotations import (
 from sharmill.sources.folder import pack_spans, path_from_text, path_to_text, walk_files
 from sharmill.sources.templates import Template
 from sharmill.sources.textgrid import parse_textgrid
-from sharmill.storage import checksum, open_regular
 
 # Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
 _MAX_BYTES: Final = 64 << 20

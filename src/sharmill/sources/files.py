@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, ClassVar, Final
 
 from sharmill.audio.roots import AudioRoot, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.storage import NotRegularError, checksum, open_regular
 from sharmill.sources import SpeechSource, name_paths
-from sharmill.storage import NotRegularError, checksum, open_regular
 
 _RANGE: Final = re.compile(
     r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"

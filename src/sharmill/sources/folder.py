@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 
 from sharmill.errors import ConfigError
+from sharmill.files.storage import NotRegularError, open_regular
 from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
-from sharmill.storage import NotRegularError, open_regular
 
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 1 << 20

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.storage import checksum, checksum_bytes
 from sharmill.manifest import SOURCE_CUT_ID, Member
 from sharmill.registry import nearest
 from sharmill.shar.cut_lines import salvage_lines
@@ -21,8 +23,6 @@ from sharmill.shar.reading.foreign import find_shards
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import ContainerSource
 from sharmill.sources.shar_records import AudioMembers, decode_stored_cut, describe_cut, place_cut
-from sharmill.staging import STAGING_NAME
-from sharmill.storage import checksum, checksum_bytes
 
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
 

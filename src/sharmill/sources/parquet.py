@@ -11,11 +11,11 @@ import msgspec
 
 from sharmill.audio.row_files import RowFile, UnreadableRows, audio_bytes, open_rows, recent_rows
 from sharmill.errors import ConfigError
+from sharmill.files.storage import checksum_bytes
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import ContainerSource, bad_file, open_input, read_ends
-from sharmill.storage import checksum_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from sharmill.errors import ConfigError
+from sharmill.files.storage import checksum_bytes
 from sharmill.shar.layout import CONTEXT_CODES, CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
-from sharmill.storage import checksum_bytes
 from sharmill.training.codes import CodecForm, ContextDraws, load_target, mark_codes
 from sharmill.training.cut_data import holds, load_array, load_audio, text_of
 from sharmill.training.dataset import Batch

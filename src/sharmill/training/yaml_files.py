@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from sharmill.errors import ConfigError
-from sharmill.storage import open_regular
+from sharmill.files.storage import open_regular
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig, ListConfig

@@ -22,6 +22,7 @@ import xxhash
 
 from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.files.storage import checksum
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
     MAX_PATH,
@@ -35,7 +36,6 @@ from sharmill.manifest import (
 from sharmill.shar.cut_lines import NOT_JSON, read_cuts
 from sharmill.shar.layout import CUTS
 from sharmill.sources import Source, record_text
-from sharmill.storage import checksum
 from sharmill.validate.checked_dataset import CheckedDataset
 from sharmill.validate.findings import Finding
 

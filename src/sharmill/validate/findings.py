@@ -14,10 +14,10 @@ from typing import Any, Final, Literal
 import msgspec
 
 from sharmill.errors import ConfigError
+from sharmill.files.storage import open_regular
 from sharmill.manifest import iterate_lines
 from sharmill.shar.cut_lines import NOT_JSON
 from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, codec_of_field
-from sharmill.storage import open_regular
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29

@@ -14,8 +14,8 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError
+from sharmill.files.storage import remove_tree
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.storage import remove_tree
 from sharmill.validate.findings import ASSEMBLE, ENCODE, INDEX, WRITE, Report
 from sharmill.write.stage import WriteStage
 

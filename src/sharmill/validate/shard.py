@@ -13,10 +13,10 @@ from typing import Any, BinaryIO, Final
 import xxhash
 
 from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.files.storage import checksum_stream, open_regular
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.items import Item, ItemTable
 from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-from sharmill.storage import checksum_stream, open_regular
 from sharmill.validate.accounts import hash_cut
 from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
 from sharmill.validate.contract import MALFORMED, check_contract

@@ -13,11 +13,11 @@ from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.plan import read_identity
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import load_stored_array, read_stored, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.files.staging import Staging
+from sharmill.files.storage import checksum, open_atomic, remove_for_good, write_atomic
+from sharmill.files.stored import load_stored_array, read_stored, save_array
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
-from sharmill.staging import Staging
-from sharmill.storage import checksum, open_atomic, remove_for_good, write_atomic
 from sharmill.validate.accounts import CUT_HASHES, CutHashes, ExpectedRecords, check_accounts
 from sharmill.validate.checked_dataset import (
     CheckedDataset,

@@ -12,9 +12,9 @@ import numpy as np
 
 from sharmill.config import WriteConfig
 from sharmill.engine.balance import divide_evenly
-from sharmill.engine.stored import decode_stored, read_stored_lines
+from sharmill.files.stored import decode_stored, read_stored_lines
 from sharmill.match.groups import index_manifest, order_by_group
-from sharmill.match.speaker_key import speaker_of_tag
+from sharmill.prepare.speaker_key import speaker_of_tag
 
 
 class _Head(msgspec.Struct):

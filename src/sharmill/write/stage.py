@@ -19,14 +19,15 @@ from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import count_planned
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.stored import map_stored_array, save_array
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.staging import Staging
+from sharmill.files.stored import map_stored_array, save_array
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
-from sharmill.match.candidates import identify_roots, segment_roots
+from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import min_similarity
 from sharmill.match.stage import devices_of_match, matched_manifest
-from sharmill.prepare.stage import prepared_manifest
+from sharmill.prepare.stage import identify_roots, prepared_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
@@ -43,7 +44,6 @@ from sharmill.shar.layout import (
     shard_file,
 )
 from sharmill.shar.lhotse_json import cut_json, recording_json
-from sharmill.staging import Staging
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
 

@@ -9,8 +9,8 @@ from support.errors import raises
 from support.gpu_faults import ECC, FULL, BadDevices, BreakingStage, FaultyStage, FullStage, LookingAhead
 from support.toy_stage import ToyStage, output_bytes, run
 
-from sharmill.engine.host import usable_cores
 from sharmill.errors import DeviceError, FatalError
+from sharmill.files.host import usable_cores
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import read_progress
 from sharmill.executors.signals import deferred_interrupts
-from sharmill.staging import token_staging
+from sharmill.files.staging import token_staging
 
 MESSAGE = "Interrupted. What is done is kept; run the same command again to go on."
 SECONDS_TO_END = 5.0

@@ -18,7 +18,7 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.executors.slurm.queue import SlurmSilent, job_comment
-from sharmill.staging import STAGING_NAME
+from sharmill.files.staging import STAGING_NAME
 
 # As in a job, which submitit starts: importing it closes log files.
 pytest.importorskip("submitit")

@@ -16,11 +16,11 @@ from sharmill.engine.attempts import Note
 from sharmill.engine.reservations import make_run_id
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stored import RecordLog
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, find_reason, job_comment, require_no_jobs
-from sharmill.storage import make_private_folder
+from sharmill.files.storage import make_private_folder
+from sharmill.files.stored import RecordLog
 
 
 @pytest.fixture

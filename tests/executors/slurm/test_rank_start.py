@@ -22,7 +22,7 @@ from pathlib import Path
 import sharmill.executors.supervisor
 stage = pickle.load(open(sys.argv[1], "rb"))
 from sharmill.engine.plan import load_plan
-from sharmill.staging import Staging
+from sharmill.files.staging import Staging
 processor = stage.open("cpu")
 staging = Staging(Path(sys.argv[2]), "token")
 staging.folder.parent.mkdir(parents=True)

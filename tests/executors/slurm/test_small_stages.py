@@ -11,18 +11,18 @@ from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 
 from sharmill.encode.assemble import AssembleStage
-from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run_notes import Given, begin_run, read_end
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
+from sharmill.files.locks import lock_owner
 from sharmill.prepare.stage import PrepareStage
 
 
 @pytest.fixture(autouse=True)
 def own_cores(monkeypatch):
     """The limit of cores is one of the process."""
-    monkeypatch.setattr("sharmill.engine.host._own_cores", None)
+    monkeypatch.setattr("sharmill.files.host._own_cores", None)
 
 
 @pytest.fixture

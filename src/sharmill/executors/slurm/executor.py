@@ -28,10 +28,8 @@ from tenacity import retry_if_exception_message, retry_if_exception_type
 from sharmill.config.loading import check_one_line
 from sharmill.engine.attempts import MAX_FAILURES, Attempts
 from sharmill.engine.fence import is_current, require_current, superseded, wait_for_plan
-from sharmill.engine.host import limit_cores
 from sharmill.engine.ledger import find_outstanding, read_ledger
 from sharmill.engine.listener import Listener
-from sharmill.engine.locks import lock_owner
 from sharmill.engine.outcomes import StageResult, Submitted
 from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
@@ -59,7 +57,9 @@ from sharmill.executors.signals import deferred_interrupts, ended_by_sigterm
 from sharmill.executors.slurm import queue
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.supervisor import Supervisor
-from sharmill.storage import make_private_folder, remove_tree, time_of_folder
+from sharmill.files.host import limit_cores
+from sharmill.files.locks import lock_owner
+from sharmill.files.storage import make_private_folder, remove_tree, time_of_folder
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission

@@ -32,8 +32,8 @@ from sharmill.engine.patience import Patience
 from sharmill.engine.reservations import read_run_id
 from sharmill.engine.run_notes import End, read_end, read_given
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stored import read_stored
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.files.stored import read_stored
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.storage import checksum_bytes
 from sharmill.shar.cut_lines import NOT_JSON, decode_cut, read_lines
 from sharmill.shar.index import DatasetRecord, ShardRecord, open_index_file, read_dataset, read_index_lines
 from sharmill.shar.layout import (
@@ -28,8 +30,6 @@ from sharmill.shar.layout import (
     sidecar_files,
 )
 from sharmill.shar.reading.foreign import find_shards
-from sharmill.staging import STAGING_NAME
-from sharmill.storage import checksum_bytes
 
 # Begins the names of both fields of contexts.
 _CONTEXT: Final = "context_"

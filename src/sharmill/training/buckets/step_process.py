@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sharmill.engine.host import group_limits
 from sharmill.errors import ConfigError, FatalError, SharmillError, mentions_memory
+from sharmill.files.host import group_limits
 from sharmill.models.memory import is_out_of_memory
 from sharmill.training.child_process import ChildEnded, ChildProcess
 from sharmill.training.tokenizers import load_callable

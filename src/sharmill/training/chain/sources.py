@@ -19,6 +19,7 @@ from sharmill.audio.fetch import is_url
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.files.storage import checksum_bytes
 from sharmill.shar.reading.shard import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.files import find_files, open_input, read_ends
@@ -26,7 +27,6 @@ from sharmill.sources.json_lines import iterate_checked
 from sharmill.sources.tar_members import TarDamage, TarMember
 from sharmill.sources.tar_samples import Archive, TarSample, read_part
 from sharmill.sources.wenet import WenetSource
-from sharmill.storage import checksum_bytes
 
 Paths = str | Path | Sequence[str | Path]
 

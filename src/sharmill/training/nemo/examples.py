@@ -21,13 +21,13 @@ from omegaconf import DictConfig
 
 import sharmill.training.nemo.tts_text  # noqa: F401  registers a type
 from sharmill.errors import ConfigError
+from sharmill.files.storage import checksum_bytes
 from sharmill.shar.layout import CUTS
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.shard import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.json_lines import open_lines
-from sharmill.storage import checksum_bytes
 from sharmill.training.nemo.setting_values import check_files
 
 # The keys that name the files of each type: the first one's lines are counted.

@@ -7,7 +7,7 @@ import resource
 import numpy as np
 import pytest
 
-from sharmill.engine.stored import load_stored_array, save_array
+from sharmill.files.stored import load_stored_array, save_array
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 from support.errors import raises
 
-from sharmill import storage as store
 from sharmill.errors import ConfigError, FatalError
-from sharmill.storage import (
+from sharmill.files import storage as store
+from sharmill.files.storage import (
     create_atomic,
     disk_errors,
     open_atomic,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from uuid import uuid4
 
-from sharmill.engine.host import is_gone, this_kernel
-from sharmill.storage import (
+from sharmill.files.host import is_gone, this_kernel
+from sharmill.files.storage import (
     STOPPING_ERRNOS,
     checksum_bytes,
     checksum_stream,

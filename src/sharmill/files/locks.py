@@ -32,9 +32,9 @@ from uuid import uuid4
 import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from sharmill.engine.host import interrupt, is_gone, state_and_start, this_kernel, user_name
 from sharmill.errors import ConfigError, FatalError
-from sharmill.storage import open_regular, stopping_errors
+from sharmill.files.host import interrupt, is_gone, state_and_start, this_kernel, user_name
+from sharmill.files.storage import open_regular, stopping_errors
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import xxhash
 
-from sharmill.staging import STAGING_NAME, PublishedFile, Staging, remove_dead_attempts, token_staging
-from sharmill.storage import remove_at_once
+from sharmill.files.staging import STAGING_NAME, PublishedFile, Staging, remove_dead_attempts, token_staging
+from sharmill.files.storage import remove_at_once
 
 
 def names(folder):

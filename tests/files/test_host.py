@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sharmill.engine import host
-from sharmill.engine.host import limit_cores, usable_cores
+from sharmill.files import host
+from sharmill.files.host import limit_cores, usable_cores
 from sharmill.models import make_deterministic
 
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
-from sharmill.storage import damaged_file, fsync_directory, open_stored, stopping_errors
+from sharmill.files.storage import damaged_file, fsync_directory, open_stored, stopping_errors
 
 Decoded = TypeVar("Decoded")
 # msgspec raises RecursionError for JSON that is nested too deeply.

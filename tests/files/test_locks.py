@@ -17,8 +17,8 @@ import pytest
 from support.errors import raises
 from support.paths import REPOSITORY
 
-from sharmill.engine.locks import LOCK_NAME, FolderLock
 from sharmill.errors import ConfigError, FatalError
+from sharmill.files.locks import LOCK_NAME, FolderLock
 
 
 @pytest.fixture

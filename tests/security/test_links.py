@@ -26,6 +26,7 @@ from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.layout import codec_fields
 from sharmill.shar.sidecars import write_sidecars
 
 CODES = "codes_a/target_codes"
@@ -205,7 +206,7 @@ class TestDataset:
         before = snapshot(behind)
         removals = [lambda: ShardedDataset(dataset).remove(2)]
         if field == "codes_a":
-            removals.append(lambda: ShardedDataset(dataset).remove_codec("a", 2))
+            removals.append(lambda: ShardedDataset(dataset).remove_fields(codec_fields("a"), 2))
         for remove in removals:
             with raises(ConfigError, "foreign_output", f"{dataset / field} is a link"):
                 remove()

@@ -40,25 +40,25 @@ def test_its_files_are_where_the_index_says(dataset):
 
 def test_a_removed_codec_leaves_the_others_and_the_audio(dataset):
     before = snapshot(dataset.directory)
-    dataset.remove_codec("a", 2)
+    dataset.remove_fields(codec_fields("a"), 2)
     left = {name for name in before if not name.startswith("codes_a/")}
     after = snapshot(dataset.directory)
     assert after.keys() == left
     assert {name for name in left if after[name] != before[name]} == {"dataset.json", "shards.jsonl"}
     assert [codec.name for codec in dataset.record().codecs] == dataset.stored_codecs() == ["b"]
     assert {field for shard in dataset.shards() for field in shard.fields} == set(dataset.record().fields)
-    dataset.remove_codec("a", 2)
+    dataset.remove_fields(codec_fields("a"), 2)
     assert snapshot(dataset.directory) == after
 
 
 def test_a_codec_that_is_added_again_makes_the_same_index(dataset):
     before = snapshot(dataset.directory)
     record = next(codec for codec in dataset.record().codecs if codec.name == "a")
-    files = [{field: shard.fields[field] for field in codec_fields("a")} for shard in dataset.shards()]
-    dataset.add_codec("a", record, files)
+    files = [{field.name: shard.fields[field.name] for field in codec_fields("a")} for shard in dataset.shards()]
+    dataset.add_fields(codec_fields("a"), files, record)
     assert snapshot(dataset.directory) == before
     other = [{field: FieldFile(file.file, 1, "0") for field, file in shard.items()} for shard in files]
-    dataset.add_codec("a", msgspec.structs.replace(record, checksum="other"), other)
+    dataset.add_fields(codec_fields("a"), other, msgspec.structs.replace(record, checksum="other"))
     assert [codec.checksum for codec in dataset.record().codecs] == ["other", "toy"]
     assert dataset.shards()[1].fields["codes_a/target_codes"].size == 1
     assert dataset.record().fields == msgspec.json.decode(before["dataset.json"])["fields"]
@@ -71,7 +71,7 @@ def test_an_index_of_the_same_shards_stays_with_its_codecs_and_another_is_writte
         msgspec.structs.replace(shard, fields={field: shard.fields[field] for field in audio})
         for shard in dataset.shards()
     ]
-    record = msgspec.structs.replace(dataset.record(), fields=audio, codecs=[])
+    record = msgspec.structs.replace(dataset.record(), fields=audio, codecs=[]).complete()
     dataset.write_index(record, shards)
     assert snapshot(dataset.directory) == before
     dataset.index_files[0].write_bytes(b"{")

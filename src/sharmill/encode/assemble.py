@@ -50,12 +50,12 @@ class AssembleStage(Stage):
     @property
     def folders(self) -> Sequence[str]:  # type: ignore[override]
         """The fields of its codes: those of contexts where the dataset has contexts, whatever the configuration."""
-        return self._dataset.codec_fields(self.codec)
+        return [field.name for field in self._dataset.codec_fields(self.codec)]
 
     @property
     def reserves(self) -> tuple[Path, Sequence[str]]:
         # Before there is a dataset it is not known whether it has contexts.
-        return self.root, codec_fields(self.codec)
+        return self.root, [field.name for field in codec_fields(self.codec)]
 
     @property
     def encoded(self) -> StageDir:
@@ -85,15 +85,17 @@ class AssembleStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        folders = self.folders
+        # Nothing tells the codec's facts where there are no shards.
+        codec = read_encoded(self.encoded).codec
+        fields = self._dataset.codec_fields(self.codec) if codec else []
         files = [
             {
-                field: FieldFile(file.name, file.size, file.xxh3)
-                for field, file in zip(folders, commit.files, strict=True)
+                field.name: FieldFile(file.name, file.size, file.xxh3)
+                for field, file in zip(fields, commit.files, strict=True)
             }
             for commit in commits
         ]
-        self._dataset.add_codec(self.codec, read_encoded(self.encoded).codec, files)
+        self._dataset.add_fields(fields, files, codec)
         return add_up(commits)
 
     def is_finalized(self) -> bool:
@@ -101,12 +103,13 @@ class AssembleStage(Stage):
         return self.codec in [codec.name for codec in self._dataset.record().codecs]
 
     def discard(self) -> None:
-        self._dataset.remove_codec(self.codec, count_planned(self))
+        self._dataset.remove_fields(codec_fields(self.codec), count_planned(self))
 
     def check_output(self) -> None:
         """Raise ConfigError where the dataset has codes of this name that this run has not made."""
         own = committed_files(self)
-        if self.codec in self._dataset.stored_codecs() and not self._dataset.is_made_of(codec_fields(self.codec), own):
+        fields = self.reserves[1]
+        if self.codec in self._dataset.stored_codecs() and not self._dataset.is_made_of(fields, own):
             raise ConfigError(
                 f"{self.root} already has codes called {self.codec!r} that were not made from {self.run_dir.path}; "
                 "give this codec another name",

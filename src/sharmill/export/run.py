@@ -100,7 +100,7 @@ def export_dataset(
     record = read_dataset(dataset)
     chosen = choose_codec(record, codec)
     files: Export = EXPORTS.load(form)(record, chosen)
-    made_of = codec_fields(chosen.name, contexts=record.has_contexts)
+    made_of = [field.name for field in codec_fields(chosen.name, contexts=record.has_contexts)]
     shards = list(read_shards(dataset, record.num_shards))
     identity = {
         "export": form,

@@ -1,4 +1,4 @@
-"""A dataset directory as the stages that write it see it: its index, its files, and the codecs added to it."""
+"""A dataset directory as the stages that write it see it: its index, its files, and the fields added to it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from sharmill.shar.index import (
     write_shards,
 )
 from sharmill.shar.layout import (
-    BASE_FIELDS,
     CUTS,
     DATASET_FILE,
     SHARDS_FILE,
+    Field,
     base_fields,
     codec_fields,
+    codec_of_field,
     codec_of_folder,
     shard_file,
     sidecar_files,
@@ -78,7 +79,8 @@ class ShardedDataset:
             )
         for index, shard in enumerate(shards):
             named = {field: file.file for field, file in shard.fields.items()}
-            if shard.index != index or named != {field: shard_file(field, index) for field in record.fields}:
+            expected = {field.name: field.path(index) for field in record.layout}
+            if shard.index != index or named != expected or expected.keys() != set(record.fields):
                 raise DamagedShard(
                     f"{self.directory / SHARDS_FILE}: line {index + 1} does not name the files of shard {index}; "
                     f"sharmill validate {self.directory} tells all damage"
@@ -88,12 +90,12 @@ class ShardedDataset:
         """Return the checksum of cuts and audio, whatever codes there are."""
         return audio_checksum(self.shards(), (CUTS, *self.record().audio_fields))
 
-    def codec_fields(self, codec: str) -> tuple[str, ...]:
+    def codec_fields(self, codec: str) -> list[Field]:
         """Return the fields that a codec has in this dataset; raises as ``record`` does."""
         return codec_fields(codec, contexts=self.record().has_contexts)
 
     def file(self, field: str, shard: int) -> Path:
-        """Return the path of a field's file of one shard."""
+        """Return the path of the file of one shard of cuts or audio."""
         return self.directory / shard_file(field, shard)
 
     def is_empty(self) -> bool:
@@ -148,10 +150,15 @@ class ShardedDataset:
         Raises:
             ConfigError: a folder of a field is a link, or a stranger's; nothing was removed.
         """
-        fields = [*(field for codec in self.stored_codecs() for field in codec_fields(codec)), *BASE_FIELDS]
-        refuse_strangers(self.directory, (self.directory / field for field in fields))
+        try:
+            added = self.record().added_fields
+        except (ConfigError, DamagedShard):
+            added = []
+        codes = [field for codec in self.stored_codecs() for field in codec_fields(codec)]
+        fields = [*added, *codes, *base_fields(contexts=True)]
+        refuse_strangers(self.directory, (self.directory / field.name for field in fields))
         remove_for_good(self.index_files)
-        self._remove_fields(fields, num_shards)
+        self._remove_files(fields, num_shards)
 
     def stored_codecs(self) -> list[str]:
         """Return the names of the codecs that have a folder, whether or not the index lists them."""
@@ -160,23 +167,25 @@ class ShardedDataset:
         folders = sorted(path for path in self.directory.iterdir() if path.is_dir() and not _has_no_files(path))
         return [codec for folder in folders if (codec := codec_of_folder(folder.name)) is not None]
 
-    def add_codec(self, codec: str, record: CodecRecord | None, files: Sequence[Mapping[str, FieldFile]]) -> None:
-        """List the codes of a codec in the index, in the place of what it lists under this name.
+    def add_fields(
+        self, fields: Sequence[Field], files: Sequence[Mapping[str, FieldFile]], codec: CodecRecord | None = None
+    ) -> None:
+        """List fields in the index, in the place of what it lists under their names.
 
         Args:
-            codec: its name.
-            record: None in a dataset without shards, where nothing tells the codec's facts.
-            files: for each shard the files of its fields.
+            fields: what a stage has made.
+            files: for each shard the files of the fields.
+            codec: whose codes they are, where they are codes.
 
         Raises:
-            FatalError: the dataset has grown since these shards were encoded.
+            FatalError: the dataset has grown since these shards were made.
         """
         with changing_index(self.directory):
             shards, dataset = self.shards(), self.record()
             if len(files) != len(shards):
                 raise FatalError(
-                    f"{self.directory} has {len(shards)} shards now, and codes of {len(files)}: shards were appended "
-                    "meanwhile; encode it anew with --restart",
+                    f"{self.directory} has {len(shards)} shards now, and {fields[0].name if fields else 'codes'} of "
+                    f"{len(files)}: shards were appended meanwhile; make it anew with --restart",
                     code="changed_input",
                 )
             added = [
@@ -184,17 +193,19 @@ class ShardedDataset:
                 for shard, new in zip(shards, files, strict=True)
             ]
             write_shards(self.directory, added)
-            write_dataset(self.directory, _with_codec(dataset, codec, record))
+            write_dataset(self.directory, _with_fields(dataset, fields, codec))
 
-    def remove_codec(self, codec: str, num_shards: int | None) -> None:
-        """Remove the codes of a codec, if there are any, from the index first; raises as ``remove``."""
-        if codec not in self.stored_codecs():
+    def remove_fields(self, fields: Sequence[Field], num_shards: int | None) -> None:
+        """Remove the files of fields, if there are any, from the index first; raises as ``remove``."""
+        folders = [self.directory / field.name for field in fields]
+        if not any(folder.is_dir() and not _has_no_files(folder) for folder in folders):
             return
-        refuse_strangers(self.directory, (self.directory / field for field in codec_fields(codec)))
+        refuse_strangers(self.directory, folders)
         with changing_index(self.directory):
-            write_dataset(self.directory, _with_codec(self.record(), codec, None))
-            write_shards(self.directory, [_without_codec(shard, codec) for shard in self.shards()])
-        self._remove_fields(codec_fields(codec), num_shards)
+            write_dataset(self.directory, _without_fields(self.record(), fields))
+            names = {field.name for field in fields}
+            write_shards(self.directory, [_without(shard, names) for shard in self.shards()])
+        self._remove_files(fields, num_shards)
 
     def _stored(self, field: str) -> list[str]:
         """Return the names of the files in a field's folder, sidecars aside."""
@@ -207,15 +218,15 @@ class ShardedDataset:
         path = self.directory / file.file
         return path.is_file() and path.stat().st_size == file.size and checksum(path) == file.xxh3
 
-    def _remove_fields(self, fields: Sequence[str], num_shards: int | None) -> None:
+    def _remove_files(self, fields: Sequence[Field], num_shards: int | None) -> None:
         for field in fields:
-            shards = _shards_of(self._stored(field)) if num_shards is None else range(num_shards)
-            files = {shard_file(field, shard) for shard in shards}
+            shards = _shards_of(self._stored(field.name)) if num_shards is None else range(num_shards)
+            files = {field.path(shard) for shard in shards}
             names = files | {sidecar for file in files for sidecar in sidecar_files(file)}
-            folder = self.directory / field
+            folder = self.directory / field.name
             remove_asides(folder, {PurePosixPath(name).name for name in names})
             found = folder.iterdir() if folder.is_dir() else ()
-            remove_for_good(path for path in found if f"{field}/{path.name}" in names)
+            remove_for_good(path for path in found if f"{field.name}/{path.name}" in names)
             remove_if_empty(folder, *(() if folder.parent == self.directory else (folder.parent,)))
 
     def _has_index_of(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> bool:
@@ -228,9 +239,10 @@ class ShardedDataset:
         fields = set(dataset.own_fields)
         if set(dataset.fields) != fields or any(set(shard.fields) != fields for shard in found):
             return False
-        own = base_fields(contexts=dataset.has_contexts)
-        base = [msgspec.structs.replace(s, fields={field: s.fields[field] for field in own}) for s in found]
-        return base == list(shards) and msgspec.structs.replace(dataset, fields=record.fields, codecs=[]) == record
+        own = [field.name for field in base_fields(contexts=dataset.has_contexts)]
+        base = [msgspec.structs.replace(s, fields={name: s.fields[name] for name in own}) for s in found]
+        known = msgspec.structs.replace(dataset, fields=record.fields, codecs=[]).complete()
+        return base == list(shards) and known == record.complete()
 
 
 def _shards_of(names: Iterable[str]) -> set[int]:
@@ -242,15 +254,26 @@ def _has_no_files(folder: Path) -> bool:
     return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in folder.iterdir())
 
 
-def _with_codec(dataset: DatasetRecord, codec: str, record: CodecRecord | None) -> DatasetRecord:
-    """Return the record of a dataset with the codec of this name as it is given, or without it."""
-    own = codec_fields(codec, contexts=dataset.has_contexts)
-    fields = [field for field in dataset.fields if field not in codec_fields(codec)] + list(own if record else ())
-    codecs = [other for other in dataset.codecs if other.name != codec] + ([record] if record else [])
-    codecs.sort(key=lambda listed: listed.name)
-    return msgspec.structs.replace(dataset, codecs=codecs, fields=sorted_fields(fields))
+def _with_fields(dataset: DatasetRecord, fields: Sequence[Field], codec: CodecRecord | None) -> DatasetRecord:
+    """Return the record of a dataset with fields, and the codec whose they are, as they are given."""
+    kept = _without_fields(dataset, fields)
+    names = sorted_fields([*kept.fields, *(field.name for field in fields)])
+    codecs = sorted([*kept.codecs, *([codec] if codec else [])], key=lambda listed: listed.name)
+    return msgspec.structs.replace(kept, fields=names, layout=[*kept.layout, *fields], codecs=codecs)
 
 
-def _without_codec(shard: ShardRecord, codec: str) -> ShardRecord:
-    kept = {field: file for field, file in shard.fields.items() if field not in codec_fields(codec)}
+def _without_fields(dataset: DatasetRecord, fields: Sequence[Field]) -> DatasetRecord:
+    """Return the record of a dataset without fields, and without the codecs whose they are."""
+    names = {field.name for field in fields}
+    codecs = {codec_of_field(name) for name in names}
+    return msgspec.structs.replace(
+        dataset,
+        fields=[name for name in dataset.fields if name not in names],
+        layout=[field for field in dataset.layout if field.name not in names],
+        codecs=[codec for codec in dataset.codecs if codec.name not in codecs],
+    )
+
+
+def _without(shard: ShardRecord, names: set[str]) -> ShardRecord:
+    kept = {name: file for name, file in shard.fields.items() if name not in names}
     return msgspec.structs.replace(shard, fields=kept)

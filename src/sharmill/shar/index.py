@@ -25,8 +25,11 @@ from sharmill.shar.layout import (
     RECORDING,
     SHARDS_FILE,
     TARGET_AUDIO,
+    Field,
     base_fields,
     codec_fields,
+    codec_of_field,
+    published_field,
 )
 from sharmill.shar.tar import open_field
 
@@ -83,6 +86,9 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
 
+    ``fields`` are the names of the fields, and ``layout`` says what each is. A file from before there was that key has
+    the published layout, as ``complete`` finds it. Of shards of another tool it may be unknown what a field is.
+
     ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
     promises of its cuts and codes does not hold. ``match_precision`` is that of the speaker encoder, and
     ``match_devices`` are the kinds of device that it chose contexts on; empty for CPUs alone.
@@ -102,6 +108,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     contract: Literal["sharmill", "foreign"] = "sharmill"
     match_precision: Precision = "fp32"
     match_devices: list[str] = []
+    layout: list[Field] = []
 
     @property
     def has_contexts(self) -> bool:
@@ -116,9 +123,30 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_fields(self) -> list[str]:
-        """The fields that a dataset of sharmill's own with these codecs has."""
+        """The fields that a dataset of sharmill's own with these codecs has, beside those that stages have added."""
         codes = (codec_fields(codec.name, contexts=self.has_contexts) for codec in self.codecs)
-        return [*base_fields(contexts=self.has_contexts), *(field for fields in codes for field in fields)]
+        own = [*base_fields(contexts=self.has_contexts), *(field for fields in codes for field in fields)]
+        return [*(field.name for field in own), *(field.name for field in self.added_fields)]
+
+    @property
+    def added_fields(self) -> list[Field]:
+        """The fields that are not of the published layout."""
+        return [field for field in self.layout if published_field(field.name) is None]
+
+    def field(self, name: str) -> Field | None:
+        """Return the field of this name, or None: the dataset does not say what it is."""
+        return next((field for field in self.layout if field.name == name), None)
+
+    def codec_of(self, name: str) -> CodecRecord | None:
+        """Return the codec of a field of codes, if it is recorded."""
+        return next((codec for codec in self.codecs if codec.name == codec_of_field(name)), None)
+
+    def complete(self) -> DatasetRecord:
+        """Return the record with a layout of all fields that are known, in their order."""
+        if self.contract != "sharmill":
+            return self
+        fields = (self.field(name) or published_field(name) for name in dict.fromkeys(self.fields))
+        return msgspec.structs.replace(self, layout=[field for field in fields if field is not None])
 
 
 class _Version(msgspec.Struct):
@@ -149,7 +177,7 @@ def read_dataset(directory: Path) -> DatasetRecord:
             raise ConfigError(
                 f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}", code="wrong_version"
             )
-        return msgspec.json.decode(data, type=DatasetRecord)
+        return msgspec.json.decode(data, type=DatasetRecord).complete()
     except NOT_JSON as error:
         raise DamagedShard(f"{path}: {error}") from error
 
@@ -210,7 +238,8 @@ def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
 
 def write_dataset(directory: Path, record: DatasetRecord) -> None:
     """Publish ``dataset.json``, the last file of a dataset to be written."""
-    write_atomic(directory / DATASET_FILE, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+    data = msgspec.json.encode(record.complete())
+    write_atomic(directory / DATASET_FILE, msgspec.json.format(data, indent=2) + b"\n")
 
 
 @contextmanager

@@ -1,9 +1,16 @@
-"""Names of the fields and files of a dataset directory, which all other code takes from here."""
+"""Fields and files of a dataset directory: what a field is, and the fields of the published layout.
+
+A dataset says itself which fields it has; see ``DatasetRecord.layout``. The names of the published layout are for those
+that write these fields, or use them: training, exports, the page.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 FORMAT_VERSION: Final = 1
 
@@ -25,6 +32,70 @@ SHARDS_FILE: Final = "shards.jsonl"
 _CODES_PREFIX: Final = "codes_"
 
 
+# Where a file pattern has the index of the shard.
+_INDEX: Final = "{:06d}"
+_ENDINGS: Final = {"cuts": ".jsonl.gz", "audio": ".tar", "array": ".tar", "value": ".jsonl.gz"}
+# Folders that are not hidden, one in the other.
+_NAME: Final = re.compile(r"[^./{][^/{]*(?:/[^./{][^/{]*)*")
+_STEM: Final = re.compile(r"[\w-]+")
+_CODEC: Final = re.compile(r"[\w.-]+")
+# What a cut has without any field; the last three are set by the writer and the reader.
+_OWN_ATTRIBUTES: Final = frozenset({
+    "id", "start", "duration", "channel", "supervisions", "features", "recording", "custom", "type", "end",
+    CONTEXT_UNALIGNED, "shar_position", "shar_padding",
+})  # fmt: skip
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """One column of a dataset: a file for each shard, with something for each of its cuts.
+
+    Attributes:
+        name: the folder of its files, and its key in ``shards.jsonl``, such as ``codes_mimi/target_codes``.
+        file: the path of a shard's file in the dataset, with ``{:06d}`` for the index of the shard.
+        kind: ``audio`` and ``array`` are tar archives in lhotse's form, with a Recording, or an Array or TemporalArray,
+            for each cut; ``value`` is JSON lines ``{"cut_id": ..., attribute: value}``.
+        attribute: the name of it on a cut.
+        optional: cuts may lack it: there is a ``.nodata`` member, or a line without a value.
+        limits: the lowest and the highest value; then values are numbers.
+        by: the codec or stage that made it.
+
+    Raises:
+        ValueError: the file lies elsewhere, the attribute is one that cuts have anyway, or the limits are none.
+
+    Example:
+        >>> field = Field(name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score")
+        >>> field.path(7)
+        'score/score.000007.jsonl.gz'
+    """
+
+    name: str
+    file: str
+    kind: Literal["cuts", "audio", "array", "value"]
+    attribute: str
+    optional: bool = False
+    limits: tuple[float, float] | None = None
+    by: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name.isprintable() or not _NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is not the name of a field")
+        before, behind = f"{self.name}/", f".{_INDEX}{_ENDINGS[self.kind]}"
+        stem = self.file.removeprefix(before).removesuffix(behind)
+        if not _STEM.fullmatch(stem) or self.file != f"{before}{stem}{behind}":
+            wanted = f"{before}NAME{behind}"
+            raise ValueError(f"the files of the field {self.name} are called {self.file!r} instead of {wanted}")
+        if (self.kind == "cuts") != (self.name == CUTS):
+            raise ValueError(f"the field {self.name} is of the kind {self.kind}")
+        if not self.attribute.isidentifier() or self.attribute[0] == "_" or self.attribute in _OWN_ATTRIBUTES:
+            raise ValueError(f"the field {self.name} cannot be called {self.attribute!r} on a cut")
+        if self.limits is not None and not self.limits[0] <= self.limits[1]:
+            raise ValueError(f"the limits of the field {self.name} are {self.limits}")
+
+    def path(self, shard: int) -> str:
+        """Return the path of the file of one shard, relative to the dataset directory."""
+        return self.file.replace(_INDEX, f"{shard:06d}")
+
+
 def codec_folder(codec: str) -> str:
     """Return the folder of a codec's fields.
 
@@ -39,21 +110,6 @@ def codec_of_folder(folder: str) -> str | None:
     return folder[len(_CODES_PREFIX) :] if folder.startswith(_CODES_PREFIX) else None
 
 
-def base_fields(*, contexts: bool) -> tuple[str, ...]:
-    """Return the fields of cuts and audio of a dataset with or without contexts, in the order of an index.
-
-    >>> base_fields(contexts=False)
-    ('cuts', 'target_audio')
-    """
-    return BASE_FIELDS if contexts else (CUTS, TARGET_AUDIO)
-
-
-def codec_fields(codec: str, *, contexts: bool = True) -> tuple[str, ...]:
-    """Return the fields of a codec: target codes and, unless the dataset has no contexts, context codes."""
-    targets = codes_field(codec, TARGET_CODES)
-    return (targets, codes_field(codec, CONTEXT_CODES)) if contexts else (targets,)
-
-
 def codes_field(codec: str, field: str) -> str:
     """Return the name of ``target_codes`` or ``context_codes`` of one codec in ``shards.jsonl``: its folder."""
     return f"{codec_folder(codec)}/{field}"
@@ -65,23 +121,53 @@ def codec_of_field(field: str) -> str | None:
     return codec_of_folder(folder) if name else None
 
 
+def published_field(name: str) -> Field | None:
+    """Return a field of the published layout by its name, or None: there is none of this name.
+
+    >>> published_field("codes_mimi/target_codes").path(7)
+    'codes_mimi/target_codes/codes.000007.tar'
+    """
+    if name == CUTS:
+        return Field(name=name, file=f"{CUTS}/cuts.{_INDEX}.jsonl.gz", kind="cuts", attribute=CUTS)
+    if name in BASE_FIELDS:
+        return Field(name=name, file=f"{name}/{RECORDING}.{_INDEX}.tar", kind="audio", attribute=name)
+    codec, attribute = codec_of_field(name), name.rpartition("/")[2]
+    if codec is None or not _CODEC.fullmatch(codec) or attribute not in (TARGET_CODES, CONTEXT_CODES):
+        return None
+    return Field(name=name, file=f"{name}/codes.{_INDEX}.tar", kind="array", attribute=attribute, by=codec)
+
+
+def base_fields(*, contexts: bool) -> list[Field]:
+    """Return the fields of cuts and audio of a dataset with or without contexts, in the order of an index.
+
+    >>> [field.name for field in base_fields(contexts=False)]
+    ['cuts', 'target_audio']
+    """
+    return _published(BASE_FIELDS if contexts else (CUTS, TARGET_AUDIO))
+
+
+def codec_fields(codec: str, *, contexts: bool = True) -> list[Field]:
+    """Return the fields of a codec: target codes and, unless the dataset has no contexts, context codes."""
+    names = (TARGET_CODES, CONTEXT_CODES) if contexts else (TARGET_CODES,)
+    return _published(codes_field(codec, name) for name in names)
+
+
+def shard_file(name: str, shard: int) -> str:
+    """Return the path of the file of one shard of a field of the published layout."""
+    field = published_field(name)
+    assert field is not None, f"{name} is not a field of the published layout"
+    return field.path(shard)
+
+
+def _published(names: Iterable[str]) -> list[Field]:
+    return [field for name in names if (field := published_field(name)) is not None]
+
+
 def sorted_fields(fields: Iterable[str]) -> list[str]:
     """Return fields in the order of an index: those of cuts and audio, then all others by name."""
     fields = set(fields)
     base = [name for name in BASE_FIELDS if name in fields]
     return [*base, *sorted(fields - set(base))]
-
-
-def shard_file(field: str, index: int) -> str:
-    """Return the path of a field's file of one shard, relative to the dataset directory.
-
-    >>> shard_file("codes_mimi/target_codes", 7)
-    'codes_mimi/target_codes/codes.000007.tar'
-    """
-    if field == CUTS:
-        return f"{CUTS}/cuts.{index:06d}.jsonl.gz"
-    stem = "codes" if field.startswith(_CODES_PREFIX) else RECORDING
-    return f"{field}/{stem}.{index:06d}.tar"
 
 
 def sidecar_files(file: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, SHARDS_FILE, codec_fields, sidecar_files
+from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, SHARDS_FILE, sidecar_files
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.validate.findings import Finding
 
@@ -90,7 +90,7 @@ class CheckedDataset:
 
     def codec_of(self, field: str) -> CodecRecord | None:
         """The codec of a field of codes, if it is recorded."""
-        return next((codec for codec in self.codecs if field in codec_fields(codec.name)), None)
+        return self.dataset.codec_of(field) if self.dataset else None
 
 
 def regular_size(path: Path) -> int | None:

@@ -61,9 +61,9 @@ def check_contract(
             if problem := problem_in(_audio_problem, item, dataset):
                 yield shard.finding("bad_audio", field, problem, member=item.cut_id)
     for codec in dataset.codecs:
-        for field, sources, temporal in zip(codec_fields(codec.name), (targets, contexts), (True, False), strict=True):
-            for cut_id, problem in _codes_problems(contents.get(field, []), sources, codec, temporal):
-                yield shard.finding("bad_codes", field, problem, member=cut_id)
+        for codes, sources, temporal in zip(codec_fields(codec.name), (targets, contexts), (True, False), strict=True):
+            for cut_id, problem in _codes_problems(contents.get(codes.name, []), sources, codec, temporal):
+                yield shard.finding("bad_codes", codes.name, problem, member=cut_id)
 
 
 def problem_in(check: Callable[..., str | None], *arguments: Any) -> str | None:

@@ -84,12 +84,12 @@ class Rechecker:
         assert self.subject.dataset is not None  # that names the codecs
         for record in self.subject.codecs:
             # In a dataset without contexts there are no codes of them either.
-            for name, source in zip(codec_fields(record.name), self.subject.dataset.audio_fields, strict=False):
-                for item, audio in zip(contents.get(name, []), contents.get(source, []), strict=False):
+            for codes, source in zip(codec_fields(record.name), self.subject.dataset.audio_fields, strict=False):
+                for item, audio in zip(contents.get(codes.name, []), contents.get(source, []), strict=False):
                     # By its bytes, so that a segment is in the sample at all its places, whatever its cuts are called.
                     is_chosen = xxhash.xxh3_64_intdigest(audio.data or b"", self.seed) < self.share * _HASHES
                     if is_chosen and (problem := self._compare(record, item, audio, stats)):
-                        yield shard.finding("different_codes", name, problem, member=item.cut_id)
+                        yield shard.finding("different_codes", codes.name, problem, member=item.cut_id)
                     finish(audio)
 
     def _compare(self, record: CodecRecord, item: Item, audio: Item, stats: dict[str, float]) -> str | None:

@@ -58,7 +58,7 @@ class WriteStage(Stage):
         self.config = config
         self.run_dir = RunDir(Path(config.run_dir))
         self.root = Path(config.dataset_dir)
-        self.folders = base_fields(contexts=config.has_contexts)
+        self.folders = [field.name for field in base_fields(contexts=config.has_contexts)]
         self._dataset = ShardedDataset(self.root)
 
     def identity(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class WriteProcessor(Processor):
         uses = [use for u in utterances for use in _segments(u).values()]
         encode = SegmentEncoder(self.config.write, reader, uses)
         fields = base_fields(contexts=self.config.has_contexts)
-        files = {field: shard_file(field, unit.index) for field in fields}
+        files = {field.name: field.path(unit.index) for field in fields}
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []
         values: list[dict[str, float]] = []

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import msgspec
 import pytest
+from lhotse import CutSet
+from lhotse.shar.writers.cut import JsonlShardWriter
+from support.errors import raises
+from support.fields import SCORE, add_fields, require_fields
 from support.reader import make_dataset
 
-from sharmill.errors import DamagedShard
-from sharmill.shar.index import read_dataset, write_dataset
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar import open_shar
+from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import FieldFile, read_dataset, read_shards, write_dataset
 from sharmill.shar.layout import Field, base_fields, codec_fields
-
-SCORE = Field(name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score", by="scorer")
+from sharmill.shar.sidecars import indexed_shar, write_sidecars
 
 
 @pytest.mark.parametrize(
@@ -67,3 +74,114 @@ def test_a_dataset_that_does_not_say_it_has_the_published_layout(tmp_path):
     assert read_dataset(tmp_path) == said
     write_dataset(tmp_path, read_dataset(tmp_path))
     assert "layout" in json.loads(path.read_text())
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Seven cuts in three shards, with codes, a score that may be missing, and an array."""
+    return add_fields(make_dataset(tmp_path / "dataset", [3, 1, 3], codes=True))
+
+
+def _values(cuts):
+    return {cut.id: ((cut.custom or {}).get("score"), cut.load_voice().tolist()) for cut in cuts}
+
+
+def test_values_and_arrays_are_attributes_of_the_cut(dataset):
+    assert require_fields(dataset) == 7
+    every = list(open_shar(dataset))
+    assert {"score", "voice", "target_codes", "context_codes"} <= set().union(*(cut.custom for cut in every))
+    assert {cut.has_custom("score") for cut in every} == {True, False}
+    assert "score" not in next(iter(open_shar(dataset, ["target_codes"]))).custom
+
+
+def test_lhotse_reads_the_same(dataset):
+    shards = list(read_shards(dataset))
+    fields = {"cuts": "cuts", "score": "score", "voice": "voices/voice"}
+    files = {key: [str(dataset / shard.fields[name].file) for shard in shards] for key, name in fields.items()}
+    assert _values(CutSet.from_shar(fields=files)) == _values(open_shar(dataset, ["score", "voice"]))
+
+
+def test_what_lhotse_writes_is_read(dataset, tmp_path):
+    shard = next(read_shards(dataset))
+    ids = list(read_cut_ids(dataset / shard.fields["cuts"].file))
+    with JsonlShardWriter(f"{tmp_path}/score.%06d.jsonl.gz", shard_size=10) as writer:
+        writer.write_placeholder(ids[0])
+        for number, cut_id in enumerate(ids[1:], 1):
+            writer.write({"cut_id": cut_id, "score": number / 10})
+    (tmp_path / "score.000000.jsonl.gz").replace(dataset / shard.fields["score"].file)
+    found = list(open_shar(dataset, ["score"]))[:3]
+    assert [(cut.custom or {}).get("score") for cut in found] == [None, 0.1, 0.2]
+
+
+def test_reading_goes_on_from_a_state(dataset):
+    whole = _values(open_shar(dataset, shuffle=True, seed=1))
+    cuts = open_shar(dataset, shuffle=True, seed=1)
+    first = _values(islice(iter(cuts), 3))
+    again = open_shar(dataset, ["score", "voice"], shuffle=True, seed=1)
+    again.data.load_state_dict(cuts.data.state_dict())
+    rest = _values(again)
+    assert not first.keys() & rest.keys()
+    assert first | rest == whole == _values(open_shar(dataset))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_any_cut_is_read_by_itself(dataset, tmp_path, apart):
+    into = tmp_path / "index" if apart else dataset
+    write_sidecars(dataset, into)
+    found = _values(open_shar(dataset, shuffle="global", sidecars=into))
+    assert found == _values(open_shar(dataset))
+    arguments = indexed_shar(dataset, ["score"], into=into)
+    assert arguments["fields"]["score"][0].endswith("score/score.000000.jsonl")
+
+
+def test_a_field_is_chosen_by_its_folder_where_several_have_its_attribute(dataset):
+    other = Field(name="b/score", file="b/score/score.{:06d}.jsonl.gz", kind="value", attribute="score", by="b")
+    shards = list(read_shards(dataset))
+    for shard in shards:
+        (dataset / "b/score").mkdir(parents=True, exist_ok=True)
+        (dataset / other.path(shard.index)).write_bytes((dataset / shard.fields["score"].file).read_bytes())
+    ShardedDataset(dataset).add_fields(
+        [other], [{"b/score": FieldFile(other.path(shard.index), 0, "")} for shard in shards]
+    )
+    with raises(ConfigError, "bad_layout", "several folders score: b/score, score"):
+        open_shar(dataset)
+    assert _values(open_shar(dataset, ["b/score", "voice"])) == _values(open_shar(dataset, ["score", "voice"]))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"cut_id": "another", "score": 1}', "is that of 'another'"),
+        (b"{", "is not JSON"),
+        (b'{"cut_id": "%s", "score": {"id": "x", "sources": [{"type": "command", "source": "touch /tmp/x"}], '
+         b'"sampling_rate": 1}}', "which is not loaded"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_damaged_or_would_run_something_is_an_error(dataset, line, message):
+    path = dataset / SCORE.path(0)
+    lines = read_lines(path)
+    cut_id = next(read_cut_ids(dataset / "cuts/cuts.000000.jsonl.gz")).encode()
+    write_cut_lines(path, [line.replace(b"%s", cut_id), *lines[1:]])
+    with pytest.raises(DamagedShard, match=message):
+        list(open_shar(dataset, ["score"]))
+
+
+def test_a_field_that_is_called_like_a_method_of_cuts_is_not_read(dataset):
+    path = dataset / "dataset.json"
+    path.write_text(path.read_text().replace('"attribute": "score"', '"attribute": "truncate"'))
+    with pytest.raises(DamagedShard, match="method of cuts"):
+        list(open_shar(dataset))
+
+
+def test_fields_that_are_removed_leave_the_others(dataset):
+    ShardedDataset(dataset).remove_fields([SCORE], 3)
+    assert not (dataset / "score").exists()
+    assert [field.name for field in read_dataset(dataset).added_fields] == ["voices/voice"]
+    assert all("score" not in shard.fields for shard in read_shards(dataset))
+    assert [codec.name for codec in read_dataset(dataset).codecs] == ["toy"]
+    assert len(list(open_shar(dataset))) == 7
+
+
+def test_a_dataset_that_is_removed_leaves_no_added_field(dataset):
+    ShardedDataset(dataset).remove(None)
+    assert not [path for path in dataset.rglob("*") if not path.is_dir()]

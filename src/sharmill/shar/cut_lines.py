@@ -1,4 +1,4 @@
-"""The files of cuts: JSON lines, compressed or not. Fields of lhotse that are JSON lines too are read by them."""
+"""Files of JSON lines, compressed or not: those of cuts, and fields with a value for each cut."""
 
 from __future__ import annotations
 
@@ -45,6 +45,14 @@ def write_cut_lines(path: Path, cuts: Iterable[bytes]) -> None:
     with path.open("wb") as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
         for cut in cuts:
             lines.write(cut + b"\n")
+
+
+def write_values(path: Path, attribute: str, values: Iterable[tuple[str, Any]]) -> None:
+    """Write the values of a field as lhotse's JsonlShardWriter does: from pairs of the id of a cut and its value.
+
+    A cut whose value is None has a line without a value.
+    """
+    write_cuts(path, ({"cut_id": cut_id} | ({} if value is None else {attribute: value}) for cut_id, value in values))
 
 
 def read_cuts(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The items of a tar field: for each cut a pair of members, data and its lhotse manifest, or a placeholder."""
+"""The items of a field: for each cut a pair of members of an archive, data and its lhotse manifest, or a value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.cut_lines import NOT_JSON
+from sharmill.shar.cut_lines import NOT_JSON, decode_cut, read_lines
 from sharmill.shar.tar import TarTable, TarWriter
 
 _encoder = msgspec.json.Encoder()
@@ -25,7 +25,8 @@ _NO_METADATA = "nometa"
 class Item:
     """The data of a cut in a field, in the format that ``extension`` names, and the lhotse manifest of it.
 
-    Both are None for a placeholder, which says that the cut has nothing in this field.
+    Both are None for a placeholder, which says that the cut has nothing in this field. The item of a field of values
+    has no data either: its metadata are the value by the attribute of the cut.
     """
 
     cut_id: str
@@ -135,6 +136,45 @@ class ItemTable:
         return DamagedShard(f"{self._path}: {what}")
 
 
+class ValueTable:
+    """The items of a field of values, as ``ItemTable``.
+
+    Raises:
+        DamagedShard: the file is not there or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = read_lines(path)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+    def item(self, number: int, *, copy: bool = True) -> Item:
+        """Return an item.
+
+        Raises:
+            DamagedShard: the line is not JSON, or has no id of a cut.
+        """
+        values = decode_cut(self._path, self._lines[number])
+        cut_id = values.pop("cut_id", None)
+        if not isinstance(cut_id, str):
+            raise self.damage(f"item {number} has no cut_id")
+        return Item(cut_id, "json", None, values or None)
+
+    def damage(self, what: str) -> DamagedShard:
+        """Return the error that says what is wrong with this file."""
+        return DamagedShard(f"{self._path}: {what}")
+
+
+def open_items(path: Path) -> ItemTable | ValueTable:
+    """Open the items of a file of a field, by its name a tar archive or JSON lines; raises as these."""
+    return ItemTable(path) if path.suffix == ".tar" else ValueTable(path)
+
+
 def pair_names(path: Path, names: list[str]) -> tuple[str, str]:
     """Return the cut id and the extension of an item from the names of its members in an archive.
 
@@ -154,11 +194,11 @@ def _second_extension(extension: str) -> str:
 
 
 def read_field(path: Path) -> Iterator[Item]:
-    """Yield the items of a tar field, in order.
+    """Yield the items of a file of a field, in order.
 
     Raises:
-        DamagedShard: the archive is not there or damaged, or its members do not come in pairs.
+        DamagedShard: the file is not there or damaged, or has something else in it.
     """
-    with closing(ItemTable(path)) as table:
+    with closing(open_items(path)) as table:
         for number in range(len(table)):
             yield table.item(number)

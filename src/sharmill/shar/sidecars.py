@@ -1,7 +1,7 @@
 """Index files beside the shards, with which lhotse 2 takes any cut by its number: ``CutSet.from_shar(indexed=True)``.
 
 Its format: little-endian 64-bit offsets of the items of a file, and the size of the file at the end. Compressed lines
-cannot be indexed, so there is an uncompressed copy of the cuts. sharmill's own reader needs none of this.
+cannot be indexed, so there are uncompressed copies of cuts and values. sharmill's own reader needs none of this.
 """
 
 from __future__ import annotations
@@ -95,15 +95,16 @@ def _item_offsets(archive: Path) -> list[int]:
 
 def _write_sidecars_of(shard: ShardRecord, directory: Path, root: Path) -> None:
     refuse_strangers(root, {(root / file.file).parent for file in shard.fields.values()})
-    for field, file in shard.fields.items():
+    for file in shard.fields.values():
         *plain, index = sidecar_files(file.file)
         folder = (root / index).parent
         make_folder(folder)
         remove_asides(folder, {PurePosixPath(name).name for name in (*plain, index)})
-        if field == CUTS:
-            lines = read_lines(directory / file.file)
-            write_atomic(root / plain[0], b"".join(line + b"\n" for line in lines))
-            offsets = [0, *accumulate(len(line) + 1 for line in lines)]
-        else:
+        if file.file.endswith(".tar"):
             offsets = _item_offsets(directory / file.file)
+        else:
+            lines = read_lines(directory / file.file)
+            for copy in plain:
+                write_atomic(root / copy, b"".join(line + b"\n" for line in lines))
+            offsets = [0, *accumulate(len(line) + 1 for line in lines)]
         write_atomic(root / index, np.array(offsets, "<u8").tobytes())

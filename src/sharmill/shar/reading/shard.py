@@ -52,21 +52,19 @@ class OpenShard:
         self.index = files.index
         self._foreign = foreign
         sidecars = files.sidecars
-        self._lines: IndexedFile | list[bytes]
-        if sidecars:
-            self._lines = IndexedFile(*sidecars[CUTS])
-        else:
-            self._lines = read_lines(files.cuts) if files.lines is None else files.lines
+        self._lines = _open_lines(files.cuts, sidecars.get(CUTS)) if files.lines is None else files.lines
         if files.count not in (None, len(self._lines)):
             raise self.damage(f"there are {len(self._lines)} {CUTS} instead of {files.count}")
         self._columns: dict[str, _TarColumn | _LinesColumn] = {}
         column: _TarColumn | _LinesColumn
         try:
             for name, path in files.fields.items():
+                if not foreign and name not in MonoCut.__dataclass_fields__ and hasattr(MonoCut, name):
+                    raise self.damage(f"the field {name} is called like a method of cuts")
                 if path.suffix == ".tar":
                     column = _TarColumn(IndexedItems(path, *sidecars[name]) if sidecars else ItemTable(path))
                 else:
-                    column = _LinesColumn(path, name)
+                    column = _LinesColumn(path, name, _open_lines(path, sidecars.get(name)))
                 self._columns[name] = column
                 if len(column) != len(self._lines):
                     raise self.damage(f"{name} ({path}) has {len(column)} items for {len(self._lines)} {CUTS}")
@@ -78,10 +76,9 @@ class OpenShard:
         return len(self._lines)
 
     def close(self) -> None:
-        if isinstance(self._lines, IndexedFile):
-            self._lines.close()
-        for column in self._columns.values():
-            column.close()
+        for lines in (self._lines, *self._columns.values()):
+            if not isinstance(lines, list):
+                lines.close()
 
     def read(self, number: int, position: tuple[int, ...]) -> Cut:
         """Read a cut with the fields' items for it as its attributes; a placeholder is not attached.
@@ -161,16 +158,18 @@ class _TarColumn:
 class _LinesColumn:
     """A field in lhotse's JSON lines: an id, and any value."""
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, lines: IndexedFile | list[bytes]) -> None:
         self._path = path
         self._name = name
-        self._lines = read_lines(path)
+        self._lines = lines
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Close the file, if it is open."""
+        if isinstance(self._lines, IndexedFile):
+            self._lines.close()
 
     def read(self, number: int, cut_id: str) -> Any:
         try:
@@ -183,6 +182,14 @@ class _LinesColumn:
         if found := find_forbidden(value):
             raise DamagedShard(f"{self._path}: item {number} has {found}, which is not loaded")
         return value
+
+
+def _open_lines(path: Path, sidecars: list[Path] | None) -> IndexedFile | list[bytes]:
+    """Return the lines of a file, or open its uncompressed copy by the index beside it."""
+    if not sidecars:
+        return read_lines(path)
+    *plain, index = sidecars
+    return IndexedFile(plain[0] if plain else path, index)
 
 
 def _align(cut: MonoCut, custom: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -25,8 +25,8 @@ from sharmill.shar.layout import (
     CUTS,
     DATASET_FILE,
     SHARDS_FILE,
+    Field,
     codec_of_field,
-    shard_file,
     sidecar_files,
 )
 from sharmill.shar.reading.foreign import find_shards
@@ -204,7 +204,8 @@ class IndexedShardSource(ShardSource):
         self._directory = directory
         self._dataset = read_dataset(directory)
         self._foreign = self._dataset.contract == "foreign"
-        self._fields = _choose(directory, self._dataset.fields, fields, codec)
+        stored = {name: self._dataset.field(name) for name in self._dataset.fields}
+        self._fields = _choose(directory, stored, fields, codec)
         self._sidecars = sidecars
         if sidecars is not None and self.num_shards:
             self._require_sidecars(sidecars)
@@ -237,12 +238,11 @@ class IndexedShardSource(ShardSource):
         missing = [field for field in (CUTS, *self._fields.values()) if field not in record.fields]
         if missing:
             raise DamagedShard(f"shard {record.index}: there is no {missing[0]}")
-        for field in (CUTS, *self._fields.values()):
-            file = record.fields[field].file
-            if self._dataset.contract == "sharmill" and file != shard_file(field, record.index):
-                raise DamagedShard(
-                    f"shard {record.index}: the index has {file} where {shard_file(field, record.index)} belongs"
-                )
+        for name in () if self._foreign else (CUTS, *self._fields.values()):
+            file, field = record.fields[name].file, self._dataset.field(name)
+            if field is None or file != field.path(record.index):
+                expected = field.path(record.index) if field else "no such field"
+                raise DamagedShard(f"shard {record.index}: the index has {file} where {expected} belongs")
         names = {name: record.fields[field].file for name, field in self._fields.items()}
         paths = {name: self._directory / file for name, file in names.items()}
         cuts = record.fields[CUTS].file
@@ -255,8 +255,6 @@ class IndexedShardSource(ShardSource):
     def _require_sidecars(self, folder: Path) -> None:
         """Raise ConfigError where the first shard has not all of its index files."""
         files = self.files(0)
-        if lines := [path for path in files.fields.values() if path.suffix != ".tar"]:
-            raise ConfigError(f"{lines[0]} is no tar archive, which alone has random access", code="bad_layout")
         missing = [path for paths in files.sidecars.values() for path in paths if not path.exists()]
         if missing:
             into = "" if folder == self._directory else f" --into {folder}"
@@ -283,7 +281,7 @@ class _ForeignShardSource(ShardSource):
                 "if the index was lost, sharmill index makes it again",
                 code="no_dataset",
             )
-        self._fields = _choose(directory, self._shards[0].files, fields, codec)
+        self._fields = _choose(directory, dict.fromkeys(self._shards[0].files), fields, codec)
 
     @property
     def num_shards(self) -> int:
@@ -320,18 +318,23 @@ class _ForeignShardSource(ShardSource):
         return False
 
 
-def _choose(directory: Path, stored: Iterable[str], fields: Sequence[str] | None, codec: str | None) -> dict[str, str]:
-    """Return which of the stored fields fills each attribute of the cut that is wanted."""
+def _choose(
+    directory: Path, stored: Mapping[str, Field | None], fields: Sequence[str] | None, codec: str | None
+) -> dict[str, str]:
+    """Return which of the stored fields fills each attribute of the cut that is wanted.
+
+    A field of another tool, of which nothing is known but its name, is called like its folder.
+    """
     available: dict[str, list[str]] = {}
-    for field in stored:
-        if field != CUTS:
-            available.setdefault(field.rpartition("/")[2], []).append(field)
+    for name, known in stored.items():
+        if name != CUTS:
+            available.setdefault(known.attribute if known else name.rpartition("/")[2], []).append(name)
     codecs = sorted({found for choices in available.values() for field in choices if (found := codec_of_field(field))})
     if codec is not None and codec not in codecs:
         raise ConfigError(
             f"{directory} has no codec {codec!r}; it has {', '.join(codecs) or 'none'}", code="unknown_codec"
         )
-    unknown = [field for field in fields or () if field not in available and field != CUTS]
+    unknown = [field for field in fields or () if field not in available and field not in stored]
     if unknown:
         has_contexts = any(name.startswith(_CONTEXT) for name in available)
         why = ": it has no contexts" if unknown[0].startswith(_CONTEXT) and not has_contexts else ""
@@ -339,19 +342,23 @@ def _choose(directory: Path, stored: Iterable[str], fields: Sequence[str] | None
             f"{directory} has no field {unknown[0]!r}{why}; it has {', '.join(available)}", code="unknown_field"
         )
     chosen: dict[str, str] = {}
-    for name, choices in available.items():
-        if fields is None or name in fields:
-            wanted = [field for field in choices if codec is None or codec_of_field(field) in (codec, None)]
-            if len(wanted) > 1:
-                known = [found for field in wanted if (found := codec_of_field(field))]
-                if len(known) == len(wanted):
-                    raise ConfigError(
-                        f"{directory} has the codecs {', '.join(sorted(known))}: name one with codec=",
-                        code="unknown_codec",
-                    )
+    for attribute, choices in available.items():
+        if fields is not None:
+            # The folder that is called so, or else all that are called so on a cut.
+            choices = [field for field in choices if field in fields] or (choices if attribute in fields else [])
+        wanted = [field for field in choices if codec is None or codec_of_field(field) in (codec, None)]
+        if len(wanted) > 1:
+            made_by = [found for field in wanted if (found := codec_of_field(field))]
+            if len(made_by) == len(wanted):
                 raise ConfigError(
-                    f"{directory} has several folders {name}: {', '.join(wanted)}; keep one", code="bad_layout"
+                    f"{directory} has the codecs {', '.join(sorted(made_by))}: name one with codec=",
+                    code="unknown_codec",
                 )
-            if wanted:
-                chosen[name] = wanted[0]
+            raise ConfigError(
+                f"{directory} has several folders {attribute}: {', '.join(wanted)}; name one of them in fields=, or "
+                "keep one",
+                code="bad_layout",
+            )
+        if wanted:
+            chosen[attribute] = wanted[0]
     return chosen

@@ -46,7 +46,7 @@ included, is in `resolved_config.yaml` of its run directory, with references as 
 hold secrets. Names of variables stand for their values in plans and in the index of the dataset, too.
 """
 SOURCE = """\
-Each item of the list has these keys. A source of another package has its own, beside `type` and `audio_root`.
+Each item of the list has these keys. A source of another package has its own beside the first six.
 """
 PROFILE = """\
 `sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from

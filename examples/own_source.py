@@ -26,11 +26,10 @@ from sharmill.sources import Piece, Source
 
 @dataclass(frozen=True, kw_only=True)
 class FolderSource(Source):
-    """Utterances from folders. Its fields are the keys of an entry under ``sources``."""
+    """Utterances from folders. Its fields are keys in ``sources``, beside those that all sources have."""
 
     type: str = "folders"
-    audio_root: str
-    language: str = "en"
+    audio_suffix: str = ".wav"
 
     def identity(self) -> dict[str, Any]:
         """Return what the records depend on: a run whose input has changed is refused."""
@@ -48,15 +47,15 @@ class FolderSource(Source):
         """Yield the records of a piece as JSON, with the keys of a NeMo manifest."""
         for path in self._files()[piece["begin"] : piece["end"]]:
             record = {
-                "audio_filepath": path.relative_to(self.audio_root).as_posix(),
+                "audio_filepath": path.relative_to(str(self.audio_root)).as_posix(),
                 "duration": soundfile.info(path).duration,
-                "speaker": f"| Language:{self.language} Dataset:folders Speaker:{path.parent.name} |",
+                "speaker": path.parent.name,
                 "text": path.with_suffix(".txt").read_text().strip(),
             }
             yield json.dumps(record).encode()
 
     def _files(self) -> list[Path]:
-        return sorted(Path(self.audio_root).glob("*/*.wav"))
+        return sorted(Path(str(self.audio_root)).glob(f"*/*{self.audio_suffix}"))
 
 
 def main(audio_root: str, output: Path) -> int:
@@ -65,7 +64,7 @@ def main(audio_root: str, output: Path) -> int:
             "name": "folders",
             "run_dir": str(output / "run"),
             "dataset_dir": str(output / "dataset"),
-            "sources": [{"type": "python:own_source:FolderSource", "audio_root": audio_root}],
+            "sources": [{"type": "python:own_source:FolderSource", "audio_root": audio_root, "language": "en"}],
         },
         origin="examples/own_source.py",
     )

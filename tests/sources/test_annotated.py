@@ -297,7 +297,6 @@ def test_annotations_in_another_folder(annotated, tmp_path):
     (tmp_path / "notes/en/a.en.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nyes\n")
     (tmp_path / "notes/en/a.de.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nja\n")
     assert brief(read(source)) == [("en/a.wav", 1.0, 1.0, None, "yes")]
-    assert source.paths() == {"audio_root": str(tmp_path / "audio"), "annotation_root": str(tmp_path / "notes")}
 
 
 def test_identity_tells_other_annotations(annotated):

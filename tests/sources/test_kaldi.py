@@ -48,7 +48,6 @@ def test_segments(size, directory):
         {"utterance_id": "u3", "text": "NO", "speaker": "anna", "language": "en", "gender": "f",
          "audio_filepath": "one.wav", "offset": 3.0},
     ]  # fmt: skip
-    assert source.stem() == "train"
     assert list(source.identity()) == [
         "0 wav.scp", "1 segments", "2 text", "3 utt2spk", "4 utt2lang", "5 spk2gender",
     ]  # fmt: skip

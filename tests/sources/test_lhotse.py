@@ -87,7 +87,6 @@ def test_a_cut_with_one_supervision(name, end, cuts):
     said = supervision(start=0.5, duration=2.0, gender="f", language="English", custom=own)
     source = cuts(cut(said, start=1.25, duration=3.0, custom={"split": "a", "offset": 7}), name=name, end=end)
     source.check()
-    assert source.stem() == "cuts"
     assert read(source) == [
         {"utterance_id": "s", "split": "a", "snr": 3, "speaker": "anna", "language": "English", "gender": "f",
          "text": "S", "audio_filepath": "a.wav", "offset": 1.25, "duration": 3.0}
@@ -235,7 +234,6 @@ def test_supervisions_with_their_recordings(suffix, joined):
     assert [row["audio_filepath"] for row in rows] == [f"{number * 7919 % 600}.wav" for number in range(600)]
     assert rows[3] == {"utterance_id": "s3", "n": 3, "speaker": "anna", "text": "S3", "audio_filepath": "357.wav",
                        "offset": 1.0, "duration": 2.5}  # fmt: skip
-    assert source.stem() == "s"
 
 
 def test_recordings_alone(tmp_path):
@@ -246,7 +244,6 @@ def test_recordings_alone(tmp_path):
     one, two, bad = read(source)
     assert one == {"utterance_id": "one", "audio_filepath": "a.wav", "duration": 2.5}
     assert (two["audio_filepath"], bad.reason) == ("right.wav", "malformed")
-    assert source.stem() == "recordings"
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
@@ -350,9 +347,7 @@ def test_a_missing_file(tmp_path):
 def test_identity_names_files_without_folders(cuts, joined):
     assert list(cuts(cut()).identity()["cuts"]) == ["0 cuts.jsonl"]
     both = joined([recording()], [supervision()])
-    assert list(both.identity()) == ["recordings", "supervisions"]
-    assert both.settings()["recordings"] == "r.jsonl"
-    assert list(both.paths()) == ["recordings", "supervisions", "audio_root"]
+    assert sorted(both.identity()) == ["recordings", "supervisions"]
 
 
 @pytest.mark.parametrize(

@@ -292,26 +292,12 @@ def test_identity_has_sizes_of_archives_and_checksums_of_manifests_and_outlasts_
     made = source(data)
     before = made.identity()
     assert before["tars"] == {f"{n} audio_{n}.tar": (data / f"audio_{n}.tar").stat().st_size for n in range(2)}
-    assert list(before["manifests"]) == ["0 manifest.json"]
+    assert list(before["manifest"]) == ["0 manifest.json"]
     os.utime(data / "audio_0.tar", (0, 0))
     assert source(data).identity() == before
     with (data / "audio_0.tar").open("ab") as stream:
         stream.write(bytes(512))
     assert source(data).identity() != before
-
-
-def test_settings_stem_and_paths(data):
-    made = source(data, "sharded/manifest_{0..1}.json", speaker="{path[0]}")
-    assert made.settings() == {
-        "type": "nemo_tarred", "manifest": "manifest_{0..1}.json", "tars": "audio__OP_0..1_CL_.tar",
-        "speaker": "{path[0]}",
-    }  # fmt: skip
-    assert made.stem() is None
-    assert source(data).stem() == "manifest"
-    assert made.paths() == {
-        "manifest": f"{data}/sharded/manifest_{{0..1}}.json", "tars": f"{data}/audio__OP_0..1_CL_.tar",
-        "audio_root": str(data),
-    }  # fmt: skip
 
 
 def test_records_are_those_of_all_pieces(data):

@@ -221,5 +221,4 @@ def test_commands_and_addresses_are_refused(tars):
 def test_identity_is_the_sizes_of_the_archives(tmp_path):
     write_tar(tmp_path / "a.tar", SAMPLE)
     made = source(tmp_path / "a.tar")
-    assert made.identity() == {"0 a.tar": 10240}
-    assert made.settings()["tars"] == "a.tar"
+    assert made.identity() == {"tars": {"0 a.tar": 10240}}

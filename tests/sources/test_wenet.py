@@ -215,5 +215,5 @@ def test_identity_has_the_lists_and_the_sizes_of_their_archives(tmp_path):
     write_tar(tmp_path / "s.tar", SAMPLE)
     identity = shards(tmp_path, ["s.tar", "none.tar"]).identity()
     assert identity["tars"] == {"0 s.tar": 10240, "1 none.tar": None}
-    assert list(identity["lists"]) == ["0 shards.list"]
-    assert list(raw(tmp_path, [{"wav": "a"}]).identity()) == ["0 data.list"]
+    assert list(identity["data_list"]) == ["0 shards.list"]
+    assert list(raw(tmp_path, [{"wav": "a"}]).identity()) == ["data_list"]

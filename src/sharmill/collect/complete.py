@@ -17,7 +17,7 @@ from sharmill.config import PrepareConfig
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of
 from sharmill.prepare.check import check_fields, parse_record
-from sharmill.sources import Located, SpeechSource, Unreadable
+from sharmill.sources import Located, Source, Unreadable
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.speakers import UNDETERMINED
 
@@ -40,7 +40,7 @@ class Input:
         dataset: for the speaker tags of records that name none.
     """
 
-    source: SpeechSource
+    source: Source
     prefix: str
     dataset: str
 
@@ -77,7 +77,7 @@ class Completed:
         self.vocabulary.update(other.vocabulary)
 
 
-def read_input(source: SpeechSource, defaults: dict[str, str]) -> Iterator[Raw]:
+def read_input(source: Source, defaults: dict[str, str]) -> Iterator[Raw]:
     """Yield the raw records of a folder, a table or a manifest, with keys for those that have none of their own.
 
     Raises:
@@ -181,7 +181,7 @@ class Completion:
             made["lang"] = rule.language
         made |= {key: value for key, value in record.items() if key not in TYPED_KEYS}
         own = record.get("channel")
-        channel = entry.source.default_channel() if own is None else own
+        channel = entry.source.channel if own is None else own
         if info.channels > 1 and channel is not None:
             made["channel"] = choose_channel(channel, info.channels)
         return made, info.channels

@@ -31,7 +31,7 @@ from sharmill.collect.workers import map_in_order
 from sharmill.errors import ConfigError
 from sharmill.manifest import Channel, write_lines
 from sharmill.registry import nearest
-from sharmill.sources import SpeechSource
+from sharmill.sources import Source
 from sharmill.sources.lhotse import LhotseSource
 from sharmill.sources.nemo import NemoSource
 
@@ -152,7 +152,7 @@ class Found:
 
     dataset: str
     defaults: dict[str, str]
-    splits: dict[str, SpeechSource]
+    splits: dict[str, Source]
 
 
 def read_corpus(
@@ -203,7 +203,7 @@ def _read_corpus(
     )
 
 
-def _write_part(part: Part | Records, path: Path, channel: Channel) -> SpeechSource | None:
+def _write_part(part: Part | Records, path: Path, channel: Channel) -> Source | None:
     """Write the records of a split, or its recordings and supervisions, in an order that folders do not determine.
 
     Return the source that reads them, None if there are none.

@@ -34,8 +34,8 @@ from sharmill.files.storage import (
     write_atomic,
 )
 from sharmill.manifest import write_lines
-from sharmill.sources import SpeechSource
-from sharmill.sources.files import FileSource, find_files, names_several, read_ends
+from sharmill.sources import FileSource, Source
+from sharmill.sources.files import find_files, names_several, read_ends
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource
@@ -123,7 +123,7 @@ def make_manifest(
             parts = [("", number, read_input(entry.source, {})) for number, entry in enumerate(inputs)]
         else:
             found = read_corpus(options.corpus, roots[0], options.recipe_options, options.splits,
-                                inputs[0].source.default_channel(), folder)  # fmt: skip
+                                inputs[0].source.channel, folder)  # fmt: skip
             inputs = [dataclasses.replace(inputs[0], dataset=found.dataset)]
             parts = [(split, 0, read_input(source, found.defaults)) for split, source in found.splits.items()]
         splits = list(dict.fromkeys(split for split, _, _ in parts))
@@ -317,7 +317,7 @@ def _make_inputs(sources: Sequence[str], roots: Sequence[Path], root: Path, opti
     unused = set(options.keys)
     for source, audio_root in zip(sources, roots, strict=True):
         kind = _kind_of(source)
-        fields = {field.name for field in dataclasses.fields(SpeechSource if options.corpus is not None else kind)}
+        fields = {field.name for field in dataclasses.fields(Source if options.corpus is not None else kind)}
         unused -= fields
         keys = {key: value for key, value in options.keys.items() if key in fields}
         prefix = os.path.relpath(audio_root, root)
@@ -335,12 +335,12 @@ def _make_inputs(sources: Sequence[str], roots: Sequence[Path], root: Path, opti
     return inputs
 
 
-def _kind_of(source: str) -> type[SpeechSource]:
+def _kind_of(source: str) -> type[Source]:
     """Return the type of a source: by its ending, else by its first letter."""
     path = _expanded(source)
     if path.is_dir():
         return FolderSource
-    known: dict[str, type[SpeechSource]] = {
+    known: dict[str, type[Source]] = {
         ".csv": TableSource,
         ".tsv": TableSource,
         ".json": NemoSource,
@@ -352,7 +352,7 @@ def _kind_of(source: str) -> type[SpeechSource]:
     return NemoSource if head.lstrip().startswith(b"{") else TableSource
 
 
-def _make_source(kind: type[SpeechSource], source: str, keys: dict[str, Any]) -> SpeechSource:
+def _make_source(kind: type[Source], source: str, keys: dict[str, Any]) -> Source:
     if kind is TableSource:
         keys = {"delimiter": "\t" if source.lower().endswith(".tsv") else ",", "table": source} | keys
     elif kind is NemoSource:

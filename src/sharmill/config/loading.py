@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import msgspec
 
 from sharmill.config.references import References
-from sharmill.config.schema import STAGE_ALIASES, STAGES, Config
+from sharmill.config.schema import STAGE_ALIASES, STAGES, Config, Source
 from sharmill.config.untrusted import load_untrusted_yaml
 from sharmill.errors import ConfigError
 from sharmill.files.storage import NotRegularError, open_regular
 from sharmill.registry import SOURCES, nearest
-from sharmill.sources import Source
 
 if TYPE_CHECKING:
     from yaml import Node
@@ -243,9 +242,9 @@ def _source_type(name: Any, number: int, origin: str) -> type[Source]:
         kind = SOURCES.load("nemo" if name is None else str(name))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}", code=error.code) from error
-    if not (isinstance(kind, type) and issubclass(kind, Source) and dataclasses.is_dataclass(kind)):
+    if not (isinstance(kind, type) and hasattr(kind, "pieces") and dataclasses.is_dataclass(kind)):
         raise ConfigError(f"{where}: {name} is not a dataclass derived from sharmill.sources.Source", code="bad_plugin")
-    return kind
+    return Source.register(typing.cast("type[Source]", kind))
 
 
 def _describe_yaml_error(error: Exception) -> str:

@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sharmill.config.references import References
-from sharmill.sources import Source
+
+if TYPE_CHECKING:
+    from sharmill.sources import Source
+else:
+
+    class Source(ABC):
+        """Stand-in for the class of all sources, which a configuration has from the registry."""
+
+        type: str
+        audio_root: str | list[str] | None
+
 
 Precision = Literal["fp32", "tf32", "bf16"]
 
@@ -349,7 +360,7 @@ class Config:
         _require(not from_dataset or self.append_to is not None, "match.contexts_from_dataset needs append_to")
         _require(bool(self.sources), "sources must name at least one manifest")
         # An id that is kept may look like one that is made of a path.
-        kept = {source.keeps_ids() for source in self.sources}
+        kept = {source.keeps_ids for source in self.sources}
         _require(len(kept) == 1, "keep_ids must be the same for all sources; those without the key keep no ids")
         _require(0 <= self.max_reject_fraction <= 1, "max_reject_fraction must be between 0 and 1")
 

@@ -116,8 +116,8 @@ class PrepareStage(Stage):
             filters=parse_filters(self.config.prepare.filters),
             roots=AudioRoots.of((source.audio_root for source in self.config.sources), self.run_dir.copies),
             speakers=[source.speaker_rule(self.config.name) for source in self.config.sources],
-            channels=[source.default_channel() for source in self.config.sources],
-            keep_ids=[source.keeps_ids() for source in self.config.sources],
+            channels=[source.channel for source in self.config.sources],
+            keep_ids=[source.keeps_ids for source in self.config.sources],
             group_key=make_speaker_key(self.config.speaker_key) if self.config.has_contexts else whole_corpus,
         )
 
@@ -230,7 +230,7 @@ def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:
 
 def manifest_stem(config: Config) -> str:
     """Return how the manifests of a dataset are called: after its only manifest, or after the dataset."""
-    stem = config.sources[0].stem() if len(config.sources) == 1 else None
+    stem = config.sources[0].stem if len(config.sources) == 1 else None
     return stem or config.name
 
 

@@ -7,10 +7,9 @@ by an entry point in the group ``sharmill.sources``, or a configuration names it
 >>> from dataclasses import dataclass
 >>> from pathlib import Path
 >>> @dataclass(frozen=True, kw_only=True)
-... class FolderSource(Source):
-...     type: str = "folder"
-...     audio_root: str
-...     speaker: str
+... class WavSource(Source):
+...     type: str = "wav"
+...     suffix: str = ".wav"
 ...
 ...     def identity(self):
 ...         return {path.name: path.stat().st_size for path in self._files()}
@@ -20,12 +19,12 @@ by an entry point in the group ``sharmill.sources``, or a configuration names it
 ...             yield Piece(1, {"name": path.name})
 ...
 ...     def read(self, piece):
-...         yield json.dumps({"audio_filepath": piece["name"], "speaker": self.speaker}).encode()
+...         yield json.dumps({"audio_filepath": piece["name"]}).encode()
 ...
 ...     def _files(self):
-...         return sorted(Path(self.audio_root).glob("*.wav"))
->>> FolderSource(audio_root="recordings", speaker="ada").type
-'folder'
+...         return sorted(Path(self.audio_root).glob(f"*{self.suffix}"))
+>>> WavSource(audio_root="recordings", speaker="{path[0]:prefix}", language="en").type
+'wav'
 """
 
 from __future__ import annotations
@@ -33,23 +32,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from sharmill.audio.fetch import check_url_root, is_url
-from sharmill.errors import ConfigError
+from sharmill.audio.roots import AudioRoot, normalise_path
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
+from sharmill.sources.files import expand_home, expand_shards, find_files, identify_files, names_several
 from sharmill.sources.speakers import UNDETERMINED, SpeakerRule
 from sharmill.sources.templates import Template
 
 # So many records are looked at before any work to see which keys there are.
 _FIRST_RECORDS: Final = 1000
-_RECORD_KEYS: Final = ("speaker", "language", "dataset", "channel")
 
 
 @dataclass(frozen=True)
@@ -93,21 +96,49 @@ def record_text(raw: RawRecord) -> bytes:
     return raw if isinstance(raw, bytes) else raw.record if isinstance(raw, Located) else raw.record.encode()
 
 
+@dataclass(frozen=True, kw_only=True)
 class Source(ABC):
-    """One input of a dataset. A subclass is a frozen, keyword-only dataclass with at least these two fields.
-
-    Derive it from ``SpeechSource`` to have the keys ``speaker``, ``language``, ``dataset`` and ``channel`` too.
+    """One input of a dataset, with the keys that every source has. A subclass is such a dataclass with further keys.
 
     Attributes:
-        type: the name under which a configuration asks for it.
-        audio_root: the folder that the audio paths of its records are relative to, a list of them, or None for any
-            absolute path.
+        file_keys: the keys that name files or folders of records. Manifests are called after the first that is given.
+        folder_keys: further keys that name folders.
     """
 
+    file_keys: ClassVar[tuple[str, ...]] = ()
+    folder_keys: ClassVar[tuple[str, ...]] = ()
     type: str
+    """Kind of the source: ``nemo``, one that another package declares, or ``python:package.module:Class``."""
     audio_root: str | list[str] | None
+    """Folder that ``audio_filepath`` is relative to, or a list of them. Audio outside is rejected. ``null`` takes
+    absolute paths anywhere on this machine, so a manifest can then name any audio file. A URL, ``https://host/speech``,
+    has the audio below it fetched into the run directory."""
+    speaker: str | None = None
+    """Template that makes the name of the speaker of keys and of parts of the path, such as ``{spk}``, ``{path[0]}``,
+    ``{utt:prefix}`` (up to the first ``-`` or ``_``). ``null`` takes the record's ``speaker``: a tag, or a name."""
+    language: str | None = None
+    """Language of records that have neither a speaker tag nor ``language`` or ``lang``; ``null`` is ``und``."""
+    dataset: str | None = None
+    """Name for the speaker tags of records that have none; ``null`` is the name of the dataset."""
+    channel: Channel = None
+    """Channel of audio that has several, from 0, or ``downmix`` for their mean. A record's own ``channel`` comes first.
+    ``null`` rejects such audio where the record has none."""
 
-    def check(self) -> None:  # noqa: B027 (most sources can be checked only by reading them)
+    def __post_init__(self) -> None:
+        roots = self.audio_root if isinstance(self.audio_root, list) else [self.audio_root]
+        if not roots or any(root is not None and not root.strip() for root in roots):
+            raise ValueError("audio_root must not be empty; audio_root: null takes absolute paths anywhere")
+        for url in (root for root in roots if root is not None and is_url(root)):
+            check_url_root(url)
+        for key in ("language", "dataset"):
+            value = getattr(self, key)
+            if value is not None and (not value or value.split() != [value]):
+                raise ValueError(f"{key} {value!r} must be a word without blanks")
+        if isinstance(self.channel, int) and self.channel < 0:
+            raise ValueError("channel must be a number from 0, or downmix")
+        self.template()
+
+    def check(self) -> None:  # noqa: B027 (some sources can be checked only by reading them)
         """Raise ConfigError where the input as a whole cannot be used; read little of it."""
 
     @abstractmethod
@@ -134,90 +165,53 @@ class Source(ABC):
         for piece in self.pieces(_FIRST_RECORDS):
             yield from self.read(piece.params)
 
+    @property
     def stem(self) -> str | None:
-        """Return how the manifests made from this source alone are called; None for the name of the dataset."""
-        return None
-
-    def paths(self) -> dict[str, str]:
-        """Return the keys that are paths, and the paths."""
-        return {name: path for name, path in name_paths("audio_root", self.audio_root).items() if not is_url(path)}
-
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than ``audio_root``, for the plan's identity; of files their names only."""
-        return {key: value for key, value in dataclasses.asdict(cast("Any", self)).items() if key != "audio_root"}
-
-    def speaker_rule(self, dataset: str) -> SpeakerRule:
-        """Return the rule that makes speaker tags; ``dataset`` is the name of the dataset."""
-        return SpeakerRule(None, UNDETERMINED, dataset)
-
-    def default_channel(self) -> Channel:
-        """Return the channel of audio that has several, where the record says none; None to reject such audio."""
-        return None
-
-    def keeps_ids(self) -> bool:
-        """Return True if records have the ids of their cuts under ``SOURCE_CUT_ID``, to be those of the dataset."""
-        return False
-
-    def check_speaker(self) -> None:  # noqa: B027 (there is nothing to check without a template)
-        """Raise ConfigError where no speaker can be made of the first records."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeechSource(Source):
-    """The keys that all of sharmill's own sources have."""
-
-    type: str
-    """Kind of the source: ``nemo``, one that another package declares, or ``python:package.module:Class``."""
-    audio_root: str | list[str] | None
-    """Folder that ``audio_filepath`` is relative to, or a list of them. Audio outside is rejected. ``null`` takes
-    absolute paths anywhere on this machine, so a manifest can then name any audio file. A URL, ``https://host/speech``,
-    has the audio below it fetched into the run directory."""
-    speaker: str | None = None
-    """Template that makes the name of the speaker of keys and of parts of the path, such as ``{spk}``, ``{path[0]}``,
-    ``{utt:prefix}`` (up to the first ``-`` or ``_``). ``null`` takes the record's ``speaker``: a tag, or a name."""
-    language: str | None = None
-    """Language of records that have neither a speaker tag nor ``language`` or ``lang``; ``null`` is ``und``."""
-    dataset: str | None = None
-    """Name for the speaker tags of records that have none; ``null`` is the name of the dataset."""
-    channel: Channel = None
-    """Channel of audio that has several, from 0, or ``downmix`` for their mean. A record's own ``channel`` comes first.
-    ``null`` rejects such audio where the record has none."""
-
-    def __post_init__(self) -> None:
-        roots = self.audio_root if isinstance(self.audio_root, list) else [self.audio_root]
-        if not roots or any(root is not None and not root.strip() for root in roots):
-            raise ValueError("audio_root must not be empty; audio_root: null takes absolute paths anywhere")
-        for url in (root for root in roots if root is not None and is_url(root)):
-            check_url_root(url)
-            if self.lists_root:
-                raise ValueError(f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
-        for key in ("language", "dataset"):
-            value = getattr(self, key)
-            if value is not None and (not value or value.split() != [value]):
-                raise ValueError(f"{key} {value!r} must be a word without blanks")
-        if isinstance(self.channel, int) and self.channel < 0:
-            raise ValueError("channel must be a number from 0, or downmix")
-        self.template()
+        """The name of the manifests made from this source alone; None for the name of the dataset."""
+        named = next((value for key in self.file_keys if (value := getattr(self, key)) is not None), None)
+        if not isinstance(named, str) or names_several(named):
+            return None
+        return Path(named.removesuffix(".gz")).stem
 
     @property
-    def lists_root(self) -> bool:
-        """True where the source itself looks into ``audio_root``, which has to be a folder then."""
-        return False
+    def keeps_ids(self) -> bool:
+        """True if records have the ids of their cuts under ``SOURCE_CUT_ID``, to be those of the dataset.
+
+        A source whose records can have them has a key ``keep_ids``.
+        """
+        return getattr(self, "keep_ids", False)
+
+    def paths(self) -> dict[str, str]:
+        """Return the paths that keys name, those of a list under ``key[number]``, without URLs."""
+        found: dict[str, str] = {}
+        for key in (*self.file_keys, *self.folder_keys, "audio_root"):
+            value = getattr(self, key)
+            named = {f"{key}[{n}]": path for n, path in enumerate(value)} if isinstance(value, list) else {key: value}
+            found |= {name: str(expand_home(path)) for name, path in named.items() if path and not is_url(path)}
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys but those of folders, for the plan's identity; of files their names only."""
+        found = dataclasses.asdict(self)
+        for key in ("audio_root", *self.folder_keys):
+            del found[key]
+        for key in self.file_keys:
+            value = found[key]
+            found[key] = [Path(path).name for path in value] if isinstance(value, list) else value and Path(value).name
+        return found
+
+    def refuse_url_roots(self) -> None:
+        """Raise ValueError where an audio root is a URL, as a source does that looks into the folder itself."""
+        roots = self.audio_root if isinstance(self.audio_root, list) else [self.audio_root]
+        if any(root is not None and is_url(root) for root in roots):
+            raise ValueError(f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
 
     def template(self) -> Template | None:
         """Return the template of ``speaker``; raise ValueError where it is none."""
         return None if self.speaker is None else Template.parse(self.speaker)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than ``audio_root``, and other than those of all sources where they are not set."""
-        return {key: v for key, v in super().settings().items() if v is not None or key not in _RECORD_KEYS}
-
-    def default_channel(self) -> Channel:
-        """Return ``channel``."""
-        return self.channel
-
     def speaker_rule(self, dataset: str) -> SpeakerRule:
-        """Return the rule of ``speaker``, ``language`` and ``dataset``."""
+        """Return the rule that makes speaker tags; ``dataset`` is the name of the dataset."""
         return SpeakerRule(self.template(), self.language or UNDETERMINED, self.dataset or dataset)
 
     def check_speaker(self) -> None:
@@ -242,21 +236,69 @@ class SpeechSource(Source):
             )
 
 
-def name_paths(key: str, paths: str | list[str] | None) -> dict[str, str]:
-    """Return the paths of a key, each under its name; those of a list are numbered.
+@dataclass(frozen=True, kw_only=True)
+class FileSource(Source):
+    """A source of files that paths and patterns under ``file_keys`` name."""
 
-    >>> name_paths("audio_root", ["a", "b"])
-    {'audio_root[0]': 'a', 'audio_root[1]': 'b'}
-    """
-    if isinstance(paths, list):
-        return {f"{key}[{number}]": os.path.expanduser(path) for number, path in enumerate(paths)}  # noqa: PTH111
-    return {} if paths is None else {key: os.path.expanduser(paths)}  # noqa: PTH111
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in self.file_keys:
+            if getattr(self, key) is not None and not all(map(str.strip, self.patterns(key) or [""])):
+                raise ValueError(f"{key} must not be empty")
+
+    def patterns(self, key: str) -> list[str]:
+        """Return the patterns under a key; none where it is not given."""
+        value = getattr(self, key)
+        return [] if value is None else value if isinstance(value, list) else [value]
+
+    def find(self, key: str) -> list[Path]:
+        """Return the files that a key names, in order."""
+        return find_files(self.patterns(key))
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The files of the first key that is given."""
+        return find_files(next(filter(None, map(self.patterns, self.file_keys))))
+
+    def identity(self) -> dict[str, Any]:
+        """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
+        self.check()
+        return {key: identify_files(self.find(key)) for key in self.file_keys if self.patterns(key)}
 
 
-def check_encoding(encoding: str) -> None:
-    """Raise ValueError where an encoding is unknown, or its lines do not end as those of ASCII."""
-    try:
-        if "\n".encode(encoding) != b"\n":
-            raise ValueError(f"texts in {encoding} cannot be read: save them as UTF-8")
-    except LookupError as error:
-        raise ValueError(f"there is no encoding {encoding!r} of texts") from error
+@dataclass(frozen=True, kw_only=True)
+class ContainerSource(FileSource):
+    """A source of files that hold the audio itself, such as tar archives; the last of ``file_keys`` names them."""
+
+    audio_root: str | None = None
+    """Folder that the names of the audio begin below, and so its ids; ``null`` is the one that all files lie in."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.audio_root is None:
+            object.__setattr__(self, "audio_root", _common_folder(self.patterns(self.file_keys[-1])))
+
+    def container(self, file: Path) -> str:
+        """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.
+
+        Raises:
+            ConfigError: it lies elsewhere.
+        """
+        root = AudioRoot.of(self.audio_root)
+        try:
+            return normalise_path(str(file.absolute()), root.names)
+        except RejectRecord as error:
+            raise ConfigError(
+                f"{file} does not lie below the audio root {self.audio_root}; leave audio_root out, or name a folder "
+                "above all files",
+                code="bad_config_value",
+            ) from error
+
+
+def _common_folder(patterns: list[str]) -> str:
+    """Return the folder that all files of some patterns lie in, however many the patterns find."""
+    folders = []
+    for pattern in patterns:
+        names = expand_shards(re.split(r"[*?]", str(expand_home(pattern)))[0])
+        folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
+    return os.path.commonpath(folders) or "."

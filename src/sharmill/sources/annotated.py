@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 import xxhash
@@ -16,7 +16,7 @@ import xxhash
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.storage import checksum, open_regular
 from sharmill.registry import nearest
-from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
+from sharmill.sources import Piece, Source, Unreadable
 from sharmill.sources.annotations import (
     FORMATS,
     AnnotationFormat,
@@ -26,6 +26,7 @@ from sharmill.sources.annotations import (
     find_overlaps,
     join_stretches,
 )
+from sharmill.sources.files import check_encoding, expand_home
 from sharmill.sources.folder import pack_spans, path_from_text, path_to_text, walk_files
 from sharmill.sources.templates import Template
 from sharmill.sources.textgrid import parse_textgrid
@@ -40,9 +41,10 @@ _UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotatedSource(SpeechSource):
+class AnnotatedSource(Source):
     """Records of segments of long recordings, from annotations beside the audio or in another folder."""
 
+    folder_keys: ClassVar[tuple[str, ...]] = ("annotation_root",)
     type: str = "annotated"
     annotations: Literal["rttm", "ctm", "textgrid", "audacity", "srt", "ami"]
     """Form of the annotations: ``rttm``, ``ctm``, ``textgrid`` (Praat), ``audacity`` (labels), ``srt``, or ``ami``
@@ -85,13 +87,10 @@ class AnnotatedSource(SpeechSource):
             raise ValueError("tier is for textgrid, and may have one *")
         if not self.audio_suffixes or self.max_duration <= 0 or (self.max_gap is not None and self.max_gap < 0):
             raise ValueError("audio_suffixes must not be empty, max_duration above 0, max_gap not below 0")
+        if self.annotation_root is None or self.audio is None:
+            self.refuse_url_roots()
         check_encoding(self.encoding)
         self._audio  # noqa: B018 (raises where it is no template)
-
-    @property
-    def lists_root(self) -> bool:
-        """True where annotations, or the names of the audio, are looked for there."""
-        return self.annotation_root is None or self.audio is None
 
     @cached_property
     def _audio(self) -> Template | None:
@@ -158,17 +157,9 @@ class AnnotatedSource(SpeechSource):
         for folder, names, begin, end in piece["spans"]:
             yield from self._items(path_from_text(folder), [path_from_text(name) for name in names])[begin:end]
 
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than the folders."""
-        return {key: value for key, value in super().settings().items() if key != "annotation_root"}
-
-    def paths(self) -> dict[str, str]:
-        """Return the keys that are paths, and the paths."""
-        return super().paths() | ({} if self.annotation_root is None else {"annotation_root": str(self._annotations)})
-
     @property
     def _annotations(self) -> Path:
-        return Path(os.path.expanduser(self.annotation_root or str(self.audio_root)))  # noqa: PTH111
+        return expand_home(self.annotation_root or str(self.audio_root))
 
     @property
     def _format(self) -> AnnotationFormat:
@@ -245,8 +236,8 @@ class AnnotatedSource(SpeechSource):
         place = os.path.join(folder, "")  # noqa: PTH118
         if self._audio is None:
             paths = [f"{place}{recording}{suffix}" for suffix in self.audio_suffixes]
-            root = os.path.expanduser(str(self.audio_root))  # noqa: PTH111
-            path = next((path for path in paths if os.path.exists(os.path.join(root, path))), paths[0])  # noqa: PTH110, PTH118
+            root = expand_home(str(self.audio_root))
+            path = next((path for path in paths if (root / path).exists()), paths[0])
         else:
             try:
                 path = self._audio.fill({"recording": recording}, place + name[: -len(self._suffix)])

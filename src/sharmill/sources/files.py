@@ -1,4 +1,4 @@
-"""Sources of files: the paths that stand for several of them, and the check that a file can be read at all.
+"""Files of sources: the paths that stand for several of them, and the check that a file can be read at all.
 
 In a path, ranges name numbered shards, ``*`` and ``?`` find files, and ``~`` is the home folder.
 """
@@ -11,15 +11,11 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, BinaryIO, Final
 
-from sharmill.audio.roots import AudioRoot, normalise_path
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import ConfigError
 from sharmill.files.storage import NotRegularError, checksum, open_regular
-from sharmill.sources import SpeechSource, name_paths
 
 _RANGE: Final = re.compile(
     r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"
@@ -35,85 +31,6 @@ _COMPRESSED: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileSource(SpeechSource):
-    """A source of files that one key names; a subclass has this key, checks the files and reads them."""
-
-    files_key: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self._patterns or any(not pattern.strip() for pattern in self._patterns):
-            raise ValueError(f"{self.files_key} must not be empty")
-
-    @property
-    def _patterns(self) -> list[str]:
-        value = getattr(self, self.files_key)
-        return value if isinstance(value, list) else [value]
-
-    @cached_property
-    def files(self) -> list[Path]:
-        """The files that the key names, in order."""
-        return find_files(self._patterns)
-
-    def identity(self) -> dict[str, Any]:
-        """Return the size and checksum of every file, by its number and name; also prove that each can be read."""
-        self.check()
-        return identify_files(self.files)
-
-    def stem(self) -> str | None:
-        """Return the name of the only file without its suffix; None where there may be several."""
-        value = getattr(self, self.files_key)
-        return None if isinstance(value, list) or names_several(value) else Path(value).stem
-
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than ``audio_root``; of files their names only."""
-        return super().settings() | {self.files_key: file_names(getattr(self, self.files_key))}
-
-    def paths(self) -> dict[str, str]:
-        """Return the keys that are paths, and the paths."""
-        return name_paths(self.files_key, getattr(self, self.files_key)) | super().paths()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContainerSource(FileSource):
-    """A source of files that hold the audio itself, such as tar archives; their records are ``Located``."""
-
-    audio_root: str | None = None
-    """Folder that the names of the audio begin below, and so its ids; ``null`` is the one that all files lie in."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.audio_root is None:
-            object.__setattr__(self, "audio_root", _common_folder(self._patterns))
-
-    def container(self, file: Path) -> str:
-        """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.
-
-        Raises:
-            ConfigError: it lies elsewhere.
-        """
-        root = AudioRoot.of(self.audio_root)
-        try:
-            return normalise_path(str(file.absolute()), root.names)
-        except RejectRecord as error:
-            raise ConfigError(
-                f"{file} does not lie below the audio root {self.audio_root}; leave audio_root out, or name a folder "
-                "above all files",
-                code="bad_config_value",
-            ) from error
-
-
-def _common_folder(patterns: list[str]) -> str:
-    """Return the folder that all files of some patterns lie in, however many the patterns find."""
-    folders = []
-    for pattern in patterns:
-        fixed = re.split(r"[*?]", os.path.expanduser(pattern))[0]  # noqa: PTH111
-        names = expand_shards(fixed)
-        folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
-    return os.path.commonpath(folders) or "."
-
-
 def identify_files(files: Iterable[Path]) -> dict[str, Any]:
     """Return the size and checksum of every file, by its number and name.
 
@@ -122,9 +39,9 @@ def identify_files(files: Iterable[Path]) -> dict[str, Any]:
     return {f"{number} {file.name}": [file.stat().st_size, checksum(file)] for number, file in enumerate(files)}
 
 
-def file_names(patterns: str | list[str]) -> str | list[str]:
-    """Return patterns of files without their folders."""
-    return [Path(pattern).name for pattern in patterns] if isinstance(patterns, list) else Path(patterns).name
+def expand_home(path: str) -> Path:
+    """Return a path with ``~`` as the home folder; as it is where there is no such user, for which Path raises."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
@@ -135,7 +52,7 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     """
     files: list[Path] = []
     for pattern in patterns:
-        for shard in expand_shards(os.path.expanduser(pattern)):  # noqa: PTH111
+        for shard in expand_shards(str(expand_home(pattern))):
             files += map(Path, _find(shard))
         if len(files) > _MAX_FILES:
             raise ConfigError(
@@ -242,3 +159,12 @@ def refuse_compressed(path: Path, kind: str, head: bytes, compressed: Collection
 def bad_file(path: Path, kind: str, sentence: str) -> ConfigError:
     """Return the error about a file that cannot be what its source takes it for."""
     return ConfigError(f"the {kind} {path} {sentence}", code="bad_manifest")
+
+
+def check_encoding(encoding: str) -> None:
+    """Raise ValueError where an encoding is unknown, or its lines do not end as those of ASCII."""
+    try:
+        if "\n".encode(encoding) != b"\n":
+            raise ValueError(f"texts in {encoding} cannot be read: save them as UTF-8")
+    except LookupError as error:
+        raise ValueError(f"there is no encoding {encoding!r} of texts") from error

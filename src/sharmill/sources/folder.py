@@ -6,23 +6,25 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import xxhash
 
 from sharmill.errors import ConfigError
 from sharmill.files.storage import NotRegularError, open_regular
-from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
+from sharmill.sources import Piece, Source, Unreadable
+from sharmill.sources.files import check_encoding, expand_home
 
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderSource(SpeechSource):
+class FolderSource(Source):
     """Records of a folder of audio, with texts in files beside it or at the same place below another folder."""
 
+    folder_keys: ClassVar[tuple[str, ...]] = ("text_root",)
     type: str = "folder"
     audio_suffixes: list[str] = field(
         default_factory=lambda: [
@@ -44,12 +46,8 @@ class FolderSource(SpeechSource):
             raise ValueError("audio_root of a folder must be one folder; name several as sources of their own")
         if not all(self.audio_suffixes) or not self.audio_suffixes:
             raise ValueError("audio_suffixes must not be empty")
+        self.refuse_url_roots()
         check_encoding(self.encoding)
-
-    @property
-    def lists_root(self) -> bool:
-        """True: all that it reads lies there."""
-        return True
 
     def check(self) -> None:
         """Raise ConfigError where the folder of texts is not there, or there is no audio."""
@@ -89,21 +87,13 @@ class FolderSource(SpeechSource):
             for name in list_files(self._root / folder, self.audio_suffixes)[0][begin:end]:
                 yield self.record(folder, name)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than the folders."""
-        return {key: value for key, value in super().settings().items() if key != "text_root"}
-
-    def paths(self) -> dict[str, str]:
-        """Return the keys that are paths, and the paths."""
-        return super().paths() | ({} if self.text_root is None else {"text_root": str(self._texts)})
-
     @property
     def _root(self) -> Path:
-        return Path(os.path.expanduser(str(self.audio_root)))  # noqa: PTH111
+        return expand_home(str(self.audio_root))
 
     @property
     def _texts(self) -> Path:
-        return self._root if self.text_root is None else Path(os.path.expanduser(self.text_root))  # noqa: PTH111
+        return self._root if self.text_root is None else expand_home(self.text_root)
 
     def walk(self, refused: Callable[[str, PermissionError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
         """Yield each folder below the root with the names of its audio files; see ``walk_files``."""

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.sources import Piece, SpeechSource, Unreadable, check_encoding
-from sharmill.sources.files import bad_file, identify_files, read_ends
+from sharmill.sources import Piece, Source, Unreadable
+from sharmill.sources.files import bad_file, check_encoding, expand_home, identify_files, read_ends
 from sharmill.sources.json_lines import LineReader, iterate_checked
 from sharmill.sources.kaldi_commands import read_command
 from sharmill.sources.keyed_lines import KeyedLines
@@ -37,9 +36,10 @@ _DIGITS: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class KaldiSource(SpeechSource):
+class KaldiSource(Source):
     """Records of a Kaldi data directory: its segments, or its recordings where it has none."""
 
+    file_keys: ClassVar[tuple[str, ...]] = ("data_dir",)
     type: str = "kaldi"
     data_dir: str
     """The data directory. It has ``wav.scp``, and may have ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
@@ -89,18 +89,6 @@ class KaldiSource(SpeechSource):
                 yield msgspec.json.encode(self._record(_without_bom(line)))
             except RejectRecord as reject:
                 yield Unreadable(reject.reason, reject.detail, line.decode(self.encoding, "replace"))
-
-    def stem(self) -> str:
-        """Return the name of the data directory."""
-        return self._folder.name
-
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than ``audio_root``; of the directory its name only."""
-        return super().settings() | {"data_dir": self._folder.name}
-
-    def paths(self) -> dict[str, str]:
-        """Return the keys that are paths, and the paths."""
-        return {"data_dir": str(self._folder)} | super().paths()
 
     def _record(self, line: bytes) -> dict[str, Any]:
         """Return the record of a line of ``segments`` or, without such a file, of ``wav.scp``."""
@@ -154,7 +142,7 @@ class KaldiSource(SpeechSource):
 
     @property
     def _folder(self) -> Path:
-        return Path(os.path.expanduser(self.data_dir))  # noqa: PTH111
+        return expand_home(self.data_dir)
 
     @property
     def _files(self) -> list[Path]:

@@ -7,15 +7,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
 from sharmill.errors import RejectRecord
 from sharmill.manifest import SOURCE_CUT_ID
-from sharmill.sources import Piece, SpeechSource, Unreadable, name_paths
-from sharmill.sources.files import file_names, find_files, identify_files, names_several
+from sharmill.sources import FileSource, Piece, Unreadable
 from sharmill.sources.json_lines import LineReader, check_json_lines, iterate_checked
 from sharmill.sources.keyed_lines import KeyedLines
 from sharmill.sources.lhotse_records import (
@@ -27,16 +25,16 @@ from sharmill.sources.lhotse_records import (
     supervision_record,
 )
 
-_FILE_KEYS: Final = ("cuts", "recordings", "supervisions")
 _WRITE_LINES: Final = "write it by lhotse as .jsonl or .jsonl.gz, such as by lhotse copy"
 # The rest of a line says no more about what is wrong.
 _SHOWN_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class LhotseSource(SpeechSource):
+class LhotseSource(FileSource):
     """Records of lhotse manifests: cuts, supervisions with the recordings that they belong to, or recordings."""
 
+    file_keys: ClassVar[tuple[str, ...]] = ("cuts", "supervisions", "recordings")
     type: str = "lhotse"
     cuts: str | list[str] | None = None
     """Path of a CutSet, ``.jsonl`` or ``.jsonl.gz``, or a list of them; as ``manifest`` of ``nemo`` it may name shards,
@@ -54,36 +52,33 @@ class LhotseSource(SpeechSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = [key for key in _FILE_KEYS if getattr(self, key) is not None]
-        if named not in (["cuts"], ["recordings"], ["recordings", "supervisions"]):
+        named = [key for key in self.file_keys if getattr(self, key) is not None]
+        if named not in (["cuts"], ["recordings"], ["supervisions", "recordings"]):
             raise ValueError("give either cuts, or recordings, or recordings and supervisions")
         if self.split and self.cuts is None:
             raise ValueError("split is for cuts; of supervisions each one is a record anyway")
-        for key in named:
-            if not self._patterns(key) or not all(pattern.strip() for pattern in self._patterns(key)):
-                raise ValueError(f"{key} must not be empty")
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be the manifest that it is named as."""
-        for key in _FILE_KEYS:
-            for file in self._files(key):
+        for key in self.file_keys:
+            for file in self.find(key):
                 check_json_lines(file, key, _WRITE_LINES, functools.partial(_mistaken, key), compressed=("gzip",))
 
     def identity(self) -> dict[str, Any]:
         """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
-        self.check()
-        for file in self._files("recordings"):
+        found = super().identity()
+        for file in self.find("recordings"):
             # Of records the pieces do so.
             for _ in iterate_checked(file, "recordings"):
                 pass
-        found = {key: identify_files(self._files(key)) for key in _FILE_KEYS}
-        return {key: files for key, files in found.items() if files}
+        return found
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of equally many records, each found by the place of a line and the records of it to leave out."""
-        for number, file in enumerate(self._lines_of):
+        kind = next(key for key in self.file_keys if self.patterns(key))
+        for number, file in enumerate(self.files):
             begin = skip = count = position = 0
-            for end, line in iterate_checked(file, self._lines_key):
+            for end, line in iterate_checked(file, kind):
                 in_line = count_records(line, self.split)
                 count += in_line
                 while count >= records_per_piece:
@@ -96,31 +91,9 @@ class LhotseSource(SpeechSource):
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of a piece."""
-        lines = self._reader.lines(self._lines_of[piece["file"]], piece["begin"])
+        lines = self._reader.lines(self.files[piece["file"]], piece["begin"])
         found = itertools.chain.from_iterable(map(self._records, lines))
         yield from itertools.islice(found, piece["skip"], piece["skip"] + piece["count"])
-
-    def stem(self) -> str | None:
-        """Return the name of the only file of records, without its suffixes; None where there may be several."""
-        value = getattr(self, self._lines_key)
-        if isinstance(value, list) or names_several(value):
-            return None
-        return Path(value).name.removesuffix(".gz").removesuffix(".jsonl")
-
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than ``audio_root``; of files their names only."""
-        named = {key: file_names(getattr(self, key)) for key in _FILE_KEYS if getattr(self, key) is not None}
-        kept = {key: value for key, value in super().settings().items() if key != "keep_ids" or value}
-        return kept | named
-
-    def keeps_ids(self) -> bool:
-        """Return ``keep_ids``."""
-        return self.keep_ids
-
-    def paths(self) -> dict[str, str]:
-        """Return the keys that are paths, and the paths."""
-        files = [name_paths(key, getattr(self, key)) for key in _FILE_KEYS]
-        return {name: path for paths in files for name, path in paths.items()} | super().paths()
 
     def _records(self, line: bytes) -> Iterator[bytes | Unreadable]:
         """Yield the records of a line."""
@@ -150,29 +123,13 @@ class LhotseSource(SpeechSource):
         except RejectRecord as reject:
             return reject
 
-    @property
-    def _lines_key(self) -> str:
-        return next(key for key in ("cuts", "supervisions", "recordings") if getattr(self, key) is not None)
-
-    @cached_property
-    def _lines_of(self) -> list[Path]:
-        """The files whose lines become records."""
-        return self._files(self._lines_key)
-
     @cached_property
     def _reader(self) -> LineReader:
         return LineReader()
 
     @cached_property
     def _recordings(self) -> KeyedLines:
-        return KeyedLines(self._files("recordings"), "recordings", _recording_id)
-
-    def _files(self, key: str) -> list[Path]:
-        return find_files(self._patterns(key))
-
-    def _patterns(self, key: str) -> list[str]:
-        value = getattr(self, key)
-        return [] if value is None else value if isinstance(value, list) else [value]
+        return KeyedLines(self.find("recordings"), "recordings", _recording_id)
 
 
 class _Named(msgspec.Struct):

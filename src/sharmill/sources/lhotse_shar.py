@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,8 +19,8 @@ from sharmill.shar.cut_lines import salvage_lines
 from sharmill.shar.index import read_dataset, read_shards
 from sharmill.shar.layout import CONTEXT_UNALIGNED, CUTS, DATASET_FILE, RECORDING, SHARDS_FILE, TARGET_AUDIO
 from sharmill.shar.reading.foreign import find_shards
-from sharmill.sources import Located, Piece, RawRecord, Unreadable
-from sharmill.sources.files import ContainerSource
+from sharmill.sources import ContainerSource, Located, Piece, RawRecord, Unreadable
+from sharmill.sources.files import expand_home
 from sharmill.sources.shar_records import AudioMembers, decode_stored_cut, describe_cut, place_cut
 
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
@@ -40,7 +39,7 @@ class _Shard(msgspec.Struct, frozen=True):
 class LhotseSharSource(ContainerSource):
     """Records of a Shar: a dataset by sharmill, or shards that lhotse or another tool wrote."""
 
-    files_key: ClassVar[str] = "shar"
+    file_keys: ClassVar[tuple[str, ...]] = ("shar",)
     type: str = "lhotse_shar"
     audio_root: str | None = None
     """Folder that the names of the audio begin below, and so its ids; ``null`` is ``shar``."""
@@ -56,16 +55,12 @@ class LhotseSharSource(ContainerSource):
         if self.audio_root is None:
             object.__setattr__(self, "audio_root", self.shar)
         super().__post_init__()
-
-    @property
-    def lists_root(self) -> bool:
-        """True: all that it reads lies there."""
-        return True
+        self.refuse_url_roots()
 
     @property
     def folder(self) -> Path:
         """The folder of the Shar."""
-        return Path(os.path.expanduser(self.shar))  # noqa: PTH111
+        return expand_home(self.shar)
 
     def check(self) -> None:
         """Raise ConfigError where the folder is no finished Shar, or has not the field of the audio."""
@@ -92,14 +87,6 @@ class LhotseSharSource(ContainerSource):
                 digest = shard.checksums.get(field) or (checksum(path) if field == CUTS and size >= 0 else "")
                 told.append([shard.index, shard.files[field], size, digest])
         return {"shards": [len(self._shards), checksum_bytes(msgspec.json.encode(told))]}
-
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than ``audio_root``; of the folder its name only."""
-        return {key: value for key, value in super().settings().items() if key != "keep_ids" or value}
-
-    def keeps_ids(self) -> bool:
-        """Return ``keep_ids``."""
-        return self.keep_ids
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of cuts of one shard; of shards without an index the cuts are counted."""

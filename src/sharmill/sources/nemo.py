@@ -11,8 +11,8 @@ import msgspec
 
 from sharmill.errors import RejectRecord
 from sharmill.manifest import iterate_lines
-from sharmill.sources import Piece
-from sharmill.sources.files import FileSource, bad_file, open_input
+from sharmill.sources import FileSource, Piece
+from sharmill.sources.files import bad_file, open_input
 from sharmill.sources.json_lines import MAX_LINE_BYTES, check_json_lines
 
 _ONE_PER_LINE = (
@@ -25,7 +25,7 @@ _decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 class NemoSource(FileSource):
     """Records of NeMo manifests: JSON lines, one utterance a line."""
 
-    files_key: ClassVar[str] = "manifest"
+    file_keys: ClassVar[tuple[str, ...]] = ("manifest",)
     type: str = "nemo"
     manifest: str | list[str]
     """Path of the manifest, or a list of them. A path may name shards, ``manifest__OP_0..63_CL_.json`` or

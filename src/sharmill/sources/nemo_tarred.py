@@ -38,7 +38,7 @@ class _Entry:
 class NemoTarredSource(TarSource):
     """Records of NeMo's tarred datasets: manifests beside tar archives, which are not unpacked."""
 
-    files_key: ClassVar[str] = "tars"
+    file_keys: ClassVar[tuple[str, ...]] = ("manifest", "tars")
     type: str = "nemo_tarred"
     manifest: str | list[str]
     """Path of the manifest, or a list of them, sharded as the archives are: ``manifest__OP_0..63_CL_.json``,
@@ -46,10 +46,6 @@ class NemoTarredSource(TarSource):
     tars: str | list[str]
     """Path of the archive, or a list of them: ``audio__OP_0..63_CL_.tar``; NeMo's ``tarred_audio_filepaths``. Archives
     and manifests belong together by the last number in their names."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._lines  # noqa: B018 (raises where it names no manifest)
 
     @cached_property
     def _lines(self) -> NemoSource:
@@ -64,7 +60,7 @@ class NemoTarredSource(TarSource):
 
     def identity(self) -> dict[str, Any]:
         """Return sizes and checksums of the manifests, and sizes of the archives, by number and name."""
-        return {"manifests": self._lines.identity(), "tars": super().identity()}
+        return self._lines.identity() | super().identity()
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of lines of the manifests; archives are not looked at."""
@@ -87,24 +83,12 @@ class NemoTarredSource(TarSource):
         """Raise ConfigError where ``speaker`` takes a key that none of the first records has."""
         self._lines.check_speaker()
 
-    def stem(self) -> str | None:
-        """Return the name of the only manifest without its suffix; None where there may be several."""
-        return self._lines.stem()
-
-    def settings(self) -> dict[str, Any]:
-        """Return the keys other than ``audio_root``; of files their names only."""
-        return super().settings() | {"manifest": self._lines.settings()["manifest"]}
-
-    def paths(self) -> dict[str, str]:
-        """Return the keys that are paths, and the paths."""
-        return self._lines.paths() | super().paths()
-
     @cached_property
     def _pairs(self) -> list[dict[int | None, int]]:
         """For each manifest the archives that its records may name by shard_id; under None the one that needs none."""
         manifests, tars = self.manifest, self.tars
         try:
-            return _pair(self._lines.files, self.files, 0)
+            return _pair(self.files, self.archives, 0)
         except ConfigError:
             # Buckets have the same numbers again: one entry of each list after the other.
             if not (isinstance(manifests, list) and isinstance(tars, list) and len(manifests) == len(tars) > 1):
@@ -140,7 +124,7 @@ class NemoTarredSource(TarSource):
 
     def _locate_all(self, tar: int, entries: Sequence[Any]) -> Iterator[RawRecord]:
         """Yield the records of entries that name members of one archive."""
-        file = self.files[tar]
+        file = self.archives[tar]
         try:
             table = read_table(file)
         except RejectRecord as reject:

@@ -14,8 +14,8 @@ from sharmill.errors import ConfigError
 from sharmill.files.storage import checksum_bytes
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
-from sharmill.sources import Located, Piece, RawRecord, Unreadable
-from sharmill.sources.files import ContainerSource, bad_file, open_input, read_ends
+from sharmill.sources import ContainerSource, Located, Piece, RawRecord, Unreadable
+from sharmill.sources.files import bad_file, open_input, read_ends
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +33,7 @@ _NOT_TEXT: Final = object()
 class ParquetSource(ContainerSource):
     """Records of parquet or Arrow files, such as those of Hugging Face audio datasets: one utterance a row."""
 
-    files_key: ClassVar[str] = "parquet"
+    file_keys: ClassVar[tuple[str, ...]] = ("parquet",)
     type: str = "parquet"
     parquet: str | list[str]
     """Path of a parquet or Arrow file, or a list of them; as ``manifest`` of ``nemo`` it may name shards, or have ``*``

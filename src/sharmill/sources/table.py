@@ -15,8 +15,8 @@ import msgspec
 
 from sharmill.errors import ConfigError
 from sharmill.registry import nearest
-from sharmill.sources import Piece, Unreadable, check_encoding
-from sharmill.sources.files import FileSource, bad_file, open_input, read_ends
+from sharmill.sources import FileSource, Piece, Unreadable
+from sharmill.sources.files import bad_file, check_encoding, open_input, read_ends
 from sharmill.sources.templates import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
@@ -30,7 +30,7 @@ _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{
 class TableSource(FileSource):
     """Records of tables: CSV or TSV files, one utterance a row."""
 
-    files_key: ClassVar[str] = "table"
+    file_keys: ClassVar[tuple[str, ...]] = ("table",)
     type: str = "table"
     table: str | list[str]
     """Path of the table, or a list of them; as ``manifest`` of ``nemo`` it may name shards, or have ``*`` and ``?``."""

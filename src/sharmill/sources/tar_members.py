@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +26,8 @@ from sharmill.shar.tar_headers import (
     parse_pax_size,
     plain_name,
 )
-from sharmill.sources.files import ContainerSource, bad_file, open_input, refuse_compressed
+from sharmill.sources import ContainerSource
+from sharmill.sources.files import bad_file, open_input, refuse_compressed
 
 # A header and what lies beside it in the file, such as a short text and the next header, in one read.
 _WINDOW: Final = 4096
@@ -248,28 +249,27 @@ def _read_table(path: Path, state: tuple[int, int] | None) -> MemberTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TarSource(ContainerSource):
-    """A source of tar archives that its configuration names."""
+    """A source of tar archives that its key ``tars`` names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for pattern in self._patterns:
+        self.refuse_url_roots()
+        for pattern in self.patterns("tars"):
             if pattern.startswith("pipe:") or "://" in pattern:
-                raise ValueError(
-                    f"{self.files_key} {pattern!r} is a command or an address; copy the files, and name them"
-                )
+                raise ValueError(f"tars {pattern!r} is a command or an address; copy the files, and name them")
 
-    @property
-    def lists_root(self) -> bool:
-        """True: the archives lie there."""
-        return True
+    @cached_property
+    def archives(self) -> list[Path]:
+        """The archives, in order."""
+        return self.find("tars")
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""
-        for file in self.files:
-            check_tar(file, self.files_key)
+        for file in self.archives:
+            check_tar(file, "tars")
             self.container(file)
 
     def identity(self) -> dict[str, Any]:
         """Return the size of every archive, by its number and name: not its checksum, for which all had to be read."""
         self.check()
-        return {f"{number} {file.name}": file.stat().st_size for number, file in enumerate(self.files)}
+        return {"tars": {f"{number} {file.name}": file.stat().st_size for number, file in enumerate(self.archives)}}

@@ -10,7 +10,8 @@ from typing import Any, BinaryIO, ClassVar, Final
 
 import msgspec
 
-from sharmill.sources import Piece, RawRecord, check_encoding
+from sharmill.sources import Piece, RawRecord
+from sharmill.sources.files import check_encoding
 from sharmill.sources.tar_members import TarSource
 from sharmill.sources.tar_samples import Archive, SampleReader, TarSample, read_object, read_text
 
@@ -23,7 +24,7 @@ _EMPTY: Final = (b"null", b'""')
 class WebDatasetSource(TarSource):
     """Records of WebDataset archives: samples of audio with a JSON file, a text or both of the same name."""
 
-    files_key: ClassVar[str] = "tars"
+    file_keys: ClassVar[tuple[str, ...]] = ("tars",)
     type: str = "webdataset"
     tars: str | list[str]
     """Path of the archive, or a list of them, such as ``speech-{000000..000063}.tar``."""
@@ -53,7 +54,7 @@ class WebDatasetSource(TarSource):
 
     @cached_property
     def _samples(self) -> SampleReader:
-        archives = [Archive(file, name, name) for file in self.files for name in [self.container(file)]]
+        archives = [Archive(file, name, name) for file in self.archives for name in [self.container(file)]]
         suffixes = [suffix.lstrip(".").lower() for suffix in self.audio_suffixes]
         return SampleReader(archives, _NAME, self._record_of, suffixes)
 

@@ -15,8 +15,8 @@ from sharmill.audio.fetch import is_url
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import iterate_lines
-from sharmill.sources import Piece, RawRecord, Unreadable, check_encoding
-from sharmill.sources.files import FileSource, bad_file, open_input, read_ends, refuse_compressed
+from sharmill.sources import FileSource, Piece, RawRecord, Unreadable
+from sharmill.sources.files import bad_file, check_encoding, open_input, read_ends, refuse_compressed
 from sharmill.sources.nemo import NemoSource, decode_json_record
 from sharmill.sources.tar_samples import Archive, SampleReader, TarSample, read_text
 
@@ -32,7 +32,7 @@ _RENAMED: Final = ("wav", "txt", "start", "end")
 class WenetSource(FileSource):
     """Records of WeNet's lists: of JSON lines (``raw``), or of tar archives (``shard``)."""
 
-    files_key: ClassVar[str] = "data_list"
+    file_keys: ClassVar[tuple[str, ...]] = ("data_list",)
     type: str = "wenet"
     data_list: str | list[str]
     """Path of the list, ``data.list``, or a list of such paths; ranges and ``*`` as in ``manifest`` of ``nemo``."""
@@ -47,6 +47,8 @@ class WenetSource(FileSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.data_type == "shard":
+            self.refuse_url_roots()
         check_encoding(self.encoding)
         try:
             named = self.key_pattern is None or re.compile(self.key_pattern).groupindex
@@ -55,22 +57,17 @@ class WenetSource(FileSource):
         if not named:
             raise ValueError(f"key_pattern {self.key_pattern!r} has no named group, such as (?P<speaker>S[0-9]+)")
 
-    @property
-    def lists_root(self) -> bool:
-        """True of archives, whose headers are walked."""
-        return self.data_type == "shard"
-
     def check(self) -> None:
         """Raise ConfigError where a file cannot be such a list, or an archive is compressed."""
         for file in self.files:
-            head, _ = read_ends(file, self.files_key)
+            head, _ = read_ends(file, "data_list")
             first = head.strip().splitlines()[0]
             if b"\0" in head:
-                raise bad_file(file, self.files_key, "is binary or UTF-16; save it as UTF-8")
+                raise bad_file(file, "data_list", "is binary or UTF-16; save it as UTF-8")
             if first.startswith(b"{") and self.data_type == "shard":
-                raise bad_file(file, self.files_key, "has records, not paths of archives; set data_type: raw")
+                raise bad_file(file, "data_list", "has records, not paths of archives; set data_type: raw")
             if first.endswith(b".tar") and self.data_type == "raw":
-                raise bad_file(file, self.files_key, "has paths of archives; set data_type: shard")
+                raise bad_file(file, "data_list", "has paths of archives; set data_type: shard")
         self._check_archives()
 
     def identity(self) -> dict[str, Any]:
@@ -82,7 +79,7 @@ class WenetSource(FileSource):
             f"{number} {archive.path.name}": archive.path.stat().st_size if archive.path.is_file() else None
             for number, archive in enumerate(self.archives)
         }
-        return {"lists": lists, "tars": sizes}
+        return lists | {"tars": sizes}
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of lines, or of samples: to count these, the headers of all archives are walked."""
@@ -117,12 +114,12 @@ class WenetSource(FileSource):
         found = [archive.path for archive in self.archives if archive.reject is None and archive.path.is_file()]
         if self.archives and not found:
             raise ConfigError(
-                f"none of the {len(self.archives)} archives of {self.files_key} is there; correct audio_root in "
+                f"none of the {len(self.archives)} archives of data_list is there; correct audio_root in "
                 "sources, the folder that they lie below",
                 code="missing_input",
             )
         for path in found:
-            with open_input(path, self.files_key) as stream:
+            with open_input(path, "data_list") as stream:
                 refuse_compressed(path, "archive", stream.read(8))
 
     def _raw_record(self, line: bytes) -> RawRecord:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ from sharmill.sources import Piece, Source
 class TinySource(Source):
     """A table of lines ``path,seconds,speaker,text``."""
 
+    file_keys: ClassVar = ("table",)
     type: str = "tiny"
-    audio_root: str
     table: str
-    language: str = "en"
     skip_lines: int = 0
 
     def identity(self) -> dict[str, Any]:
@@ -37,8 +36,7 @@ class TinySource(Source):
     def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
         for line in self._lines()[piece["begin"] : piece["end"]]:
             path, seconds, speaker, text = line.split(",")
-            tag = f"| Language:{self.language} Dataset:Tiny Speaker:{speaker} |"
-            record = {"audio_filepath": path, "duration": float(seconds), "speaker": tag, "text": text}
+            record = {"audio_filepath": path, "duration": float(seconds), "speaker": speaker, "text": text}
             yield json.dumps(record).encode()
 
     def _lines(self) -> list[str]:

@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 import typing
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,6 +49,9 @@ hold secrets. Names of variables stand for their values in plans and in the inde
 SOURCE = """\
 Each item of the list has these keys. A source of another package has its own beside the first six.
 """
+OPTIONS = """\
+These keys lie beside `{key}`. A family of another package has its own.
+"""
 PROFILE = """\
 `sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from
 `configs/clusters/example.yaml`; [Clusters](clusters.md) says how it is used.
@@ -64,7 +68,7 @@ def make_configuration() -> str:
 
     from sharmill.config import CodecConfig, Config
     from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-    from sharmill.registry import SOURCES
+    from sharmill.registry import CODECS, ENCODERS, SOURCES
 
     parts = [INTRODUCTION, section(Config, "Top level")]
     for field in dataclasses.fields(Config):
@@ -74,8 +78,11 @@ def make_configuration() -> str:
                 parts.append(section(part, f"`{field.name}`"))
         if field.name == "sources":
             parts += [section(SOURCES.load(name), f"`sources` of type `{name}`", SOURCE) for name in SOURCES.own]
+        if field.name == "match":
+            parts += options_of_families(ENCODERS, "`match`", "encoder")
         if field.name == "encode":
             parts.append(section(CodecConfig, "`encode.codecs`", "Each item of the list has these keys."))
+            parts += options_of_families(CODECS, "`encode.codecs`", "model")
     parts.append(section(ClusterProfile, "Cluster profile", PROFILE))
     parts.append(section(RankProfile, "`gpu` and `cpu` of a cluster profile"))
     parts.append(section(TrainConfig, "Training example", TRAINING))
@@ -83,12 +90,26 @@ def make_configuration() -> str:
     return "\n".join(parts)
 
 
-def section(kind: type, title: str, introduction: str = "") -> str:
-    """Return the heading, the description and the table of keys of one dataclass."""
+def options_of_families(registry: Any, title: str, key: str) -> list[str]:
+    """Return a section for each family of models that has options."""
+    families = {name: registry.load(name) for name in registry.own}
+    return [
+        section(family, f"{title} with `{key}: {name}:...`", OPTIONS.format(key=key), only=family.options().keys())
+        for name, family in families.items()
+        if family.options()
+    ]
+
+
+def section(kind: type, title: str, introduction: str = "", only: Collection[str] = ()) -> str:
+    """Return the heading, the description and the table of keys of one dataclass, or of some of its keys."""
     meanings = read_meanings(kind)
     hints = typing.get_type_hints(kind)
     rows = []
+    # Options of models have sections of their own.
+    left_out = {"options"} if hasattr(kind, "option_types") else set()
     for field in dataclasses.fields(kind):
+        if field.name in left_out or (only and field.name not in only):
+            continue
         if field.name not in meanings:
             raise SystemExit(f"{kind.__name__}.{field.name} has no docstring: write one below the key")
         cells = (f"`{field.name}`", name_type(hints[field.name]), show_default(field), meanings[field.name])
@@ -127,10 +148,12 @@ _WORDS = {str: "text", int: "whole number", float: "number", bool: "`true`, `fal
 def show_default(field: dataclasses.Field) -> str:
     """Return the default of a key as YAML would have it."""
     if field.default_factory is not dataclasses.MISSING:
+        from sharmill.config.loading import to_plain
+
         default = field.default_factory()
         if dataclasses.is_dataclass(default):
             return ""
-        plain = [dataclasses.asdict(item) if dataclasses.is_dataclass(item) else item for item in default]
+        plain = [to_plain(item) for item in default]
         return f"`{json.dumps(plain if isinstance(default, list) else default)}`".replace('"', "")
     if field.default is dataclasses.MISSING:
         return "must be given"

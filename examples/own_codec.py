@@ -6,37 +6,49 @@ The codec here only measures loudness. Its codes lie in ``codes_level`` of the d
 """
 
 import sys
+from dataclasses import dataclass
 
 import torch
 
 from sharmill.config import load_config
 from sharmill.engine.listener import Listener
+from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.pipeline import run_dataset
 
 
-class LevelCodec(CodecBackend):
-    """One code for each 20 ms of audio: its peak in steps of 1/63.
+@dataclass(frozen=True, kw_only=True)
+class LevelCodec(ModelFamily):
+    """The family: what a configuration says of the codec. A family of more packages than torch names them."""
 
-    sharmill calls the class with what follows its name in the configuration ("" here), and a torch device.
-    """
+    packages = ("torch",)
 
-    def __init__(self, target: str, device: str) -> None:
+    levels: int = 64
+    """Number of levels; a configuration has the key beside ``model``."""
+
+    def load(self, device: str) -> CodecBackend:
+        return _Level(self.levels, device)
+
+
+class _Level(CodecBackend):
+    """One code for each 20 ms of audio: its peak, in levels."""
+
+    def __init__(self, levels: int, device: str) -> None:
         # A real codec loads its weights here, and gives their checksum: codes of other weights are other codes.
         spec = CodecSpec(
             name="level",
             sampling_rate=16000,
             samples_per_frame=320,
             num_codebooks=1,
-            codebook_size=64,
-            checksum="level-1",
+            codebook_size=levels,
+            checksum=f"level-{levels}",
         )
         super().__init__(spec, device)
 
     def encode_frames(self, audio: torch.Tensor, num_frames: torch.Tensor) -> torch.Tensor:
         """Return the codes (batch, 1, frames) of samples (batch, frames * 320); the base class makes batches."""
         peaks = audio.unflatten(1, (-1, self.samples_per_frame)).abs().amax(dim=2)
-        return (peaks.clamp(max=1.0) * 63).long().unsqueeze(1)
+        return (peaks.clamp(max=1.0) * (self.codebook_size - 1)).long().unsqueeze(1)
 
 
 def main(path: str) -> int:

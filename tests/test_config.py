@@ -327,6 +327,37 @@ def test_yaml_of_a_configuration_reads_back_equal(name, write, tmp_path):
     assert load_config(tmp_path / "again.yaml") == config
 
 
+def test_options_of_a_model_lie_beside_its_name(write, tmp_path):
+    path = write(
+        "match: {encoder: 'nemo:titanet_large', allow_targets: [a.B]}\n"
+        "encode: {codecs: [{name: c, model: 'nemo:x', allow_targets: [c.D]}]}\n"
+    )
+    config = load_config(path, ["match.allow_targets=[a.B, a.C]"])
+    assert config.match.options == {"allow_targets": ["a.B", "a.C"]}
+    assert config.encode.codecs == [CodecConfig(name="c", model="nemo:x", options={"allow_targets": ["c.D"]})]
+    (tmp_path / "again.yaml").write_bytes(to_yaml(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "names"),
+    [
+        ("match: {allow_targets: [a]}", "unknown_key", ["'match.allow_targets'"]),
+        ("match: {encoder: 'nemo:x', allow_target: [a]}", "unknown_key", ["'match.allow_target'", "'allow_targets'"]),
+        (
+            "match: {encoder: 'nemo:x', allow_targets: a}",
+            "bad_config_value",
+            ["match.allow_targets", "`list`", "`str`"],
+        ),
+        ("match: {encoder: 'nemo:x', options: {}}", "unknown_key", ["'match.options'"]),
+        ("match: {encoder: x, level: 3}", "unknown_name", ["match", "'x'", "resemblyzer"]),
+        ("encode: {codecs: [{name: a, model: builtin, level: 3}]}", "unknown_key", ["'encode.codecs[0].level'"]),
+    ],
+)
+def test_options_that_a_model_does_not_have_are_refused(text, code, names, write):
+    refuse(write(text), code, *names)
+
+
 @pytest.mark.parametrize(("alias", "stage"), [("stage1", "match"), ("stage2", "write"), ("stage3", "encode")])
 def test_stage_alias(alias, stage):
     assert resolve_stage(alias) == stage

@@ -212,7 +212,7 @@ def nemo_checkpoints() -> bool:
 
 
 def nemo_codec_parts() -> bool:
-    from sharmill.models.families import BUILTIN_FILE
+    from sharmill.models.builtin import BUILTIN_FILE
     from sharmill.models.nemo_checkpoint import quiet_nemo
 
     with quiet_nemo():
@@ -224,8 +224,8 @@ def nemo_codec_parts() -> bool:
 
 
 def nemo_codec_layers() -> bool:
+    from sharmill.models.builtin import BUILTIN_FILE
     from sharmill.models.cpu_hifigan import fit_hifigan_to_cpu
-    from sharmill.models.families import BUILTIN_FILE
     from sharmill.models.nemo_checkpoint import quiet_nemo
 
     with quiet_nemo():

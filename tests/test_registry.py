@@ -21,11 +21,10 @@ from sharmill.errors import ConfigError
 from sharmill.models import (
     Codec,
     SpeakerEncoder,
-    describe_codec,
-    describe_speaker_encoder,
+    find_codec,
+    find_speaker_encoder,
     load_codec,
     load_speaker_encoder,
-    published_name,
 )
 from sharmill.registry import CODECS, ENCODERS, SOURCES, Registry
 
@@ -81,12 +80,12 @@ def test_names_of_other_packages_come_after_sharmills_own(registry, tiny):
 
 
 def test_another_package_does_not_replace_sharmills_own(tiny):
-    assert CODECS.load("nemo").__class__.__name__ == "Family"
+    assert CODECS.load("nemo").__module__ == "sharmill.models.nemo"
 
 
 def test_a_removed_codec_says_what_to_use():
     with raises(ConfigError, "unknown_name", "'untrained' was removed", "use builtin"):
-        describe_codec("untrained")
+        find_codec("untrained")
 
 
 @pytest.mark.parametrize("registry", [SOURCES, ENCODERS, CODECS], ids=lambda registry: registry.kind)
@@ -152,29 +151,29 @@ def test_a_speaker_encoder_of_another_package(name, tiny):
 
 
 def test_a_model_of_another_package_is_identified_by_its_version_and_its_files(tiny, installed, tmp_path):
-    assert describe_codec("tiny:50") == {"backend": "tiny", "name": "tiny:50", "version": "tiny-speech 1.5"}
-    by_path = describe_speaker_encoder("python:tiny_speech:TinyEncoder")
+    assert find_codec("tiny:50").identity() == {"backend": "tiny", "name": "tiny:50", "version": "tiny-speech 1.5"}
+    by_path = find_speaker_encoder("python:tiny_speech:TinyEncoder").identity()
     assert by_path["backend"] == by_path["name"] == "python:tiny_speech:TinyEncoder"
     source = installed / "tiny_speech.py"
     text = source.read_text()
     try:
         source.write_text(text + "\n")
-        assert describe_speaker_encoder("python:tiny_speech:TinyEncoder")["version"] != by_path["version"]
+        assert find_speaker_encoder("python:tiny_speech:TinyEncoder").identity()["version"] != by_path["version"]
     finally:
         source.write_text(text)
     weights = tmp_path / "weights.bin"
     weights.write_bytes(b"one")
-    before = describe_codec(f"tiny:{weights}")
+    before = find_codec(f"tiny:{weights}").identity()
     weights.write_bytes(b"two")
-    assert describe_codec(f"tiny:{weights}")["checksum"] != before["checksum"]
-    assert published_name(f"tiny:{weights}") == "tiny:weights.bin"
+    assert find_codec(f"tiny:{weights}").identity()["checksum"] != before["checksum"]
+    assert find_codec(f"tiny:{weights}").published_name == "tiny:weights.bin"
 
 
 def test_what_is_no_model_is_refused(tiny):
     with raises(ConfigError, "bad_plugin", "'broken'", "samples_per_frame", "encode"):
         load_codec("broken")
-    with raises(ConfigError, "bad_plugin", "(target, device)"):
-        describe_codec("python:tiny_speech:no_factory")
+    with raises(ConfigError, "bad_plugin", "sharmill.models.ModelFamily"):
+        find_codec("python:tiny_speech:no_family")
     with raises(ConfigError, "bad_model", "python:tiny_speech:WrongCodec"):
         load_codec("python:tiny_speech:WrongCodec")
 

@@ -10,12 +10,16 @@ with this folder on PYTHONPATH. Behind the class stands one of speech_tokenizer_
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
 import s3tokenizer
 import torch
 
-from sharmill.errors import ConfigError, UnitFailed
+from sharmill.errors import ConfigError, UnitFailed, first_line
+from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import first_line
 from sharmill.models.tensors import weights_checksum
 
 # Samples per frame of audio at 16 kHz.
@@ -24,15 +28,29 @@ _MODELS = {"speech_tokenizer_v1": 320, "speech_tokenizer_v1_25hz": 640, "speech_
 _MOST_SECONDS = 30
 
 
-class S3Codec(CodecBackend):
+@dataclass(frozen=True, kw_only=True)
+class S3Codec(ModelFamily):
+    """S3 tokenizers, by the names of the package."""
+
+    packages: ClassVar = ("torch", "s3tokenizer")
+
+    def resolve(self) -> Path | None:
+        if self.target not in _MODELS:
+            # The package takes paths too, and would read speech_tokenizer_v1_25hz by its path as a model of 50 Hz.
+            raise ConfigError(
+                f"there is no S3 tokenizer {self.target!r}: valid are {', '.join(_MODELS)}", code="unknown_name"
+            )
+        return super().resolve()
+
+    def load(self, device: str) -> CodecBackend:
+        self.resolve()
+        return _S3(self.target, device)
+
+
+class _S3(CodecBackend):
     """S3 tokenizer: one codebook of what is said; it has no decoder, and takes at most 30 s."""
 
     def __init__(self, target: str, device: str) -> None:
-        if target not in _MODELS:
-            # The package takes paths too, and would read speech_tokenizer_v1_25hz by its path as a model of 50 Hz.
-            raise ConfigError(
-                f"there is no S3 tokenizer {target!r}: valid are {', '.join(_MODELS)}", code="unknown_name"
-            )
         try:
             model = s3tokenizer.load_model(target)
         except (OSError, RuntimeError) as error:

@@ -9,14 +9,28 @@ pytorch_model.bin.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from snac import SNAC
 
+from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.tensors import weights_checksum
 
 
-class SnacCodec(CodecBackend):
+@dataclass(frozen=True, kw_only=True)
+class SnacCodec(ModelFamily):
+    """SNAC, by a name on the hub or a directory."""
+
+    packages: ClassVar = ("torch", "snac")
+
+    def load(self, device: str) -> CodecBackend:
+        return _Snac(self.target, device)
+
+
+class _Snac(CodecBackend):
     """SNAC with one frame for each code of its slowest level.
 
     The levels have 1, 2, 4 (and 8) codes in that time. They become so many rows: row 0 is the slowest level, rows 1

@@ -11,18 +11,37 @@ preprocessor_config.json and model.safetensors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from transformers import AutoFeatureExtractor, NeuCodecModel, Xcodec2Model
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, first_line
+from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import first_line
 from sharmill.models.tensors import weights_checksum
 
 
-class XCodec2(CodecBackend):
+@dataclass(frozen=True, kw_only=True)
+class XCodec2(ModelFamily):
+    """X-Codec-2, by a name on the hub or a directory."""
+
+    packages: ClassVar = ("torch", "transformers")
+
+    def load(self, device: str) -> CodecBackend:
+        return _XCodec2(self.target, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuCodec(XCodec2):
+    """NeuCodec, by a name on the hub or a directory."""
+
+    def load(self, device: str) -> CodecBackend:
+        return _NeuCodec(self.target, device)
+
+
+class _XCodec2(CodecBackend):
     """X-Codec-2: one codebook over what an acoustic and a semantic encoder see, and audio at the rate of its input."""
 
     _model_class: ClassVar = Xcodec2Model
@@ -70,7 +89,7 @@ class XCodec2(CodecBackend):
         return self._model.decode(codes).audio_values[:, 0]
 
 
-class NeuCodec(XCodec2):
+class _NeuCodec(_XCodec2):
     """NeuCodec: X-Codec-2's layers with a decoder to 24 kHz; its semantic features have one frame less than the audio.
 
     So the frame of silence that the feature extractor adds is what the last frame needs.

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar, Final
 
+_SHOWN_CHARACTERS: Final = 200
+
 REASONS: Final[dict[str, str]] = {
     "skipped": "the record is marked with _skipme",
     "malformed": "the record is not a JSON object of the expected types",
@@ -259,6 +261,12 @@ _OF_MEMORY: Final = (
     "could not create a memory",
     "could not execute a primitive",
 )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, for a message of one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:_SHOWN_CHARACTERS]
 
 
 def mentions_memory(text: str) -> bool:

@@ -42,9 +42,9 @@ from sharmill.files.storage import (
 )
 from sharmill.files.stored import read_stored
 from sharmill.grow.append import require_fitting
-from sharmill.match.choose import min_similarity
+from sharmill.match.choose import encoder_family, min_similarity
 from sharmill.match.stage import MatchStage
-from sharmill.models import describe_codec, describe_speaker_encoder
+from sharmill.models import find_codec
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.prepare.stage import PrepareStage
@@ -137,7 +137,7 @@ def _validate_stage(config: Config) -> ValidateStage:
     return ValidateStage(
         Path(config.dataset_dir), RunDir(Path(config.run_dir)), deep=level.deep, recheck_codes=level.recheck_share,
         codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,
-        allow_targets={codec.name: codec.allow_targets for codec in config.encode.codecs if codec.allow_targets},
+        codec_options={codec.name: codec.options for codec in config.encode.codecs},
     )  # fmt: skip
 
 
@@ -175,10 +175,10 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
     parse_filters(config.prepare.filters)
     make_speaker_key(config.speaker_key)
     if config.match is not None:
-        describe_speaker_encoder(config.match.encoder, config.match.allow_targets)
+        encoder_family(config.match).resolve()
         min_similarity(config.match)
     for codec in config.encode.codecs:
-        describe_codec(codec.model, codec.allow_targets)
+        find_codec(codec.model, **codec.options).resolve()
     for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():
         AudioRoots.of([source.audio_root]).check()
         if "prepare" in stages:

@@ -158,15 +158,15 @@ SOURCES: Final = Registry(
 ENCODERS: Final = Registry(
     "speaker encoder",
     "sharmill.encoders",
-    {"resemblyzer": "sharmill.models.families:RESEMBLYZER", "nemo": "sharmill.models.families:NEMO_ENCODERS"},
+    {"resemblyzer": "sharmill.models.resemblyzer:Resemblyzer", "nemo": "sharmill.models.nemo:NemoEncoder"},
 )
 CODECS: Final = Registry(
     "codec",
     "sharmill.codecs",
     {
-        "builtin": "sharmill.models.families:BUILTIN",
-        "nemo": "sharmill.models.families:NEMO_CODECS",
-        "transformers": "sharmill.models.families:TRANSFORMERS_CODECS",
+        "builtin": "sharmill.models.builtin:BuiltinCodec",
+        "nemo": "sharmill.models.nemo:NemoCodec",
+        "transformers": "sharmill.models.transformers:TransformersCodec",
     },
     removed={"untrained": "its codes meant nothing; use builtin"},
 )

@@ -359,7 +359,7 @@ def test_no_code_of_a_source_or_model_is_imported(stage, tmp_path, monkeypatch):
     config = yaml.safe_load(stage.run_dir.config.read_bytes())
     config["sources"] = [{"type": "python:strangers_code:Source", "audio_root": "a", "table": "t.csv"}]
     config["match"]["encoder"] = "python:strangers_code:Encoder"
-    config["encode"]["codecs"] = [{"name": "theirs", "model": "python:strangers_code:Codec"}]
+    config["encode"]["codecs"] = [{"name": "theirs", "model": "python:strangers_code:Codec", "level": 3}]
     stage.run_dir.config.write_text(yaml.safe_dump(config))
     assert "encode/theirs" in shown(stage)
     assert not (tmp_path / "ran").exists()

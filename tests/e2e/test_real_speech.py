@@ -13,7 +13,7 @@ from support.audio import read
 from support.paths import DATA, REPOSITORY
 from support.pipelines import run_sharmill
 
-from sharmill.models import load_speaker_encoder, own_min_similarity
+from sharmill.models import find_speaker_encoder, load_speaker_encoder
 from sharmill.models.protocols import pad
 from sharmill.shar import open_shar
 
@@ -58,7 +58,7 @@ def test_librispeech_accounts_add_up(build, tmp_path):
 
 @pytest.mark.slow
 def test_resemblyzers_own_threshold_tells_speakers_apart():
-    """The figures beside the number in sharmill.models.families; 0.6 lets a fifth of the wrong pairs through."""
+    """The figures beside the number in sharmill.models.resemblyzer; 0.6 lets a fifth of the wrong pairs through."""
     encoder = load_speaker_encoder("resemblyzer")
     records = lines(DATA / "librispeech_10x10/manifest.json")
     audio = [read(DATA / "librispeech_10x10/audio" / record["audio_filepath"])[0] for record in records]
@@ -66,7 +66,7 @@ def test_resemblyzers_own_threshold_tells_speakers_apart():
     speakers = np.array([record["speaker"] for record in records])
     pairs = np.triu_indices(len(rows), 1)
     similarity, same = (rows @ rows.T)[pairs], (speakers[:, None] == speakers)[pairs]
-    least = own_min_similarity("resemblyzer")
+    least = find_speaker_encoder("resemblyzer").min_similarity
     assert (similarity[same] >= least).mean() > 0.99
     assert (similarity[~same] >= least).mean() < 0.01
     assert (similarity[~same] >= 0.6).mean() > 0.2

@@ -12,7 +12,7 @@ from support.models import make_audio
 from sharmill.audio.resample import resample
 from sharmill.demo.espeak import Espeak, VoiceSettings
 from sharmill.models import load_codec
-from sharmill.models.families import BUILTIN_FILE
+from sharmill.models.builtin import BUILTIN_FILE
 from sharmill.models.nemo_checkpoint import quiet_nemo
 
 MAX_BYTES = 6_000_000

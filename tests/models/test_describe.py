@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import io
 import json
@@ -16,11 +15,10 @@ from support.errors import raises
 
 from sharmill.errors import ConfigError
 from sharmill.models import (
-    describe_codec,
-    describe_speaker_encoder,
+    find_codec,
+    find_speaker_encoder,
     load_codec,
     load_speaker_encoder,
-    published_name,
 )
 
 
@@ -48,19 +46,28 @@ def encodec_directory(tmp_path):
 def test_importing_and_describing_imports_nothing_heavy(nemo_file):
     code = f"""
 import sys
-from sharmill.models import describe_codec, describe_speaker_encoder
-describe_codec("builtin"); describe_codec("nemo:{nemo_file}"); describe_codec("transformers:a/b")
-describe_speaker_encoder("resemblyzer"); describe_speaker_encoder("nemo:titanet_large")
+from sharmill.models import find_codec, find_speaker_encoder
+for name in ("builtin", "nemo:{nemo_file}", "transformers:a/b"):
+    find_codec(name).identity()
+for name in ("resemblyzer", "nemo:titanet_large"):
+    find_speaker_encoder(name).identity()
 print(sorted({{"torch", "nemo", "transformers", "librosa", "resemblyzer"}} & sys.modules.keys()))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
-def test_resemblyzer_is_identified_by_its_version():
-    version = importlib.metadata.version("resemblyzer")
-    expected = {"backend": "resemblyzer", "name": "resemblyzer", "version": version}
-    assert describe_speaker_encoder("resemblyzer") == expected
+def describe_codec(name):
+    return find_codec(name).identity()
+
+
+def describe_speaker_encoder(name):
+    return find_speaker_encoder(name).identity()
+
+
+def test_resemblyzer_is_identified_by_the_version_of_its_package():
+    assert describe_speaker_encoder("resemblyzer") == {"backend": "resemblyzer", "name": "resemblyzer"}
+    assert "resemblyzer" in find_speaker_encoder("resemblyzer").packages
 
 
 @pytest.mark.parametrize("name", ["nemo:titanet_large", "nemo:nvidia/speakerverification_en_titanet_large"])
@@ -186,9 +193,9 @@ def test_a_missing_package_names_its_extra(monkeypatch, function, name, package)
     ],
 )
 def test_the_published_name_is_the_name(name, published):
-    assert published_name(name) == published
+    assert find_codec(name).published_name == published
 
 
 def test_the_published_name_of_a_local_model_has_no_folders(nemo_file, encodec_directory):
-    assert published_name(f"nemo:{nemo_file}") == "nemo:model.nemo"
-    assert published_name(f"transformers:{encodec_directory}/") == "transformers:encodec"
+    assert find_codec(f"nemo:{nemo_file}").published_name == "nemo:model.nemo"
+    assert find_codec(f"transformers:{encodec_directory}/").published_name == "transformers:encodec"

@@ -17,7 +17,7 @@ from support.manifests import config_for, make_record, write_manifest
 from sharmill.engine.listener import Listener
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.models import hub, load_codec, load_speaker_encoder, require_codec, require_speaker_encoder
+from sharmill.models import find_codec, find_speaker_encoder, hub, load_codec, load_speaker_encoder
 from sharmill.pipeline import check_config, run_dataset
 
 
@@ -83,11 +83,11 @@ def test_nemos_own_models_are_taken_from_its_cache_or_soon_refused(tmp_path, mon
     assert load_speaker_encoder("nemo:tiny_speaker").embedding_size == 24
 
 
-@pytest.mark.parametrize("require", [require_codec, require_speaker_encoder])
-def test_nemos_own_names_are_required_to_be_known_or_cached(require, tmp_path, monkeypatch):
+@pytest.mark.parametrize("find", [find_codec, find_speaker_encoder])
+def test_nemos_own_names_are_required_to_be_known_or_cached(find, tmp_path, monkeypatch):
     monkeypatch.setenv("NEMO_CACHE_DIR", str(tmp_path))
     with raises(ConfigError, "unknown_name", "'no_such_model'"):
-        require("nemo:no_such_model")
+        find("nemo:no_such_model").check()
 
 
 @pytest.mark.parametrize("name", ["transformers:nobody/encodec", "nemo:nobody/codec"])
@@ -96,11 +96,11 @@ def test_a_model_that_is_required_while_offline_must_be_in_the_cache(name, hub_c
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with raises(ConfigError, "unreachable_model", name, "HF_HUB_OFFLINE"):
-        require_codec(name)
+        find_codec(name).check()
     files = {"transformers:nobody/encodec": [*checkpoints["encodec"].iterdir()],
              "nemo:nobody/codec": [checkpoints["nemo_codec"]]}[name]  # fmt: skip
     put_in_cache(hub_cache, name.partition(":")[2], *files)
-    require_codec(name)
+    find_codec(name).check()
 
 
 @pytest.mark.parametrize(("status", "known"), [(200, True), (302, True), (500, True), (401, False), (404, False)])
@@ -123,7 +123,7 @@ def test_a_model_that_the_hub_has_not_is_refused(status, known, hub_cache, monke
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         with nullcontext() if known else raises(ConfigError, "unreachable_model", "nobody/encodec", str(status)):
-            require_codec("transformers:nobody/encodec")
+            find_codec("transformers:nobody/encodec").check()
         server.shutdown()
     assert asked == ["/nobody/encodec/resolve/main/config.json"]
 

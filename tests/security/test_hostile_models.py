@@ -18,7 +18,7 @@ from support.errors import raises
 from support.models import save_encodec, save_nemo_speaker
 
 from sharmill.errors import ConfigError
-from sharmill.models import describe_codec, describe_speaker_encoder, load_codec, load_speaker_encoder
+from sharmill.models import find_codec, find_speaker_encoder, load_codec, load_speaker_encoder
 
 
 class Bomb:
@@ -132,7 +132,7 @@ NOT_KNOWN = {
 @pytest.mark.parametrize(("part", "values"), NOT_KNOWN.values(), ids=NOT_KNOWN.keys())
 def test_what_is_not_known_in_the_configuration_of_a_nemo_checkpoint(part, values, repack):
     path = repack(model_config=with_config(lambda c: c[part].update(values)))
-    for use in (describe_speaker_encoder, load_speaker_encoder):
+    for use in (lambda name: find_speaker_encoder(name).resolve(), load_speaker_encoder):
         with raises(ConfigError, "untrusted_model", f"since {part}.", "allow_targets"):
             use(f"nemo:{path}")
 
@@ -141,16 +141,17 @@ def test_a_class_that_is_allowed_by_name(repack):
     sequence = {"_target_": "nemo.collections.asr.modules.conv_asr.ConvASRDecoderClassification"}
     path = repack(model_config=with_config(lambda c: c["encoder"].update(further=sequence)))
     with raises(ConfigError, "untrusted_model", "encoder.further._target_"):
-        describe_speaker_encoder(f"nemo:{path}")
-    assert describe_speaker_encoder(f"nemo:{path}", [sequence["_target_"]])["checksum"]
+        find_speaker_encoder(f"nemo:{path}").resolve()
+    trusted = find_speaker_encoder(f"nemo:{path}", allow_targets=[sequence["_target_"]])
+    assert trusted.identity().keys() == {"backend", "name", "checksum"}
     # It is NeMo that refuses now: its encoder takes no such argument.
     with raises(ConfigError, "bad_model", "ConvASRDecoderClassification"):
-        load_speaker_encoder(f"nemo:{path}", "cpu", [sequence["_target_"]])
+        load_speaker_encoder(f"nemo:{path}", "cpu", allow_targets=[sequence["_target_"]])
 
 
 def test_only_checkpoints_of_nemo_are_allowed_more():
-    with raises(ConfigError, "bad_config_value", "allow_targets", "resemblyzer"):
-        describe_speaker_encoder("resemblyzer", ["os.mkdir"])
+    with raises(ConfigError, "unknown_key", "allow_targets", "resemblyzer"):
+        find_speaker_encoder("resemblyzer", allow_targets=["os.mkdir"])
 
 
 def test_what_only_training_uses_is_neither_checked_nor_made(repack):
@@ -185,7 +186,7 @@ def test_an_archive_that_unpacks_to_much_more_than_its_file(repack, tmp_path):
         # A header alone: the data are not there, as in a sparse member.
         new.fileobj.write(zeros.tobuf())
     with raises(ConfigError, "untrusted_model", "would unpack"):
-        describe_speaker_encoder(f"nemo:{tmp_path / 'big.nemo'}")
+        find_speaker_encoder(f"nemo:{tmp_path / 'big.nemo'}").resolve()
 
 
 @pytest.mark.parametrize("compression", ["xz", "gz", "bz2"])
@@ -197,7 +198,7 @@ def test_a_damaged_archive(good_nemo, tmp_path, compression):
     for part in (data[: len(data) // 2], data[:200] + bytes(50) + data[250:]):
         path.write_bytes(part)
         with raises(ConfigError, "bad_model", str(path)):
-            describe_speaker_encoder(f"nemo:{path}")
+            find_speaker_encoder(f"nemo:{path}").resolve()
 
 
 @pytest.mark.xdist_group("memory, threads, descriptors")
@@ -210,7 +211,7 @@ def test_a_configuration_that_unpacks_to_much_is_not_read_whole(repack, tmp_path
     tracemalloc.start()
     try:
         with raises(ConfigError, "bad_config_file", "larger than 1 MiB"):
-            describe_speaker_encoder(f"nemo:{tmp_path / 'packed.nemo'}")
+            find_speaker_encoder(f"nemo:{tmp_path / 'packed.nemo'}").resolve()
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -236,7 +237,7 @@ def packed(data: bytes) -> bytes:
 
 def test_weights_that_unpack_to_more_than_their_file(repack, encodec):
     path = repack(model_weights=packed)
-    for use in (describe_speaker_encoder, load_speaker_encoder):
+    for use in (lambda name: find_speaker_encoder(name).resolve(), load_speaker_encoder):
         with raises(ConfigError, "untrusted_model", str(path), "unpack"):
             use(f"nemo:{path}")
     weights = io.BytesIO()
@@ -340,4 +341,4 @@ def test_a_model_named_by_an_adapter_beside_a_transformers_model(tmp_path):
 def test_code_that_the_configuration_of_a_transformers_model_would_fetch(tmp_path, values):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "encodec", **values}))
     with raises(ConfigError, "untrusted_model", "config.json"):
-        describe_codec(f"transformers:{tmp_path}")
+        find_codec(f"transformers:{tmp_path}").resolve()

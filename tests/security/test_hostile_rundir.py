@@ -27,7 +27,7 @@ from sharmill.files.storage import write_atomic
 from sharmill.files.stored import load_stored_array, map_stored_array, read_stored, read_stored_lines
 from sharmill.manifest import read_lines_at, records_checksum
 from sharmill.match.groups import index_manifest
-from sharmill.models.families import check_transformers_config
+from sharmill.models.transformers import check_transformers_config
 from sharmill.pipeline import run_dataset
 from sharmill.write.order import index_matched
 

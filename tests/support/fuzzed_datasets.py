@@ -20,8 +20,8 @@ from sharmill.executors.slurm.profile import load_profile
 from sharmill.files.locks import LOCK_NAME, lock_owner
 from sharmill.files.staging import STAGING_NAME, Staging, token_staging
 from sharmill.grow.append import NOTE_NAME, append_dataset
-from sharmill.models.families import check_transformers_config
 from sharmill.models.nemo_config import read_nemo_config
+from sharmill.models.transformers import check_transformers_config
 from sharmill.shar import open_shar
 from sharmill.shar.items import read_field
 from sharmill.shar.reading.loading import merge_loader_states

@@ -79,7 +79,7 @@ def toy():
     """The codec that made the codes is what is loaded."""
     with (
         mock.patch("sharmill.models.recorded.load_codec", return_value=ToyCodec()) as load,
-        mock.patch("sharmill.models.recorded.describe_codec"),
+        mock.patch("sharmill.models.recorded.find_codec"),
     ):
         yield load
 

@@ -91,7 +91,7 @@ def test_no_speaker_encoder_is_looked_for(project):
     fill(project)
     config = project.configure(**NONE)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("describe_speaker_encoder", "min_similarity"):
+        for name in ("encoder_family", "min_similarity"):
             patch.setattr(f"sharmill.pipeline.{name}", None)
         check_config(config)
     names = " ".join(stage.name for stage in make_stages(config))

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 Resampling = Literal["soxr", "kaiser", "sinc"]
+# Packages whose versions the samples depend on, by the way of resampling.
+RESAMPLING_PACKAGES: Final[dict[Resampling, tuple[str, ...]]] = {
+    "soxr": ("numpy", "soxr"),
+    "kaiser": ("numpy", "torch", "torchaudio"),
+    "sinc": ("numpy", "torch", "torchaudio"),
+}
 
 _MAX_FILTER_SIZE: Final = 1 << 23
 # torchaudio's parameters for what librosa calls kaiser_best.

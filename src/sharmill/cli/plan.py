@@ -78,12 +78,12 @@ def _print_measurements(console: Console, config: Config) -> None:
         table.add_row(*(plain(cell) for cell in row))
 
     if (match := config.match) is not None:
-        encoder = load_speaker_encoder(match.encoder, device, match.allow_targets, match.precision)
+        encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
         add("match", match.encoder, measure_model(encoder, device, memory))
     encode = config.encode
     unit_seconds = encode.unit_seconds or UNIT_SECONDS[1]
     for codec in encode.codecs:
-        model = load_codec(codec.model, device, codec.allow_targets, encode.precision)
+        model = load_codec(codec.model, device, precision=encode.precision, **codec.options)
         if encode.canonical_shapes:
             add("encode", codec.name, measure_canonical(model, device, memory, unit_seconds))
         else:

@@ -39,6 +39,9 @@ _MEANT_NULLS: Final = {
     "match": "give it keys, or write null for a dataset without contexts",
 }
 
+# The field of a section for the options of its model, which lie beside its keys.
+_OPTIONS: Final = "options"
+
 Loaded = TypeVar("Loaded")
 _OF_SEVERAL_LINES = ("speaker_key", "setup")
 # C0 and C1 but the tab, and what ends lines in Unicode.
@@ -65,9 +68,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_for_display(path: Path) -> Config:
     """Read the configuration that a run has stored, to show the run: a stand-in takes the place of its sources.
 
-    The type of a source may name code of another package, which is not imported to show progress.
+    The type of a source may name code of another package, which is not imported to show progress; so may a model, whose
+    options are left out.
     """
     values, _ = _read_merged(Config, path, (), for_display=True)
+    values = _gather_options(Config, values, keep=False)
     return to_config(values | {"sources": [{"manifest": "not read", "audio_root": "not read"}]}, str(path))
 
 
@@ -103,7 +108,7 @@ def to_yaml(config: Config) -> bytes:
     """
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(config.references.put_back(dataclasses.asdict(config)))).encode()
+    return OmegaConf.to_yaml(OmegaConf.create(config.references.put_back(to_plain(config)))).encode()
 
 
 def _read_merged(
@@ -186,6 +191,7 @@ def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded
         made = [_make_source(entry, number, origin) for number, entry in enumerate(_entries(values))]
         values = values | {"sources": made} if made else values
     _check_controls(values, origin, "")
+    values = _gather_options(kind, values)
     try:
         # Not strict: a number may be quoted, and YAML takes 1e3 for text.
         return msgspec.convert(values, kind, strict=False, dec_hook=lambda _, source: source)
@@ -320,14 +326,73 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
             _check_keys(item, value, origin, f"{prefix.rstrip('.')}[{number}].")
     if not dataclasses.is_dataclass(owner) or not isinstance(values, dict):
         return
-    types = typing.get_type_hints(owner)
+    types = _types_of_keys(owner)
+    options = _types_of_options(owner, values, f"{origin}: {prefix.rstrip('.')}")
+    types |= options
     for key, value in values.items():
-        if key not in types:
+        if key in options:
+            try:
+                msgspec.convert(value, options[key], strict=False)
+            except msgspec.ValidationError as error:
+                raise _refusal(options[key], error, origin, f"{prefix}{key}") from error
+        elif key not in types:
             if removed := _REMOVED_KEYS.get(f"{prefix}{key}"):
                 raise ConfigError(f"{origin}: the key '{prefix}{key}' was removed: {removed}", code="unknown_key")
             meant = nearest(str(key), list(types)) if prefix else _nearest_below(str(key), types)
             raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{meant}", code="unknown_key")
         _check_keys(types[key], value, origin, f"{prefix}{key}.")
+
+
+def _types_of_keys(owner: Any) -> dict[str, Any]:
+    """Return the types of the keys of a section by their names, but of no options of a model."""
+    types = typing.get_type_hints(owner)
+    if hasattr(owner, "option_types"):
+        del types[_OPTIONS]
+    return types
+
+
+def _types_of_options(owner: Any, values: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the types of the options beside the keys of a section, if there are any: those of the model it names.
+
+    Raises:
+        ConfigError: there is no such model, or it has an option that is a key of the section.
+    """
+    keys = _types_of_keys(owner).keys()
+    if not hasattr(owner, "option_types") or values.keys() <= keys:
+        return {}
+    try:
+        options: dict[str, Any] = owner.option_types(values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", code=error.code) from error
+    if taken := sorted(options.keys() & keys):
+        raise ConfigError(f"{where}: the model's option {taken[0]!r} is another key already", code="bad_plugin")
+    return options
+
+
+def _gather_options(owner: Any, values: Any, *, keep: bool = True) -> Any:
+    """Return values in which options beside the keys of a section are one value of it, or left out."""
+    owner = _without_null(owner)
+    if typing.get_origin(owner) is list and isinstance(values, list):
+        return [_gather_options(typing.get_args(owner)[0], value, keep=keep) for value in values]
+    if not dataclasses.is_dataclass(owner) or not isinstance(values, dict):
+        return values
+    types = _types_of_keys(owner)
+    values = {key: _gather_options(types.get(key), value, keep=keep) for key, value in values.items()}
+    if not hasattr(owner, "option_types"):
+        return values
+    options = {key: value for key, value in values.items() if key not in types}
+    own = {key: value for key, value in values.items() if key in types}
+    return own | {_OPTIONS: options} if keep else own
+
+
+def to_plain(value: Any) -> Any:
+    """Return a configuration as plain values, with options beside the keys of their sections again."""
+    if isinstance(value, list):
+        return [to_plain(item) for item in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    plain = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return plain | plain.pop(_OPTIONS) if hasattr(value, "option_types") else plain
 
 
 def _nearest_below(name: str, types: dict[str, Any]) -> str:

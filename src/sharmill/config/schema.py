@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sharmill.config.references import References
+from sharmill.registry import CODECS, ENCODERS
 
 if TYPE_CHECKING:
     from sharmill.sources import Source
@@ -71,9 +73,6 @@ class MatchConfig:
     encoder: str = "resemblyzer"
     """Speaker encoder: ``resemblyzer`` (its weights come with the Python package), ``nemo:titanet_large`` or another
     pretrained name, or ``nemo:/path/model.nemo``."""
-    allow_targets: list[str] = field(default_factory=list)
-    """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
-    models are made of, for a model whose makers you trust."""
     min_similarity: float | None = None
     """Lowest cosine similarity of a context to its target. ``null`` is the encoder's own: 0.75 for ``resemblyzer``, 0.6
     for TitaNet; any other encoder needs a number here."""
@@ -122,6 +121,15 @@ class MatchConfig:
     same speaker groups as new records are embedded once more, from the audio that is stored there."""
     unit_seconds: float | None = None
     """Audio that one unit of work gathers, in seconds; ``null`` derives it from the total."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the encoder's family, which a configuration has beside ``encoder``."""
+
+    @classmethod
+    def option_types(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the types of the options of the encoder that a section names."""
+        from sharmill.models.family import family_class
+
+        return family_class(ENCODERS, str(values.get("encoder", cls.encoder))).options()
 
     def __post_init__(self) -> None:
         _require(self.min_similarity is None or -1 <= self.min_similarity <= 1,
@@ -191,9 +199,16 @@ class CodecConfig:
     model: str
     """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
     without chunks, DAC, Mimi), or ``builtin``, a small one that ships with sharmill, for trying out."""
-    allow_targets: list[str] = field(default_factory=list)
-    """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
-    models are made of, for a model whose makers you trust."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the model's family, which a configuration has beside ``model``."""
+
+    @staticmethod
+    def option_types(values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the types of the options of the model that an entry names."""
+        from sharmill.models.family import family_class
+
+        return family_class(CODECS, str(values["model"])).options() if "model" in values else {}
 
     def __post_init__(self) -> None:
         _require(

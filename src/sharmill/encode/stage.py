@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
+from sharmill.audio.resample import RESAMPLING_PACKAGES
 from sharmill.config import CodecConfig, Config
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.codec_batches import TOO_LONG_ADVICE, BegunItems, CodecBatches
@@ -30,7 +31,7 @@ from sharmill.errors import FatalError, UnitFailed
 from sharmill.files.staging import Staging
 from sharmill.files.storage import checksum_bytes, write_atomic
 from sharmill.files.stored import load_stored_array, save_array
-from sharmill.models import codec_modules, describe_codec, load_codec, make_deterministic, published_name, require_codec
+from sharmill.models import ModelFamily, find_codec, load_codec, make_deterministic
 from sharmill.models.device import check_device
 from sharmill.models.padding import Padding, log_padding
 from sharmill.models.pieces import PIECE_SECONDS, find_pieces
@@ -66,10 +67,14 @@ class EncodeStage(Stage):
     def name(self) -> str:
         return f"{self.kind}/{self.codec_config.name}"
 
+    def model(self) -> ModelFamily:
+        """Return the codec, not loaded; the package that brings it may be imported."""
+        return find_codec(self.codec_config.model, **self.codec_config.options)
+
     @property
     def published_model(self) -> str:
         """The codec as the dataset names it, without folders of this machine and values of the environment."""
-        return self.references.hide_at(self._place, published_name(self.codec_config.model))
+        return self.references.hide_at(self._place, self.model().published_name)
 
     @property
     def reserves(self) -> tuple[Path, Sequence[str]]:
@@ -81,22 +86,23 @@ class EncodeStage(Stage):
     def identity(self) -> dict[str, Any]:
         self.survey.dataset.record()
         self.survey.require_done(self.survey.dir)
+        model = self.model()
         return {
-            "codec": describe_codec(self.codec_config.model, self.codec_config.allow_targets),
+            "codec": model.identity(),
             "batch_seconds": self.settings.batch_seconds,
             "precision": self.settings.precision,
             "canonical_shapes": self.settings.canonical_shapes,
             "unit_seconds": self.settings.unit_seconds,
             "pieces": PIECE_SECONDS,
             "input": self.survey.dataset.audio_checksum(),
-            "versions": versions("torch", "torchaudio", "nemo_toolkit", "transformers"),
+            "versions": versions(*RESAMPLING_PACKAGES["sinc"], *model.packages),
         }
 
     def modules(self) -> list[str]:
-        return [*super().modules(), *codec_modules(self.codec_config.model)]
+        return [*super().modules(), *self.model().modules]
 
     def require_models(self) -> None:
-        require_codec(self.codec_config.model)
+        self.model().check()
 
     def check_output(self) -> None:
         self.assemble.check_output()
@@ -125,8 +131,8 @@ class EncodeStage(Stage):
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
         kind = check_device(device)
-        allowed = self.codec_config.allow_targets
-        codec = load_codec(self.codec_config.model, device, allowed, self.settings.precision)
+        config = self.codec_config
+        codec = load_codec(config.model, device, precision=self.settings.precision, **config.options)
         batches = CodecBatches(
             codec,
             batch_seconds=self.settings.batch_seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from sharmill.match.embed import EmbeddedSegment
 from sharmill.match.given import GivenContext, check_given
 from sharmill.match.select import select_context
 from sharmill.match.words import number_words
-from sharmill.models import own_min_similarity
+from sharmill.models import ModelFamily, find_speaker_encoder
 
 # Of a smaller group the similarities take less time on the CPU than their kernels take to start.
 _FEW_ROWS = 500
@@ -38,6 +39,10 @@ class ContextChooser:
     match: MatchConfig
     roots: AudioRoots
     group_key: Callable[[Utterance], str]
+
+    @cached_property
+    def _least_similarity(self) -> float:
+        return min_similarity(self.match)
 
     def may_match(self, group: list[Utterance]) -> bool:
         """Return False where the durations rule out every context; there is no need to embed the group then."""
@@ -58,7 +63,7 @@ class ContextChooser:
             return [RejectRecord("no_long_context", detail) for _ in group]
         match = self.match
         options: dict[str, Any] = {
-            "min_similarity": min_similarity(match),
+            "min_similarity": self._least_similarity,
             "min_duration": match.min_duration,
             "max_duration": match.max_duration,
             "choice": match.choice,
@@ -132,10 +137,10 @@ class ContextChooser:
     def _no_context(self, best_similarity: float) -> RejectRecord:
         if best_similarity == -np.inf:
             return RejectRecord("no_long_context", f"no other utterance of its group has {self._limits()}")
-        limit = min_similarity(self.match)
         return RejectRecord(
             "no_similar_context",
-            f"the best candidate has a similarity of {best_similarity:.4f}, below {limit:g} (match.min_similarity)",
+            f"the best candidate has a similarity of {best_similarity:.4f}, below {self._least_similarity:g} "
+            "(match.min_similarity)",
         )
 
     def _limits(self) -> str:
@@ -160,10 +165,16 @@ class ContextChooser:
             return reject
         if not self.long_enough(context.segment.duration):
             return RejectRecord("bad_context", f"the context that the record brings does not have {self._limits()}")
-        if context.similarity < (least := min_similarity(self.match)):
-            detail = f"has a similarity of {context.similarity:.4f}, below {least:g} (match.min_similarity)"
+        if context.similarity < self._least_similarity:
+            limit = f"{self._least_similarity:g} (match.min_similarity)"
+            detail = f"has a similarity of {context.similarity:.4f}, below {limit}"
             return RejectRecord("bad_context", f"the context that the record brings {detail}")
         return _with_context(utterance, context)
+
+
+def encoder_family(match: MatchConfig) -> ModelFamily:
+    """Return the speaker encoder, not loaded; the package that brings it may be imported."""
+    return find_speaker_encoder(match.encoder, **match.options)
 
 
 def min_similarity(match: MatchConfig) -> float:
@@ -172,7 +183,7 @@ def min_similarity(match: MatchConfig) -> float:
     Raises:
         ConfigError: neither says one.
     """
-    own = match.min_similarity if match.min_similarity is not None else own_min_similarity(match.encoder)
+    own = match.min_similarity if match.min_similarity is not None else encoder_family(match).min_similarity
     if own is None:
         raise ConfigError(
             f"the speaker encoder {match.encoder!r} brings no min_similarity of its own, since none was measured for "

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 import numpy as np
 
+from sharmill.audio.resample import RESAMPLING_PACKAGES
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MatchConfig
 from sharmill.engine.ahead import UnitsAhead
@@ -37,18 +38,12 @@ from sharmill.match.candidates import (
     segment_roots,
     write_candidates,
 )
-from sharmill.match.choose import ContextChooser, min_similarity
+from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder
 from sharmill.match.given import GivenContext, GivenContexts
 from sharmill.match.groups import divide, index_manifest, order_by_group
 from sharmill.match.voices import sample_voices
-from sharmill.models import (
-    describe_speaker_encoder,
-    encoder_modules,
-    load_speaker_encoder,
-    make_deterministic,
-    require_speaker_encoder,
-)
+from sharmill.models import load_speaker_encoder, make_deterministic
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.device import check_device
 from sharmill.models.measure import require_room
@@ -96,24 +91,25 @@ class MatchStage(Stage):
         prepared = prepared_manifest(self.config)
         if not prepared.exists():
             raise ConfigError(f"{prepared} is not there: run the stage prepare first", code="stage_not_run")
+        encoder = encoder_family(self.match)
         match = dataclasses.asdict(self.match) | {"min_similarity": min_similarity(self.match)}
-        del match["allow_targets"]  # no output depends on it
+        del match["options"]  # the encoder's identity has them
         if not match["contexts_from_dataset"]:  # plans from before there was this key stay good
             del match["contexts_from_dataset"]
         return {
             "match": match,
             "speaker_key": self.config.speaker_key,
-            "encoder": describe_speaker_encoder(self.match.encoder, self.match.allow_targets),
+            "encoder": encoder.identity(),
             "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "input": records_checksum(prepared),
-            "versions": versions("torch", "torchaudio", "soxr", "numpy"),
+            "versions": versions(*RESAMPLING_PACKAGES[self.match.resampling], *encoder.packages),
         }
 
     def modules(self) -> list[str]:
-        return [*super().modules(), *encoder_modules(self.match.encoder)]
+        return [*super().modules(), *encoder_family(self.match).modules]
 
     def require_models(self) -> None:
-        require_speaker_encoder(self.match.encoder)
+        encoder_family(self.match).check()
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         match = self.match
@@ -159,7 +155,7 @@ class MatchStage(Stage):
         """
         threads = make_deterministic(device)
         roots = segment_roots(self.config)
-        encoder = load_speaker_encoder(self.match.encoder, device, self.match.allow_targets, self.match.precision)
+        encoder = load_speaker_encoder(self.match.encoder, device, precision=self.match.precision, **self.match.options)
         require_room(encoder, device, self.match.batch_seconds, "match.batch_seconds")
         return Embedder(
             encoder=encoder,

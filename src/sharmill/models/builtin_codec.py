@@ -18,8 +18,9 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sharmill.models.builtin import BUILTIN_FILE
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import BUILTIN_FILE, ModelName
+from sharmill.models.nemo import NemoCodec
 from sharmill.models.tensors import find_reach, weights_checksum
 
 # NeMo's, against values between two levels.
@@ -168,10 +169,7 @@ class _BuiltinCodec(CodecBackend):
 
     @cached_property
     def _with_decoder(self) -> CodecBackend:
-        from sharmill.models.nemo_codec import load_nemo_codec
-
-        name = ModelName(name=self.spec.name, target=str(BUILTIN_FILE), path=BUILTIN_FILE)
-        return load_nemo_codec(name, str(self.device))
+        return NemoCodec(name=self.spec.name, target=str(BUILTIN_FILE)).load(str(self.device))
 
 
 def load_builtin_codec(device: str) -> CodecBackend:

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from sharmill.errors import DeviceError
-from sharmill.models.families import first_line
+from sharmill.errors import DeviceError, first_line
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, mentions_memory
-from sharmill.models.families import first_line
+from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, first_line, mentions_memory
 
 # Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
 _UNITS_ALIKE: Final = 2

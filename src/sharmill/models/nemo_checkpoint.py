@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import logging
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sharmill.errors import ConfigError
-from sharmill.models.families import size_of
+from sharmill.models.family import size_of
 from sharmill.models.hub import require_on_hub, require_reachable
 from sharmill.models.nemo_config import read_nemo_config
 from sharmill.models.tensors import limited_layers, loading
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from nemo.core import ModelPT
     from torch import nn
 
-    from sharmill.models.families import ModelName
-
-    ModelT = TypeVar("ModelT", bound="ModelPT")
+    from sharmill.models.nemo import NemoModel
 
 # What a damaged checkpoint or a failed download raises; anything else is a fault of ours and is shown as it is.
 _LOADING_ERRORS = (
@@ -92,14 +90,12 @@ def _filters_of_archives() -> Iterator[None]:
         tarfile.TarFile.extract = original  # type: ignore[method-assign]
 
 
-def restore_model(
-    model_class: type[ModelT], name: ModelName, parts: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> ModelT:
+def restore_model(model: NemoModel, path: Path | None, parts: tuple[str, ...], optional: tuple[str, ...] = ()) -> Any:
     """Load a NeMo model on the CPU, frozen and in evaluation mode.
 
     Args:
-        model_class: the class it must be of.
-        name: a .nemo file or the name of a pretrained model.
+        model: a model of one of NeMo's families.
+        path: its .nemo file; None for the name of a pretrained model.
         parts: the submodules that are used; all their weights must be in the checkpoint. (NeMo's codec lets weights
             be absent, and would go on with random ones.)
         optional: names of submodules that are None in the model if weights of theirs are absent.
@@ -107,19 +103,23 @@ def restore_model(
     Raises:
         ConfigError: if the file is no checkpoint of this class or the pretrained model cannot be fetched.
     """
-    with loading(name.name, _loading_errors), quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
+    with quiet_nemo():
+        model_class = model.find_class()
+    with loading(model.name, _loading_errors), quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
         # A model draws its first weights before it gets those of the checkpoint: hence the fork.
-        model = _restore(model_class, name, parts, optional)
-    if not isinstance(model, model_class):
+        restored = _restore(model_class, model, path, parts, optional)
+    if not isinstance(restored, model_class):
         raise ConfigError(
-            f"{name.name} is a {type(model).__name__}, not a {model_class.__name__}: use another model",
+            f"{model.name} is a {type(restored).__name__}, not a {model_class.__name__}: use another model",
             code="bad_model",
         )
-    model.freeze()
-    return model.eval()
+    restored.freeze()
+    return restored.eval()
 
 
-def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...], optional: tuple[str, ...]) -> ModelT:
+def _restore(
+    model_class: type[ModelPT], model: NemoModel, path: Path | None, parts: tuple[str, ...], optional: tuple[str, ...]
+) -> ModelPT:
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
     from omegaconf import OmegaConf
 
@@ -129,8 +129,8 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...],
         ) -> Any:
             # Only what was checked is used, whatever else of that name is in the archive.
             source = Path(self.model_extracted_dir or restore_path)
-            config = read_nemo_config(source, name.allow_targets)
-            with limited_layers(name.name, size_of(source)):
+            config = read_nemo_config(source, model.allow_targets)
+            with limited_layers(model.name, size_of(source)):
                 return super().load_config_and_state_dict(calling_cls, restore_path, OmegaConf.create(config), *rest)
 
         def load_instance_with_state_dict(
@@ -139,7 +139,7 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...],
             wanted = {key for key in instance.state_dict() if key.startswith(parts)}
             if missing := sorted(wanted - state_dict.keys()):
                 raise ConfigError(
-                    f"{name.name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole",
+                    f"{model.name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole",
                     code="bad_model",
                 )
             super().load_instance_with_state_dict(instance, state_dict, strict)
@@ -148,41 +148,39 @@ def _restore(model_class: type[ModelT], name: ModelName, parts: tuple[str, ...],
                     setattr(instance, part, None)
 
     options = {"map_location": torch.device("cpu"), "save_restore_connector": StrictConnector()}
-    if name.path is not None:
-        return model_class.restore_from(str(name.path), **options)
-    require_pretrained(lambda: model_class, name)
-    return model_class.from_pretrained(name.target, **options)
+    if path is not None:
+        return model_class.restore_from(str(path), **options)
+    require_pretrained(model)
+    return model_class.from_pretrained(model.target, **options)
 
 
-def require_pretrained(find_class: Callable[[], type[ModelPT]], name: ModelName) -> None:
-    """Raise ConfigError unless a pretrained model is on this machine or can be asked for; a "/" stands for the hub.
+def require_pretrained(model: NemoModel) -> None:
+    """Raise ConfigError unless a pretrained model is on this machine or can be asked for.
 
-    Args:
-        find_class: returns the class of the model. It is called, and NeMo imported, for NeMo's own names alone.
-        name: the name of a pretrained model.
+    A "/" in its name stands for the hub. NeMo is imported for NeMo's own names alone.
     """
     advice = "download the .nemo file elsewhere and give nemo:/path/model.nemo"
-    if "/" in name.target:
-        require_on_hub(name.target, f"{PurePosixPath(name.target).name}.nemo", name.name, advice)
+    if "/" in model.target:
+        require_on_hub(model.target, f"{PurePosixPath(model.target).name}.nemo", model.name, advice)
         return
     with quiet_nemo():
         from nemo.utils.data_utils import resolve_cache_dir
 
-        location = _pretrained_location(find_class(), name)
+        location = _pretrained_location(model.find_class(), model.target)
         filename = PurePosixPath(location).name
         if not any((resolve_cache_dir() / filename.removesuffix(".nemo")).glob(f"*/{filename}")):
-            require_reachable(location, name.name, advice)
+            require_reachable(location, model.name, advice)
 
 
-def _pretrained_location(model_class: type[ModelPT], name: ModelName) -> str:
+def _pretrained_location(model_class: type[ModelPT], name: str) -> str:
     """Return the address that one of NeMo's own models comes from.
 
     Raises:
         ConfigError: NeMo does not know the name.
     """
     known = {info.pretrained_model_name: str(info.location) for info in model_class.list_available_models() or ()}
-    if name.target in known:
-        return known[name.target]
-    near = difflib.get_close_matches(name.target, known, n=1)
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-    raise ConfigError(f"NeMo has no pretrained {model_class.__name__} {name.target!r}: {hint}", code="unknown_name")
+    raise ConfigError(f"NeMo has no pretrained {model_class.__name__} {name!r}: {hint}", code="unknown_name")

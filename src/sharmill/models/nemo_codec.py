@@ -6,24 +6,20 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from sharmill.errors import ConfigError, is_device_error
+from sharmill.errors import ConfigError, first_line, is_device_error
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.cpu_hifigan import fit_hifigan_to_cpu
-from sharmill.models.families import first_line
-from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
+from sharmill.models.nemo import ENCODING_PARTS
 from sharmill.models.tensors import find_reach, right_padding_matters, weights_checksum
 
 if TYPE_CHECKING:
     from nemo.collections.tts.models import AudioCodecModel
     from torch import Tensor
 
-    from sharmill.models.families import ModelName
-
-_ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
 _TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
 
 
-class _NemoCodec(CodecBackend):
+class NemoCodecBackend(CodecBackend):
     """Codec made of an AudioCodecModel: its encoder, its quantizer and, where its weights are there, its decoder.
 
     The model's own ``encode`` pads again what is whole already and may resample; so its parts are called as they are.
@@ -47,7 +43,7 @@ class _NemoCodec(CodecBackend):
         frame = int(model.samples_per_frame)
         min_frames = self._find_min_frames(frame, name)
         short = max(4, min_frames) * frame
-        weights = {key: value for key, value in model.state_dict().items() if key.startswith(_ENCODING_PARTS)}
+        weights = {key: value for key, value in model.state_dict().items() if key.startswith(ENCODING_PARTS)}
         spec = CodecSpec(
             name=name,
             sampling_rate=int(model.sample_rate),
@@ -94,16 +90,3 @@ class _NemoCodec(CodecBackend):
     def _encoded(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         encoded, _ = self._encoder(audio=audio.to(self.device), audio_len=num_samples.to(self.device))
         return encoded.float().cpu()
-
-
-def load_nemo_codec(name: ModelName, device: str) -> _NemoCodec:
-    """Load a NeMo codec by pretrained name or from a .nemo file.
-
-    Raises:
-        ConfigError: if NeMo is not installed, this is not such a model, or it does not give one frame for every
-            ``samples_per_frame`` samples.
-    """
-    with quiet_nemo():
-        from nemo.collections.tts.models import AudioCodecModel
-    model = restore_model(AudioCodecModel, name, _ENCODING_PARTS, optional=("audio_decoder",))
-    return _NemoCodec(model, name.name, device)

@@ -17,9 +17,9 @@ from typing import Any, Final
 import yaml
 
 from sharmill.config.untrusted import load_untrusted_yaml
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, first_line
 from sharmill.files.storage import open_regular
-from sharmill.models.families import first_line, refuse_packed_weights
+from sharmill.models.family import refuse_packed_weights
 
 _CONFIG: Final = "model_config.yaml"
 _WEIGHTS: Final = "model_weights.ckpt"

@@ -7,14 +7,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from sharmill.models.cpu_titanet import fit_titanet_to_cpu
-from sharmill.models.nemo_checkpoint import quiet_nemo, restore_model
 from sharmill.models.tensors import check_batch, fit_length, right_padding_matters, unit_embeddings, weights_checksum
 
 if TYPE_CHECKING:
     from nemo.collections.asr.models import EncDecSpeakerLabelModel
     from torch import Tensor
-
-    from sharmill.models.families import ModelName
 
 # The features are normalised by their standard deviation over time, which needs some frames: what is shorter is
 # filled up with zeros.
@@ -25,7 +22,7 @@ _MIN_SECONDS: Final = 0.1
 _TRIED_SECONDS: Final = 1.59
 
 
-class _NemoSpeakerEncoder:
+class NemoSpeakerEncoder:
     """Speaker encoder made of a NeMo speaker model.
 
     Models with masked convolutions (TitaNet) do not see the padding of a batch. Others (ECAPA) do: this is found out
@@ -72,15 +69,3 @@ class _NemoSpeakerEncoder:
         audio, num_samples = (one.to(self.device, non_blocking=True) for one in (audio, num_samples))
         _, embeddings = self._model(input_signal=audio, input_signal_length=num_samples)
         return embeddings.float()
-
-
-def load_nemo_speaker_encoder(name: ModelName, device: str) -> _NemoSpeakerEncoder:
-    """Load a NeMo speaker model by pretrained name or from a .nemo file.
-
-    Raises:
-        ConfigError: if NeMo is not installed or this is not such a model.
-    """
-    with quiet_nemo():
-        from nemo.collections.asr.models import EncDecSpeakerLabelModel
-    model = restore_model(EncDecSpeakerLabelModel, name, ("preprocessor.", "encoder.", "decoder."))
-    return _NemoSpeakerEncoder(model, device)

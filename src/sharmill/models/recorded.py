@@ -6,12 +6,12 @@ exception, for any other the user names the model. Either must be the one that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import ConfigError
-from sharmill.models import describe_codec, load_codec
+from sharmill.models import find_codec, load_codec
 
 if TYPE_CHECKING:
     from sharmill.config import Precision
@@ -47,23 +47,21 @@ def recorded_model(record: CodecRecord, given: str | None) -> str:
     return record.model
 
 
-def check_recorded_model(record: CodecRecord, given: str | None, allow_targets: Sequence[str] = ()) -> None:
+def check_recorded_model(record: CodecRecord, given: str | None, options: Mapping[str, Any]) -> None:
     """Raise ConfigError where it can be seen, without loading it, that a codec of a dataset cannot be loaded."""
     name = recorded_model(record, given)
     with _hinting(record):
-        describe_codec(name, allow_targets)
+        find_codec(name, **options).resolve()
 
 
 def load_recorded_codec(
-    record: CodecRecord,
-    given: str | None,
-    allow_targets: Sequence[str] = (),
-    precision: Precision = "fp32",
+    record: CodecRecord, given: str | None, options: Mapping[str, Any] | None = None, precision: Precision = "fp32"
 ) -> Codec:
     """Load the codec that made the codes of a dataset.
 
     Args:
         given: the model that the user names for it; None for one of sharmill's own.
+        options: of its family.
         precision: arithmetic of its encoding.
 
     Raises:
@@ -71,7 +69,7 @@ def load_recorded_codec(
     """
     name = recorded_model(record, given)
     with _hinting(record):
-        codec = load_codec(name, allow_targets=allow_targets, precision=precision)
+        codec = load_codec(name, precision=precision, **(options or {}))
     if codec.checksum != record.checksum:
         raise ConfigError(
             f"{name} has the checksum {codec.checksum}, but the codes called {record.name!r} are of a model with "

@@ -13,8 +13,7 @@ import yaml
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharmill.errors import ConfigError, is_device_error
-from sharmill.models.families import first_line
+from sharmill.errors import ConfigError, first_line, is_device_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

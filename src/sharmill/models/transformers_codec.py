@@ -18,15 +18,16 @@ import torch
 
 from sharmill.errors import ConfigError
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import TRANSFORMERS_TYPES, check_transformers_config, size_of
+from sharmill.models.family import size_of
 from sharmill.models.hub import require_reachable
 from sharmill.models.tensors import find_reach, limited_layers, loading, weights_checksum
-from sharmill.registry import require_package
+from sharmill.models.transformers import HUB_ADVICE, TRANSFORMERS_TYPES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
-    from sharmill.models.families import ModelName
 _LOADING_ERRORS = (OSError, RuntimeError, ValueError, KeyError)
 
 
@@ -113,25 +114,26 @@ def _dac(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 _CODECS = {"encodec": _encodec, "mimi": _mimi, "dac": _dac}
 
 
-def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
+def load_transformers_codec(name: str, source: Path | str, device: str) -> CodecBackend:
     """Load EnCodec, DAC or Mimi from a directory or from the hub, whichever the configuration says it is.
 
     What the hub's cache on this machine has is loaded without asking the hub.
 
+    Args:
+        name: the model as the configuration names it, for messages.
+        source: a directory, or a name on the hub.
+
     Raises:
-        ConfigError: if transformers is not installed, the model is none of these or not whole, or it does not give
-            one frame for every ``samples_per_frame`` samples.
+        ConfigError: if the model is none of these or not whole, or it does not give one frame for every
+            ``samples_per_frame`` samples.
     """
-    require_package("transformers")
-    if name.path is not None:
-        check_transformers_config(name.path)
-    with loading(name.name, lambda: _LOADING_ERRORS), _quiet_transformers(), torch.random.fork_rng(devices=[]):
-        model = _from_directory_or_hub(name)
+    with loading(name, lambda: _LOADING_ERRORS), _quiet_transformers(), torch.random.fork_rng(devices=[]):
+        model = _from_directory_or_hub(name, source)
     # Half-precision weights become float32, so that codes differ less between machines.
     model = model.float().eval().requires_grad_(False)
-    facts, options = _CODECS[model.config.model_type](model, name.name)
+    facts, options = _CODECS[model.config.model_type](model, name)
     spec = CodecSpec(
-        name=name.name,
+        name=name,
         sampling_rate=int(model.config.sampling_rate),
         codebook_size=int(model.config.codebook_size),
         checksum=weights_checksum(model.state_dict()),
@@ -141,18 +143,17 @@ def load_transformers_codec(name: ModelName, device: str) -> CodecBackend:
     return _TransformersCodec(model, spec, device, options)
 
 
-def _from_directory_or_hub(name: ModelName) -> Any:
-    if name.path is not None:
-        with limited_layers(name.name, size_of(name.path)):
-            return _from_pretrained(str(name.path), name.name, local_files_only=True)
+def _from_directory_or_hub(name: str, source: Path | str) -> Any:
+    if not isinstance(source, str):
+        with limited_layers(name, size_of(source)):
+            return _from_pretrained(str(source), name, local_files_only=True)
     try:
-        return _from_pretrained(name.target, name.name, local_files_only=True)
+        return _from_pretrained(source, name, local_files_only=True)
     except OSError:
         from huggingface_hub import constants
 
-        advice = "download the model elsewhere and give transformers:/path/of/directory"
-        require_reachable(constants.ENDPOINT, name.name, advice)
-    return _from_pretrained(name.target, name.name, local_files_only=False)
+        require_reachable(constants.ENDPOINT, name, HUB_ADVICE)
+    return _from_pretrained(source, name, local_files_only=False)
 
 
 def _from_pretrained(source: str, name: str, *, local_files_only: bool) -> Any:

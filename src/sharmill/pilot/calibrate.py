@@ -20,10 +20,9 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.storage import PROBE, disk_errors, remove_asides, require_writable, write_atomic
 from sharmill.manifest import Utterance
 from sharmill.match.candidates import segment_roots
-from sharmill.match.choose import ContextChooser
+from sharmill.match.choose import ContextChooser, encoder_family
 from sharmill.match.embed import EmbeddedSegment, Embedder
 from sharmill.match.stage import MatchStage
-from sharmill.models import similarities_of_strangers
 from sharmill.models.device import check_device
 from sharmill.pilot.advice import Advice, advise
 from sharmill.pilot.rates import StageRate
@@ -248,7 +247,7 @@ def _choose(
         candidates=np.array([chooser.long_enough(one.duration) for one in utterances], dtype=bool),
         best=np.array(best, dtype=np.float64),
         weights=records.sample.weights[[one.index for one in utterances]],
-        reference=similarities_of_strangers(match.encoder),
+        reference=encoder_family(match).strangers,
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import xxhash
@@ -37,13 +37,13 @@ class Rechecker:
     Args:
         share: of all segments, targets and contexts alike.
         models: by codec, what to load; see ``models.recorded``.
-        allow_targets: by codec, what the configuration in its .nemo file may name beside the known classes.
+        options: by codec, those of its model.
     """
 
     subject: CheckedDataset
     share: float
     models: Mapping[str, str] = field(default_factory=dict)
-    allow_targets: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     seed: int = 42
     _codecs: dict[str, Codec] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class Rechecker:
                 f"--codec-model: {self.subject.directory} has no codec {unknown[0]!r}", code="unknown_codec"
             )
         for codec in self.subject.codecs:
-            check_recorded_model(codec, self.models.get(codec.name), self.allow_targets.get(codec.name, ()))
+            check_recorded_model(codec, self.models.get(codec.name), self.options.get(codec.name, {}))
 
     def load(self) -> None:
         """Load the codecs.
@@ -65,13 +65,11 @@ class Rechecker:
             ConfigError: a model is not the one that the dataset was made with.
         """
         for record in self.subject.codecs:
-            allow_targets = self.allow_targets.get(record.name, ())
+            options = self.options.get(record.name, {})
             given = self.models.get(record.name)
             # The check computes on a CPU, which has no tf32.
             precision: Precision = "bf16" if record.precision == "bf16" else "fp32"
-            self._codecs[record.name] = load_recorded_codec(
-                record, given, allow_targets=allow_targets, precision=precision
-            )
+            self._codecs[record.name] = load_recorded_codec(record, given, options, precision)
 
     def __call__(
         self,

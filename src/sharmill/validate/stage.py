@@ -56,7 +56,7 @@ class ValidateStage(Stage):
         deep: decode every audio item.
         recheck_codes: the share of segments to encode again; 0 for none.
         codec_models: by codec, what to load for that where the model of the dataset has moved.
-        allow_targets: by codec, what the configuration in its .nemo file may name beside the known classes.
+        codec_options: by codec, the options of its model.
         against: the manifests and rejects that the dataset is to account for.
     """
 
@@ -71,7 +71,7 @@ class ValidateStage(Stage):
         deep: bool = False,
         recheck_codes: float = 0.0,
         codec_models: Mapping[str, str] | None = None,
-        allow_targets: Mapping[str, Sequence[str]] | None = None,
+        codec_options: Mapping[str, Mapping[str, Any]] | None = None,
         against: ExpectedRecords | None = None,
     ) -> None:
         self.run_dir = run_dir
@@ -80,7 +80,7 @@ class ValidateStage(Stage):
         self.deep = deep
         self.recheck_codes = recheck_codes
         self.codec_models = dict(codec_models or {})
-        self.allow_targets = dict(allow_targets or {})
+        self.codec_options = dict(codec_options or {})
         self.against = against
 
     @property
@@ -189,7 +189,7 @@ class ValidateStage(Stage):
             yield f"which records {unknown} cuts came from: they do not say"
 
     def _rechecker(self, subject: CheckedDataset) -> Rechecker:
-        return Rechecker(subject, self.recheck_codes, self.codec_models, self.allow_targets)
+        return Rechecker(subject, self.recheck_codes, self.codec_models, self.codec_options)
 
     def _cost(self, shard: Shard) -> float:
         if shard.record is not None:

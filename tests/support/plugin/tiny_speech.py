@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.sources import Piece, Source
 
@@ -43,9 +44,15 @@ class TinySource(Source):
         return Path(self.table).read_text().splitlines()[self.skip_lines :]
 
 
-class TinyEncoder:
+@dataclass(frozen=True, kw_only=True)
+class TinyEncoder(ModelFamily):
     """Mean levels of the parts of an utterance, as a vector of length 1."""
 
+    def load(self, device: str) -> Any:
+        return _Encoder(self.target, device)
+
+
+class _Encoder:
     sampling_rate = 16000
     embedding_size = 4
     checksum = "00000000000000aa"
@@ -59,11 +66,16 @@ class TinyEncoder:
         return torch.nn.functional.normalize(torch.tensor(levels), dim=1)
 
 
-class TinyCodec(CodecBackend):
+@dataclass(frozen=True, kw_only=True)
+class TinyCodec(ModelFamily):
     """The level of every 10 ms in ``target`` steps (100 if there is no target)."""
 
-    def __init__(self, target: str, device: str) -> None:
-        steps = int(target or 100)
+    def load(self, device: str) -> Any:
+        return _Codec(int(self.target or 100), device)
+
+
+class _Codec(CodecBackend):
+    def __init__(self, steps: int, device: str) -> None:
         spec = CodecSpec(
             name="tiny", sampling_rate=16000, samples_per_frame=160, num_codebooks=1, codebook_size=steps,
             checksum=f"{steps:016x}",
@@ -75,21 +87,26 @@ class TinyCodec(CodecBackend):
         return (levels.clamp(0, 1) * (self.codebook_size - 1)).long()[:, None]
 
 
-class NoCodec:
-    """Something that is called as a codec is, and is none."""
+@dataclass(frozen=True, kw_only=True)
+class NoCodec(ModelFamily):
+    """A family whose models are no codecs."""
 
-    sampling_rate = 16000
-
-    def __init__(self, target: str, device: str) -> None:
-        pass
-
-
-def no_factory() -> None:
-    """Something that cannot be called with a target and a device."""
+    def load(self, device: str) -> Any:
+        return _Encoder(self.target, device)
 
 
-class WrongCodec(TinyCodec):
+def no_family() -> None:
+    """Something that is no family."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongCodec(ModelFamily):
     """A codec that gives one frame too many."""
 
+    def load(self, device: str) -> Any:
+        return _WrongCodec(100, device)
+
+
+class _WrongCodec(_Codec):
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         return torch.nn.functional.pad(super().encode(audio, num_samples), (0, 1))

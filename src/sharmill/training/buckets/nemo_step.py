@@ -21,8 +21,7 @@ from nemo.core.neural_types import AudioSignal, LabelsType, LengthsType, MaskTyp
 from nemo.utils import logging as nemo_logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from sharmill.errors import ConfigError, SharmillError
-from sharmill.models.families import first_line
+from sharmill.errors import ConfigError, SharmillError, first_line
 from sharmill.models.memory import is_out_of_memory
 from sharmill.training.tokenizers import load_callable
 from sharmill.training.yaml_files import read_yaml, resolve

@@ -5,10 +5,9 @@ The files are read here and not by lhotse, which runs the commands of ``wav.scp`
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +18,7 @@ import msgspec
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.sources import Piece, Source, Unreadable
 from sharmill.sources.files import bad_file, check_encoding, expand_home, identify_files, read_ends
-from sharmill.sources.json_lines import LineReader, iterate_checked
-from sharmill.sources.kaldi_commands import read_command
-from sharmill.sources.keyed_lines import KeyedLines
+from sharmill.sources.lines import KeyedLines, LineReader
 
 _AUDIO: Final = "wav.scp"
 _SEGMENTS: Final = "segments"
@@ -33,6 +30,14 @@ _IN_ARCHIVE: Final = re.compile(r"\.ark(\.gz)?:\d+(\[.*\])?$")
 _BOM: Final = b"\xef\xbb\xbf"
 # lhotse rounds times so, too.
 _DIGITS: Final = 8
+# What a shell would give a meaning to; a file of such a name has to be renamed.
+_OF_THE_SHELL: Final = re.compile(r"[|&;<>()$`\\\"'*?\[\]#~!{}\n]")
+_DECODE_FLAC: Final = re.compile(r"-[cds]+|--decode|--stdout|--silent")
+_REMEDY: Final = (
+    "commands are never run. Of those that only decode a file, `sph2pipe -f wav -p -c 1 a.sph |`, "
+    "`flac -c -d -s a.flac |`, `sox a.wav -t wav - |` and `cat a.wav |` are understood; store what others make as "
+    "files, and name these"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +76,19 @@ class KaldiSource(Source):
         return identify_files(self._files)
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of lines, each found again by the place of its first."""
-        begin = count = 0
-        for end, _ in iterate_checked(self._lines_of, self._lines_of.name):
-            count += 1
-            if count == records_per_piece:
-                yield Piece(count, {"begin": begin, "count": count})
-                begin, count = end, 0
-        if count:
-            yield Piece(count, {"begin": begin, "count": count})
+        """Yield runs of lines, each found again by its place."""
+        return self._lines.pieces(records_per_piece)
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of the lines of a piece."""
-        lines = self._reader.lines(self._lines_of, piece["begin"])
-        for line in itertools.islice(lines, piece["count"]):
-            try:
-                yield msgspec.json.encode(self._record(_without_bom(line)))
-            except RejectRecord as reject:
-                yield Unreadable(reject.reason, reject.detail, line.decode(self.encoding, "replace"))
+        return self._lines.read(piece, self._records)
+
+    def _records(self, line: bytes) -> Iterator[bytes | Unreadable]:
+        """Yield the record of a line, or the reason why it is none."""
+        try:
+            yield msgspec.json.encode(self._record(_without_bom(line)))
+        except RejectRecord as reject:
+            yield Unreadable(reject.reason, reject.detail, line.decode(self.encoding, "replace"))
 
     def _record(self, line: bytes) -> dict[str, Any]:
         """Return the record of a line of ``segments`` or, without such a file, of ``wav.scp``."""
@@ -155,8 +155,8 @@ class KaldiSource(Source):
         return segments if segments.exists() else self._folder / _AUDIO
 
     @cached_property
-    def _reader(self) -> LineReader:
-        return LineReader()
+    def _lines(self) -> LineReader:
+        return LineReader([self._lines_of], self._lines_of.name)
 
     @cached_property
     def _indices(self) -> dict[str, KeyedLines]:
@@ -183,3 +183,65 @@ def _first_word(line: bytes) -> bytes:
 
 def _without_bom(line: bytes) -> bytes:
     return line.removeprefix(_BOM)
+
+
+def read_command(command: str) -> dict[str, Any]:
+    """Return ``audio_filepath`` and perhaps ``channel`` of a command that ends in ``|`` and only decodes a file.
+
+    None is ever run.
+
+    >>> read_command("sph2pipe -f wav -p -c 2 calls/en_4156.sph |")
+    {'audio_filepath': 'calls/en_4156.sph', 'channel': 1}
+
+    Raises:
+        RejectRecord: ``outside_root`` where it is another command.
+    """
+    text = command.rstrip().removesuffix("|")
+    program, *words = text.split() or [""]
+    parse = _PROGRAMS.get(program.rpartition("/")[2])
+    found = parse(words) if parse is not None and not _OF_THE_SHELL.search(text) else None
+    if found is None:
+        raise RejectRecord("outside_root", f"wav.scp has the command {command[:100]!r}; {_REMEDY}")
+    return found
+
+
+def _sph2pipe(words: list[str]) -> dict[str, Any] | None:
+    channel: dict[str, Any] = {}
+    left = list(words)
+    while left and left[0].startswith("-"):
+        option = left.pop(0)
+        value = left.pop(0) if option in ("-f", "-c") and left else ""
+        if option == "-c" and value in ("1", "2"):
+            channel = {"channel": int(value) - 1}
+        elif option != "-p" and (option, value) not in (("-f", "wav"), ("-f", "rif")):
+            return None
+    return _file(left, channel)
+
+
+def _flac(words: list[str]) -> dict[str, Any] | None:
+    files = [word for word in words if not _DECODE_FLAC.fullmatch(word)]
+    decodes = any(word == "--decode" or re.fullmatch("-[cs]*d[cs]*", word) for word in words)
+    return _file(files, {}) if decodes else None
+
+
+def _sox(words: list[str]) -> dict[str, Any] | None:
+    if words[1:4] != ["-t", "wav", "-"]:
+        return None
+    effects = words[4:]
+    if effects[:1] == ["remix"] and len(effects) == 2 and re.fullmatch("[1-9][0-9]?", effects[1]):
+        return _file(words[:1], {"channel": int(effects[1]) - 1})
+    return None if effects else _file(words[:1], {})
+
+
+def _file(words: list[str], channel: dict[str, Any]) -> dict[str, Any] | None:
+    if len(words) != 1 or words[0].startswith("-"):
+        return None
+    return {"audio_filepath": words[0]} | channel
+
+
+_PROGRAMS: Final[dict[str, Callable[[list[str]], dict[str, Any] | None]]] = {
+    "sph2pipe": _sph2pipe,
+    "flac": _flac,
+    "sox": _sox,
+    "cat": lambda words: _file(words, {}),
+}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +13,6 @@ import msgspec
 from sharmill.errors import RejectRecord
 from sharmill.manifest import SOURCE_CUT_ID
 from sharmill.sources import FileSource, Piece, Unreadable
-from sharmill.sources.json_lines import LineReader, check_json_lines, iterate_checked
-from sharmill.sources.keyed_lines import KeyedLines
 from sharmill.sources.lhotse_records import (
     count_records,
     cut_records,
@@ -24,6 +21,7 @@ from sharmill.sources.lhotse_records import (
     recording_record,
     supervision_record,
 )
+from sharmill.sources.lines import KeyedLines, LineReader, check_json_lines, iterate_checked
 
 _WRITE_LINES: Final = "write it by lhotse as .jsonl or .jsonl.gz, such as by lhotse copy"
 # The rest of a line says no more about what is wrong.
@@ -73,27 +71,18 @@ class LhotseSource(FileSource):
                 pass
         return found
 
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of equally many records, each found by the place of a line and the records of it to leave out."""
+    @cached_property
+    def _lines(self) -> LineReader:
         kind = next(key for key in self.file_keys if self.patterns(key))
-        for number, file in enumerate(self.files):
-            begin = skip = count = position = 0
-            for end, line in iterate_checked(file, kind):
-                in_line = count_records(line, self.split)
-                count += in_line
-                while count >= records_per_piece:
-                    yield _piece(number, begin, skip, records_per_piece)
-                    count -= records_per_piece
-                    begin, skip = (position, in_line - count) if count else (end, 0)
-                position = end
-            if count:
-                yield _piece(number, begin, skip, count)
+        return LineReader(self.files, kind, functools.partial(count_records, split=self.split))
+
+    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
+        """Yield runs of records, each found again by the place of a line and the records of it to leave out."""
+        return self._lines.pieces(records_per_piece)
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of a piece."""
-        lines = self._reader.lines(self.files[piece["file"]], piece["begin"])
-        found = itertools.chain.from_iterable(map(self._records, lines))
-        yield from itertools.islice(found, piece["skip"], piece["skip"] + piece["count"])
+        return self._lines.read(piece, self._records)
 
     def _records(self, line: bytes) -> Iterator[bytes | Unreadable]:
         """Yield the records of a line."""
@@ -124,10 +113,6 @@ class LhotseSource(FileSource):
             return reject
 
     @cached_property
-    def _reader(self) -> LineReader:
-        return LineReader()
-
-    @cached_property
     def _recordings(self) -> KeyedLines:
         return KeyedLines(self.find("recordings"), "recordings", _recording_id)
 
@@ -144,10 +129,6 @@ def _recording_id(line: bytes) -> bytes | None:
         return _named_decoder.decode(line).id.encode()
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-
-
-def _piece(file: int, begin: int, skip: int, count: int) -> Piece:
-    return Piece(count, {"file": file, "begin": begin, "skip": skip, "count": count})
 
 
 def _mistaken(key: str, first: dict[str, Any]) -> str | None:

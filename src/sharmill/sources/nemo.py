@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from sharmill.errors import RejectRecord
-from sharmill.manifest import iterate_lines
 from sharmill.sources import FileSource, Piece
-from sharmill.sources.files import bad_file, open_input
-from sharmill.sources.json_lines import MAX_LINE_BYTES, check_json_lines
+from sharmill.sources.lines import LineReader, check_json_lines
 
 _ONE_PER_LINE = (
     "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and text"
@@ -36,44 +35,17 @@ class NemoSource(FileSource):
         for file in self.files:
             check_manifest(file)
 
+    @cached_property
+    def _lines(self) -> LineReader:
+        return LineReader(self.files, "manifest")
+
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of lines, each found again by its byte range."""
-        for number, file in enumerate(self.files):
-            begin = end = count = 0
-            with open_input(file, "manifest") as stream:
-                while line := stream.readline(MAX_LINE_BYTES + 1):
-                    if len(line) > MAX_LINE_BYTES:
-                        raise bad_file(file, "manifest", f"has a line of more than 64 MiB; {_ONE_PER_LINE}")
-                    end += len(line)
-                    count += bool(line.strip())
-                    if count == records_per_piece:
-                        yield _piece(number, begin, end, count)
-                        begin, count = end, 0
-            if count:
-                yield _piece(number, begin, end, count)
+        """Yield runs of lines, each found again by its place."""
+        return self._lines.pieces(records_per_piece)
 
     def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
         """Yield the lines of a piece that are not blank."""
-        with open_input(self.files[piece["file"]], "manifest") as stream:
-            stream.seek(piece["begin"])
-            left = piece["end"] - piece["begin"]
-            while left > 0:
-                line = stream.readline(left)
-                if not line:
-                    return
-                left -= len(line)
-                if stripped := line.strip():
-                    yield stripped
-
-    def records(self) -> Iterator[bytes]:
-        """Yield the lines of all files that are not blank."""
-        for file in self.files:
-            yield from iterate_lines(file)
-
-
-def _piece(file: int, begin: int, end: int, count: int) -> Piece:
-    # By its number: the files may have been moved, with their project, when the piece is read.
-    return Piece(count, {"file": file, "begin": begin, "end": end})
+        return self._lines.read(piece, lambda line: (line,))
 
 
 def check_manifest(path: Path) -> None:

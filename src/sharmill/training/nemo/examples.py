@@ -27,7 +27,7 @@ from sharmill.shar.reading.foreign import find_shards
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.shard import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
-from sharmill.sources.json_lines import open_lines
+from sharmill.sources.lines import open_lines
 from sharmill.training.nemo.setting_values import check_files
 
 # The keys that name the files of each type: the first one's lines are counted.

@@ -18,7 +18,7 @@ from nemo.collections.common.data.lhotse.text_adapters import TextExample
 from omegaconf import DictConfig
 
 from sharmill.errors import ConfigError
-from sharmill.sources.json_lines import iterate_checked
+from sharmill.sources.lines import iterate_checked
 
 _SPOKEN: Final = ("tts_text_normalized", "tts_text")
 

@@ -106,7 +106,7 @@ def section(kind: type, title: str, introduction: str = "", only: Collection[str
     hints = typing.get_type_hints(kind)
     rows = []
     # Options of models have sections of their own.
-    left_out = {"options"} if hasattr(kind, "option_types") else set()
+    left_out = {"options"} if hasattr(kind, "options_of") else set()
     for field in dataclasses.fields(kind):
         if field.name in left_out or (only and field.name not in only):
             continue

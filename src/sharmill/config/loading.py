@@ -39,7 +39,8 @@ _MEANT_NULLS: Final = {
     "match": "give it keys, or write null for a dataset without contexts",
 }
 
-# The field of a section for the options of its model, which lie beside its keys.
+# The field of a section for the options of a model, which lie beside its keys; ``options_of`` of the section's class is
+# the registry of such models, and the key that names one.
 _OPTIONS: Final = "options"
 
 Loaded = TypeVar("Loaded")
@@ -346,7 +347,7 @@ def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
 def _types_of_keys(owner: Any) -> dict[str, Any]:
     """Return the types of the keys of a section by their names, but of no options of a model."""
     types = typing.get_type_hints(owner)
-    if hasattr(owner, "option_types"):
+    if hasattr(owner, "options_of"):
         del types[_OPTIONS]
     return types
 
@@ -358,12 +359,16 @@ def _types_of_options(owner: Any, values: dict[str, Any], where: str) -> dict[st
         ConfigError: there is no such model, or it has an option that is a key of the section.
     """
     keys = _types_of_keys(owner).keys()
-    if not hasattr(owner, "option_types") or values.keys() <= keys:
+    if not hasattr(owner, "options_of") or values.keys() <= keys:
+        return {}
+    registry, key = owner.options_of
+    if not (name := values.get(key, getattr(owner, key, None))):
         return {}
     try:
-        options: dict[str, Any] = owner.option_types(values)
+        family = registry.load(registry.split(str(name))[0])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}", code=error.code) from error
+    options: dict[str, Any] = family.options() if hasattr(family, "options") else {}
     if taken := sorted(options.keys() & keys):
         raise ConfigError(f"{where}: the model's option {taken[0]!r} is another key already", code="bad_plugin")
     return options
@@ -378,7 +383,7 @@ def _gather_options(owner: Any, values: Any, *, keep: bool = True) -> Any:
         return values
     types = _types_of_keys(owner)
     values = {key: _gather_options(types.get(key), value, keep=keep) for key, value in values.items()}
-    if not hasattr(owner, "option_types"):
+    if not hasattr(owner, "options_of"):
         return values
     options = {key: value for key, value in values.items() if key not in types}
     own = {key: value for key, value in values.items() if key in types}
@@ -392,7 +397,7 @@ def to_plain(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     plain = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return plain | plain.pop(_OPTIONS) if hasattr(value, "option_types") else plain
+    return plain | plain.pop(_OPTIONS) if hasattr(value, "options_of") else plain
 
 
 def _nearest_below(name: str, types: dict[str, Any]) -> str:

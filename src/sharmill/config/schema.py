@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -124,12 +123,7 @@ class MatchConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the encoder's family, which a configuration has beside ``encoder``."""
 
-    @classmethod
-    def option_types(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the types of the options of the encoder that a section names."""
-        from sharmill.models.family import family_class
-
-        return family_class(ENCODERS, str(values.get("encoder", cls.encoder))).options()
+    options_of: ClassVar = (ENCODERS, "encoder")
 
     def __post_init__(self) -> None:
         _require(self.min_similarity is None or -1 <= self.min_similarity <= 1,
@@ -203,12 +197,7 @@ class CodecConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the model's family, which a configuration has beside ``model``."""
 
-    @staticmethod
-    def option_types(values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the types of the options of the model that an entry names."""
-        from sharmill.models.family import family_class
-
-        return family_class(CODECS, str(values["model"])).options() if "model" in values else {}
+    options_of: ClassVar = (CODECS, "model")
 
     def __post_init__(self) -> None:
         _require(

@@ -118,28 +118,19 @@ class ModelFamily(ABC):
             raise ConfigError(f"'{self.name}' has too much: write {family}", code="bad_model")
 
 
-def family_class(registry: Registry, name: str) -> type[ModelFamily]:
-    """Return the family of a model by the model's name, ``family`` or ``family:target``.
+def find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> ModelFamily:
+    """Return a model by its name, with options of its family.
 
     Raises:
-        ConfigError: there is no such family, it cannot be imported, or it is none.
+        ConfigError: there is no such family, it cannot be imported, or it has no such option or value of one.
     """
-    family = registry.load(implementation := registry.split(name)[0])
+    implementation, target = registry.split(name)
+    family = registry.load(implementation)
     if not (isinstance(family, type) and issubclass(family, ModelFamily)):
         raise ConfigError(
             f"the {registry.kind} {implementation!r} is not a class derived from sharmill.models.ModelFamily",
             code="bad_plugin",
         )
-    return family
-
-
-def find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> ModelFamily:
-    """Return a model by its name, with options of its family.
-
-    Raises:
-        ConfigError: there is no such family, or it has no such option or value of one.
-    """
-    family, (implementation, target) = family_class(registry, name), registry.split(name)
     valid = list(family.options())
     for option in options:
         if option not in valid:

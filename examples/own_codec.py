@@ -19,9 +19,7 @@ from sharmill.pipeline import run_dataset
 
 @dataclass(frozen=True, kw_only=True)
 class LevelCodec(ModelFamily):
-    """The family: what a configuration says of the codec. A family of more packages than torch names them."""
-
-    packages = ("torch",)
+    """The family: what a configuration says of the codec. Packages that it needs beside torch stand in ``packages``."""
 
     levels: int = 64
     """Number of levels; a configuration has the key beside ``model``."""

@@ -32,7 +32,7 @@ _MOST_SECONDS = 30
 class S3Codec(ModelFamily):
     """S3 tokenizers, by the names of the package."""
 
-    packages: ClassVar = ("torch", "s3tokenizer")
+    packages: ClassVar = ("s3tokenizer",)
 
     def resolve(self) -> Path | None:
         if self.target not in _MODELS:

@@ -24,7 +24,7 @@ from sharmill.models.tensors import weights_checksum
 class SnacCodec(ModelFamily):
     """SNAC, by a name on the hub or a directory."""
 
-    packages: ClassVar = ("torch", "snac")
+    packages: ClassVar = ("snac",)
 
     def load(self, device: str) -> CodecBackend:
         return _Snac(self.target, device)

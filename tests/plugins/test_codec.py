@@ -43,7 +43,7 @@ def test_codes_depend_on_the_option_and_on_the_versions_of_the_packages(tmp_path
     assert run().ok
     (cut,) = open_shar(project.dataset)
     assert cut.load_target_codes().max() in range(1, 8)
-    with raises(ConfigError, "changed_plan", "codec.steps is 9, was 8"):
+    with raises(ConfigError, "changed_plan", "codec.options.steps is 9, was 8"):
         configure(project, steps=9)()
     install(tmp_path, "stepped-engine", "2.1")
     with raises(ConfigError, "changed_plan", 'versions.stepped-engine is "2.1", was "2.0"'):

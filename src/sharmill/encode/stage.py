@@ -95,7 +95,7 @@ class EncodeStage(Stage):
             "unit_seconds": self.settings.unit_seconds,
             "pieces": PIECE_SECONDS,
             "input": self.survey.dataset.audio_checksum(),
-            "versions": versions(*RESAMPLING_PACKAGES["sinc"], *model.packages),
+            "versions": versions(*RESAMPLING_PACKAGES["sinc"], *model.dependencies),
         }
 
     def modules(self) -> list[str]:

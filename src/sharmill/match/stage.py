@@ -102,7 +102,7 @@ class MatchStage(Stage):
             "encoder": encoder.identity(),
             "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "input": records_checksum(prepared),
-            "versions": versions(*RESAMPLING_PACKAGES[self.match.resampling], *encoder.packages),
+            "versions": versions(*RESAMPLING_PACKAGES[self.match.resampling], *encoder.dependencies),
         }
 
     def modules(self) -> list[str]:

@@ -16,7 +16,6 @@ BUILTIN_FILE: Final = Path(__file__).parent / "builtin_codec.nemo"
 class BuiltinCodec(ModelFamily):
     """``builtin``: a small codec, for trying out; NeMo is needed only to decode."""
 
-    packages: ClassVar = ("torch",)
     modules: ClassVar = ("sharmill.models.builtin_codec",)
 
     def resolve(self) -> Path:

@@ -44,13 +44,17 @@ class ModelFamily(ABC):
     version: str = ""
 
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages that its models are computed with, by the names that pip has; their versions are part of what a stage
-    depends on."""
+    """Packages that its models are computed with beside torch, by the names that pip has."""
     modules: ClassVar[tuple[str, ...]] = ()
     """Modules that ``load`` imports, and that take the most time to import: the ranks of a machine import them once."""
     strangers: ClassVar[tuple[tuple[float, float], ...]] = ()
     """Of speaker encoders: similarities of two utterances of different speakers, in increasing order, each with the
     share of pairs that are less similar; empty if none were measured."""
+
+    @property
+    def dependencies(self) -> tuple[str, ...]:
+        """All packages whose versions are part of what a stage depends on that loads the model."""
+        return ("torch", *self.packages)
 
     @property
     def min_similarity(self) -> float | None:
@@ -91,11 +95,12 @@ class ModelFamily(ABC):
             ConfigError: as of ``resolve``.
         """
         path = self.resolve()
-        found = {"backend": Registry.split(self.name)[0], "name": self.name}
+        found: dict[str, Any] = {"backend": Registry.split(self.name)[0], "name": self.name}
         found |= {"version": self.version} if self.version else {}
         compared = {field.name for field in dataclasses.fields(self) if field.compare}
         options = {option: getattr(self, option) for option in self.options() if option in compared}
-        return found | options | ({} if path is None else {"checksum": checksum_of(path)})
+        found |= {"options": options} if options else {}
+        return found | ({} if path is None else {"checksum": checksum_of(path)})
 
     @property
     def published_name(self) -> str:

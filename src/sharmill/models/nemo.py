@@ -28,7 +28,7 @@ class NemoModel(ModelFamily):
     """Classes and functions that the configuration in a .nemo file may name beside those that speech codecs and speaker
     models are made of, for a model whose makers you trust."""
 
-    packages: ClassVar = ("torch", "nemo_toolkit")
+    packages: ClassVar = ("nemo_toolkit",)
 
     def resolve(self) -> Path | None:
         target = self.target

@@ -14,7 +14,7 @@ from sharmill.models.protocols import SpeakerEncoder
 class Resemblyzer(ModelFamily):
     """``resemblyzer``: the weights come with the package, and its version tells them."""
 
-    packages: ClassVar = ("torch", "resemblyzer")
+    packages: ClassVar = ("resemblyzer",)
     modules: ClassVar = ("sharmill.models.resemblyzer_encoder",)
     # Measured on read speech: 99.8 % of pairs of one speaker are at least as similar (10 speakers, 450 pairs), and of
     # pairs of different speakers 0.2 % (10 speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs). At 0.6 it is

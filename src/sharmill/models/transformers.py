@@ -25,7 +25,7 @@ _MAX_CONFIG_BYTES: Final = 16 << 20
 class TransformersCodec(ModelFamily):
     """``transformers:<directory or hub name>``: EnCodec without chunks, DAC and Mimi."""
 
-    packages: ClassVar = ("torch", "transformers")
+    packages: ClassVar = ("transformers",)
     modules: ClassVar = ("sharmill.models.transformers_codec", "transformers.models.auto.modeling_auto")
 
     def resolve(self) -> Path | None:

@@ -12,7 +12,7 @@ from sharmill.models.codec_backend import CodecBackend, CodecSpec
 class SteppedCodec(ModelFamily):
     """The peak of every 20 ms in steps."""
 
-    packages = ("torch", "stepped-engine")
+    packages = ("stepped-engine",)
 
     steps: int = 64
     """Number of steps from silence to full scale."""

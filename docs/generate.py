@@ -52,6 +52,7 @@ Each item of the list has these keys. A source of another package has its own be
 OPTIONS = """\
 These keys lie beside `{key}`. A family of another package has its own.
 """
+STAGE = "Stage {}: see below."
 PROFILE = """\
 `sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from
 `configs/clusters/example.yaml`; [Clusters](clusters.md) says how it is used.
@@ -66,28 +67,42 @@ def make_configuration() -> str:
     """Return the page on the configuration."""
     from train_config import ModelConfig, TrainConfig
 
-    from sharmill.config import CodecConfig, Config
+    from sharmill.config import ExecutorConfig, MetricsConfig
+    from sharmill.encode.config import CodecConfig
     from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-    from sharmill.registry import CODECS, ENCODERS, SOURCES
+    from sharmill.registry import CODECS, ENCODERS, SOURCES, STAGES
 
-    parts = [INTRODUCTION, section(Config, "Top level")]
-    for field in dataclasses.fields(Config):
-        kind = typing.get_type_hints(Config)[field.name]
-        for part in (kind, *typing.get_args(kind)):
-            if dataclasses.is_dataclass(part) and typing.get_origin(kind) is not list:
-                parts.append(section(part, f"`{field.name}`"))
-        if field.name == "sources":
-            parts += [section(SOURCES.load(name), f"`sources` of type `{name}`", SOURCE) for name in SOURCES.own]
-        if field.name == "match":
+    parts = [INTRODUCTION, make_top_level()]
+    parts += [section(SOURCES.load(name), f"`sources` of type `{name}`", SOURCE) for name in SOURCES.own]
+    for kind in STAGES.own:
+        if (keys := STAGES.load(kind).section) is not None:
+            parts.append(section(keys, f"`{kind}`"))
+        if kind == "match":
             parts += options_of_families(ENCODERS, "`match`", "encoder")
-        if field.name == "encode":
+        if kind == "encode":
             parts.append(section(CodecConfig, "`encode.codecs`", "Each item of the list has these keys."))
             parts += options_of_families(CODECS, "`encode.codecs`", "model")
+    parts += [section(ExecutorConfig, "`executor`"), section(MetricsConfig, "`metrics`")]
     parts.append(section(ClusterProfile, "Cluster profile", PROFILE))
     parts.append(section(RankProfile, "`gpu` and `cpu` of a cluster profile"))
     parts.append(section(TrainConfig, "Training example", TRAINING))
     parts.append(section(ModelConfig, "`model` of the training example"))
     return "\n".join(parts)
+
+
+def make_top_level() -> str:
+    """Return the section on the keys at the top, among which are those of the stages."""
+    from sharmill.config import Config
+    from sharmill.registry import STAGES
+
+    text = section(Config, "Top level")
+    before, row, after = re.split(r"(?m)^(\| `sections` .*\n)", text)
+    classes = {kind: STAGES.load(kind).section for kind in STAGES.own}
+    rows = [
+        f"| `{kind}` | {'mapping' if keys.presence == 'always' else 'mapping or `null`'} |  | {STAGE.format(kind)} |\n"
+        for kind, keys in classes.items() if keys is not None
+    ]  # fmt: skip
+    return before + "".join(rows) + row.replace("`sections`", "kind of another stage").replace("`{}`", "") + after
 
 
 def options_of_families(registry: Any, title: str, key: str) -> list[str]:

@@ -7,24 +7,19 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
 import yaml
 
-from sharmill.audio.encoding import check_encoder
-from sharmill.audio.roots import AudioRoots
-from sharmill.config import Config, ValidateConfig, to_yaml
+from sharmill.config import Config, to_yaml
 from sharmill.config.loading import load_for_display
-from sharmill.encode.assemble import AssembleStage
-from sharmill.encode.stage import EncodeStage
-from sharmill.encode.survey import SurveyStage
 from sharmill.engine.fence import stop_ranks
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
-from sharmill.engine.reservations import require_own_output
 from sharmill.engine.run import Executor, Unlocked, describe_end, locked, merge_files, reserved, run_stage
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
@@ -42,16 +37,11 @@ from sharmill.files.storage import (
 )
 from sharmill.files.stored import read_stored
 from sharmill.grow.append import require_fitting
-from sharmill.match.choose import encoder_family, min_similarity
-from sharmill.match.stage import MatchStage
-from sharmill.models import find_codec
-from sharmill.prepare.filters import parse_filters
-from sharmill.prepare.speaker_key import make_speaker_key
-from sharmill.prepare.stage import PrepareStage
+from sharmill.registry import STAGES
 from sharmill.validate.accounts import ExpectedRecords
+from sharmill.validate.config import ValidateConfig
 from sharmill.validate.findings import Report
 from sharmill.validate.stage import ValidateStage
-from sharmill.write.stage import WriteStage
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +65,8 @@ class DatasetResult:
     @property
     def report(self) -> Report | None:
         """The report of the checker, if it ran."""
-        checks = (stage for stage, result in self.stages if isinstance(stage, ValidateStage) and result.ok)
-        return next((stage.report() for stage in checks), None)
+        reports = (stage.report() for stage, result in self.stages if result.ok)
+        return next((report for report in reports if report is not None), None)
 
     @property
     def num_errors(self) -> int:
@@ -84,40 +74,60 @@ class DatasetResult:
         return self.report.errors if self.report else 0
 
 
+def stages_of(config: Config) -> tuple[str, ...]:
+    """Return the kinds of the stages of a dataset, in the order in which they run."""
+    return tuple(_stage_classes(config))
+
+
+def _stage_classes(config: Config) -> dict[str, type[Stage]]:
+    """Return the classes of the stages of a dataset by their kinds, in the order in which they run.
+
+    Raises:
+        ConfigError: a stage of another package is not as it has to be.
+    """
+    kinds = dict.fromkeys((*STAGES.own, *config.sections))
+    classes: dict[str, type[Stage]] = {kind: STAGES.load_class(kind) for kind in kinds}
+    if wrong := [kind for kind, stage in classes.items() if stage.kind != kind]:
+        raise ConfigError(f"the stage {wrong[0]!r} calls itself {classes[wrong[0]].kind!r}", code="bad_plugin")
+    classes = {kind: stage for kind, stage in classes.items() if stage.section is None or config.all(stage.section)}
+    before = {
+        kind: [
+            other for other, its in classes.items()
+            if other in stage.after or ("*" in stage.after and kind not in its.after and other != kind)
+        ]
+        for kind, stage in classes.items()
+    }  # fmt: skip
+    try:
+        return {kind: classes[kind] for kind in TopologicalSorter(before).static_order()}
+    except CycleError as error:
+        raise ConfigError(f"stages read each other's output: {', '.join(error.args[1])}", code="bad_plugin") from error
+
+
 def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:
-    """Return the stages that are named, or all of the dataset where none are; with ``encode`` come those of codes.
+    """Return the stages that are named, or all of the dataset where none are, with those that are a part of them.
 
     Raises:
         ConfigError: one is named that a dataset of this kind does not have.
     """
-    if absent := [name for name in names or () if name not in config.stages]:
+    classes = _stage_classes(config)
+    if absent := [name for name in names or () if name not in classes]:
+        what = "null in" if absent[0] in config.sections else "not a key of"
         raise ConfigError(
-            f"{config.name} has no stage {absent[0]}: match is null in its configuration, so it has no contexts; its "
-            f"stages are {', '.join(config.stages)}",
+            f"{config.name} has no stage {absent[0]}: {absent[0]} is {what} its configuration; its stages are "
+            f"{', '.join(classes)}",
             code="unknown_stage",
         )
     if names is None:
-        return config.stages
-    # Codes are in the dataset only when they are assembled, and need the survey: all three are one step to users.
-    chosen = {*names, *(("survey", "assemble") if "encode" in names else ())}
-    return tuple(name for name in config.stages if name in chosen)
+        return tuple(classes)
+    return tuple(kind for kind, stage in classes.items() if kind in names or stage.part_of in names)
 
 
 def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stage]:
-    """Return the stages in the order in which they run, by default all; there is one of each codec."""
-    names = choose_stages(config, names)
+    """Return the stages in the order in which they run, by default all; there may be several of one kind."""
+    kinds, classes = choose_stages(config, names), _stage_classes(config)
     # Each looks for the plan that is there.
     with disk_errors(Path(config.run_dir)):
-        stages: dict[str, list[Stage]] = {
-            "prepare": [PrepareStage(config)],
-            "match": [MatchStage(config)] if config.has_contexts else [],
-            "write": [WriteStage(config)],
-            "survey": [SurveyStage(config)] if config.encode.codecs else [],
-            "encode": [EncodeStage(config, codec) for codec in config.encode.codecs],
-            "assemble": [AssembleStage(config, codec) for codec in config.encode.codecs],
-            "validate": [_validate_stage(config)],
-        }
-    chosen = [stage for name in config.stages if name in names for stage in stages[name]]
+        chosen = [stage for kind in kinds for stage in classes[kind].of(config)]
     for stage in chosen:
         stage.metrics = config.metrics
         stage.references = config.references
@@ -125,20 +135,6 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         stage.scratch = config.executor.scratch
         stage.seconds_until_seen = config.executor.seconds_until_seen
     return chosen
-
-
-def _validate_stage(config: Config) -> ValidateStage:
-    level, against = config.validate, None
-    if level.against_sources:
-        rejects = (str(RunDir(Path(config.run_dir)).rejects),)
-        against = ExpectedRecords(sources=tuple(config.sources), rejects=rejects)
-    # The checker loads no model because a dataset names it, but those that the configuration names itself.
-    own = {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
-    return ValidateStage(
-        Path(config.dataset_dir), RunDir(Path(config.run_dir)), deep=level.deep, recheck_codes=level.recheck_share,
-        codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,
-        codec_options={codec.name: codec.options for codec in config.encode.codecs},
-    )  # fmt: skip
 
 
 def config_of_run(run_dir: str | Path) -> Config:
@@ -172,30 +168,18 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         ConfigError: with what to change.
     """
     stages = choose_stages(config, stages)
-    parse_filters(config.prepare.filters)
-    make_speaker_key(config.speaker_key)
-    if config.match is not None:
-        encoder_family(config.match).resolve()
-        min_similarity(config.match)
-    for codec in config.encode.codecs:
-        find_codec(codec.model, **codec.options).resolve()
-    for source in config.sources if {"prepare", "match", "write"} & set(stages) else ():
-        AudioRoots.of([source.audio_root]).check()
-        if "prepare" in stages:
-            source.check()
-            source.check_speaker()
+    for stage_class in _stage_classes(config).values():
+        stage_class.check(config)
     if config.append_to is not None:
         require_fitting(config, Path(config.append_to))
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         message = "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else"
         raise ConfigError(message, code="bad_config_value")
-    if config.write.sampling_rate is not None and config.write.audio_format != "original":
-        check_encoder(config.write.audio_format, config.write.sampling_rate)
     if stages:
         require_writable(run_dir)
-    if "write" in stages:
-        require_own_output(WriteStage(config))
+    for stage in make_stages(config, stages):
+        stage.check_input()
     for stage in _unfinished(config, stages, restart=restart):
         stage.require_models()
 
@@ -344,13 +328,13 @@ def _run_stages(
     chosen = make_stages(config, stages)
     if restart and stages:
         # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
-        for stage in make_stages(config, config.stages[config.stages.index(stages[0]) :]):
+        kinds = stages_of(config)
+        for stage in make_stages(config, kinds[kinds.index(stages[0]) :]):
             stop_ranks(stage)
         for stage in chosen:
             mark_to_begin_anew(stage)
     for stage in chosen:
-        if isinstance(stage, ValidateStage):
-            # It may be compared with them.
+        if stage.reads_rejects:
             _merge_rejects(config)
         try:
             result = run_stage(
@@ -369,10 +353,11 @@ def _run_stages(
 
 def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> str:
     """Return the command that begins a stage anew, and those behind it, whose input is another then."""
-    behind = config.stages[config.stages.index(changed.kind) :]
+    kinds = stages_of(config)
+    behind = kinds[kinds.index(changed.kind) :]
     begun = {stage.kind for stage in make_stages(config, behind) if any(stage.dir.ledger.glob("*.jsonl"))}
     named = [kind for kind in behind if kind in stages or kind in begun]
-    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(config.stages) else []), "--restart"])
+    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(kinds) else []), "--restart"])
 
 
 def _merge_rejects(config: Config) -> None:
@@ -389,8 +374,7 @@ def _merge_rejects(config: Config) -> None:
 
 def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:
     """Raise FatalError unless the records that went on from one stage came into the next."""
-    # The stage encode counts segments.
-    counted = [(stage, result.totals) for stage, result in results if result.totals and stage.kind != EncodeStage.kind]
+    counted = [(stage, result.totals) for stage, result in results if result.totals and stage.counts == "records"]
     for (before, went_on), (after, came) in pairwise(counted):
         if came.num_in != went_on.num_out:
             raise FatalError(

@@ -1,15 +1,15 @@
-"""Registries of implementations: sources, speaker encoders, codecs, forms of export, and sections of the report.
+"""Registries of implementations: stages, sources, speaker encoders, codecs, forms of export, sections of the report.
 
 A name in a configuration is one of three kinds:
 
-- one of sharmill's own, listed in ``SOURCES``, ``ENCODERS`` and ``CODECS`` below;
-- an entry point that an installed package declares in the group of the registry: ``sharmill.sources``,
-  ``sharmill.encoders``, ``sharmill.codecs``, ``sharmill.exports`` or ``sharmill.sections``; it does not replace a name
-  of sharmill's own;
+- one of sharmill's own, listed below;
+- an entry point that an installed package declares in the group of the registry: ``sharmill.stages``,
+  ``sharmill.sources``, ``sharmill.encoders``, ``sharmill.codecs``, ``sharmill.exports`` or ``sharmill.sections``; it
+  does not replace a name of sharmill's own;
 - ``python:package.module:Class``, anything that can be imported.
 
 An implementation is imported when it is asked for, and no sooner. The contracts that implementations meet are in
-``sharmill.sources``, ``sharmill.models`` and ``sharmill.export.run``.
+``sharmill.engine.stage``, ``sharmill.sources``, ``sharmill.models`` and ``sharmill.export.run``.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class Registry:
         group: the group of the entry points with which other packages add theirs.
         own: sharmill's own: name -> ``module:attribute``.
         removed: names of earlier versions: name -> what to use instead.
+        base: the class that implementations derive from, as ``module:attribute``; nothing where they are no classes.
     """
 
     kind: str
     group: str
     own: Mapping[str, str]
     removed: Mapping[str, str] = field(default_factory=dict)
+    base: str = ""
 
     def names(self) -> list[str]:
         """Return all names: sharmill's own, then those of other installed packages, sorted."""
@@ -116,6 +118,17 @@ class Registry:
         except AttributeError as error:
             raise ConfigError(f"the {self.kind} {name!r} cannot be imported: {error}", code="bad_plugin") from error
 
+    def load_class(self, name: str) -> Any:
+        """Import and return the class of a name.
+
+        Raises:
+            ConfigError: as of ``load``, or it is not derived from the base (``bad_plugin``).
+        """
+        found, (module, base) = self.load(name), self.base.split(":")
+        if not (isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), base))):
+            raise ConfigError(f"the {self.kind} {name!r} is no class derived from {module}.{base}", code="bad_plugin")
+        return found
+
     def _unknown(self, name: str) -> str:
         if name in self.removed:
             return f"the {self.kind} {name!r} was removed: {self.removed[name]}"
@@ -138,6 +151,21 @@ def nearest(name: str, valid: list[str], otherwise: str | None = None) -> str:
     return f"; the valid names are {', '.join(valid)}" if otherwise is None else otherwise
 
 
+STAGES: Final = Registry(
+    "stage",
+    "sharmill.stages",
+    {
+        "prepare": "sharmill.prepare.stage:PrepareStage",
+        "match": "sharmill.match.stage:MatchStage",
+        "write": "sharmill.write.stage:WriteStage",
+        "survey": "sharmill.encode.survey:SurveyStage",
+        "encode": "sharmill.encode.stage:EncodeStage",
+        "assemble": "sharmill.encode.assemble:AssembleStage",
+        "validate": "sharmill.validate.stage:ValidateStage",
+    },
+    base="sharmill.engine.stage:Stage",
+)
+STAGE_ALIASES: Final = {"stage1": "match", "stage2": "write", "stage3": "encode"}
 SOURCES: Final = Registry(
     "source",
     "sharmill.sources",
@@ -154,6 +182,7 @@ SOURCES: Final = Registry(
         "lhotse_shar": "sharmill.sources.lhotse_shar:LhotseSharSource",
         "parquet": "sharmill.sources.parquet:ParquetSource",
     },
+    base="sharmill.sources:Source",
 )
 ENCODERS: Final = Registry(
     "speaker encoder",

@@ -13,10 +13,10 @@ from support.manifests import write_tone
 from sharmill.audio.containers import read_member
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Context, Member, Utterance
 from sharmill.prepare.check import RecordCheck
+from sharmill.prepare.config import PrepareConfig
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.sources.speakers import SpeakerRule
 

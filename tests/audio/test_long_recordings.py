@@ -12,10 +12,10 @@ from sharmill.audio.files import Recording
 from sharmill.audio.resample import resample_for_encoder
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.config import WriteConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member, Segment
 from sharmill.match.embed import Embedder
+from sharmill.write.config import WriteConfig
 from sharmill.write.encoder import SegmentEncoder
 
 RATE = 16000

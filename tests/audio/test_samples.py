@@ -15,10 +15,10 @@ from sharmill.audio.files import open_bytes
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.samples import to_float, to_int16
 from sharmill.audio.segments import SegmentAudio, SegmentReader
-from sharmill.config import WriteConfig
 from sharmill.errors import RejectRecord
 from sharmill.files.storage import checksum_bytes
 from sharmill.manifest import Segment
+from sharmill.write.config import WriteConfig
 from sharmill.write.encoder import SegmentEncoder
 
 EVERY_VALUE = np.arange(-32768, 32768).astype(np.int16)

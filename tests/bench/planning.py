@@ -10,6 +10,7 @@ import numpy as np
 
 from bench.rows import Case, records, row, with_peak
 from sharmill.config import Config, to_config
+from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import PLACE
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage, merge_tables
@@ -123,7 +124,7 @@ def merge_survey(path: Path) -> int:
 def plan_encode(path: Path) -> int:
     """Divide the unique segments into blocks of equal seconds."""
     config = _config(path)
-    return _count_units(EncodeStage(config, config.encode.codecs[0]), path)
+    return _count_units(EncodeStage(config, config.section(EncodeConfig).codecs[0]), path)
 
 
 STEPS: dict[str, Callable[[Path], int]] = {

@@ -16,6 +16,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.manifest import Utterance
 from sharmill.match.stage import matched_manifest
+from sharmill.write.config import WriteConfig
 from sharmill.write.stage import WriteStage
 
 TO_SHAR = "lhotse's `to_shar`"
@@ -45,7 +46,7 @@ def case(folder: Path, tiny: bool, *, suffix: str, near: bool = False) -> Case:
         shar.mkdir()
         cuts = CutSet.from_cuts(cut_of(utterance, project.root) for utterance in utterances)
         fields = {"target_audio": "flac", "context_audio": "flac"}
-        cuts.to_shar(shar, fields=fields, shard_size=config.write.shard_size, warn_unused_fields=False)
+        cuts.to_shar(shar, fields=fields, shard_size=config.section(WriteConfig).shard_size, warn_unused_fields=False)
 
     def before() -> None:
         for made in (project.dataset, shar):

@@ -156,7 +156,7 @@ def test_lines_say_which_stage_of_how_many():
     printed = []
     listener = ProgressListener(SimpleNamespace(is_terminal=False, print=lambda text, **_: printed.append(str(text))),
                                 names=["prepare", "match", "write", "encode/toy", "validate"])  # fmt: skip
-    stage = SimpleNamespace(name="prepare", cost_unit="records", uses_gpu=False)
+    stage = SimpleNamespace(name="prepare", cost_unit="records", resource="cpu")
     listener.stage_started(stage, [SimpleNamespace(index=0, cost=3.0)], [])
     assert printed == ["prepare (stage 1 of 5): 1 unit, 3 records"]
 

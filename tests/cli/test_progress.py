@@ -28,7 +28,7 @@ class Clock:
 def stage_of(name):
     return SimpleNamespace(
         name=name,
-        uses_gpu=name.startswith(("match", "encode")),
+        resource="gpu" if name.startswith(("match", "encode")) else "cpu",
         cost_unit="records" if name == "prepare" else "seconds of audio",
     )
 

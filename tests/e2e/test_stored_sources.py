@@ -11,7 +11,7 @@ from support.shar import lines, members_of
 
 from sharmill.config import to_config
 from sharmill.engine.listener import Listener
-from sharmill.pipeline import run_dataset
+from sharmill.pipeline import run_dataset, stages_of
 from sharmill.shar import open_shar
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -37,7 +37,7 @@ def build(folder: Path, source, **changes) -> Path:
         "executor": {"workers": 1},
     }
     config = to_config(values | changes, "test")
-    result = run_dataset(config, Listener(), stages=[stage for stage in config.stages if stage != "encode"])
+    result = run_dataset(config, Listener(), stages=[stage for stage in stages_of(config) if stage != "encode"])
     assert result.ok
     assert result.num_errors == 0
     return folder / "dataset"

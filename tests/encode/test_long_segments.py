@@ -9,6 +9,7 @@ import torch
 from support.errors import raises
 from support.shar import codec_stages, lines, loading, run, voice
 
+from sharmill.encode.config import EncodeConfig
 from sharmill.errors import FatalError
 from sharmill.models import load_codec
 from sharmill.shar import open_shar
@@ -45,7 +46,7 @@ def codec(monkeypatch):
 
 
 def encode(config, codec, **options):
-    config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, **options))
+    config = config.with_section(dataclasses.replace(config.section(EncodeConfig), **options))
     with loading(codec):
         survey, stage, assemble = codec_stages(config)
         assert run(survey).ok

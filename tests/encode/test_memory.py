@@ -10,6 +10,7 @@ import torch
 from support.errors import raises
 from support.shar import ToyCodec, codec_stages, loading, run, voice
 
+from sharmill.encode.config import EncodeConfig
 from sharmill.errors import FatalError, UnitFailed
 
 
@@ -36,7 +37,7 @@ def config(project):
 
 def encode(config, codec, **options):
     """The result of the stage that takes segments through the codec."""
-    config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, unit_seconds=2.0, **options))
+    config = config.with_section(dataclasses.replace(config.section(EncodeConfig), unit_seconds=2.0, **options))
     with loading(codec):
         survey, stage, _ = codec_stages(config, "toy")
         assert run(survey).ok

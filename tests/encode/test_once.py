@@ -16,8 +16,8 @@ from support.manifests import KeepErrors
 from support.paths import REPOSITORY
 from support.shar import ToyCodec, codec_stages, copy, loading, put, run, run_codec, snapshot, voice
 
-from sharmill.config import EncodeConfig
 from sharmill.encode import segments
+from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import PLACE, SegmentNumbers
 from sharmill.engine.hashes import find_first
 from sharmill.engine.ledger import read_ledger, revoke
@@ -270,8 +270,8 @@ def test_codes_of_other_audio_are_encoded_again_by_redo(speech, encoded, tmp_pat
 
     speech.encode(encoded, codec=Wrong())
     assert snapshot(speech.dataset) != before
-    config = dataclasses.replace(encoded, encode=EncodeConfig(codecs=[dataclasses.replace(
-        encoded.encode.codecs[0], name="toy")], unit_seconds=1.0))  # fmt: skip
+    codec = dataclasses.replace(encoded.section(EncodeConfig).codecs[0], name="toy")
+    config = encoded.with_section(EncodeConfig(codecs=[codec], unit_seconds=1.0))
     report = report_of(encoded, tmp_path / "check", recheck_codes=1.0, codec_models={"toy": "builtin"})
     assert {unit.stage for unit in report.units_to_repeat} == {"encode/toy"}
     take_back_commits(config, report, ["encode", "assemble"])

@@ -28,9 +28,9 @@ from support.shar import (
     voice,
 )
 
-from sharmill.config import EncodeConfig
 from sharmill.encode import segment_codes
 from sharmill.encode.assemble import AssembleStage
+from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segment_codes import read_counts
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.run import run_stage
@@ -57,7 +57,7 @@ def config(project):
 
 def encode(config, codec, name="toy", *, restart=False, **options):
     """Brings codes into a dataset, with other ``options`` of the section encode; the result of the last stage."""
-    config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, **options))
+    config = config.with_section(dataclasses.replace(config.section(EncodeConfig), **options))
     with loading(codec):
         for stage in codec_stages(config, name):
             result = run(stage, restart=restart and stage.kind != "survey")
@@ -82,8 +82,8 @@ def counted(config):
 
 @pytest.mark.parametrize("unit_seconds", [None, 0.5])
 def test_codes_are_counted_once_for_each_segment(project, config, unit_seconds):
-    options = dataclasses.replace(config.encode, unit_seconds=unit_seconds)
-    codec = project.encode(dataclasses.replace(config, encode=options))
+    options = dataclasses.replace(config.section(EncodeConfig), unit_seconds=unit_seconds)
+    codec = project.encode(config.with_section(options))
     # All contexts are targets too.
     codes = np.concatenate([codec.codes(cut.load_custom("target_audio")[0]) for cut in open_shar(project.dataset)], 1)
     expected = [np.bincount(book, minlength=codec.codebook_size) for book in codes]
@@ -346,7 +346,7 @@ def test_a_damaged_shard_fails_its_unit_before_anything_is_encoded(project, conf
 @pytest.mark.parametrize("damage", ["flipped bit in the audio", "gone"])
 def test_damage_after_the_survey_fails_the_blocks_with_what_lay_there(project, config, damage):
     path = project.dataset / "target_audio/recording.000001.tar"
-    survey, stage, _ = codec_stages(dataclasses.replace(config, encode=EncodeConfig(unit_seconds=0.3)))
+    survey, stage, _ = codec_stages(config.with_section(EncodeConfig(unit_seconds=0.3)))
     assert run(survey).ok
     before = path.read_bytes()
     DAMAGES[damage](path)

@@ -14,11 +14,11 @@ from support.errors import raises
 from support.shar import PitchEncoder, Project, lines, put, run, voice
 
 from sharmill.audio.sound import Sound
-from sharmill.config import MatchConfig
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.manifest import Utterance, records_checksum
 from sharmill.match.choose import min_similarity
+from sharmill.match.config import MatchConfig
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.prepare.stage import PrepareStage
 from sharmill.validate.stage import ValidateStage

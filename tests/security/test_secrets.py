@@ -12,11 +12,14 @@ from sharmill.config import load_config, to_yaml
 from sharmill.config.loading import load_for_display
 from sharmill.config.references import References
 from sharmill.demo.corpus import make_corpus
+from sharmill.encode.config import EncodeConfig
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.storage import make_private_folder
+from sharmill.match.config import MatchConfig
 from sharmill.pipeline import run_dataset
+from sharmill.write.config import WriteConfig
 
 SECRET = "hf-Tr0ub4dor"
 
@@ -53,7 +56,7 @@ def with_secret(folder: Path) -> list[str]:
 
 def test_no_file_of_a_run_has_a_value_of_the_environment(config_file, tmp_path):
     config = load_config(config_file)
-    assert config.encode.codecs[0].model.endswith(f":{SECRET}")
+    assert config.section(EncodeConfig).codecs[0].model.endswith(f":{SECRET}")
     assert config.executor.workers == 1
     result = run_dataset(config, Listener(), executor=LocalExecutor(1))
     assert result.ok
@@ -86,7 +89,7 @@ def test_a_run_is_shown_where_the_variables_are_not_set(config_file, tmp_path, m
     monkeypatch.delenv("SECRET")
     monkeypatch.delenv("RANKS")
     shown = load_for_display(tmp_path / "stored.yaml")
-    assert shown.encode.codecs[0].name == "level"
+    assert shown.sections["encode"].codecs[0].name == "level"
     assert shown.executor.workers == "auto"
 
 
@@ -109,7 +112,7 @@ def test_values_of_any_length_and_type_are_written_back_by_their_place(config_fi
     text = config_file.read_text().replace("min_similarity: 0.1", "min_similarity: '${oc.env:LEAST}'")
     config_file.write_text(text + 'write: {seed: "${oc.env:SEED}"}\n')
     config = load_config(config_file)
-    assert (config.write.seed, config.match.min_similarity) == (739, 0.125)
+    assert (config.section(WriteConfig).seed, config.section(MatchConfig).min_similarity) == (739, 0.125)
     assert run_dataset(config, Listener(), executor=LocalExecutor(1)).ok
     write, match = ((tmp_path / f"run/{stage}/plan/identity.json").read_bytes() for stage in ("write", "match"))
     assert b"739" not in write

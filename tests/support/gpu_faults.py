@@ -31,7 +31,7 @@ class BreakingStage(GpuStage):
     def __init__(self, folder: Path, *, once: tuple[int, ...] = (), always: tuple[int, ...] = (), **options: Any):
         super().__init__(folder, **options)
         self.once, self.always = once, always
-        self.uses_gpu = True  # type: ignore[misc]
+        self.resource = "gpu"  # type: ignore[misc]
 
     def error(self, message: str) -> Exception:
         """As of the versions of torch before 2.9, which have no error of their own for it."""

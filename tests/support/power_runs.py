@@ -14,7 +14,7 @@ from sharmill.export.run import export_dataset
 from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
-from sharmill.pipeline import run_dataset
+from sharmill.pipeline import run_dataset, stages_of
 from sharmill.shar.layout import TARGET_AUDIO, shard_file
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.shar.sidecars import write_sidecars
@@ -78,7 +78,7 @@ def _damage(work: Path) -> None:
 
 def _redo(work: Path) -> None:
     config = _config(work, {})
-    take_back_commits(config, read_report(work.parent / "report.json"), config.stages)
+    take_back_commits(config, read_report(work.parent / "report.json"), stages_of(config))
     _run(work)
 
 

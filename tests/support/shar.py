@@ -18,7 +18,8 @@ import numpy as np
 import soundfile as sf
 import torch
 
-from sharmill.config import CodecConfig, Config, to_config
+from sharmill.config import Config, to_config
+from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.run import run_stage
@@ -41,8 +42,8 @@ def run(stage: Stage, *, restart: bool = False) -> StageResult:
 def codec_stages(config: Config, name: str = "toy", model: str = "builtin") -> list[Stage]:
     """The stages that bring the codes of one codec into a dataset."""
     codec = CodecConfig(name=name, model=model)
-    if codec not in config.encode.codecs:
-        config = dataclasses.replace(config, encode=dataclasses.replace(config.encode, codecs=[codec]))
+    if codec not in config.section(EncodeConfig).codecs:
+        config = config.with_section(dataclasses.replace(config.section(EncodeConfig), codecs=[codec]))
     encode = EncodeStage(config, codec)
     return [encode.survey, encode, encode.assemble]
 

@@ -296,7 +296,7 @@ class SleepyStage(ToyStage):
     def __init__(self, *arguments: Any, seconds: float = 0.0, uses_gpu: bool = False, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.seconds = seconds
-        self.uses_gpu = uses_gpu  # type: ignore[misc]
+        self.resource = "gpu" if uses_gpu else "cpu"  # type: ignore[misc]
 
     def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         self.mark("begun", str(unit.index))
@@ -314,7 +314,7 @@ class SleepyStage(ToyStage):
 
 
 class GpuStage(ToyStage):
-    uses_gpu = True
+    resource = "gpu"
 
 
 class Unloadable(ToyStage):

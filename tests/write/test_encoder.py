@@ -14,9 +14,9 @@ from support.shar import put, voice
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.config import WriteConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
+from sharmill.write.config import WriteConfig
 from sharmill.write.encoder import SegmentEncoder
 
 SAMPLES = voice(1.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.config import WriteConfig
+from sharmill.write.config import WriteConfig
 from sharmill.write.order import LineIndex, divide_into_shards, index_matched, index_prepared, order_lines
 
 DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)

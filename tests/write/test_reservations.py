@@ -17,6 +17,7 @@ from support.pipelines import run_sharmill
 from support.shar import Project, voice
 from support.toy_stage import ToyStage, run
 
+from sharmill.encode.config import EncodeConfig
 from sharmill.engine.fence import make_fence
 from sharmill.engine.listener import Listener
 from sharmill.engine.plan import read_or_make_plan
@@ -150,9 +151,10 @@ def test_only_one_of_many_gets_it(tmp_path):
 
 def test_runs_that_add_codes_of_other_names_work_side_by_side(project, config):
     assert run_dataset(config, Listener(), stages=["prepare", "write"]).ok
+    encode = config.section(EncodeConfig)
     one, other = (
-        of_other_run(config, encode=dataclasses.replace(config.encode, codecs=[codec]))
-        for codec in (config.encode.codecs[0], dataclasses.replace(config.encode.codecs[0], name="b"))
+        of_other_run(config.with_section(dataclasses.replace(encode, codecs=[codec])))
+        for codec in (encode.codecs[0], dataclasses.replace(encode.codecs[0], name="b"))
     )
     other = dataclasses.replace(other, run_dir=other.run_dir + "-b")
 

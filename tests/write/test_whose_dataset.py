@@ -25,6 +25,7 @@ from sharmill.executors.slurm.profile import RankProfile
 from sharmill.files.staging import STAGING_NAME
 from sharmill.pipeline import run_dataset
 from sharmill.shar.dataset import ShardedDataset
+from sharmill.write.config import WriteConfig
 from sharmill.write.stage import WriteStage
 
 
@@ -160,7 +161,7 @@ class TestRestart:
 
     def test_one_that_is_killed_is_done_by_a_later_run_too(self, project):
         """On SLURM all stages but the first are left to later jobs."""
-        config = dataclasses.replace(project.configure(**SHARDS), match=None)
+        config = project.configure(**SHARDS, match=None)
         config = dataclasses.replace(config, run_dir=config.run_dir + "-b", dataset_dir=config.dataset_dir + "-b")
 
         def tokens():
@@ -169,7 +170,7 @@ class TestRestart:
         stages = ["prepare", "write"]
         assert run_dataset(config, Listener(), stages=stages).ok
         before = tokens()
-        config = dataclasses.replace(config, write=dataclasses.replace(config.write, shard_size=5))
+        config = config.with_section(dataclasses.replace(config.section(WriteConfig), shard_size=5))
         with pytest.raises(KeyboardInterrupt):
             run_dataset(config, AfterStage("prepare"), stages=stages, restart=True)
         assert run_dataset(config, Listener(), stages=stages).ok

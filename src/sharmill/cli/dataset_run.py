@@ -16,7 +16,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
 from sharmill.grow.append import append_dataset
 from sharmill.pilot.predict import ranks_of_use
-from sharmill.pipeline import make_stages, run_dataset
+from sharmill.pipeline import make_stages, run_dataset, stages_of
 from sharmill.report.last_step import report_on_run
 
 log = logging.getLogger(__name__)
@@ -67,4 +67,4 @@ class DatasetRun:
     @property
     def is_whole(self) -> bool:
         """Return True if all stages of the dataset are among these."""
-        return self.stages is None or set(self.config.stages) <= set(self.stages)
+        return self.stages is None or set(stages_of(self.config)) <= set(self.stages)

@@ -58,10 +58,14 @@ def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None
 
 def _print_measurements(console: Console, config: Config) -> None:
     """Print speed and memory of the models on the device of this machine, and the values for the configuration."""
-    from sharmill.encode.stage import UNIT_SECONDS
+    from sharmill.encode.config import EncodeConfig
+    from sharmill.encode.stage import UNIT_SECONDS, EncodeStage
     from sharmill.executors.devices import visible_gpus
+    from sharmill.match.config import MatchConfig
+    from sharmill.match.stage import MatchStage
     from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
     from sharmill.models.measure import measure_canonical, measure_model
+    from sharmill.prepare.config import PrepareConfig
     from sharmill.training.buckets.batch_size import make_budget
 
     device = "cuda" if visible_gpus() else "cpu"
@@ -77,27 +81,27 @@ def _print_measurements(console: Console, config: Config) -> None:
         row = (name, f"{measured.bytes_per_second / 2**20:.1f}", f"{measured.most_seconds:.0f} s", speeds)
         table.add_row(*(plain(cell) for cell in row))
 
-    if (match := config.match) is not None:
+    for match in config.all(MatchConfig):
         encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
-        add("match", match.encoder, measure_model(encoder, device, memory))
-    encode = config.encode
+        add(MatchStage.kind, match.encoder, measure_model(encoder, device, memory))
+    encode = config.section(EncodeConfig)
     unit_seconds = encode.unit_seconds or UNIT_SECONDS[1]
     for codec in encode.codecs:
         model = load_codec(codec.model, device, precision=encode.precision, **codec.options)
         if encode.canonical_shapes:
-            add("encode", codec.name, measure_canonical(model, device, memory, unit_seconds))
+            add(EncodeStage.kind, codec.name, measure_canonical(model, device, memory, unit_seconds))
         else:
-            add("encode", codec.name, measure_model(model, device, memory))
+            add(EncodeStage.kind, codec.name, measure_model(model, device, memory))
     console.print(table)
     if encode.canonical_shapes:
-        console.print(plain(_describe_canonical(found["encode"], device, unit_seconds), style="dim"))
+        console.print(plain(_describe_canonical(found[EncodeStage.kind], device, unit_seconds), style="dim"))
     for key, measurements in found.items():
         # Of those of one row, any size is as good.
         sizes = [measured.best_size for measured in measurements if not measured.one_row]
         if sizes and None not in sizes:
             console.print(plain(f"{key}.batch_seconds={min(size for size in sizes if size is not None):g}"))
     most = min(measured.most_seconds for measurements in found.values() for measured in measurements)
-    longest = config.prepare.max_duration
+    longest = config.section(PrepareConfig).max_duration
     if longest is None or longest > most:
         advice = f"prepare.max_duration={most:.0f}: longer segments do not fit on this {device}"
         console.print(plain(advice, style="yellow"))

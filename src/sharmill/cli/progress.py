@@ -151,7 +151,7 @@ class ProgressListener(Listener):
         progress = StageProgress(
             name=stage.name,
             counts_records=stage.cost_unit == "records",
-            loads_model=stage.uses_gpu,
+            loads_model=stage.resource == "gpu",
             total=sum(costs.values()),
             num_units=len(units),
             started=self._clock(),

@@ -107,7 +107,7 @@ def _run_one(
     from sharmill.executors.slurm.queue import require_no_jobs
     from sharmill.files.storage import disk_errors, write_atomic
     from sharmill.pilot.predict import expect_seconds
-    from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset
+    from sharmill.pipeline import check_config, choose_stages, make_executor, make_stages, run_dataset, stages_of
     from sharmill.report.last_step import report_on_run
     from sharmill.validate.findings import encode_report
     from sharmill.validate.redo import take_back_commits
@@ -137,7 +137,7 @@ def _run_one(
         )  # fmt: skip
     print_result(console, result)
     report = result.report
-    if result.ok and set(config.stages) <= set(stages):
+    if result.ok and set(stages_of(config)) <= set(stages):
         console.print(plain(report_on_run(config, make_stages(config), decode=True)), soft_wrap=True)
     if report is not None:
         print_report(console, report)

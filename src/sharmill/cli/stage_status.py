@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 
-from sharmill.config import CodecConfig, Config
+from sharmill.config import Config
+from sharmill.encode.config import CodecConfig, EncodeConfig
+from sharmill.encode.stage import EncodeStage
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.outcomes import FailedAttempt
 from sharmill.engine.plan import load_plan
@@ -111,12 +113,12 @@ class StageStatus:
 
 def stages_of_run(config: Config) -> list[Stage]:
     """Return the stages of a configuration, and those of codecs that earlier runs added to the same run directory."""
-    encode = RunDir(Path(config.run_dir)).stage("encode").path
-    planned = sorted(path.name for path in encode.glob("*") if RunDir(encode).stage(path.name).units.exists())
-    named = {codec.name for codec in config.encode.codecs}
+    encode = config.section(EncodeConfig)
+    folder = RunDir(Path(config.run_dir)).stage(EncodeStage.kind).path
+    planned = sorted(path.name for path in folder.glob("*") if RunDir(folder).stage(path.name).units.exists())
+    named = {codec.name for codec in encode.codecs}
     earlier = [CodecConfig(name=name, model="") for name in planned if name not in named]
-    codecs = [*earlier, *config.encode.codecs]
-    return make_stages(replace(config, encode=replace(config.encode, codecs=codecs)))
+    return make_stages(config.with_section(replace(encode, codecs=[*earlier, *encode.codecs])))
 
 
 def read_stage(stage: Stage, *, queued: bool = False) -> StageStatus:

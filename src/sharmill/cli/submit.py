@@ -204,7 +204,7 @@ def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: SlurmExecutor, 
     balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
     cost = describe_cost(sum(loads), records=stage.cost_unit == "records")
     return [
-        f"{len(units)} units ({cost}) on {num_ranks} {_resource(stage)} ranks; at most "
+        f"{len(units)} units ({cost}) on {num_ranks} {stage.resource} ranks; at most "
         f"{min(jobs.max_parallel(stage), num_ranks)} run at once",
         f"{min(loads):.1f} to {max(loads):.1f} {stage.cost_unit} per rank{balance}",
         f"then the advance job, once the ranks have ended (afterany), then {behind}",
@@ -212,12 +212,9 @@ def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: SlurmExecutor, 
 
 
 def _describe_later(stage: Stage, jobs: SlurmExecutor) -> str:
-    own = "" if stage.uses_gpu or not jobs.profile.driver_units else ", or few units in the advance job itself"
-    return f"{stage.name}, later: at most {jobs.ranks_of(stage).max_ranks} {_resource(stage)} ranks{own}"
-
-
-def _resource(stage: Stage) -> str:
-    return "gpu" if stage.uses_gpu else "cpu"
+    may_be_own = stage.resource == "cpu" and jobs.profile.driver_units
+    own = ", or few units in the advance job itself" if may_be_own else ""
+    return f"{stage.name}, later: at most {jobs.ranks_of(stage).max_ranks} {stage.resource} ranks{own}"
 
 
 def _start(console: Console, run: SlurmExecutor) -> tuple[int, dict[str, Any]]:

@@ -19,8 +19,9 @@ from sharmill.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sharmill.config import Config, ValidateConfig
+    from sharmill.config import Config
     from sharmill.validate.accounts import ExpectedRecords
+    from sharmill.validate.config import ValidateConfig
     from sharmill.validate.findings import Report
 
 
@@ -71,7 +72,7 @@ class ValidateOptions:
         Raises:
             ConfigError: an option has no meaning.
         """
-        from sharmill.config import ValidateConfig
+        from sharmill.validate.config import ValidateConfig
 
         try:
             return ValidateConfig(
@@ -87,6 +88,7 @@ class ValidateOptions:
             ConfigError: an option has no meaning for configurations, or one of them cannot be used.
         """
         from sharmill.config import load_config
+        from sharmill.validate.config import ValidateConfig
 
         self.check_json_file()
         if self.against or self.rejects or self.audio_roots:
@@ -107,7 +109,7 @@ class ValidateOptions:
             options.append(f"executor.workers={self.workers}")
         configs = [load_config(path, [*overrides, *options]) for path in paths]
         for config in configs:
-            self.check_models(config.validate)
+            self.check_models(config.section(ValidateConfig))
         return configs
 
     def accounts(self) -> ExpectedRecords | None:

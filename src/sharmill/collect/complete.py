@@ -13,10 +13,10 @@ import msgspec
 
 from sharmill.audio.files import choose_channel, probe
 from sharmill.audio.roots import AudioRoots
-from sharmill.config import PrepareConfig
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of
 from sharmill.prepare.check import check_fields, parse_record
+from sharmill.prepare.config import PrepareConfig
 from sharmill.sources import Located, Source, Unreadable
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.speakers import UNDETERMINED

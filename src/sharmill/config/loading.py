@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import msgspec
 
 from sharmill.config.references import References
-from sharmill.config.schema import STAGE_ALIASES, STAGES, Config, Source
+from sharmill.config.schema import NAME, Config, StageSection
 from sharmill.config.untrusted import load_untrusted_yaml
 from sharmill.errors import ConfigError
 from sharmill.files.storage import NotRegularError, open_regular
-from sharmill.registry import SOURCES, nearest
+from sharmill.registry import SOURCES, STAGE_ALIASES, STAGES, nearest
 
 if TYPE_CHECKING:
     from yaml import Node
@@ -60,7 +60,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file cannot be read, or a key or value is wrong; the message names file, key and remedy.
 
     >>> config = load_config("configs/demo.yaml", ["write.shard_size=20"])
-    >>> config.write.shard_size
+    >>> config.sections["write"].shard_size
     20
     """
     return load_typed(Config, path, overrides)
@@ -73,8 +73,11 @@ def load_for_display(path: Path) -> Config:
     options are left out.
     """
     values, _ = _read_merged(Config, path, (), for_display=True)
-    values = _gather_options(Config, values, keep=False)
-    return to_config(values | {"sources": [{"manifest": "not read", "audio_root": "not read"}]}, str(path))
+    stand_in = {"manifest": "not read", "audio_root": "not read"}
+    # Stages of packages that are not installed here cannot be shown.
+    types = _types_of(Config, values | {"sources": [stand_in]})
+    values = {key: _gather_options(types[key], values[key], keep=False) for key in values if key in types}
+    return to_config(values | {"sources": [stand_in]}, str(path))
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -96,7 +99,7 @@ def to_config(values: dict[str, Any], origin: str) -> Config:
 
     >>> source = {"manifest": "manifest.json", "audio_root": "audio"}
     >>> config = to_config({"name": "a", "run_dir": "run", "dataset_dir": "data", "sources": [source]}, "example")
-    >>> config.match.encoder
+    >>> config.sections["match"].encoder
     'resemblyzer'
     """
     return _to_typed(Config, values, origin)
@@ -110,6 +113,27 @@ def to_yaml(config: Config) -> bytes:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(config.references.put_back(to_plain(config)))).encode()
+
+
+def to_plain(value: Any) -> Any:
+    """Return a configuration as plain values, with options and sections beside other keys as in its file."""
+    if isinstance(value, list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        found = to_plain(getattr(value, field.name))
+        is_beside = field.name == ("sections" if isinstance(value, Config) else _options_of(value))
+        plain |= found if is_beside else {field.name: found}
+    return plain
+
+
+def _options_of(owner: Any) -> str:
+    """Return the field of a section that has the options of its model, or nothing where it names none."""
+    return _OPTIONS if hasattr(owner, "options_of") else ""
 
 
 def _read_merged(
@@ -134,9 +158,9 @@ def _read_merged(
                 config = OmegaConf.load(stream)
         for override in overrides:
             key, _, value = override.partition("=")
-            _check_section(kind, config, key, f"{path}: {override}")
-            types = [entry.get("type") for entry in _entries(OmegaConf.to_container(config))]
-            OmegaConf.update(config, key, _override_value(value, _type_at(kind, key, types)))
+            types = _types_of(kind, OmegaConf.to_container(config), key)
+            _check_section(types, config, key, f"{path}: {override}")
+            OmegaConf.update(config, key, _override_value(value, _type_at(types, key)))
         references = References.of(OmegaConf.to_container(config))
         if for_display:
             config = OmegaConf.create(references.without_unset(OmegaConf.to_container(config)))
@@ -178,26 +202,66 @@ def _pairs(node: object) -> list[tuple[Node, Node]]:
     return node.value if isinstance(node, yaml.MappingNode) else []
 
 
-def _check_section(kind: type, config: Any, key: str, origin: str) -> None:
+def _check_section(types: dict[str, Any], config: Any, key: str, origin: str) -> None:
     """Raise ConfigError where a key of a section is overridden that is null, which leaves out all that it is about."""
     section, dot, _ = key.partition(".")
-    may_be_null = type(None) in typing.get_args(typing.get_type_hints(kind).get(section))
+    may_be_null = type(None) in typing.get_args(types.get(section))
     if dot and may_be_null and section in config and config[section] is None:
         raise ConfigError(f"{origin}: {section} is null; leave this out, or null", code="bad_config_value")
 
 
 def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded:
-    _check_keys(kind, values, origin, "")
+    types = _types_of(kind, values, origin)
+    _check_keys(types, values, origin, "")
+    _check_controls({key: value for key, value in values.items() if key != "sources"}, origin, "")
     if kind is Config:
-        made = [_make_source(entry, number, origin) for number, entry in enumerate(_entries(values))]
-        values = values | {"sources": made} if made else values
-    _check_controls(values, origin, "")
-    values = _gather_options(kind, values)
+        values = _make_parts(values, types, origin)
     try:
-        # Not strict: a number may be quoted, and YAML takes 1e3 for text.
-        return msgspec.convert(values, kind, strict=False, dec_hook=lambda _, source: source)
+        return _convert(values, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(kind, error, origin) from error
+        raise _refusal(types, error, origin) from error
+
+
+def _convert(values: Any, kind: Any) -> Any:
+    # Not strict: a number may be quoted, and YAML takes 1e3 for text.
+    return msgspec.convert(values, kind, strict=False)
+
+
+def _make_parts(values: dict[str, Any], types: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Return the values of a configuration with its sources and sections made, by the classes that are theirs."""
+    made = dict(values)
+    if typing.get_origin(types["sources"]) is tuple:
+        pairs = zip(values["sources"], typing.get_args(types["sources"]), strict=True)
+        made["sources"] = [_make(one, kind, f"sources[{number}]", origin) for number, (one, kind) in enumerate(pairs)]
+    made["sections"] = {}
+    for key in (key for key in types if key not in typing.get_type_hints(Config)):
+        value, kind = made.pop(key, None if _section_of(types[key]).presence == "if_given" else {}), types[key]
+        if isinstance(value, list) and typing.get_args(kind):
+            made["sections"][key] = _make_list(value, _section_of(kind), key, origin)
+        elif value is not None or key in values:
+            made["sections"][key] = _make(value, kind, key, origin)
+    return made
+
+
+def _make(value: Any, kind: Any, key: str, origin: str) -> Any:
+    """Return the part of a configuration that a value describes."""
+    try:
+        return _convert(_gather_options(kind, value), kind)
+    except msgspec.ValidationError as error:
+        raise _refusal({key: kind}, error, origin, key) from error
+
+
+def _make_list(values: list[Any], kind: type[StageSection], key: str, origin: str) -> list[Any]:
+    """Return the sections of a list, whose names tell their stages apart."""
+    made = [_make(value, kind, f"{key}[{number}]", origin) for number, value in enumerate(values)]
+    names = [str(getattr(one, "name", "")) for one in made]
+    for number, name in enumerate(names):
+        if not NAME.fullmatch(name) or name in names[:number]:
+            raise ConfigError(
+                f"{origin}: {key}[{number}]: name {name!r} must be letters, digits, '_', '-', '.', and no other's",
+                code="bad_config_value",
+            )
+    return made
 
 
 def _check_controls(value: Any, origin: str, key: str) -> None:
@@ -222,36 +286,90 @@ def check_one_line(text: str, what: str) -> None:
         )
 
 
-def _refusal(kind: type, error: msgspec.ValidationError, origin: str, prefix: str = "") -> ConfigError:
+def _refusal(types: dict[str, Any], error: msgspec.ValidationError, origin: str, prefix: str = "") -> ConfigError:
     code = "missing_key" if "missing required field" in str(error) else "bad_config_value"
-    return ConfigError(f"{origin}: {_readable(kind, str(error), prefix)}", code=code)
+    return ConfigError(f"{origin}: {_readable(types, str(error), prefix)}", code=code)
 
 
-def _entries(values: Any) -> list[dict[str, Any]]:
-    """Return the entries of ``sources``, or nothing where they are not mappings, which is refused later."""
+def _source_kinds(values: Any, origin: str) -> list[Any]:
+    """Return the classes of the entries of ``sources``."""
     entries = values.get("sources") if isinstance(values, dict) else None
-    return entries if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries) else []
+    entries = entries if isinstance(entries, list) else []
+    names = [entry.get("type") if isinstance(entry, dict) else None for entry in entries]
+    return [_source_type(name, number, origin) for number, name in enumerate(names)]
 
 
-def _make_source(entry: dict[str, Any], number: int, origin: str) -> Source:
-    """Return the source that an entry of ``sources`` describes."""
-    kind = _source_type(entry.get("type"), number, origin)
+def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
+    """Return the types of the keys of a dataclass; those of a configuration depend on what its values name.
+
+    The type of ``sources`` is a tuple of the classes of its entries; sections follow the keys that belong to no stage.
+    """
+    hints = typing.get_type_hints(kind)
+    found: dict[str, Any] = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    if kind is not Config:
+        return _with_options(kind, found, values, origin)
+    del found["sections"]
+    if kinds := _source_kinds(values, origin):
+        found["sources"] = types.GenericAlias(tuple, tuple(kinds))
+    others = [key for key in values if key not in found and key not in STAGES.own] if isinstance(values, dict) else []
+    added = STAGES.names() if others else ()
+    for kind_of_stage in (*STAGES.own, *(key for key in others if key in added)):
+        if (section := STAGES.load_class(kind_of_stage).section) is not None:
+            found[kind_of_stage] = _with_presence(section)
+    return found
+
+
+def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) -> dict[str, Any]:
+    """Return the types of the keys of a section with those of the options of the model that its values name.
+
+    Raises:
+        ConfigError: there is no such model, or it has an option that is a key of the section.
+    """
+    types.pop(_options_of(kind), None)
+    if not _options_of(kind) or values.keys() <= types.keys():
+        return types
+    registry, key = kind.options_of
+    if not (name := values.get(key, getattr(kind, key, None))):
+        return types
     try:
-        return msgspec.convert(entry, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise _refusal(kind, error, origin, f"sources[{number}]") from error
-
-
-def _source_type(name: Any, number: int, origin: str) -> type[Source]:
-    """Return the class of a type of sources; ``nemo`` if none is named."""
-    where = f"{origin}: sources[{number}].type"
-    try:
-        kind = SOURCES.load("nemo" if name is None else str(name))
+        family = registry.load(registry.split(str(name))[0])
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}", code=error.code) from error
-    if not (isinstance(kind, type) and hasattr(kind, "pieces") and dataclasses.is_dataclass(kind)):
-        raise ConfigError(f"{where}: {name} is not a dataclass derived from sharmill.sources.Source", code="bad_plugin")
-    return Source.register(typing.cast("type[Source]", kind))
+        raise ConfigError(f"{origin}: {error}", code=error.code) from error
+    options: dict[str, Any] = family.options() if hasattr(family, "options") else {}
+    if taken := sorted(options.keys() & types):
+        raise ConfigError(f"{origin}: the model's option {taken[0]!r} is another key already", code="bad_plugin")
+    return types | options
+
+
+def _gather_options(kind: Any, values: Any, *, keep: bool = True) -> Any:
+    """Return values in which options beside the keys of a section are one value of it, or left out."""
+    kind = _without_null(kind, values)
+    if typing.get_origin(kind) is list and isinstance(values, list):
+        return [_gather_options(typing.get_args(kind)[0], value, keep=keep) for value in values]
+    if not dataclasses.is_dataclass(kind) or not isinstance(values, dict):
+        return values
+    types, beside = typing.get_type_hints(kind), _options_of(kind)
+    own = {key: _gather_options(types[key], value, keep=keep) for key, value in values.items() if key in types}
+    options = {key: value for key, value in values.items() if key not in types}
+    return own | ({beside: options} if beside and keep else {} if beside else options)
+
+
+def _with_presence(section: type[StageSection]) -> Any:
+    if section.presence == "always":
+        return section
+    return section | None if section.presence == "unless_null" else section | list[section] | None  # type: ignore[valid-type]
+
+
+def _section_of(kind: Any) -> type[StageSection]:
+    return typing.cast("type[StageSection]", _without_null(kind))
+
+
+def _source_type(name: Any, number: int, origin: str) -> Any:
+    """Return the class of a type of sources; ``nemo`` if none is named."""
+    try:
+        return SOURCES.load_class("nemo" if name is None else str(name))
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: sources[{number}].type: {error}", code=error.code) from error
 
 
 def _describe_yaml_error(error: Exception) -> str:
@@ -289,140 +407,86 @@ def _override_value(text: str, expected: Any) -> Any:
     return text if is_text and value is not None and not isinstance(value, as_it_is) else value
 
 
-def _type_at(kind: type, key: str, source_types: Sequence[Any] = ()) -> Any:
-    """Return the type declared for a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None.
-
-    ``source_types`` are the types that the sources of the configuration name.
-    """
-    owner: Any = kind
-    for part in re.findall(r"[^.\[\]]+", key):
-        if typing.get_origin(owner) is list:
-            owner = typing.get_args(owner)[0]
-            if owner is Source and part.isdigit() and int(part) < len(source_types):
-                owner = _source_type(source_types[int(part)], int(part), key)
-            if part.isdigit():
-                continue
+def _type_at(types: dict[str, Any], key: str) -> Any:
+    """Return the type of a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None."""
+    parts = re.findall(r"[^.\[\]]+", key)
+    owner = types.get(parts[0]) if parts else None
+    for part in parts[1:]:
+        origin, items = typing.get_origin(owner), typing.get_args(owner)
+        if origin in (list, tuple) and part.isdigit():
+            owner = items[0] if origin is list else items[int(part)] if int(part) < len(items) else None
+            continue
         owner = _without_null(owner)
         if dataclasses.is_dataclass(owner):
             owner = typing.get_type_hints(owner).get(part)
         else:
-            owner = typing.get_args(owner)[1] if typing.get_origin(owner) is dict else None
+            owner = items[1] if origin is dict else None
     return owner
 
 
-def _without_null(kind: Any) -> Any:
-    """Return the section that a section or ``null`` is declared as; any other type as it is."""
-    sections = [part for part in typing.get_args(kind) if dataclasses.is_dataclass(part)]
-    return sections[0] if sections and typing.get_origin(kind) in (typing.Union, types.UnionType) else kind
+def _without_null(kind: Any, value: Any = None) -> Any:
+    """Return the part of a union that a value may be a mapping or a list of; any other type as it is."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return kind
+    parts = typing.get_args(kind)
+    lists = [part for part in parts if typing.get_origin(part) is list and isinstance(value, list)]
+    return next(iter(lists or [part for part in parts if dataclasses.is_dataclass(part)]), kind)
 
 
-def _check_keys(owner: Any, values: Any, origin: str, prefix: str) -> None:
-    """Raise ConfigError for the first key that the dataclass ``owner``, or one within it, does not have."""
-    owner = _without_null(owner)
-    if typing.get_origin(owner) is list and isinstance(values, list):
-        for number, value in enumerate(values):
-            item = typing.get_args(owner)[0]
-            if item is Source and isinstance(value, dict):
-                item = _source_type(value.get("type"), number, origin)
-            _check_keys(item, value, origin, f"{prefix.rstrip('.')}[{number}].")
-    if not dataclasses.is_dataclass(owner) or not isinstance(values, dict):
-        return
-    types = _types_of_keys(owner)
-    options = _types_of_options(owner, values, f"{origin}: {prefix.rstrip('.')}")
-    types |= options
+def _check_keys(types: dict[str, Any], values: dict[Any, Any], origin: str, prefix: str) -> None:
+    """Raise ConfigError for the first key of a mapping, or of one within it, that has no type."""
     for key, value in values.items():
-        if key in options:
-            try:
-                msgspec.convert(value, options[key], strict=False)
-            except msgspec.ValidationError as error:
-                raise _refusal(options[key], error, origin, f"{prefix}{key}") from error
-        elif key not in types:
+        if key not in types:
             if removed := _REMOVED_KEYS.get(f"{prefix}{key}"):
                 raise ConfigError(f"{origin}: the key '{prefix}{key}' was removed: {removed}", code="unknown_key")
             meant = nearest(str(key), list(types)) if prefix else _nearest_below(str(key), types)
             raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{meant}", code="unknown_key")
-        _check_keys(types[key], value, origin, f"{prefix}{key}.")
+        _check_keys_within(types[key], value, origin, f"{prefix}{key}")
 
 
-def _types_of_keys(owner: Any) -> dict[str, Any]:
-    """Return the types of the keys of a section by their names, but of no options of a model."""
-    types = typing.get_type_hints(owner)
-    if hasattr(owner, "options_of"):
-        del types[_OPTIONS]
-    return types
-
-
-def _types_of_options(owner: Any, values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the types of the options beside the keys of a section, if there are any: those of the model it names.
-
-    Raises:
-        ConfigError: there is no such model, or it has an option that is a key of the section.
-    """
-    keys = _types_of_keys(owner).keys()
-    if not hasattr(owner, "options_of") or values.keys() <= keys:
-        return {}
-    registry, key = owner.options_of
-    if not (name := values.get(key, getattr(owner, key, None))):
-        return {}
-    try:
-        family = registry.load(registry.split(str(name))[0])
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}", code=error.code) from error
-    options: dict[str, Any] = family.options() if hasattr(family, "options") else {}
-    if taken := sorted(options.keys() & keys):
-        raise ConfigError(f"{where}: the model's option {taken[0]!r} is another key already", code="bad_plugin")
-    return options
-
-
-def _gather_options(owner: Any, values: Any, *, keep: bool = True) -> Any:
-    """Return values in which options beside the keys of a section are one value of it, or left out."""
-    owner = _without_null(owner)
-    if typing.get_origin(owner) is list and isinstance(values, list):
-        return [_gather_options(typing.get_args(owner)[0], value, keep=keep) for value in values]
-    if not dataclasses.is_dataclass(owner) or not isinstance(values, dict):
-        return values
-    types = _types_of_keys(owner)
-    values = {key: _gather_options(types.get(key), value, keep=keep) for key, value in values.items()}
-    if not hasattr(owner, "options_of"):
-        return values
-    options = {key: value for key, value in values.items() if key not in types}
-    own = {key: value for key, value in values.items() if key in types}
-    return own | {_OPTIONS: options} if keep else own
-
-
-def to_plain(value: Any) -> Any:
-    """Return a configuration as plain values, with options beside the keys of their sections again."""
-    if isinstance(value, list):
-        return [to_plain(item) for item in value]
-    if not dataclasses.is_dataclass(value):
-        return value
-    plain = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return plain | plain.pop(_OPTIONS) if hasattr(value, "options_of") else plain
+def _check_keys_within(owner: Any, value: Any, origin: str, place: str) -> None:
+    owner = _without_null(owner, value)
+    items = typing.get_args(owner)
+    if isinstance(value, list) and typing.get_origin(owner) in (list, tuple):
+        kinds = items if typing.get_origin(owner) is tuple else items * len(value)
+        for number, (item, kind) in enumerate(zip(value, kinds, strict=False)):
+            _check_keys_within(kind, item, origin, f"{place}[{number}]")
+    elif isinstance(value, dict) and dataclasses.is_dataclass(owner):
+        types = _types_of(typing.cast("type", owner), value, f"{origin}: {place}")
+        _check_keys(types, value, origin, f"{place}.")
+        for key in value.keys() - {field.name for field in dataclasses.fields(owner)}:
+            _make(value[key], types[key], f"{place}.{key}", origin)
 
 
 def _nearest_below(name: str, types: dict[str, Any]) -> str:
     """Return the end of a sentence about a key that the top of a configuration lacks; a section may have it."""
     below = []
     for section, owner in types.items():
-        if typing.get_origin(owner) is list:
+        if typing.get_origin(owner) in (list, tuple):
             section, owner = f"{section}[0]", typing.get_args(owner)[0]
-        if name in getattr(_without_null(owner), "__annotations__", ()):
+        owner = _without_null(owner)
+        if dataclasses.is_dataclass(owner) and name in {field.name for field in dataclasses.fields(owner)}:
             below.append(f"'{section}.{name}'")
     return f"; did you mean {' or '.join(below)}?" if below else nearest(name, list(types))
 
 
-def _readable(kind: type, message: str, prefix: str = "") -> str:
-    """Rewrite a message of msgspec, ``... - at `$.match.min_similarity```, with the key first, in words of YAML."""
+def _readable(types: dict[str, Any], message: str, prefix: str = "") -> str:
+    """Rewrite a message of msgspec, ``... - at `$.min_similarity```, with the key first, in words of YAML.
+
+    Args:
+        types: by key; the message is about the one that ``prefix`` is, if it is given.
+    """
     text, _, where = message.partition(" - at `$")
     where = where.strip("`.").replace("[...]", "")
+    choices = _choices(_type_at({"top": types[prefix]}, f"top.{where}") if prefix else _type_at(types, where))
+    where = ".".join(part for part in (prefix, where) if part)
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
         text = f"the key '{missing[1]}' is missing"
     elif invalid := re.fullmatch(r"Invalid enum value (.*)", text):
-        text = f"{invalid[1]} is not one of {', '.join(_choices(_type_at(kind, where)))}"
+        text = f"{invalid[1]} is not one of {', '.join(choices)}"
     else:
         text = text.replace("`object", "`mapping").replace("`array", "`list")
         text = text[0].lower() + text[1:]
-    where = ".".join(part for part in (prefix, where) if part)
     return f"{where}: {text}" if where else text
 
 
@@ -436,7 +500,7 @@ def _choices(expected: Any) -> list[str]:
 
 
 def resolve_stage(name: str) -> str:
-    """Return the name of a stage that is given by its name or its alias.
+    """Return the kind of a stage that is given by its name or its alias.
 
     Raises:
         ConfigError: there is no such stage.
@@ -444,7 +508,7 @@ def resolve_stage(name: str) -> str:
     >>> resolve_stage("stage1")
     'match'
     """
-    stage = STAGE_ALIASES.get(name, name)
-    if stage not in STAGES:
-        raise ConfigError(f"there is no stage {name!r}{nearest(name, [*STAGES, *STAGE_ALIASES])}", code="unknown_stage")
+    stage, names = STAGE_ALIASES.get(name, name), STAGES.names()
+    if stage not in names:
+        raise ConfigError(f"there is no stage {name!r}{nearest(name, [*names, *STAGE_ALIASES])}", code="unknown_stage")
     return stage

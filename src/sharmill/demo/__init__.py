@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sharmill.config import Config, load_config, to_yaml
 from sharmill.demo.corpus import make_corpus
+from sharmill.encode.config import EncodeConfig
 from sharmill.files.storage import write_atomic
 
 
@@ -31,7 +32,7 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
     with as_file(files("sharmill.demo") / "demo.yaml") as template:
         config = load_config(template, [*paths, *overrides])
     write_atomic(directory / "demo.yaml", to_yaml(config))
-    if any(codec.model == "builtin" for codec in config.encode.codecs):
+    if any(codec.model == "builtin" for codec in config.section(EncodeConfig).codecs):
         tell("note: the codec 'builtin' is a small one for trying out: its codes can be heard, but roughly")
     return config
 

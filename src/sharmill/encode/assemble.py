@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from sharmill.config import CodecConfig, Config
+from sharmill.config import Config
+from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.encode.segment_codes import EncodedRecord, SegmentCodes, read_encoded
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import count_planned
-from sharmill.engine.rundir import RunDir, StageDir
+from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, UnitFailed
@@ -32,20 +33,22 @@ class AssembleStage(Stage):
     """The codes of one codec, added to a dataset as fields and to its index. One unit is one shard."""
 
     kind: ClassVar[str] = "assemble"
-    cost_unit: ClassVar[Literal["records", "seconds of audio"]] = "records"
+    after: ClassVar = ("survey", "encode")
+    part_of: ClassVar[str] = "encode"
+    cost_unit: ClassVar = "records"
     # Other codes of any segment have to reach all shards that hold it; that takes no codec.
     replan_when_changed: ClassVar[bool] = True
 
-    def __init__(self, config: Config, codec: CodecConfig) -> None:
-        self.run_dir = RunDir(Path(config.run_dir))
+    def __init__(self, config: Config, settings: CodecConfig) -> None:
+        super().__init__(config, settings)
         self.root = Path(config.dataset_dir)
         self.survey = SurveyStage(config)
-        self.codec = codec.name
+        self.codec = settings.name
         self._dataset = self.survey.dataset
 
-    @property
-    def name(self) -> str:
-        return f"{self.kind}/{self.codec}"
+    @classmethod
+    def of(cls, config: Config) -> list[Self]:
+        return [cls(config, codec) for codec in config.section(EncodeConfig).codecs]
 
     @property
     def folders(self) -> Sequence[str]:  # type: ignore[override]
@@ -60,7 +63,7 @@ class AssembleStage(Stage):
     @property
     def encoded(self) -> StageDir:
         """The folder of the stage that has encoded the segments."""
-        return self.run_dir.stage(f"encode/{self.codec}")
+        return self.run_dir.stage(f"{self.part_of}/{self.codec}")
 
     def identity(self) -> dict[str, Any]:
         self._dataset.record()

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import msgspec
 import numpy as np
 
 from sharmill.audio.resample import RESAMPLING_PACKAGES
-from sharmill.config import CodecConfig, Config
+from sharmill.config import Config
 from sharmill.encode.assemble import AssembleStage
 from sharmill.encode.codec_batches import TOO_LONG_ADVICE, BegunItems, CodecBatches
+from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.encode.segment_codes import EncodedRecord, add_counts, bounds_file, codes_file, encoded_file, write_codes
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.encode.survey import SurveyStage
@@ -24,7 +25,6 @@ from sharmill.engine.ahead import UnitsAhead
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.delays import spent_on
 from sharmill.engine.identity import versions
-from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import FatalError, UnitFailed
@@ -40,7 +40,7 @@ from sharmill.shar.items import Item
 from sharmill.shar.tar import open_field
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
-UNITS_WANTED = 64
+_UNITS_WANTED = 64
 UNIT_SECONDS = (60.0, 7200.0)
 
 
@@ -51,21 +51,28 @@ class EncodeStage(Stage):
     """
 
     kind: ClassVar[str] = "encode"
-    uses_gpu: ClassVar[bool] = True
+    section: ClassVar = EncodeConfig
+    after: ClassVar = ("survey",)
+    resource: ClassVar = "gpu"
+    counts: ClassVar = "segments"
     looks_ahead: ClassVar[bool] = True
 
-    def __init__(self, config: Config, codec: CodecConfig) -> None:
-        self.run_dir = RunDir(Path(config.run_dir))
+    def __init__(self, config: Config, settings: CodecConfig) -> None:
+        super().__init__(config, settings)
         self.survey = SurveyStage(config)
-        self.assemble = AssembleStage(config, codec)
-        self.codec_config = codec
-        self._place = ("encode", "codecs", config.encode.codecs.index(codec), "model")
-        self.settings = config.encode
-        self.root = self.dir.path
+        self.assemble = AssembleStage(config, settings)
+        self.codec_config = settings
+        self.encode = config.section(EncodeConfig)
+        self._place = (self.kind, "codecs", self.encode.codecs.index(settings), "model")
 
-    @property
-    def name(self) -> str:
-        return f"{self.kind}/{self.codec_config.name}"
+    @classmethod
+    def of(cls, config: Config) -> list[Self]:
+        return [cls(config, codec) for codec in config.section(EncodeConfig).codecs]
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        for codec in config.section(EncodeConfig).codecs:
+            find_codec(codec.model, **codec.options).resolve()
 
     def model(self) -> ModelFamily:
         """Return the codec, not loaded; the package that brings it may be imported."""
@@ -89,10 +96,10 @@ class EncodeStage(Stage):
         model = self.model()
         return {
             "codec": model.identity(),
-            "batch_seconds": self.settings.batch_seconds,
-            "precision": self.settings.precision,
-            "canonical_shapes": self.settings.canonical_shapes,
-            "unit_seconds": self.settings.unit_seconds,
+            "batch_seconds": self.encode.batch_seconds,
+            "precision": self.encode.precision,
+            "canonical_shapes": self.encode.canonical_shapes,
+            "unit_seconds": self.encode.unit_seconds,
             "pieces": PIECE_SECONDS,
             "input": self.survey.dataset.audio_checksum(),
             "versions": versions(*RESAMPLING_PACKAGES["sinc"], *model.dependencies),
@@ -110,13 +117,16 @@ class EncodeStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         seconds = self.survey.seconds()
         total = float(seconds.sum())
-        unit_seconds = self.settings.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
-        number = min(len(seconds), max(1, round(total / unit_seconds)))
+        number = min(len(seconds), self.expect_units(len(seconds), total))
         bounds = np.array(divide_evenly(seconds, number) if number else [0], np.int64)
         save_array(bounds_file(folder), bounds)
         for block, (start, stop) in enumerate(pairwise(bounds.tolist())):
             cost = round(float(seconds[start:stop].sum()), 3)
             yield make_unit(block, cost=cost, size=stop - start, params={"start": start, "stop": stop})
+
+    def expect_units(self, num_records: float, cost: float) -> int:
+        unit_seconds = self.encode.unit_seconds or float(np.clip(cost / _UNITS_WANTED, *UNIT_SECONDS))
+        return max(1, round(cost / unit_seconds))
 
     def blocks_of(self, shards: Iterable[int]) -> set[int]:
         """Return the units of the finished plan that encode what lies in some shards."""
@@ -132,12 +142,12 @@ class EncodeStage(Stage):
         threads = make_deterministic(device)
         kind = check_device(device)
         config = self.codec_config
-        codec = load_codec(config.model, device, precision=self.settings.precision, **config.options)
+        codec = load_codec(config.model, device, precision=self.encode.precision, **config.options)
         batches = CodecBatches(
             codec,
-            batch_seconds=self.settings.batch_seconds,
+            batch_seconds=self.encode.batch_seconds,
             device=device,
-            canonical=self.settings.canonical_shapes,
+            canonical=self.encode.canonical_shapes,
             pieces=find_pieces(codec),
             threads=threads,
         )
@@ -261,5 +271,5 @@ class EncodeProcessor(Processor):
             samples_per_frame=codec.samples_per_frame,
             num_codebooks=codec.num_codebooks,
             codebook_size=codec.codebook_size,
-            precision=self._stage.settings.precision,
+            precision=self._stage.encode.precision,
         )

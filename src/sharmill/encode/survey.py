@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, hash_segment, seconds_of
 from sharmill.engine.hashes import find_first
 from sharmill.engine.identity import versions
-from sharmill.engine.rundir import RunDir, StageDir
+from sharmill.engine.rundir import StageDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, UnitFailed
@@ -41,13 +42,18 @@ class SurveyStage(Stage):
     """The stage that lists the unique segments of a dataset in the run directory. One unit is one shard."""
 
     kind: ClassVar[str] = "survey"
+    after: ClassVar = ("write",)
+    part_of: ClassVar[str] = "encode"
     # It costs no more than reading the audio.
     replan_when_changed: ClassVar[bool] = True
 
     def __init__(self, config: Config) -> None:
-        self.run_dir = RunDir(Path(config.run_dir))
-        self.root = self.dir.path
+        super().__init__(config)
         self.dataset = ShardedDataset(Path(config.dataset_dir))
+
+    @classmethod
+    def of(cls, config: Config) -> list[Self]:
+        return [cls(config)] if config.section(EncodeConfig).codecs else []
 
     @property
     def segments_file(self) -> Path:

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from sharmill.config import MetricsConfig
+from sharmill.config import Config, MetricsConfig, StageSection
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.files.staging import Staging
+from sharmill.registry import STAGES
 
 # No stage is known to be as slow, by record or by second of audio; a disk or a model server may stand still.
 _SECONDS_OF_COST = 10.0
@@ -25,6 +26,8 @@ _LEAST_TIME_LIMIT = 3600.0
 
 # Called by a processor with the part of a unit's cost that it has done since the last call.
 Advance = Callable[[float], None]
+Resource = Literal["cpu", "gpu"]
+CostUnit = Literal["records", "seconds of audio"]
 
 
 _dir_of_plan = lru_cache(StageDir)
@@ -59,16 +62,24 @@ class Processor(ABC):
 
 
 class Stage(ABC):
-    """One step of the pipeline over one dataset: its configuration.
+    """One step of the pipeline over one dataset: its configuration, and all that the engine has to know of it.
 
     An instance is cheap to make and to pickle. Nothing changes it but the engine, which notes the
     token of its plan and the limit on rejects.
 
     Attributes:
-        kind: the stage as the command line calls it, such as ``encode``.
+        kind: the stage as the command line calls it, such as ``encode``: its name in the registry.
+        section: the class of its keys in a configuration, which lie below its kind; None where it has none of its own.
+        after: the kinds of the stages whose output it reads; ``*`` for all that do not read its own. They run before
+            it; and where one that ``replaces_root`` begins anew, what lies behind it does too.
+        part_of: the kind of the stage with which it is run where that is named: both are one step to users.
+        resource: ``gpu`` for one rank per visible GPU where there are any.
         cost_unit: the measure of the costs of its units.
-        name: the folder of the stage in the run directory, and its name in messages: the kind, and where there are
-            several of one kind something more, as in ``encode/mimi``.
+        counts: what its units have so many of; the records of stages that count them are accounted for.
+        config: the configuration of the dataset.
+        settings: its section, or the item of a list that it is of.
+        name: the folder of the stage in the run directory, and its name in messages: the kind, and behind it the
+            ``name`` in its settings, if they have one, as in ``encode/mimi``.
         run_dir: the run directory of the dataset.
         root: published files are named relative to this directory.
         folders: the folders below ``root`` that its ranks publish files in.
@@ -81,13 +92,20 @@ class Stage(ABC):
         lease_seconds: a rank is taken for dead when its heartbeat has not been seen for so long.
         scratch: a folder of each machine in which ranks write before they publish, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
-        uses_gpu: one rank per visible GPU where there are any.
         looks_ahead: its processors make use of ``expect``, so that a rank holds its next unit already.
         replan_when_changed: a check, which loses nothing by starting anew when its input has changed.
+        reads_rejects: it reads the rejects of all stages before it.
     """
 
     kind: ClassVar[str]
-    cost_unit: ClassVar[Literal["records", "seconds of audio"]] = "seconds of audio"
+    section: ClassVar[type[StageSection] | None] = None
+    after: ClassVar[Sequence[str]] = ()
+    part_of: ClassVar[str] = ""
+    resource: ClassVar[Resource] = "cpu"
+    cost_unit: ClassVar[CostUnit] = "seconds of audio"
+    counts: ClassVar[Literal["records", "segments"]] = "records"
+    config: Config
+    settings: Any = None
     run_dir: RunDir
     root: Path
     folders: Sequence[str] = ("parts",)
@@ -99,14 +117,34 @@ class Stage(ABC):
     lease_seconds: float = 120.0
     scratch: str | None = None
     seconds_until_seen: float = 0.0
-    uses_gpu: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False
     replan_when_changed: ClassVar[bool] = False
+    reads_rejects: ClassVar[bool] = False
+
+    def __init__(self, config: Config, settings: Any = None) -> None:
+        self.config = config
+        self.settings = config.section(self.section) if settings is None and self.section else settings
+        self.run_dir = RunDir(Path(config.run_dir))
+        self.root = self.dir.path
+
+    @classmethod
+    def of(cls, config: Config) -> list[Self]:
+        """Return the stages of this class that a dataset has: one for each section of its own."""
+        return [cls(config, section) for section in config.all(cls.section)] if cls.section else []
+
+    @classmethod  # noqa: B027 - most keys are checked when they are read
+    def check(cls, config: Config) -> None:
+        """Check, before any work, what the configuration says about stages of this class, whichever are to run.
+
+        Raises:
+            ConfigError: with what to change.
+        """
 
     @property
     def name(self) -> str:
-        return self.kind
+        own = getattr(self.settings, "name", "")
+        return f"{self.kind}/{own}" if own else self.kind
 
     @property
     def dir(self) -> StageDir:
@@ -146,8 +184,20 @@ class Stage(ABC):
         """Return the names of the modules that a rank imports; the ranks of one machine import them once."""
         return [type(self).__module__]
 
+    def check_input(self) -> None:  # noqa: B027 - most stages read what earlier ones leave
+        """Check, before any work, the input of a stage that is to run, as far as it is there then.
+
+        Raises:
+            ConfigError: with what to change.
+        """
+
     def require_models(self) -> None:  # noqa: B027 - most stages load none
         """Raise ConfigError where a model that ``open`` loads can neither be found on this machine nor be had."""
+
+    def expect_units(self, num_records: float, cost: float) -> int | None:
+        """Return the number of units that an input of so many records and this cost is divided into, where one is not a
+        shard."""
+        return None
 
     @abstractmethod
     def plan(self, folder: Path) -> Iterator[Unit]:
@@ -183,6 +233,10 @@ class Stage(ABC):
         """Return True if what ``finalize`` leaves is still in place; where it is not, it is run again."""
         return all(path.exists() for path in self.products())
 
+    def report(self) -> Any:
+        """Return the report on the dataset of a stage that checks it and is finished, None of any other."""
+        return None
+
     def check_output(self) -> None:  # noqa: B027 - most stages publish below their own folder only
         """Raise ConfigError where ``root`` holds what the present plan of this run has not published."""
 
@@ -193,8 +247,19 @@ class Stage(ABC):
         """
 
     def later(self) -> list[StageDir]:
-        """Return the folders of the stages whose output goes with that of this one when it begins anew."""
-        return []
+        """Return the folders of the stages whose output goes with that of this one when it begins anew.
+
+        Where it replaces all of ``root``, these are all in the run directory but those whose output it reads, and those
+        that read the output of all stages, which notice a change by themselves.
+        """
+        if not self.replaces_root:
+            return []
+        run_dir, names = self.run_dir.path, STAGES.names()
+        patterns = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("plan", "ranks")]
+        found = {path.parent for pattern in patterns for path in run_dir.glob(pattern)}
+        folders = [self.run_dir.stage(path.relative_to(run_dir).as_posix()) for path in sorted(found)]
+        kinds = {kind for kind in names if "*" in STAGES.load_class(kind).after} | {self.kind, *self.after}
+        return [folder for folder in folders if folder.path.relative_to(run_dir).parts[0] not in kinds]
 
 
 def add_up(commits: Iterable[Commit]) -> Totals:

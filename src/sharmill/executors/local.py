@@ -37,7 +37,7 @@ class LocalExecutor:
 
     def require_devices(self, stages: Iterable[Stage]) -> None:
         """Raise ConfigError where a stage is to run on GPUs, and none can be used."""
-        if any(stage.uses_gpu for stage in stages):
+        if any(stage.resource == "gpu" for stage in stages):
             usable_gpus(self.device)
 
     def run(
@@ -45,9 +45,9 @@ class LocalExecutor:
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
         """Do the units; see ``engine.run.Executor``."""
-        gpus = usable_gpus(self.device) if stage.uses_gpu else ()
+        gpus = usable_gpus(self.device) if stage.resource == "gpu" else ()
         cores = usable_cores()
-        devices = plan_devices(self.workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=cores)[: len(units)]
+        devices = plan_devices(self.workers, uses_gpu=stage.resource == "gpu", gpus=gpus, cores=cores)[: len(units)]
         with driven_round(stage, units, len(devices), goes_on=self.goes_on) as numbers:
             follower = Follower(stage, units, listener)
             devices = devices[: len(numbers)]

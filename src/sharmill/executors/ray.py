@@ -108,7 +108,7 @@ class RayExecutor:
     ) -> StageResult:  # fmt: skip
         """Do the units; see ``engine.run.Executor``."""
         connect(self.address)
-        may_use_gpus = stage.uses_gpu and self.device != "cpu"
+        may_use_gpus = stage.resource == "gpu" and self.device != "cpu"
         gpus = int(may_use_gpus and (self.device == "cuda" or _count_places(self.cores, 1) > 0))
         most = _count_places(self.cores, gpus) or len(units) if self.workers == "auto" else int(self.workers)
         with driven_round(stage, units, most, join_seconds=stage.lease_seconds) as numbers:

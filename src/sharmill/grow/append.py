@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
 from sharmill.engine.reservations import refuse_reservations
 from sharmill.errors import ConfigError
 from sharmill.files.staging import STAGING_NAME
@@ -31,8 +32,10 @@ from sharmill.files.stored import NOT_JSON, read_stored
 from sharmill.grow.parts import SourceDataset, require_alike, require_distinct_ids
 from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, seal_folders
 from sharmill.match.choose import min_similarity
+from sharmill.match.config import MatchConfig
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
-from sharmill.shar.layout import CONTEXT_AUDIO, shard_file
+from sharmill.shar.layout import shard_file
+from sharmill.write.config import WriteConfig
 
 NOTE_NAME = "append.json"
 
@@ -125,13 +128,14 @@ def require_fitting(config: Config, directory: Path) -> None:
             f"append_to and dataset_dir are both {directory}: give the new shards a dataset_dir of their own",
             code="bad_config_value",
         )
+    write, codecs = config.section(WriteConfig), config.section(EncodeConfig).codecs
     wanted: dict[str, tuple[Any, Any]] = {
-        "write.audio_format": (config.write.audio_format, record.audio_format),
-        "write.sampling_rate": (config.write.sampling_rate, record.sampling_rate),
-        "match": (config.match and "given", "given" if CONTEXT_AUDIO in record.fields else None),
-        "encode.codecs": (sorted(codec.name for codec in config.encode.codecs), [c.name for c in record.codecs]),
+        "write.audio_format": (write.audio_format, record.audio_format),
+        "write.sampling_rate": (write.sampling_rate, record.sampling_rate),
+        "match": ((config.has_contexts and "given") or None, (record.has_contexts and "given") or None),
+        "encode.codecs": (sorted(codec.name for codec in codecs), [c.name for c in record.codecs]),
     }
-    if (match := config.match) is not None:
+    for match in config.all(MatchConfig):
         for key, limit in record.limits.items():
             own = min_similarity(match) if key == "min_similarity" else getattr(match, key, None)
             wanted[f"match.{key}"] = (own, limit)

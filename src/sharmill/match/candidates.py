@@ -13,6 +13,7 @@ from sharmill.config import Config
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import DamagedShard
 from sharmill.manifest import AudioNotes, Member, Utterance, write_lines
+from sharmill.match.config import MatchConfig
 from sharmill.match.groups import ManifestIndex
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.dataset import ShardedDataset
@@ -26,7 +27,7 @@ CANDIDATES_NAME: Final = "candidates.jsonl"
 def segment_roots(config: Config) -> AudioRoots:
     """Return the audio roots of all segments of a dataset: those of its sources and, last, that of the candidates."""
     roots: list[str | list[str] | None] = [source.audio_root for source in config.sources]
-    if config.match is not None and config.match.contexts_from_dataset:
+    if any(match.contexts_from_dataset for match in config.all(MatchConfig)):
         roots.append(config.append_to)
     return AudioRoots.of(roots, RunDir(Path(config.run_dir)).copies)
 

@@ -12,10 +12,10 @@ import numpy as np
 import xxhash
 
 from sharmill.audio.roots import AudioRoots
-from sharmill.config import MatchConfig
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS, Context, Segment, Utterance
 from sharmill.match.candidates import origin_of
+from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment
 from sharmill.match.given import GivenContext, check_given
 from sharmill.match.select import select_context

@@ -17,7 +17,7 @@ import numpy as np
 
 from sharmill.audio.resample import RESAMPLING_PACKAGES
 from sharmill.audio.segments import SegmentReader
-from sharmill.config import Config, MatchConfig
+from sharmill.config import Config
 from sharmill.engine.ahead import UnitsAhead
 from sharmill.engine.delays import spent_on
 from sharmill.engine.identity import versions
@@ -39,6 +39,7 @@ from sharmill.match.candidates import (
     write_candidates,
 )
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
+from sharmill.match.config import MatchConfig
 from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder
 from sharmill.match.given import GivenContext, GivenContexts
 from sharmill.match.groups import divide, index_manifest, order_by_group
@@ -48,14 +49,15 @@ from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.device import check_device
 from sharmill.models.measure import require_room
 from sharmill.models.padding import Padding, log_padding
+from sharmill.prepare.config import PrepareConfig
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.prepare.stage import identify_roots, manifest_stem, prepared_manifest
 from sharmill.speaker_tag import tagged_speaker
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
-UNITS_WANTED = 64
-UNIT_SECONDS: Final = (60.0, 1200.0)
+_UNITS_WANTED = 64
+_UNIT_SECONDS: Final = (60.0, 1200.0)
 _MATCHED = "_withContextAudio"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
 # until at 600 most of the time goes into new pages of memory.
@@ -78,14 +80,25 @@ class MatchStage(Stage):
     """The stage that chooses contexts; it writes ``manifests/<stem>_withContextAudio....json``."""
 
     kind: ClassVar[str] = "match"
-    uses_gpu: ClassVar[bool] = True
+    section: ClassVar = MatchConfig
+    after: ClassVar = ("prepare",)
+    resource: ClassVar = "gpu"
     looks_ahead: ClassVar[bool] = True
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.match = _match_config(config)
-        self.run_dir = RunDir(Path(config.run_dir))
-        self.root = self.dir.path
+    def __init__(self, config: Config, settings: MatchConfig | None = None) -> None:
+        super().__init__(config, settings)
+        self.match: MatchConfig = self.settings
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        for match in config.all(MatchConfig):
+            if match.contexts_from_dataset and config.append_to is None:
+                raise ConfigError("match.contexts_from_dataset needs append_to", code="bad_config_value")
+            encoder_family(match).resolve()
+            min_similarity(match)
+
+    def check_input(self) -> None:
+        segment_roots(self.config).check()
 
     def identity(self) -> dict[str, Any]:
         prepared = prepared_manifest(self.config)
@@ -128,8 +141,7 @@ class MatchStage(Stage):
         save_array(folder / "offsets.npy", index.offsets)
         save_array(folder / "order.npy", order)
         total = float(index.seconds.sum(dtype=np.float64))
-        unit_seconds = match.unit_seconds or float(np.clip(total / UNITS_WANTED, *UNIT_SECONDS))
-        spans = divide(index, order, unit_seconds=unit_seconds, max_group=match.max_group)
+        spans = divide(index, order, unit_seconds=self._unit_seconds(total), max_group=match.max_group)
         # Lines from this number on are candidates.
         further = {"num_records": num_records} if match.contexts_from_dataset else {}
         number = 0
@@ -139,6 +151,12 @@ class MatchStage(Stage):
                 params = {"start": span.start, "stop": span.stop, **further}
                 yield make_unit(number, cost=span.seconds, size=size, params=params)
                 number += 1
+
+    def expect_units(self, num_records: float, cost: float) -> int:
+        return max(1, round(cost / self._unit_seconds(cost)))
+
+    def _unit_seconds(self, total: float) -> float:
+        return self.match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
 
     def check_node(self) -> None:
         segment_roots(self.config).check_node()
@@ -159,7 +177,7 @@ class MatchStage(Stage):
         require_room(encoder, device, self.match.batch_seconds, "match.batch_seconds")
         return Embedder(
             encoder=encoder,
-            reader=SegmentReader(roots, self.config.prepare.duration_tolerance),
+            reader=SegmentReader(roots, self.config.section(PrepareConfig).duration_tolerance),
             batch_seconds=fit_batch_seconds(self.match.batch_seconds, device, _CPU_BATCH_SECONDS),
             threads=threads,
             resampling=self.match.resampling,
@@ -219,7 +237,7 @@ class MatchProcessor(Processor):
     def __init__(self, config: Config, plan: Path, embed: Embedder, device_kind: str) -> None:
         self.device_kind = device_kind
         self.config = config
-        self.match = _match_config(config)
+        self.match = config.section(MatchConfig)
         self._plan = plan
         self._embed = embed
         self._group_key = make_speaker_key(config.speaker_key)
@@ -348,7 +366,7 @@ def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | R
 
 def matched_manifest(config: Config) -> Path:
     """Return the path of the manifest that stage 1 leaves."""
-    match = _match_config(config)
+    match = config.section(MatchConfig)
     return _manifest(config, match.min_duration, min_similarity(match))
 
 
@@ -364,8 +382,3 @@ def devices_of_match(config: Config) -> list[str]:
         return []
     commits = read_ledger(stage.dir, load_plan(stage)).values()
     return name_devices(commit.device_kind for commit in commits)
-
-
-def _match_config(config: Config) -> MatchConfig:
-    assert config.match is not None, "a dataset without contexts has no stage match"
-    return config.match

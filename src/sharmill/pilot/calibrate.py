@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sharmill.config import Config, MatchConfig
+from sharmill.config import Config
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError, RejectRecord
@@ -21,6 +21,7 @@ from sharmill.files.storage import PROBE, disk_errors, remove_asides, require_wr
 from sharmill.manifest import Utterance
 from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import ContextChooser, encoder_family
+from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment, Embedder
 from sharmill.match.stage import MatchStage
 from sharmill.models.device import check_device
@@ -30,6 +31,7 @@ from sharmill.pilot.records import PilotRecords, read_pilot
 from sharmill.pilot.small_run import run_small
 from sharmill.pilot.voices import Voices
 from sharmill.prepare.speaker_key import make_speaker_key
+from sharmill.prepare.stage import PrepareStage
 from sharmill.speaker_tag import tagged_speaker
 
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -126,8 +128,10 @@ def run_pilot(
     advice, similarities = None, None
     embedded: dict[int, EmbeddedSegment] = {}
     rates = [_rate_of_prepare(records)]
-    lost: dict[int, tuple[str, RejectRecord]] = {place: ("prepare", why) for place, why in records.rejects.items()}
-    if config.match is not None:
+    lost: dict[int, tuple[str, RejectRecord]] = {}
+    lost |= {place: (PrepareStage.kind, why) for place, why in records.rejects.items()}
+    match = next(iter(config.all(MatchConfig)), None)
+    if match is not None:
         tell(f"embedding {len(records.utterances)} utterances of {records.sample.num_groups} groups")
         kind, started = check_device(device), time.monotonic()
         embed = MatchStage(config).make_embedder(device)
@@ -135,7 +139,7 @@ def run_pilot(
         embedded = _embed(embed, records.utterances, lost)
         rates.append(_rate_of_match(records, kind, loaded - started, time.monotonic() - loaded))
         tell("comparing voices")
-        voices = _choose(config, config.match, records, embedded, lost)
+        voices = _choose(config, match, records, embedded, lost)
         advice, similarities = advise(voices, max_wrong), _count_similarities(voices)
     formats = [
         AudioFormat(format=name, sampling_rate=rate, channels=channels, count=count)
@@ -145,7 +149,7 @@ def run_pilot(
     hide_at = config.references.hide_at
     outcome = Calibration(
         name=hide_at(("name",), config.name), seed=seed, device=device,
-        encoder=None if config.match is None else hide_at(("match", "encoder"), config.match.encoder),
+        encoder=None if match is None else hide_at((MatchStage.kind, "encoder"), match.encoder),
         num_records=records.num_records, num_drawn=len(records.sample.rows),
         num_groups=records.sample.num_groups, num_partial_groups=records.sample.num_partial,
         rejects=_share_rejects(records, lost, config.references), formats=formats,
@@ -172,7 +176,7 @@ def _rate_of_prepare(records: PilotRecords) -> StageRate:
     drawn = max(1, len(records.sample.rows))
     size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
     return StageRate(
-        name="prepare", device="", seconds_to_start=0.0, cost_per_record=1, records_per_record=1,
+        name=PrepareStage.kind, device="", seconds_to_start=0.0, cost_per_record=1, records_per_record=1,
         seconds_per_cost=records.seconds_to_read / records.num_records + records.seconds_to_check / drawn,
         bytes_per_cost=_COPIES * size / drawn, records_per_unit=drawn,
     )  # fmt: skip
@@ -183,7 +187,7 @@ def _rate_of_match(records: PilotRecords, kind: str, seconds_to_start: float, se
     audio = max(1e-9, sum(utterance.duration for utterance in records.utterances))
     size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
     return StageRate(
-        name="match", device=kind, seconds_to_start=seconds_to_start, seconds_per_cost=seconds / audio,
+        name=MatchStage.kind, device=kind, seconds_to_start=seconds_to_start, seconds_per_cost=seconds / audio,
         bytes_per_cost=_COPIES * size / audio, cost_per_record=audio / drawn,
         records_per_record=kept / drawn, records_per_unit=kept,
     )  # fmt: skip
@@ -199,7 +203,7 @@ def _embed(
         outcomes = embed(segments)
     for utterance, outcome in zip(utterances, outcomes, strict=True):
         if isinstance(outcome, RejectRecord):
-            lost[utterance.index] = "match", outcome
+            lost[utterance.index] = MatchStage.kind, outcome
         else:
             embedded[utterance.index] = outcome
     return embedded
@@ -231,7 +235,7 @@ def _choose(
             group, chooser.choose(group, [embedded[one.index] for one in group]), strict=True
         ):
             if isinstance(outcome, RejectRecord):
-                lost[utterance.index] = "match", outcome
+                lost[utterance.index] = MatchStage.kind, outcome
                 best.append(-np.inf)
             else:
                 assert outcome.context is not None
@@ -282,7 +286,7 @@ def _durations(config: Config, records: PilotRecords) -> dict[str, Any]:
         return {"durations": {}, "too_short_for_context": 0.0}
     quantiles = np.quantile(seconds, _QUANTILES)
     short = 0.0
-    if (match := config.match) is not None:
+    for match in config.all(MatchConfig):
         short = float(((seconds < match.min_duration) | (seconds > (match.max_duration or np.inf))).mean())
     durations = {f"{share:g}": round(float(value), 3) for share, value in zip(_QUANTILES, quantiles, strict=True)}
     return {"durations": durations, "too_short_for_context": short}

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from sharmill.config import Config
-from sharmill.encode.stage import UNIT_SECONDS as ENCODE_UNIT_SECONDS
-from sharmill.encode.stage import UNITS_WANTED as ENCODE_UNITS
 from sharmill.engine.balance import pack
 from sharmill.engine.ledger import read_ledger
 from sharmill.engine.plan import load_plan
@@ -21,11 +17,10 @@ from sharmill.engine.unit import Unit
 from sharmill.executors.devices import plan_devices, usable_gpus
 from sharmill.files.host import usable_cores
 from sharmill.files.stored import decode_stored, read_stored
-from sharmill.match.stage import UNIT_SECONDS as MATCH_UNIT_SECONDS
-from sharmill.match.stage import UNITS_WANTED as MATCH_UNITS
 from sharmill.pilot.calibrate import Calibration
 from sharmill.pilot.known_rates import find_rates
 from sharmill.pilot.rates import StageRate
+from sharmill.write.config import WriteConfig
 
 # A rank is to work so many times as long as it takes to start.
 _STARTS_PER_RANK = 4.0
@@ -77,7 +72,7 @@ def predict_stage(
         ranks=used,
         wall_seconds=busiest * rate.seconds_per_cost + (rate.seconds_to_start if used else 0.0),
         rank_seconds=work + used * rate.seconds_to_start,
-        on_gpu=stage.uses_gpu and rate.device not in ("", "cpu"),
+        on_gpu=stage.resource == "gpu" and rate.device not in ("", "cpu"),
         num_bytes=sum(costs) * rate.bytes_per_cost,
         is_planned=is_planned,
     )
@@ -95,19 +90,12 @@ def compare_audio(rate: StageRate, costs: Sequence[float], num_records: int) -> 
 
 def _count_units(config: Config, stage: Stage, rate: StageRate, num_records: int, cost: float) -> int:
     """Return into how many units a stage of a cost would be divided."""
-    match = config.match
-    limits: Mapping[str, tuple[float | None, int, tuple[float, float]]] = {
-        "match": (match.unit_seconds if match else None, MATCH_UNITS, MATCH_UNIT_SECONDS),
-        "encode": (config.encode.unit_seconds, ENCODE_UNITS, ENCODE_UNIT_SECONDS),
-    }
-    if stage.kind in limits:
-        given, wanted, (least, most) = limits[stage.kind]
-        return max(1, round(cost / (given or float(np.clip(cost / wanted, least, most)))))
-    if stage.kind == "prepare":
-        return max(1, math.ceil(num_records / config.prepare.unit_records))
+    if (units := stage.expect_units(num_records, cost)) is not None:
+        return units
     # The others have a unit for each shard.
     records = rate.records_per_record * num_records
-    return config.write.num_shards or max(1, math.ceil(records / (config.write.shard_size or rate.records_per_unit)))
+    write = config.section(WriteConfig)
+    return write.num_shards or max(1, math.ceil(records / (write.shard_size or rate.records_per_unit)))
 
 
 def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
@@ -159,5 +147,5 @@ def ranks_of_use(config: Config, stage: Stage, units: Sequence[Unit]) -> int:
 def count_ranks(config: Config, stage: Stage) -> int:
     """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
     workers = config.executor.workers
-    gpus = usable_gpus(config.executor.device) if stage.uses_gpu and workers == "auto" else ()
-    return len(plan_devices(workers, uses_gpu=stage.uses_gpu, gpus=gpus, cores=usable_cores()))
+    gpus = usable_gpus(config.executor.device) if stage.resource == "gpu" and workers == "auto" else ()
+    return len(plan_devices(workers, uses_gpu=stage.resource == "gpu", gpus=gpus, cores=usable_cores()))

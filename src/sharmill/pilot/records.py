@@ -20,6 +20,7 @@ from sharmill.errors import RejectRecord
 from sharmill.manifest import Utterance
 from sharmill.pilot.sample import Sample, draw_groups
 from sharmill.prepare.check import RecordCheck, parse_record
+from sharmill.prepare.config import PrepareConfig
 from sharmill.prepare.stage import PrepareStage
 from sharmill.sources import Located, Piece, RawRecord, Unreadable, record_text
 
@@ -57,7 +58,7 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
     pieces = [
         (number, piece)
         for number, source in enumerate(config.sources)
-        for piece in source.pieces(config.prepare.unit_records)
+        for piece in source.pieces(config.section(PrepareConfig).unit_records)
     ]
     started = time.monotonic()
     groups = _read_groups(config, check, pieces)

@@ -16,10 +16,12 @@ from sharmill.engine.rundir import RunDir
 from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Utterance, write_lines
 from sharmill.match.choose import min_similarity
-from sharmill.match.stage import matched_manifest
+from sharmill.match.config import MatchConfig
+from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.pilot.rates import StageRate, measure_rates
-from sharmill.pipeline import make_stages, run_dataset
-from sharmill.prepare.stage import prepared_manifest
+from sharmill.pipeline import make_stages, run_dataset, stages_of
+from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.validate.config import ValidateConfig
 
 
 def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -> list[StageRate]:
@@ -34,8 +36,8 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
     Raises:
         FatalError: a stage stopped.
     """
-    if config.match is not None:
-        least = min_similarity(config.match)
+    for match in config.all(MatchConfig):
+        least = min_similarity(match)
         utterances = [one for one in utterances if one.context is not None and one.context.similarity >= least]
     if not utterances:
         return []
@@ -50,7 +52,7 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         # Its lines are numbered as those of a manifest are.
         lines = (dataclasses.replace(one, index=number).to_json() for number, one in enumerate(utterances))
         write_lines(manifest, lines)
-        stages = [name for name in config.stages if name not in ("prepare", "match")]
+        stages = [kind for kind in stages_of(config) if kind not in (PrepareStage.kind, MatchStage.kind)]
         result = run_dataset(
             small, Listener(), stages=stages, executor=LocalExecutor(workers=1, device=config.executor.device)
         )
@@ -62,10 +64,12 @@ def _configure(config: Config, folder: str) -> Config:
     """Return the configuration of a dataset of its own in a folder: no addition to another, and without curves."""
     small = dataclasses.replace(
         config, run_dir=f"{folder}/run", dataset_dir=f"{folder}/dataset", append_to=None, max_reject_fraction=1.0,
-        match=config.match and dataclasses.replace(config.match, contexts_from_dataset=False),
-        # The sources have more records than the pilot.
-        validate=dataclasses.replace(config.validate, against_sources=False), metrics=MetricsConfig(),
+        metrics=MetricsConfig(),
     )  # fmt: skip
+    for match in config.all(MatchConfig):
+        small = small.with_section(dataclasses.replace(match, contexts_from_dataset=False))
+    # The sources have more records than the pilot.
+    small = small.with_section(dataclasses.replace(config.section(ValidateConfig), against_sources=False))
     # Not a key, so that it is not copied: without it, values of the environment would be stored.
     object.__setattr__(small, "references", config.references)
     return small

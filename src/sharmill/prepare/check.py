@@ -14,7 +14,6 @@ from sharmill.audio.containers import read_member
 from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.files import choose_channel, probe, probe_bytes
 from sharmill.audio.roots import AudioRoots, normalise_path
-from sharmill.config import PrepareConfig
 from sharmill.errors import RejectRecord
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
@@ -33,6 +32,7 @@ from sharmill.manifest import (
     segment_id,
     transcript_of,
 )
+from sharmill.prepare.config import PrepareConfig
 from sharmill.prepare.filters import Filter
 from sharmill.prepare.speaker_key import SpeakerKey, needs_speaker
 from sharmill.prepare.stats import MAX_SECONDS

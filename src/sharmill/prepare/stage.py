@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from sharmill.files.stored import load_stored_array, read_stored, save_array
 from sharmill.manifest import Reject, Utterance, write_lines
 from sharmill.prefetch import prefetch
 from sharmill.prepare.check import RecordCheck, parse_record
+from sharmill.prepare.config import PrepareConfig
 from sharmill.prepare.filters import parse_filters
 from sharmill.prepare.ids import (
     HASH_FIELDS,
@@ -44,12 +46,19 @@ class PrepareStage(Stage):
     """The stage that checks every record; it writes ``manifests/<stem>_prepared.json`` and ``stats.json``."""
 
     kind: ClassVar[str] = "prepare"
+    section: ClassVar = PrepareConfig
     cost_unit: ClassVar = "records"
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.run_dir = RunDir(Path(config.run_dir))
-        self.root = self.dir.path
+    @classmethod
+    def check(cls, config: Config) -> None:
+        parse_filters(config.section(PrepareConfig).filters)
+        make_speaker_key(config.speaker_key)
+
+    def check_input(self) -> None:
+        for source in self.config.sources:
+            AudioRoots.of([source.audio_root]).check()
+            source.check()
+            source.check_speaker()
 
     def identity(self) -> dict[str, Any]:
         self.make_check().roots.check()
@@ -57,7 +66,7 @@ class PrepareStage(Stage):
         # Where it lies, and not what it has: it has more once the new shards are appended.
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), self.run_dir.path)}
         return grows | {
-            "prepare": dataclasses.asdict(self.config.prepare),
+            "prepare": dataclasses.asdict(self.config.section(PrepareConfig)),
             "speaker_key": self.config.speaker_key if self.config.has_contexts else None,
             "sources": [self._identify(source) for source in self.config.sources],
             "input": [source.identity() for source in self.config.sources],
@@ -71,10 +80,13 @@ class PrepareStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         index = 0
         for number, source in enumerate(self.config.sources):
-            for piece in source.pieces(self.config.prepare.unit_records):
+            for piece in source.pieces(self.config.section(PrepareConfig).unit_records):
                 params = {"source": number, "piece": piece.params}
                 yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
                 index += 1
+
+    def expect_units(self, num_records: float, cost: float) -> int:
+        return max(1, math.ceil(num_records / self.config.section(PrepareConfig).unit_records))
 
     def check_node(self) -> None:
         self.make_check().roots.check_node()
@@ -111,9 +123,10 @@ class PrepareStage(Stage):
 
     def make_check(self) -> RecordCheck:
         """Return the checks of a record, by the configuration."""
+        prepare = self.config.section(PrepareConfig)
         return RecordCheck(
-            config=self.config.prepare,
-            filters=parse_filters(self.config.prepare.filters),
+            config=prepare,
+            filters=parse_filters(prepare.filters),
             roots=AudioRoots.of((source.audio_root for source in self.config.sources), self.run_dir.copies),
             speakers=[source.speaker_rule(self.config.name) for source in self.config.sources],
             channels=[source.channel for source in self.config.sources],
@@ -220,7 +233,7 @@ class PrepareProcessor(Processor):
 
 
 def _reject(utterance: Utterance, reason: str, why: str) -> Reject:
-    return Reject("prepare", reason, f"{utterance.cut_id} {why}", utterance.public_record())
+    return Reject(PrepareStage.kind, reason, f"{utterance.cut_id} {why}", utterance.public_record())
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:

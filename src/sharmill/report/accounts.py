@@ -17,8 +17,7 @@ def make_funnel(facts: Facts) -> Markup | None:
     """Return the accounts of the stages, with examples of what was rejected; None without a run directory."""
     if facts.run is None:
         return None
-    # This one counts segments, not records.
-    stages = [stage for stage in facts.run.stages if not stage.name.startswith("encode")]
+    stages = [stage for stage in facts.run.stages if stage.counts == "records"]
     num_in = next((stage.totals.num_in for stage in stages if stage.totals), 0)
     rejects = [
         (stage.name, reason, count, stage.examples.get(reason, []))

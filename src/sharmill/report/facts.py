@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segment_codes import encoded_file, read_counts
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
@@ -31,12 +32,14 @@ from sharmill.engine.unit import Commit, Totals
 from sharmill.errors import ConfigError
 from sharmill.files.storage import checksum
 from sharmill.files.stored import decode_stored, read_stored, read_stored_lines
+from sharmill.match.stage import MatchStage
 from sharmill.match.voices import unpack_voice
 from sharmill.report.sample import DatasetSample, sample_dataset
 from sharmill.report.section import shorten
 from sharmill.shar.histograms import CutMeasures
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
 from sharmill.shar.layout import SHARDS_FILE
+from sharmill.write.stage import WriteStage
 
 _EXAMPLES: Final = 3
 # Lines of rejects in which examples are looked for.
@@ -55,13 +58,15 @@ class RejectExample:
 class StageFacts:
     """The accounts and the times of a stage.
 
-    ``totals`` is None as long as it is not finished. ``cost_by_rank`` is in ``cost_unit``, ``seconds_by_rank`` the time
-    that the units took there. ``memory_mb`` is the most that a rank has held, ``memory_asked_mb`` the least that one's
-    job had asked for, 0 where that is not known. ``examples`` are rejects by reason.
+    ``totals`` is None as long as it is not finished; it is of what the stage ``counts``. ``cost_by_rank`` is in
+    ``cost_unit``, ``seconds_by_rank`` the time that the units took there. ``memory_mb`` is the most that a rank has
+    held, ``memory_asked_mb`` the least that one's job had asked for, 0 where that is not known. ``examples`` are
+    rejects by reason.
     """
 
     name: str
     cost_unit: str
+    counts: str
     totals: Totals | None
     num_units: int = 0
     num_done: int = 0
@@ -182,7 +187,7 @@ def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
 
 def own_models(config: Config) -> dict[str, str]:
     """Return the codecs that a configuration names itself, by their names in the dataset."""
-    return {codec.name: codec.model for codec in config.encode.codecs if codec.model != "builtin"}
+    return {codec.name: codec.model for codec in config.section(EncodeConfig).codecs if codec.model != "builtin"}
 
 
 def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str, str], *, decode: bool = True) -> Facts:
@@ -205,8 +210,8 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
         stages=found,
         stats=msgspec.to_builtins(stats),
         voices=[voice for _, voice in sorted(noted.voices, key=itemgetter(0))],
-        measures=noted.measures if by_kind["write"][1].totals else None,
-        context_uses=_context_uses(*by_kind["survey"]) if "survey" in by_kind else None,
+        measures=noted.measures if by_kind[WriteStage.kind][1].totals else None,
+        context_uses=_context_uses(*by_kind[SurveyStage.kind]) if SurveyStage.kind in by_kind else None,
         code_counts=_code_counts(stages),
     )
     try:
@@ -232,12 +237,12 @@ class _Noted:
     voices: list[tuple[tuple[int, int], tuple[str, np.ndarray]]] = field(default_factory=list)
 
     def add(self, kind: str, commit: Commit) -> None:
-        if kind == "write" and self.measures is not None:
+        if kind == WriteStage.kind and self.measures is not None:
             if "cuts" in commit.stats:
                 self.measures.add(CutMeasures.unpack(commit.stats["cuts"]))
             else:
                 self.measures = None
-        if kind == "match":
+        if kind == MatchStage.kind:
             try:
                 noted = msgspec.convert(commit.stats.get("voices", []), list[tuple[Any, str]])
                 found = [(shorten(str(group)), unpack_voice(text)) for group, text in noted]
@@ -253,7 +258,7 @@ class _Noted:
 def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
     """Return the facts of a stage, and add what its commits have noted; one of these at a time is held in memory."""
     if not stage.dir.units.exists():
-        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, totals=None)
+        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, counts=stage.counts, totals=None)
     ids, costs = dict[int, str](), dict[int, float]()
     for unit in iterate_plan(stage):
         ids[unit.index], costs[unit.index] = unit.id, unit.cost
@@ -277,6 +282,7 @@ def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
     return StageFacts(
         name=stage.name,
         cost_unit=stage.cost_unit,
+        counts=stage.counts,
         totals=totals,
         num_units=num_units,
         num_done=num_units - len(ids),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.ledger import revoke
 from sharmill.engine.plan import load_plan
@@ -49,7 +50,7 @@ def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
     for unit in report.units_to_repeat:
         wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
     write = WriteStage(config)
-    encodes = [EncodeStage(config, codec) for codec in config.encode.codecs]
+    encodes = [EncodeStage(config, codec) for codec in config.section(EncodeConfig).codecs]
     _check_codecs(config, wanted)
     units = {write.name: wanted.get(WRITE, set())}
     concerned: list[Stage] = [write] if units[write.name] or INDEX in wanted else []
@@ -95,7 +96,7 @@ def _check_codecs(config: Config, wanted: dict[str, set[int]]) -> None:
     named = {name.partition("/")[2] for name in wanted if name.startswith((ENCODE, ASSEMBLE))}
     if INDEX in wanted:
         named.update(ShardedDataset(Path(config.dataset_dir)).stored_codecs())
-    if missing := sorted(named - {codec.name for codec in config.encode.codecs}):
+    if missing := sorted(named - {codec.name for codec in config.section(EncodeConfig).codecs}):
         raise ConfigError(
             f"the codes called {missing[0]!r} are not of this configuration: add that codec to encode.codecs, with the "
             "run_dir that they were made from" + ("; or make the index with sharmill index" if INDEX in wanted else ""),

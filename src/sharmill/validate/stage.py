@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 import xxhash
 
+from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
 from sharmill.engine.identity import identify_folder, versions
 from sharmill.engine.plan import read_identity
 from sharmill.engine.rundir import RunDir
@@ -27,6 +29,7 @@ from sharmill.validate.checked_dataset import (
     read_checked_dataset,
     regular_size,
 )
+from sharmill.validate.config import ValidateConfig
 from sharmill.validate.findings import (
     Finding,
     Report,
@@ -61,7 +64,10 @@ class ValidateStage(Stage):
     """
 
     kind: ClassVar[str] = "validate"
+    section: ClassVar = ValidateConfig
+    after: ClassVar = ("*",)
     replan_when_changed: ClassVar[bool] = True
+    reads_rejects: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,6 +88,21 @@ class ValidateStage(Stage):
         self.codec_models = dict(codec_models or {})
         self.codec_options = dict(codec_options or {})
         self.against = against
+
+    @classmethod
+    def of(cls, config: Config) -> list[Self]:
+        level, run_dir, against = config.section(ValidateConfig), RunDir(Path(config.run_dir)), None
+        if level.against_sources:
+            against = ExpectedRecords(sources=tuple(config.sources), rejects=(str(run_dir.rejects),))
+        # The checker loads no model because a dataset names it, but those that the configuration names itself.
+        codecs = config.section(EncodeConfig).codecs
+        own = {codec.name: codec.model for codec in codecs if codec.model != "builtin"}
+        stage = cls(
+            Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
+            codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,
+            codec_options={codec.name: codec.options for codec in codecs},
+        )  # fmt: skip
+        return [stage]
 
     @property
     def findings_file(self) -> Path:

@@ -13,9 +13,9 @@ from sharmill.audio.resample import resample
 from sharmill.audio.samples import to_float
 from sharmill.audio.segments import FileCopy, Location, SegmentAudio, SegmentReader
 from sharmill.audio.spool import Kept, Spool
-from sharmill.config import WriteConfig
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Segment
+from sharmill.write.config import WriteConfig
 
 _ORIGINAL = "original"
 _FALLBACK_FORMAT = "flac"

@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 import msgspec
 import numpy as np
 
-from sharmill.config import WriteConfig
 from sharmill.engine.balance import divide_evenly
 from sharmill.files.stored import decode_stored, read_stored_lines
 from sharmill.match.groups import index_manifest, order_by_group
 from sharmill.prepare.speaker_key import speaker_of_tag
+from sharmill.write.config import WriteConfig
 
 
 class _Head(msgspec.Struct):

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from sharmill.audio.encoding import check_encoder
 from sharmill.audio.segments import SegmentReader
 from sharmill.audio.sound import Sound
 from sharmill.config import Config
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import count_planned
-from sharmill.engine.rundir import RunDir, StageDir
+from sharmill.engine.reservations import require_own_output
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, RejectRecord
@@ -26,7 +27,9 @@ from sharmill.files.stored import map_stored_array, save_array
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
 from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import min_similarity
+from sharmill.match.config import MatchConfig
 from sharmill.match.stage import devices_of_match, matched_manifest
+from sharmill.prepare.config import PrepareConfig
 from sharmill.prepare.stage import identify_roots, prepared_manifest
 from sharmill.shar.cut_lines import write_cuts
 from sharmill.shar.dataset import ShardedDataset
@@ -44,6 +47,7 @@ from sharmill.shar.layout import (
     shard_file,
 )
 from sharmill.shar.lhotse_json import cut_json, recording_json
+from sharmill.write.config import WriteConfig
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
 
@@ -52,21 +56,33 @@ class WriteStage(Stage):
     """The stage that writes the dataset directory from the manifest of the stage before it. One unit is one shard."""
 
     kind: ClassVar[str] = "write"
+    section: ClassVar = WriteConfig
+    after: ClassVar = ("prepare", "match")
     replaces_root: ClassVar[bool] = True
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.run_dir = RunDir(Path(config.run_dir))
+    def __init__(self, config: Config, settings: WriteConfig | None = None) -> None:
+        super().__init__(config, settings)
+        self.write: WriteConfig = self.settings
         self.root = Path(config.dataset_dir)
         self.folders = [field.name for field in base_fields(contexts=config.has_contexts)]
         self._dataset = ShardedDataset(self.root)
 
+    @classmethod
+    def check(cls, config: Config) -> None:
+        write = config.section(WriteConfig)
+        if write.sampling_rate is not None and write.audio_format != "original":
+            check_encoder(write.audio_format, write.sampling_rate)
+
+    def check_input(self) -> None:
+        segment_roots(self.config).check()
+        require_own_output(self)
+
     def identity(self) -> dict[str, Any]:
         manifest = input_manifest(self.config)
         if not manifest.exists():
-            before = self.config.stages[self.config.stages.index(self.kind) - 1]
+            before = self.after[self.config.has_contexts]
             raise ConfigError(f"{manifest} is not there: run the stage {before} first", code="stage_not_run")
-        write = dataclasses.asdict(self.config.write)
+        write = dataclasses.asdict(self.write)
         # Those that are not given are left out: plans from before there were these keys stay good.
         absent = {name for name in ("num_shards", "shard_seconds") if write[name] is None}
         return {
@@ -79,7 +95,7 @@ class WriteStage(Stage):
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        manifest, write = input_manifest(self.config), self.config.write
+        manifest, write = input_manifest(self.config), self.write
         index = index_matched(manifest) if self.config.has_contexts else index_prepared(manifest)
         order = order_lines(index, write.order, write.seed)
         save_array(folder / "offsets.npy", index.offsets[order])
@@ -104,12 +120,12 @@ class WriteStage(Stage):
             num_cuts=sum(shard.count for shard in shards),
             target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
             context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
-            audio_format=self.config.write.audio_format,
-            sampling_rate=self.config.write.sampling_rate,
+            audio_format=self.write.audio_format,
+            sampling_rate=self.write.sampling_rate,
             limits=self._limits(),
             codecs=[],
-            match_precision=self.config.match.precision if self.config.match else "fp32",
-            match_devices=devices_of_match(self.config) if self.config.match else [],
+            match_precision=next((match.precision for match in self.config.all(MatchConfig)), "fp32"),
+            match_devices=devices_of_match(self.config) if self.config.has_contexts else [],
         )
         self._dataset.write_index(record, shards)
         return add_up(commits)
@@ -119,11 +135,6 @@ class WriteStage(Stage):
 
     def discard(self) -> None:
         self._dataset.remove(count_planned(self))
-
-    def later(self) -> list[StageDir]:
-        codes = (path for kind in ("assemble", "encode") for path in sorted((self.run_dir.path / kind).glob("*")))
-        names = [path.relative_to(self.run_dir.path).as_posix() for path in codes if path.is_dir()]
-        return [self.run_dir.stage(name) for name in (*names, "survey")]
 
     def check_output(self) -> None:
         """Raise ConfigError where the dataset directory holds what this run has not written."""
@@ -139,13 +150,14 @@ class WriteStage(Stage):
             )
 
     def _limits(self) -> dict[str, Any]:
-        match = self.config.match
-        if match is None:
-            return {}
         return {
-            "min_similarity": min_similarity(match),
-            "min_duration": match.min_duration,
-            "max_duration": match.max_duration,
+            name: limit
+            for match in self.config.all(MatchConfig)
+            for name, limit in (
+                ("min_similarity", min_similarity(match)),
+                ("min_duration", match.min_duration),
+                ("max_duration", match.max_duration),
+            )
         }
 
 
@@ -162,9 +174,9 @@ class WriteProcessor(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
-        reader = SegmentReader(segment_roots(self.config), self.config.prepare.duration_tolerance)
+        reader = SegmentReader(segment_roots(self.config), self.config.section(PrepareConfig).duration_tolerance)
         uses = [use for u in utterances for use in _segments(u).values()]
-        encode = SegmentEncoder(self.config.write, reader, uses)
+        encode = SegmentEncoder(self.config.section(WriteConfig), reader, uses)
         fields = base_fields(contexts=self.config.has_contexts)
         files = {field.name: field.path(unit.index) for field in fields}
         rejects: list[Reject] = []

@@ -17,7 +17,7 @@ EXAMPLES = sorted((REPOSITORY / "configs/clusters").glob("*.yaml"))
 
 class MatchStage(ToyStage):
     kind = "match"
-    uses_gpu = True
+    resource = "gpu"
 
 
 @pytest.fixture

@@ -57,4 +57,4 @@ def test_imports_what_its_stage_needs_and_nothing_else(name, config, tmp_path):
     num_out, packages = json.loads(shown.stdout.splitlines()[-1])
     assert num_out
     assert set(packages) & BIG == set()
-    assert ("torch" in packages) == stage.uses_gpu
+    assert ("torch" in packages) == (stage.resource == "gpu")

@@ -261,7 +261,7 @@ class SlurmExecutor:
         if self.role != "advance":
             return self._submit(stage, f"{stage.name}: {len(left)} units in the advance job itself")
         log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)
-        limit_cores(self.profile.for_stage("driver", uses_gpu=False).cores)
+        limit_cores(self.profile.driver.cores)
         return LocalExecutor(workers, device="cpu").run(stage, left, listener, unlocked)
 
     def _competing_jobs(self) -> list[queue.QueuedJob]:
@@ -291,15 +291,15 @@ class SlurmExecutor:
 
     def ranks_of(self, stage: Stage) -> RankProfile:
         """Return the profile of a stage's ranks."""
-        return self.profile.for_stage(stage.name, stage.uses_gpu)
+        return self.profile.for_stage(stage.name, stage.resource)
 
     def workers_in_job(self, stage: Stage, units: Sequence[Unit]) -> int:
         """Return the number of workers with which an advance job does a stage itself, or 0 where ranks are to do it."""
         cluster = self.profile
-        if stage.uses_gpu or cluster.python is not None or cluster.container_image is not None:
+        if stage.resource == "gpu" or cluster.python is not None or cluster.container_image is not None:
             # An advance job runs outside of containers: it has other packages, and so perhaps other bytes.
             return 0
-        ranks, driver = self.ranks_of(stage), cluster.for_stage("driver", uses_gpu=False)
+        ranks, driver = self.ranks_of(stage), cluster.driver
         workers = min(driver.cores // ranks.cores, int(driver.memory_gb / ranks.memory_gb))
         hours = sum(unit.cost for unit in units) / 3600 if stage.cost_unit == "seconds of audio" else 0.0
         fits = len(units) <= cluster.driver_units * workers and hours <= cluster.driver_hours
@@ -340,7 +340,7 @@ class SlurmExecutor:
             is_advanced: there is an advance job already, and one behind it.
         """
         jobs: list[str] = []
-        patience = _SHARE_OF_TIME_LIMIT * 60.0 * self.profile.for_stage("driver", uses_gpu=False).timeout_min
+        patience = _SHARE_OF_TIME_LIMIT * 60.0 * self.profile.driver.timeout_min
         # Only the first begins anew.
         job = replace(self, restart=False, take_over=False, patience=min(patience, _MOST_PATIENCE_SECONDS))
         told = (stage.name, stage.token, stage.dir.round.exists())
@@ -398,7 +398,7 @@ class SlurmExecutor:
                 return 1
 
         cluster, is_rank = self.profile, role == "rank"
-        ranks = self.ranks_of(stage) if is_rank else cluster.for_stage("driver", uses_gpu=False)
+        ranks = self.ranks_of(stage) if is_rank else cluster.driver
         comment = " ".join([*filter(None, [ranks.extra.get("comment")]), queue.job_comment(self.run_dir, role)])
         name = "-".join([self.dataset.name, stage.name.replace("/", "-"), *([] if is_rank else [role])])
         values: dict[str, Any] = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from sharmill.config import load_typed
-from sharmill.registry import nearest
+from sharmill.engine.stage import Resource
+from sharmill.registry import STAGES, nearest
 
 # Options that would silently win over what the program counts on.
 _NOT_EXTRA = (
@@ -22,9 +23,8 @@ _NOT_EXTRA = (
     | dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "set memory_gb")
     | {"time": "set timeout_min", "signal": "set signal_s of the profile", "cpus-per-task": "set cores"}
 )
-# Stages that may have values of their own, ``driver`` for the advance jobs; and those whose ranks are on GPUs.
-_STAGES = ("prepare", "match", "write", "survey", "encode", "assemble", "validate", "driver")
-_ON_GPUS = ("match", "encode")
+# Advance jobs, which may have values of their own as the stages may.
+DRIVER: Final = "driver"
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -72,8 +72,9 @@ class ClusterProfile:
     """Ranks of the other stages, and the advance jobs between the stages: see below."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Keys of ``gpu`` and ``cpu`` that are different for one of the stages ``prepare``, ``match``, ``write``,
-    ``survey``, ``encode``, ``assemble`` and ``validate``, or for ``driver``, the advance jobs between the stages. The
-    options of ``extra`` come beside those of ``gpu`` or ``cpu``; of two with one name that of the stage counts."""
+    ``survey``, ``encode``, ``assemble``, ``validate`` and those of other packages, or for ``driver``, the advance jobs
+    between the stages. The options of ``extra`` come beside those of ``gpu`` or ``cpu``; of two with one name that of
+    the stage counts."""
     account: str | None = None
     """Account to charge (``sbatch --account``)."""
     qos: str | None = None
@@ -112,13 +113,14 @@ class ClusterProfile:
         profiles = {"gpu": self.gpu, "cpu": self.cpu}
         keys = [key.name for key in fields(RankProfile)]
         for stage, own in self.stages.items():
-            if stage not in _STAGES:
-                raise ValueError(f"stages has no '{stage}'{nearest(stage, list(_STAGES))}")
+            if stage not in (names := [*STAGES.names(), DRIVER]):
+                raise ValueError(f"stages has no '{stage}'{nearest(stage, names)}")
             for key in own:
                 if key not in keys:
                     raise ValueError(f"stages.{stage} has no '{key}'{nearest(key, keys)}")
             try:
-                profiles[f"stages.{stage}"] = self.for_stage(stage, stage in _ON_GPUS)
+                resource: Resource = "cpu" if stage == DRIVER else STAGES.load_class(stage).resource
+                profiles[f"stages.{stage}"] = self.for_stage(stage, resource)
             except ValueError as error:
                 raise ValueError(f"stages.{stage}: {error}") from error
         for name, ranks in profiles.items():
@@ -127,12 +129,17 @@ class ClusterProfile:
                     f"signal_s of {self.signal_s} leaves no time before {name}.timeout_min of {ranks.timeout_min}"
                 )
 
-    def for_stage(self, name: str, uses_gpu: bool) -> RankProfile:
-        """Return the profile of the ranks of a stage, such as ``encode/builtin``, or of advance jobs (``driver``)."""
-        ranks = self.gpu if uses_gpu else self.cpu
+    def for_stage(self, name: str, resource: Resource) -> RankProfile:
+        """Return the profile of the ranks of a stage, such as ``encode/builtin``, which needs a resource."""
+        ranks = self.gpu if resource == "gpu" else self.cpu
         own = self.stages.get(name.split("/")[0], {})
         extra = ranks.extra | own.get("extra", {})
         return msgspec.convert(asdict(ranks) | own | {"extra": extra}, RankProfile, strict=False)
+
+    @property
+    def driver(self) -> RankProfile:
+        """The profile of advance jobs."""
+        return self.for_stage(DRIVER, "cpu")
 
     def among(self, num_datasets: int) -> ClusterProfile:
         """Return the profile of each of so many datasets, which share ``max_parallel_all``."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from sharmill.config import nearest
 from sharmill.errors import ConfigError
+from sharmill.registry import nearest
 from sharmill.training.nemo.classic import CONVERTERS
 
 # What any entry can say. What a group says, NeMo hands down to its entries.

@@ -15,8 +15,8 @@ from lhotse import CutSet
 from nemo.collections.common.data.lhotse.cutset import data_type_parser
 from omegaconf import DictConfig, OmegaConf
 
-from sharmill.config import nearest
 from sharmill.errors import ConfigError
+from sharmill.registry import nearest
 from sharmill.shar import open_shar
 from sharmill.shar.reading.iteration import SharReader
 from sharmill.speaker_tag import nemo_language

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from sharmill.config import nearest
 from sharmill.errors import ConfigError
+from sharmill.registry import nearest
 from sharmill.training.nemo.classic import FATES, drop_ignored, translate
 from sharmill.training.nemo.entry_keys import OF_ENTRY, check_keys_of_entry
 from sharmill.training.nemo.setting_values import check_batches, check_fusion, check_types

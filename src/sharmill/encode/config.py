@@ -1,0 +1,57 @@
+"""Keys of the stages of codes: ``survey``, ``encode`` and ``assemble``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from sharmill.config import NAME, Precision, Presence, StageSection, require
+from sharmill.registry import CODECS
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecConfig:
+    """One codec whose codes the dataset has."""
+
+    options_of: ClassVar = (CODECS, "model")
+
+    name: str
+    """Name of the codes in the dataset: they lie in the folder ``codes_<name>``."""
+    model: str
+    """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
+    without chunks, DAC, Mimi), or ``builtin``, a small one that ships with sharmill, for trying out."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the model's family, which a configuration has beside ``model``."""
+
+    def __post_init__(self) -> None:
+        require(
+            bool(NAME.fullmatch(self.name)),
+            f"codec name {self.name!r} must be letters, digits, '_', '-', '.'",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeConfig(StageSection):
+    """Codecs whose codes the dataset has, side by side."""
+
+    presence: ClassVar[Presence] = "always"
+
+    codecs: list[CodecConfig] = field(default_factory=lambda: [CodecConfig(name="builtin", model="builtin")])
+    """List of codecs; each has the keys below."""
+    batch_seconds: float = 30.0
+    """Audio in one batch of a codec, in seconds, padding included. On a CPU no batch has more than 10 s."""
+    precision: Precision = "fp32"
+    """Arithmetic of the codecs, as for ``match``. Any but ``fp32`` changes codes; ``dataset.json`` names it."""
+
+    canonical_shapes: bool = False
+    """Pad every segment to one of a few lengths, in batches of one size for each, so that its codes do not depend on
+    its neighbours; on a GPU the last batch of each length is filled up with silence. Codecs whose codes depend on
+    padding take segments one by one."""
+    unit_seconds: float | None = None
+    """Audio in one unit of work, in seconds; ``null`` chooses for about 64 units, between 60 s and two hours each."""
+
+    def __post_init__(self) -> None:
+        require(self.batch_seconds > 0, "batch_seconds must be positive")
+        require(self.unit_seconds is None or self.unit_seconds > 0, "unit_seconds must be positive or null")
+        names = [codec.name for codec in self.codecs]
+        require(len(set(names)) == len(names), "two codecs have the same name")

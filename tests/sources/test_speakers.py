@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharmill.errors import RejectRecord
-from sharmill.sources.speakers import SpeakerRule, canonical_name, find_tag
-from sharmill.sources.templates import Template
+from sharmill.sources.speakers import SpeakerRule, Template, canonical_name, find_tag
 from sharmill.speaker_tag import parse_speaker_tag
 
 PATH = "anna/session 1/1688-142285_0000.flac"

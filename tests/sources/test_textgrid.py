@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharmill.sources.textgrid import Tier, parse_textgrid
+from sharmill.sources.annotations import Tier, parse_textgrid
 
 TIMES = st.floats(0, 1e6, allow_nan=False).map(lambda seconds: round(seconds, 6))
 TEXTS = st.text(st.sampled_from('ab "\n<>=1[]:!é'), max_size=6)

@@ -1,7 +1,7 @@
 """Headers of tar archives: the meaning of their fields.
 
 The walks over archives are elsewhere: a strict one in ``sharmill.shar.tar``, for sharmill's own, and a tolerant one in
-``sharmill.sources.tar_members``, for those of others.
+``sharmill.sources.tars``, for those of others.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
 from sharmill.sources.files import expand_home, expand_shards, find_files, identify_files, names_several
-from sharmill.sources.speakers import UNDETERMINED, SpeakerRule
-from sharmill.sources.templates import Template
+from sharmill.sources.speakers import UNDETERMINED, SpeakerRule, Template
 
 # So many records are looked at before any work to see which keys there are.
 _FIRST_RECORDS: Final = 1000

@@ -25,11 +25,11 @@ from sharmill.sources.annotations import (
     choose_names,
     find_overlaps,
     join_stretches,
+    parse_textgrid,
 )
 from sharmill.sources.files import check_encoding, expand_home
 from sharmill.sources.folder import pack_spans, path_from_text, path_to_text, walk_files
-from sharmill.sources.templates import Template
-from sharmill.sources.textgrid import parse_textgrid
+from sharmill.sources.speakers import Template
 
 # Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
 _MAX_BYTES: Final = 64 << 20

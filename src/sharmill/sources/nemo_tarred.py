@@ -16,7 +16,7 @@ from sharmill.manifest import Member
 from sharmill.sources import Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import find_files
 from sharmill.sources.nemo import NemoSource, decode_json_record
-from sharmill.sources.tar_members import MemberTable, TarMember, TarSource, clean_name, read_table
+from sharmill.sources.tars import MemberTable, TarMember, TarSource, clean_name, read_table
 
 # The n-th segment of a recording has -sub<n> behind the name of its member.
 _SEGMENT: Final = re.compile(r"(.+)-sub[0-9]+(\.\w+)?")

@@ -17,7 +17,7 @@ from sharmill.errors import ConfigError
 from sharmill.registry import nearest
 from sharmill.sources import FileSource, Piece, Unreadable
 from sharmill.sources.files import bad_file, check_encoding, open_input, read_ends
-from sharmill.sources.templates import Template
+from sharmill.sources.speakers import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
 # Of a record these are no texts; ``numbers`` names further ones.

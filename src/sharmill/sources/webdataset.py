@@ -12,8 +12,7 @@ import msgspec
 
 from sharmill.sources import Piece, RawRecord
 from sharmill.sources.files import check_encoding
-from sharmill.sources.tar_members import TarSource
-from sharmill.sources.tar_samples import Archive, SampleReader, TarSample, read_object, read_text
+from sharmill.sources.tars import Archive, SampleReader, TarSample, TarSource, read_object, read_text
 
 # As webdataset has it: the key goes up to the first dot of the last part; hidden files belong to no sample.
 _NAME: Final = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")

@@ -18,7 +18,7 @@ from sharmill.manifest import iterate_lines
 from sharmill.sources import FileSource, Piece, RawRecord, Unreadable
 from sharmill.sources.files import bad_file, check_encoding, open_input, read_ends, refuse_compressed
 from sharmill.sources.nemo import NemoSource, decode_json_record
-from sharmill.sources.tar_samples import Archive, SampleReader, TarSample, read_text
+from sharmill.sources.tars import Archive, SampleReader, TarSample, read_text
 
 _AUDIO_SUFFIXES: Final = ("flac", "mp3", "m4a", "ogg", "opus", "wav", "wma")
 # As WeNet has it: the key goes up to the last dot.

@@ -24,8 +24,7 @@ from sharmill.shar.reading.shard import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.files import find_files, open_input, read_ends
 from sharmill.sources.lines import iterate_checked
-from sharmill.sources.tar_members import TarDamage, TarMember
-from sharmill.sources.tar_samples import Archive, TarSample, read_part
+from sharmill.sources.tars import Archive, TarDamage, TarMember, TarSample, read_part
 from sharmill.sources.wenet import WenetSource
 
 Paths = str | Path | Sequence[str | Path]

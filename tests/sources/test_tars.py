@@ -16,7 +16,7 @@ from support.errors import raises
 from support.tars import tar_bytes, write_tar
 
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.sources.tar_members import (
+from sharmill.sources.tars import (
     TarDamage,
     check_tar,
     clean_name,

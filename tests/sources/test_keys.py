@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
+from support.shar import put, voice
+from support.source_forms import FORMS
 
 from sharmill.registry import SOURCES
 
@@ -105,3 +109,17 @@ def test_a_source_that_looks_into_its_folder_takes_no_url(kind, keys):
 def test_keys_that_all_have_are_checked_in_all(kind, keys):
     with pytest.raises(ValueError, match=next(iter(keys)).replace("speaker", "template")):
         make(kind, **keys)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_source_that_was_read_is_sent_to_other_processes(form, tmp_path):
+    put(tmp_path / "speech/one-1.wav", voice(1.0), 16000)
+    (tmp_path / "form").mkdir()
+    record = {"audio_filepath": "one-1.wav", "duration": 1.0, "speaker": "one", "text": "yes"}
+    keys = {"type": "nemo"} | FORMS[form](tmp_path / "form", [record], tmp_path / "speech")
+    source = SOURCES.load(keys.pop("type"))(**keys)
+    (piece,) = source.pieces(10)
+    (found,) = source.read(piece.params)
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy == source
+    assert list(copy.read(piece.params)) == [found]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import pickle
 
 import pytest
 import xxhash
@@ -26,7 +25,7 @@ def test_lines_from_any_place(packed, tmp_path):
     for number in (0, 999, 17, 18, 500):
         assert list(reader.read(pieces[number].params, lambda line: [line])) == [lines[number]]
     (whole,) = reader.pieces(1000)
-    assert list(pickle.loads(pickle.dumps(reader)).read(whole.params, lambda line: [line])) == lines
+    assert list(reader.read(whole.params, lambda line: [line])) == lines
 
 
 def test_a_reader_of_several_files(tmp_path):
@@ -83,7 +82,6 @@ def test_many_lines_in_any_order(tmp_path):
     index = write(tmp_path, [lines[:2500], lines[2500:]])
     for number in (4999, 0, 2500, 2499, 1, 4000, 3999):
         assert index.find(b"%d" % number) == [lines[number].strip()]
-    assert pickle.loads(pickle.dumps(index)).find(b"17") == [lines[17].strip()]
 
 
 @pytest.mark.parametrize("part", [0, 1])

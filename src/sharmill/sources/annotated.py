@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -147,7 +147,7 @@ class AnnotatedSource(Source):
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of segments, each found again by the annotations that they are in and their place there."""
         runs = (
-            ([path_to_text(folder), [path_to_text(name) for name in names]], len(self._items(folder, names)))
+            ([path_to_text(folder), [path_to_text(name) for name in names]], len(self._items(folder, tuple(names))))
             for folder, names in self._groups()
         )
         yield from pack_spans(runs, records_per_piece)
@@ -155,7 +155,7 @@ class AnnotatedSource(Source):
     def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
         """Yield the records of the segments of a piece."""
         for folder, names, begin, end in piece["spans"]:
-            yield from self._items(path_from_text(folder), [path_from_text(name) for name in names])[begin:end]
+            yield from self._items(path_from_text(folder), tuple(map(path_from_text, names)))[begin:end]
 
     @property
     def _annotations(self) -> Path:
@@ -178,15 +178,12 @@ class AnnotatedSource(Source):
                 groups = itertools.groupby(names, lambda name: name.partition(".")[0])
                 yield from ((folder, list(group)) for _, group in groups)
 
-    def _items(self, folder: str, names: list[str]) -> list[bytes | Unreadable]:
-        """Return the records of files that belong together; those of the last ones are kept."""
-        return self._last.get((folder, *names), lambda: self._make_items(folder, names))
-
     @cached_property
-    def _last(self) -> _Last:
-        return _Last()
+    def _items(self) -> Callable[[str, tuple[str, ...]], list[bytes | Unreadable]]:
+        """The records of files that belong together, by folder and names; those of the last ones are kept."""
+        return lru_cache(maxsize=1)(self._make_items)
 
-    def _make_items(self, folder: str, names: list[str]) -> list[bytes | Unreadable]:
+    def _make_items(self, folder: str, names: tuple[str, ...]) -> list[bytes | Unreadable]:
         stretches: list[Stretch] = []
         items: list[bytes | Unreadable] = []
         for name in names:
@@ -246,24 +243,6 @@ class AnnotatedSource(Source):
         if os.fsencode(path).decode("utf-8", "replace") != path:
             return RejectRecord("malformed", "the name of the file is not UTF-8")
         return path
-
-
-class _Last:
-    """The value that was made last, with its key; a copy in another process has none."""
-
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._value: Any = None
-
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the value of a key."""
-        if key != self._key:
-            self._key, self._value = None, None
-            self._value, self._key = make(), key
-        return self._value
-
-    def __reduce__(self) -> tuple[type[_Last], tuple[()]]:
-        return _Last, ()
 
 
 def _item(

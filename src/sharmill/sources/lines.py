@@ -59,7 +59,7 @@ class LineReader:
     """Records of the lines of files, in pieces. Lines that are blank have none.
 
     The last file stays open: a later piece of it in gzip goes on from there, and only an earlier one begins such a file
-    again. Copies in other processes open their own.
+    again.
 
     Args:
         files: plain or in gzip.
@@ -104,9 +104,6 @@ class LineReader:
         stream.seek(begin)
         for _, line in _iterate(stream, path, begin, self._kind):
             yield line
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": None}
 
 
 def _piece(file: int, begin: int, skip: int, count: int) -> Piece:
@@ -209,7 +206,7 @@ def _problem(head: bytes, remedy: str) -> str | None:
 
 
 class KeyedLines:
-    """An index over the lines of files, made when a key is first asked for. A copy in another process makes its own.
+    """An index over the lines of files, made when a key is first asked for.
 
     It takes 16 bytes of memory for each line. Of plain files nothing else is held; a file in gzip has no random access,
     and its lines are held compressed, in blocks.
@@ -250,9 +247,6 @@ class KeyedLines:
         found = np.frombuffer(hashes, np.uint64) if hashes else np.empty(0, np.uint64)
         order = np.argsort(found, kind="stable")
         return found[order], (np.frombuffer(positions, np.uint64) if positions else np.empty(0, np.uint64))[order]
-
-    def __reduce__(self) -> tuple[type[KeyedLines], tuple[Sequence[Path], str, Callable[[bytes], bytes | None]]]:
-        return KeyedLines, (self._files, self._kind, self._key_of)
 
 
 class _Plain:

@@ -52,6 +52,7 @@ Each item of the list has these keys. A source of another package has its own be
 OPTIONS = """\
 These keys lie beside `{key}`. A family of another package has its own.
 """
+EXECUTOR = "These keys lie beside those of `executor`."
 STAGE = "Stage {}: see below."
 PROFILE = """\
 `sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from
@@ -67,10 +68,11 @@ def make_configuration() -> str:
     """Return the page on the configuration."""
     from train_config import ModelConfig, TrainConfig
 
-    from sharmill.config import ExecutorConfig, MetricsConfig
+    from sharmill.config import MetricsConfig
     from sharmill.encode.config import CodecConfig
+    from sharmill.executors.base import ConfiguredExecutor
     from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-    from sharmill.registry import CODECS, ENCODERS, SOURCES, STAGES
+    from sharmill.registry import CODECS, ENCODERS, EXECUTORS, SOURCES, STAGES
 
     parts = [INTRODUCTION, make_top_level()]
     parts += [section(SOURCES.load(name), f"`sources` of type `{name}`", SOURCE) for name in SOURCES.own]
@@ -82,7 +84,13 @@ def make_configuration() -> str:
         if kind == "encode":
             parts.append(section(CodecConfig, "`encode.codecs`", "Each item of the list has these keys."))
             parts += options_of_families(CODECS, "`encode.codecs`", "model")
-    parts += [section(ExecutorConfig, "`executor`"), section(MetricsConfig, "`metrics`")]
+    parts.append(section(ConfiguredExecutor, "`executor`"))
+    common = read_meanings(ConfiguredExecutor).keys()
+    for name in EXECUTORS.own:
+        executor = EXECUTORS.load(name)
+        if only := [key for key in read_meanings(executor) if key not in common]:
+            parts.append(section(executor, f"`executor` of kind `{name}`", EXECUTOR, only=only))
+    parts.append(section(MetricsConfig, "`metrics`"))
     parts.append(section(ClusterProfile, "Cluster profile", PROFILE))
     parts.append(section(RankProfile, "`gpu` and `cpu` of a cluster profile"))
     parts.append(section(TrainConfig, "Training example", TRAINING))
@@ -95,7 +103,7 @@ def make_top_level() -> str:
     from sharmill.config import Config
     from sharmill.registry import STAGES
 
-    text = section(Config, "Top level")
+    text = section(Config, "Top level").replace("| `executor` | any |", "| `executor` | mapping |")
     before, row, after = re.split(r"(?m)^(\| `sections` .*\n)", text)
     classes = {kind: STAGES.load(kind).section for kind in STAGES.own}
     rows = [

@@ -55,6 +55,7 @@ def test_defaults_are_those_of_the_contract(write):
         ("speeker_key: x", ["'speeker_key'", "'speaker_key'"]),
         ("match: {min_similarty: 0.7}", ["'match.min_similarty'", "'min_similarity'"]),
         ("executor: {worker: 2}", ["'executor.worker'", "'workers'"]),
+        ("executor: {cores: 2}", ["'executor.cores'"]),
         ("encode: {codecs: [{name: a, model: b}, {name: c, mdel: d}]}", ["'encode.codecs[1].mdel'", "'model'"]),
         ("zzz: 1", ["'zzz'", "name, run_dir, dataset_dir, sources, speaker_key"]),
         ("batch_seconds: 9", ["'batch_seconds'", "'match.batch_seconds'", "'encode.batch_seconds'"]),
@@ -63,6 +64,15 @@ def test_defaults_are_those_of_the_contract(write):
 )
 def test_unknown_key_is_named_with_the_nearest_valid_one(text, names, write):
     refuse(write(text), "unknown_key", *names)
+
+
+def test_keys_of_an_executor_go_with_its_kind(write):
+    executor = load_config(write("executor: {kind: ray, cores: 2}"), ["executor.workers=3"]).executor
+    assert (executor.kind, executor.workers, executor.cores, executor.address) == ("ray", 3, 2, "auto")
+
+
+def test_unknown_kind_of_executor_is_named_with_the_valid_ones(write):
+    refuse(write(), "unknown_name", "executor.kind", "'cloud'", "local, ray", overrides=["executor.kind=cloud"])
 
 
 def test_unknown_key_of_a_source_is_named_with_its_place(write):
@@ -107,7 +117,6 @@ def test_wrong_type_names_the_key_and_both_types(text, key, types, write):
         ("write.order=random", "manifest, speaker, shuffle"),
         ("write.audio_format=ogg", "flac, mp3, opus, original, wav"),
         ("match.choice=worst", "best, sample"),
-        ("executor.kind=cloud", "local, ray"),
         ("executor.workers=many", "auto"),
     ],
 )
@@ -145,7 +154,6 @@ def test_wrong_choice_names_the_valid_values(override, choices, write):
         ("encode.codecs=[{name: a/b, model: x}]", "encode.codecs[0]: codec name 'a/b' must be letters"),
         ("executor.workers=0", "executor: workers must be 'auto' or a number from 1"),
         ("executor.unit_time_limit=0", "executor: unit_time_limit must be positive, auto or null"),
-        ("executor.cores=2", "executor: address and cores are for kind: ray"),
     ],
 )
 def test_value_out_of_range(override, names, write):

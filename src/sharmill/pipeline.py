@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
@@ -26,8 +27,8 @@ from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.executors.base import ConfiguredExecutor
 from sharmill.executors.local import LocalExecutor
-from sharmill.executors.ray import RayExecutor
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.queue import describe_jobs, require_no_jobs
 from sharmill.files.storage import (
@@ -150,15 +151,15 @@ def config_of_run(run_dir: str | Path) -> Config:
     return replace(load_for_display(path), run_dir=str(run_dir))
 
 
-def make_executor(config: Config) -> Executor:
+def make_executor(config: Config) -> ConfiguredExecutor:
     """Return the executor that the configuration asks for.
 
     Raises:
         ConfigError: it cannot work here.
     """
-    if config.executor.kind == "ray":
-        return RayExecutor.from_config(config)
-    return LocalExecutor(workers=config.executor.workers, device=config.executor.device)
+    executor: ConfiguredExecutor = config.executor
+    executor.check(config)
+    return executor
 
 
 def check_config(config: Config, stages: Sequence[str] | None = None, *, restart: bool = False) -> None:
@@ -232,7 +233,7 @@ def run_dataset(
     run_dir = RunDir(Path(config.run_dir))
     with disk_errors(run_dir.path):
         check_config(config, stages, restart=restart)
-        if isinstance(executor, LocalExecutor):
+        if isinstance(executor, ConfiguredExecutor):
             executor.require_devices(_unfinished(config, stages, restart=restart))
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds) as lock:
         given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
@@ -390,7 +391,7 @@ def validate_dataset(
     listener: Listener,
     level: ValidateConfig,
     *,
-    workers: int | str = "auto",
+    workers: int | Literal["auto"] = "auto",
     against: ExpectedRecords | None = None,
 ) -> Report:
     """Check a dataset that need not have a run directory; ``scratch`` is a folder that may be removed afterwards.

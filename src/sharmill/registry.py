@@ -1,15 +1,15 @@
-"""Registries of implementations: stages, sources, speaker encoders, codecs, forms of export, sections of the report.
+"""Registries of implementations: stages, executors, sources, models, forms of export, and sections of the report.
 
 A name in a configuration is one of three kinds:
 
 - one of sharmill's own, listed below;
-- an entry point that an installed package declares in the group of the registry: ``sharmill.stages``,
-  ``sharmill.sources``, ``sharmill.encoders``, ``sharmill.codecs``, ``sharmill.exports`` or ``sharmill.sections``; it
-  does not replace a name of sharmill's own;
+- an entry point that an installed package declares in the group of the registry, such as ``sharmill.stages`` or
+  ``sharmill.codecs``; it does not replace a name of sharmill's own;
 - ``python:package.module:Class``, anything that can be imported.
 
 An implementation is imported when it is asked for, and no sooner. The contracts that implementations meet are in
-``sharmill.engine.stage``, ``sharmill.sources``, ``sharmill.models`` and ``sharmill.export.run``.
+``sharmill.engine.stage``, ``sharmill.executors.base``, ``sharmill.sources``, ``sharmill.models`` and
+``sharmill.export.run``.
 """
 
 from __future__ import annotations
@@ -165,6 +165,13 @@ STAGES: Final = Registry(
     },
     base="sharmill.engine.stage:Stage",
 )
+EXECUTORS: Final = Registry(
+    "executor",
+    "sharmill.executors",
+    {"local": "sharmill.executors.local:LocalExecutor", "ray": "sharmill.executors.ray:RayExecutor"},
+    base="sharmill.executors.base:ConfiguredExecutor",
+)
+DEFAULT_EXECUTOR: Final = "local"
 STAGE_ALIASES: Final = {"stage1": "match", "stage2": "write", "stage3": "encode"}
 SOURCES: Final = Registry(
     "source",

@@ -161,7 +161,7 @@ class TestRestart:
 
     def test_one_that_is_killed_is_done_by_a_later_run_too(self, project):
         """On SLURM all stages but the first are left to later jobs."""
-        config = project.configure(**SHARDS, match=None)
+        config = project.configure(**SHARDS | {"match": None})
         config = dataclasses.replace(config, run_dir=config.run_dir + "-b", dataset_dir=config.dataset_dir + "-b")
 
         def tokens():

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -58,7 +58,7 @@ def is_override(argument: str) -> bool:
     return _OVERRIDE.match(argument) is not None
 
 
-def parse_workers(text: str) -> int | str:
+def parse_workers(text: str) -> int | Literal["auto"]:
     """Return ``auto`` or the positive number that ``text`` is.
 
     Raises:
@@ -66,7 +66,7 @@ def parse_workers(text: str) -> int | str:
     """
     if text != "auto" and not (text.isdigit() and int(text) > 0):
         raise ConfigError(f"--workers is {text!r}; use 'auto' or a number from 1", code="bad_usage")
-    return text if text == "auto" else int(text)
+    return "auto" if text == "auto" else int(text)
 
 
 def parse_codec_models(texts: Sequence[str]) -> dict[str, str]:

@@ -103,7 +103,7 @@ def _run_one(
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import describe_result, print_paths, print_report, print_result
     from sharmill.engine.rundir import RunDir
-    from sharmill.executors.local import LocalExecutor
+    from sharmill.executors.local import JoiningExecutor
     from sharmill.executors.slurm.queue import require_no_jobs
     from sharmill.files.storage import disk_errors, write_atomic
     from sharmill.pilot.predict import expect_seconds
@@ -114,16 +114,14 @@ def _run_one(
 
     console = make_console()
     stages = choose_stages(config, stages)
-    executor = (
-        LocalExecutor(config.executor.workers, config.executor.device, goes_on=True) if joins else make_executor(config)
-    )
+    executor = JoiningExecutor(config.executor.workers, config.executor.device) if joins else make_executor(config)
     if redo is not None:
         # What was done is taken back only for a run that can begin.
         check_config(config, stages)
         require_no_jobs(RunDir(Path(config.run_dir)), take_over=take_over)
         take_back_commits(config, redo, stages)
     expected: dict[str, float] = {}
-    if config.executor.kind == "local" and not restart:
+    if config.executor.runs_here and not restart:
         try:
             with disk_errors(Path(config.run_dir)):
                 expected = expect_seconds(config, make_stages(config))

@@ -275,7 +275,7 @@ def _run_lines(
         # On how many ranks a stage will run is known of this machine alone.
         expected: dict[str, float] = {}
         try:
-            expected = expect_seconds(config, stages) if config.executor.kind == "local" else {}
+            expected = expect_seconds(config, stages) if config.executor.runs_here else {}
         except SharmillError as error:
             yield plain(f"the time left of the whole run is not known: {error}", style="red")
         parts = [status.seconds_left if status.seconds_left is not None else expected.get(status.name)

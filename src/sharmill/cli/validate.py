@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -64,7 +64,7 @@ class ValidateOptions:
     rejects: tuple[str, ...]
     audio_roots: tuple[str, ...]
     json_file: str | None
-    workers: int | str
+    workers: int | Literal["auto"]
 
     def level(self) -> ValidateConfig:
         """Return how thoroughly to check.

@@ -45,7 +45,7 @@ def work(run_dir: Path, workers: str, device: str | None, as_json: bool) -> int:
         )
     # The paths of its configuration are relative to it.
     os.chdir(given.folder)
-    overrides = [f"executor.workers={parse_workers(workers)}", "executor.kind=local"]
+    overrides = [f"executor.workers={parse_workers(workers)}"]
     config = load_config(paths.config, overrides + ([f"executor.device={device}"] if device else []))
     if Path(config.run_dir).resolve() != paths.path:
         raise ConfigError(

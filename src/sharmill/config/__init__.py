@@ -4,7 +4,6 @@ from sharmill.config.loading import load_config, load_typed, resolve_stage, to_c
 from sharmill.config.schema import (
     NAME,
     Config,
-    ExecutorConfig,
     MetricsConfig,
     Precision,
     Presence,
@@ -15,7 +14,6 @@ from sharmill.config.schema import (
 __all__ = [
     "NAME",
     "Config",
-    "ExecutorConfig",
     "MetricsConfig",
     "Precision",
     "Presence",

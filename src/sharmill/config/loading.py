@@ -20,7 +20,7 @@ from sharmill.config.schema import NAME, Config, StageSection
 from sharmill.config.untrusted import load_untrusted_yaml
 from sharmill.errors import ConfigError
 from sharmill.files.storage import NotRegularError, open_regular
-from sharmill.registry import SOURCES, STAGE_ALIASES, STAGES, nearest
+from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASES, STAGES, nearest
 
 if TYPE_CHECKING:
     from yaml import Node
@@ -70,10 +70,12 @@ def load_for_display(path: Path) -> Config:
     """Read the configuration that a run has stored, to show the run: a stand-in takes the place of its sources.
 
     The type of a source may name code of another package, which is not imported to show progress; so may a model, whose
-    options are left out.
+    options are left out, and an executor.
     """
     values, _ = _read_merged(Config, path, (), for_display=True)
     stand_in = {"manifest": "not read", "audio_root": "not read"}
+    if _executor_name(values) not in EXECUTORS.own:
+        del values["executor"]
     # Stages of packages that are not installed here cannot be shown.
     types = _types_of(Config, values | {"sources": [stand_in]})
     values = {key: _gather_options(types[key], values[key], keep=False) for key in values if key in types}
@@ -233,6 +235,8 @@ def _make_parts(values: dict[str, Any], types: dict[str, Any], origin: str) -> d
     if typing.get_origin(types["sources"]) is tuple:
         pairs = zip(values["sources"], typing.get_args(types["sources"]), strict=True)
         made["sources"] = [_make(one, kind, f"sources[{number}]", origin) for number, (one, kind) in enumerate(pairs)]
+    if "executor" in values:
+        made["executor"] = _make(values["executor"], types["executor"], "executor", origin)
     made["sections"] = {}
     for key in (key for key in types if key not in typing.get_type_hints(Config)):
         value, kind = made.pop(key, None if _section_of(types[key]).presence == "if_given" else {}), types[key]
@@ -309,6 +313,7 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
     if kind is not Config:
         return _with_options(kind, found, values, origin)
     del found["sections"]
+    found["executor"] = _executor_type(values, origin)
     if kinds := _source_kinds(values, origin):
         found["sources"] = types.GenericAlias(tuple, tuple(kinds))
     others = [key for key in values if key not in found and key not in STAGES.own] if isinstance(values, dict) else []
@@ -317,6 +322,19 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
         if (section := STAGES.load_class(kind_of_stage).section) is not None:
             found[kind_of_stage] = _with_presence(section)
     return found
+
+
+def _executor_name(values: Any) -> str:
+    section = values.get("executor") if isinstance(values, dict) else None
+    return str(section.get("kind", DEFAULT_EXECUTOR)) if isinstance(section, dict) else DEFAULT_EXECUTOR
+
+
+def _executor_type(values: Any, origin: str) -> Any:
+    """Return the class of the executor that values name, or of the default one."""
+    try:
+        return EXECUTORS.load_class(_executor_name(values))
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: executor.kind: {error}", code=error.code) from error
 
 
 def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from sharmill.config.references import References
+from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 Precision = Literal["fp32", "tf32", "bf16"]
 Presence = Literal["always", "unless_null", "if_given"]
@@ -38,50 +39,6 @@ class StageSection:
 
 
 Kind = TypeVar("Kind", bound=StageSection)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExecutorConfig:
-    """Place where the stages run. SLURM has no key here: `sharmill submit` takes a cluster profile."""
-
-    kind: Literal["local", "ray"] = "local"
-    """``local``: processes on this machine. ``ray``: actors on a Ray cluster."""
-    workers: int | Literal["auto"] = "auto"
-    """Number of ranks. ``auto``: one per visible GPU for match and encode where there are any, else one per core. ``1``
-    on the CPU runs inside the process, so that a debugger works."""
-    address: str = "auto"
-    """Address of the Ray cluster (``kind: ray``)."""
-    cores: int = 1
-    """Cores set aside for each rank (``kind: ray``)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of match and encode. ``auto``: a GPU for each rank where there are any; a job that was given GPUs and
-    finds none is refused. ``cuda``: GPUs or nothing; on Ray, wait for GPU nodes. ``cpu``: no GPU is touched."""
-    unit_time_limit: float | Literal["auto"] | None = "auto"
-    """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
-    its log and replaced, and the attempt has failed. ``auto``: ten seconds for each second of audio or record of the
-    unit, and an hour at least; none where ``workers: 1`` runs inside the process, which a number of seconds prevents.
-    ``null``: no limit."""
-    scratch: str | None = None
-    """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
-    a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""
-    seconds_until_seen: float = 60.0
-    """Seconds until every node sees what another has written, on SLURM and Ray: so long is waited, where need be, for
-    files that others have made. 60 is the longest that NFS keeps names by its defaults (``acdirmax``). File systems
-    that are coherent, as Lustre, GPFS and CephFS are, need none: 0."""
-
-    least_seconds_per_rank: float | None = None
-    """Least predicted work of a rank on SLURM, in seconds: no more ranks are submitted than have so much, where the
-    pace of the stage is known by a pilot (`sharmill calibrate`) or by what is done. ``null``: four times what starting
-    a rank and loading its model took in the pilot. ``0``: as many ranks as the profile allows."""
-
-    def __post_init__(self) -> None:
-        require((self.least_seconds_per_rank or 0.0) >= 0, "least_seconds_per_rank must not be negative")
-        require(self.workers == "auto" or int(self.workers) >= 1, "workers must be 'auto' or a number from 1")
-        require(self.cores >= 1, "cores must be at least 1")
-        limit = self.unit_time_limit
-        require(limit in (None, "auto") or float(limit) > 0, "unit_time_limit must be positive, auto or null")
-        require(self.seconds_until_seen >= 0, "seconds_until_seen must not be negative")
-        require(self.kind == "ray" or (self.address, self.cores) == ("auto", 1), "address and cores are for kind: ray")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +81,7 @@ class Config:
     sections: dict[str, Any] = field(default_factory=dict)
     """Keys of a stage of another package: a mapping, or a list of mappings, each with a ``name``, for as many stages.
     Without the key there is no such stage."""
-    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    executor: Any = field(default_factory=lambda: EXECUTORS.load_class(DEFAULT_EXECUTOR)())
     """Where the stages run: see below."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """Curves of the run: see below."""

@@ -17,6 +17,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.engine.work import work
+from sharmill.executors.base import ConfiguredExecutor
 from sharmill.executors.devices import VISIBLE, plan_devices, usable_gpus
 from sharmill.executors.logs import logging_to
 from sharmill.executors.supervisor import Supervisor
@@ -24,19 +25,17 @@ from sharmill.files.host import usable_cores
 
 
 @dataclass(frozen=True)
-class LocalExecutor:
+class LocalExecutor(ConfiguredExecutor):
     """Runs a stage on ``workers`` ranks of this machine (a number, or ``auto``), on GPUs as ``device`` says.
 
-    With ``goes_on``, attempts of ranks that have ended before count on.
+    Attributes:
+        goes_on: attempts of ranks that have ended before count on.
     """
 
-    workers: int | str = "auto"
-    device: str = "auto"
-    goes_on: bool = False
-    waits: ClassVar[bool] = True
+    runs_here: ClassVar[bool] = True
+    goes_on: ClassVar[bool] = False
 
     def require_devices(self, stages: Iterable[Stage]) -> None:
-        """Raise ConfigError where a stage is to run on GPUs, and none can be used."""
         if any(stage.resource == "gpu" for stage in stages):
             usable_gpus(self.device)
 
@@ -44,7 +43,6 @@ class LocalExecutor:
         self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Do the units; see ``engine.run.Executor``."""
         gpus = usable_gpus(self.device) if stage.resource == "gpu" else ()
         cores = usable_cores()
         devices = plan_devices(self.workers, uses_gpu=stage.resource == "gpu", gpus=gpus, cores=cores)[: len(units)]
@@ -65,3 +63,9 @@ class LocalExecutor:
                 else:
                     Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
         return follower.outcome()
+
+
+class JoiningExecutor(LocalExecutor):
+    """Adds ranks of this machine to a run that was begun elsewhere."""
+
+    goes_on: ClassVar[bool] = True

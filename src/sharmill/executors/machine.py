@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from sharmill.engine.identity import versions
-from sharmill.errors import DeviceError, SharmillError
+from sharmill.errors import ConfigError, DeviceError, SharmillError
+from sharmill.executors.base import Check
 from sharmill.files.locks import FolderLock
 from sharmill.files.storage import write_atomic
+from sharmill.registry import EXECUTORS
 
 # Packages that every run needs, and those that some do.
 _NEEDED: Final = ("torch", "torchaudio", "lhotse", "numpy", "soundfile")
@@ -26,14 +26,6 @@ _FEW_INODES: Final = 100_000
 _SECONDS_TO_ASK: Final = 10.0
 _MAKE_ROOM: Final = "make room: an hour of speech with its contexts takes about 0.2 GB as FLAC"
 _MAKE_FILES: Final = "remove small files: a shard has about five files"
-
-
-class Check(msgspec.Struct, frozen=True):
-    """A thing that was looked at: what was found, and what to do where that is off."""
-
-    name: str
-    found: str
-    to_do: str = ""
 
 
 def examine_machine(folder: Path) -> Iterator[Check]:
@@ -53,7 +45,11 @@ def examine_machine(folder: Path) -> Iterator[Check]:
     yield _examine_gpus()
     yield from _examine_folder(folder)
     yield _examine_slurm()
-    yield Check("Ray", f"{found['ray']}, RAY_ADDRESS is {os.environ.get('RAY_ADDRESS', 'not set')}")
+    for name in EXECUTORS.names():
+        try:
+            yield from EXECUTORS.load_class(name).examine()
+        except ConfigError as error:
+            yield Check(f"executor {name}", "cannot be used", str(error))
 
 
 def _examine_gpus() -> Check:

@@ -15,12 +15,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from tenacity import (
     RetryError,
@@ -33,10 +33,11 @@ from tenacity import (
 )
 
 import sharmill
-from sharmill.config import Config
+from sharmill.config import Config, require
 from sharmill.engine.attempts import MAX_FAILURES
 from sharmill.engine.fence import is_current, require_current, wait_for_plan
 from sharmill.engine.follow import Follower
+from sharmill.engine.identity import versions
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.patience import Patience
@@ -46,6 +47,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
+from sharmill.executors.base import Check, ConfiguredExecutor
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
 from sharmill.executors.supervisor import Supervisor
@@ -78,35 +80,37 @@ def _import_ray() -> Any:
 
 
 @dataclass(frozen=True)
-class RayExecutor:
+class RayExecutor(ConfiguredExecutor):
     """Runs a stage on at most ``workers`` actors of a Ray cluster (``auto``: as many as there is room for).
 
     ``cores`` are set aside for each; a stage that uses GPUs gets one GPU as well, where the cluster has any (``device:
     auto``) or in any case (``cuda``, for clusters whose GPU nodes come only when they are asked for).
     """
 
-    workers: int | str = "auto"
+    kind: str = field(default="ray", kw_only=True)
     address: str = "auto"
+    """Address of the Ray cluster."""
     cores: int = 1
-    device: str = "auto"
-    waits: ClassVar[bool] = True
+    """Cores set aside for each rank."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.cores >= 1, "cores must be at least 1")
 
     @classmethod
-    def from_config(cls, config: Config) -> RayExecutor:
-        """Return the executor that a configuration asks for.
+    def examine(cls) -> Iterator[Check]:
+        address = os.environ.get("RAY_ADDRESS", "not set")
+        yield Check("Ray", f"{versions('ray')['ray']}, RAY_ADDRESS is {address}")
 
-        Raises:
-            ConfigError: relative paths would lead into a folder that Ray removes, or Ray is not installed.
-        """
+    def check(self, config: Config) -> None:
+        """Raise ConfigError where relative paths lead into a folder that Ray removes, or Ray is not installed."""
         _import_ray()
         _check_paths(config)
-        return cls(config.executor.workers, config.executor.address, config.executor.cores, config.executor.device)
 
     def run(
         self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Do the units; see ``engine.run.Executor``."""
         connect(self.address)
         may_use_gpus = stage.resource == "gpu" and self.device != "cpu"
         gpus = int(may_use_gpus and (self.device == "cuda" or _count_places(self.cores, 1) > 0))

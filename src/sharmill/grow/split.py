@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ class Split:
 
 def split_dataset(
     dataset: str | Path, out: str | Path, shares: Mapping[str, float], *, seed: int = 42, shard_size: int | None = None,
-    workers: int | str = "auto", listener: Listener | None = None, restart: bool = False,
+    workers: int | Literal["auto"] = "auto", listener: Listener | None = None, restart: bool = False,
 ) -> list[Split]:  # fmt: skip
     """Divide a dataset into ``out/train``, ``out/valid`` and so on, so that no two have a speaker in common.
 

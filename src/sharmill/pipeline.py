@@ -177,10 +177,10 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
         message = "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else"
         raise ConfigError(message, code="bad_config_value")
-    if stages:
-        require_writable(run_dir)
     for stage in make_stages(config, stages):
         stage.check_input()
+    if stages:
+        require_writable(run_dir)
     for stage in _unfinished(config, stages, restart=restart):
         stage.require_models()
 

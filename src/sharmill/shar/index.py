@@ -61,6 +61,11 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     context_seconds: float
     fields: dict[str, FieldFile]
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of target and context audio by their fields."""
+        return {TARGET_AUDIO: self.target_seconds, CONTEXT_AUDIO: self.context_seconds}
+
 
 # No record has `omit_defaults`: msgspec leaves a default out if it is the same object, so that the bytes of a record
 # would depend on whether its values have been pickled.

@@ -1,20 +1,20 @@
 """The checks of a shard of sharmill's own: what it writes is made again, and compared with what is stored.
 
 A cut is a function of the record that it carries and of the length of its audio, and the metadata of audio and codes
-are functions of the data that they describe. Beside these stand the limits that every context keeps.
+are functions of the data that they describe. Beside these stand the limits that every context keeps, and
+what the dataset says of the fields that other stages have added.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 import numpy as np
 
 from sharmill.engine.identity import find_differences, show
-from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.manifest import CONTEXT_KEYS
 from sharmill.shar.arrays import array_from_bytes, codes_dtype, num_frames
 from sharmill.shar.index import CodecRecord, DatasetRecord
@@ -24,10 +24,9 @@ from sharmill.shar.lhotse_json import array_json, cut_json, recording_json, temp
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.validate.checked_dataset import Shard
 from sharmill.validate.findings import Finding
+from sharmill.validate.items import check_field, codes_problem, problem_in
 from sharmill.validate.levels import probe_item
 
-# What looking at a manifest raises that is not as it should be.
-MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # Similarities are stored with six decimals.
 _SIMILARITY_TOLERANCE: Final = 1e-6
 # Times are compared as the stage match compares them, which chose the context.
@@ -56,24 +55,16 @@ def check_contract(
         if target.cut_id == context.cut_id and target.data is not None and target.data == context.data:
             sentence = "the context audio is the target audio, byte for byte"
             yield shard.finding("copied_context", CONTEXT_AUDIO, sentence, member=context.cut_id)
-    for field, items in ((TARGET_AUDIO, targets), (CONTEXT_AUDIO, contexts)):
+    for name, items in ((TARGET_AUDIO, targets), (CONTEXT_AUDIO, contexts)):
         for item in items:
             if problem := problem_in(_audio_problem, item, dataset):
-                yield shard.finding("bad_audio", field, problem, member=item.cut_id)
+                yield shard.finding("bad_audio", name, problem, member=item.cut_id)
     for codec in dataset.codecs:
         for codes, sources, temporal in zip(codec_fields(codec.name), (targets, contexts), (True, False), strict=True):
             for cut_id, problem in _codes_problems(contents.get(codes.name, []), sources, codec, temporal):
                 yield shard.finding("bad_codes", codes.name, problem, member=cut_id)
-
-
-def problem_in(check: Callable[..., str | None], *arguments: Any) -> str | None:
-    """Return the sentence of a check about what is wrong, or one about why something cannot be looked at."""
-    try:
-        return check(*arguments)
-    except (DamagedShard, RejectRecord) as error:
-        return str(error)
-    except MALFORMED as error:
-        return f"a key is absent or of the wrong type: {error!r}"
+    for field in dataset.added_fields:
+        yield from check_field(shard, field, contents.get(field.name, []))
 
 
 def _cut_problem(cut: dict[str, Any], target: dict[str, Any], dataset: DatasetRecord) -> str | None:
@@ -155,9 +146,9 @@ def _codes_problems(
     for item, source in zip(items, sources, strict=False):
         if problem := problem_in(_array_problem, item, source, codec, temporal, intact):
             yield item.cut_id, problem
-    if intact and range_problem(np.concatenate([codes.ravel() for _, codes in intact]), codec):
+    if intact and codes_problem(np.concatenate([codes.ravel() for _, codes in intact]), codec):
         for cut_id, codes in intact:
-            if problem := range_problem(codes, codec):
+            if problem := codes_problem(codes, codec):
                 yield cut_id, problem
 
 
@@ -179,13 +170,6 @@ def _array_problem(
         return _first_difference("the metadata", made, item.metadata)
     intact.append((item.cut_id, codes))
     return None
-
-
-def range_problem(codes: np.ndarray, codec: CodecRecord) -> str | None:
-    """Return a sentence about codes that are not in the codebook of their codec."""
-    if not codes.size or (codes.min() >= 0 and codes.max() < codec.codebook_size):
-        return None
-    return f"codes run from {codes.min()} to {codes.max()} in a codebook of {codec.codebook_size}"
 
 
 def _first_difference(what: str, made: dict[str, Any], stored: dict[str, Any]) -> str:

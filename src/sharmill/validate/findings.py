@@ -72,6 +72,9 @@ CODES: Final[dict[str, Kind]] = {
         "match again, which picks no copies, and make what follows anew: sharmill run CONFIG --restart. "
         "--redo would write the same context again",
     ),
+    "bad_value": Kind(
+        "a value or an array of a field is missing, or is not as the dataset says of the field", _REDO, (_SHARD,)
+    ),
     "bad_codes": Kind("codes have another shape, type or range than the codec and the audio ask for", _REDO, (_SHARD,)),
     "wrong_totals": Kind(
         "dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds", _INDEX, (INDEX,)

@@ -15,13 +15,14 @@ import xxhash
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.files.storage import checksum_stream, open_regular
 from sharmill.shar.cut_lines import read_cuts
-from sharmill.shar.items import Item, ItemTable
-from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
+from sharmill.shar.items import Item, open_items
+from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE
 from sharmill.validate.accounts import hash_cut
 from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
-from sharmill.validate.contract import MALFORMED, check_contract
+from sharmill.validate.contract import check_contract
 from sharmill.validate.findings import Finding
 from sharmill.validate.foreign import check_foreign
+from sharmill.validate.items import MALFORMED
 from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, Levels, measure
 from sharmill.validate.recheck import Rechecker
 
@@ -85,8 +86,9 @@ class ShardCheck:
         for name, file in shard.files.items():
             if shard.record is not None and name not in self.subject.fields:
                 add(shard.finding("wrong_totals", name, f"{DATASET_FILE} does not name the field"))
-            if shard.record is not None and self.subject.is_own and file != shard_file(name, shard.index):
-                sentence = f"{SHARDS_FILE} has {file} where {shard_file(name, shard.index)} belongs"
+            field = self.subject.dataset.field(name) if self.subject.dataset and self.subject.is_own else None
+            if shard.record is not None and field is not None and file != field.path(shard.index):
+                sentence = f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs"
                 add(shard.finding("wrong_name", name, sentence))
             path = self.subject.directory / file
             try:
@@ -131,7 +133,7 @@ def read_contents(path: Path, name: str) -> list[Any]:
     """
     if name == CUTS:
         return list(read_cuts(path))
-    table = ItemTable(path)
+    table = open_items(path)
     return [table.item(number, copy=False) for number in range(len(table))]
 
 
@@ -140,7 +142,7 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
     record, cuts = shard.record, contents.get(CUTS)
     ids = [str(cut.get("id")) for cut in cuts or ()]
     expected, source = (record.count, "in the index") if record else (None if cuts is None else len(cuts), "cuts")
-    seconds = {TARGET_AUDIO: record.target_seconds, CONTEXT_AUDIO: record.context_seconds} if record else {}
+    seconds = record.seconds if record else {}
     for name, items in contents.items():
         if expected is not None and len(items) != expected:
             yield shard.finding("wrong_count", name, f"{len(items)} items, but {expected} {source}")

@@ -34,7 +34,6 @@ from sharmill.grow.placing import Placed, add_up_shards, place_shard, renumber, 
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
-from sharmill.shar.layout import shard_file
 from sharmill.write.config import WriteConfig
 
 NOTE_NAME = "append.json"
@@ -194,9 +193,10 @@ def _remove_leftovers(part: SourceDataset) -> None:
     path = directory / STAGING_NAME / NOTE_NAME
     if path.exists():
         note = _read_note(path, part.record)
-        for name in note.fields:
-            files = [shard_file(name, index) for index in range(note.first, note.first + note.count)]
-            remove_asides(directory / name, {Path(file).name for file in files})
+        for field in part.record.layout:
+            placed = range(note.first, note.first + note.count) if field.name in note.fields else ()
+            files = [field.path(index) for index in placed]
+            remove_asides(directory / field.name, {Path(file).name for file in files})
             for index, file in enumerate(files, note.first):
                 if index >= part.record.num_shards:
                     remove_tree(directory / file)

@@ -14,7 +14,7 @@ from sharmill.errors import ConfigError
 from sharmill.shar.cut_lines import read_cut_ids
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord
-from sharmill.shar.layout import CUTS, shard_file
+from sharmill.shar.layout import CUTS, Field
 
 # What must be the same in all parts, with the sentence that says what to do where it is not.
 _REMEDIES = {
@@ -23,6 +23,10 @@ _REMEDIES = {
     "sampling_rate": "write one of them again with the other's write.sampling_rate",
     "limits": "contexts were chosen by other limits: match one of them again with the other's",
     "match_precision": "contexts were chosen by other arithmetic: match one of them again with the other's precision",
+}
+_SAME = {
+    "codec": "encode one of them again with the other's model",
+    "field": "make the field of one of them again as that of the other",
 }
 
 
@@ -60,7 +64,7 @@ class SourceDataset:
             DamagedShard: a file of cuts cannot be read.
         """
         for shard in self.shards:
-            yield from read_cut_ids(self.directory / shard_file(CUTS, shard.index))
+            yield from read_cut_ids(self.directory / shard.fields[CUTS].file)
 
 
 def require_alike(parts: Sequence[SourceDataset]) -> None:
@@ -78,16 +82,19 @@ def require_alike(parts: Sequence[SourceDataset]) -> None:
             if values[0] != values[1]:
                 raise _unlike(first, other, key, values, remedy)
         for codec, same in zip(first.record.codecs, other.record.codecs, strict=True):
-            _require_same_codec(first, other, codec, same)
+            _require_same(first, other, "codec", codec, same)
+        for field, same_field in zip(first.record.layout, other.record.layout, strict=True):
+            _require_same(first, other, "field", field, same_field)
 
 
-def _require_same_codec(first: SourceDataset, other: SourceDataset, codec: CodecRecord, same: CodecRecord) -> None:
-    for key in CodecRecord.__struct_fields__:
-        left, right = getattr(codec, key), getattr(same, key)
+def _require_same(
+    first: SourceDataset, other: SourceDataset, what: str, one: CodecRecord | Field, same: CodecRecord | Field
+) -> None:
+    for key in one.__struct_fields__:
+        left, right = getattr(one, key), getattr(same, key)
         # A model may lie in another place; its checksum says whether it is the same. Any device will do.
         if key not in ("model", "devices") and left != right:
-            remedy = "encode one of them again with the other's model"
-            raise _unlike(first, other, f"{key} of the codec {codec.name!r}", [left, right], remedy)
+            raise _unlike(first, other, f"{key} of the {what} {one.name!r}", [left, right], _SAME[what])
 
 
 def _unlike(first: SourceDataset, other: SourceDataset, what: str, values: Sequence[Any], remedy: str) -> ConfigError:

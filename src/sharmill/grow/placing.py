@@ -15,7 +15,7 @@ from sharmill.errors import DamagedShard
 from sharmill.files.storage import NO_LINKS, fsync_directory, make_folder, open_atomic, stopping_errors
 from sharmill.grow.parts import SourceDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
-from sharmill.shar.layout import CUTS, shard_file
+from sharmill.shar.layout import CUTS
 from sharmill.shar.tar import open_field
 
 
@@ -34,9 +34,8 @@ def renumber(
     index = first
     for part in parts:
         for shard in part.shards:
-            fields = {
-                name: FieldFile(shard_file(name, index), file.size, file.xxh3) for name, file in shard.fields.items()
-            }
+            files = [(field, shard.fields[field.name]) for field in part.record.layout]
+            fields = {field.name: FieldFile(field.path(index), file.size, file.xxh3) for field, file in files}
             yield part, shard, msgspec.structs.replace(shard, index=index, fields=fields)
             index += 1
 

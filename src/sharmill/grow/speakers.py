@@ -15,7 +15,7 @@ import numpy as np
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.grow.parts import SourceDataset, hash_text
 from sharmill.shar.cut_lines import decode_line, read_lines
-from sharmill.shar.layout import CUTS, shard_file
+from sharmill.shar.layout import CUTS
 from sharmill.sources.speakers import NO_SPEAKER
 from sharmill.speaker_tag import parse_speaker_tag
 
@@ -71,7 +71,7 @@ class SpeakerTable:
         columns = np.zeros(part.record.num_cuts, [("speaker", "i8"), ("seconds", "f8"), ("own", "u8"), ("other", "u8")])
         position = 0
         for shard in part.shards:
-            path = part.directory / shard_file(CUTS, shard.index)
+            path = part.directory / shard.fields[CUTS].file
             lines = read_lines(path)
             if len(lines) != shard.count:
                 raise DamagedShard(f"{path}: {len(lines)} cuts instead of {shard.count}")

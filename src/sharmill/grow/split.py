@@ -42,10 +42,8 @@ from sharmill.grow.speakers import SpeakerTable
 from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
-from sharmill.shar.items import FieldWriter, ItemTable
-from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, DATASET_FILE, SHARDS_FILE, TARGET_AUDIO, shard_file
-
-_SECONDS = {TARGET_AUDIO: "seconds", CONTEXT_AUDIO: "context_seconds"}
+from sharmill.shar.items import FieldWriter, ItemTable, open_items
+from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class SplitStage(Stage):
     def _shard_record(self, unit: Unit, commit: Commit) -> ShardRecord:
         prefix = f"{unit.params['split']}/"
         named = {file.name.removeprefix(prefix): file for file in commit.files}
-        files = {field: named[shard_file(field, unit.params["shard"])] for field in self.part.record.fields}
+        files = {field.name: named[field.path(unit.params["shard"])] for field in self.part.record.layout}
         return ShardRecord(
             index=unit.params["shard"],
             count=commit.num_out,
@@ -233,37 +231,48 @@ class SplitProcessor(Processor):
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         name, shard = unit.params["split"], unit.params["shard"]
         cuts = map_stored_array(self._plan / f"{name}.npy")[unit.params["start"] : unit.params["stop"]]
-        fields = [field for field in self._part.record.fields if field != CUTS]
-        files = {field: f"{name}/{shard_file(field, shard)}" for field in (*fields, CUTS)}
-        stats: dict[str, Any] = dict.fromkeys(_SECONDS.values(), 0.0)
-        lines: list[bytes] = []
+        # The cuts last of all.
+        layout = sorted(self._part.record.layout, key=lambda field: field.kind == "cuts")
+        files = {field.name: f"{name}/{field.path(shard)}" for field in layout}
+        lines: dict[str, list[bytes]] = {field.name: [] for field in layout if field.kind in ("cuts", "value")}
+        seconds = dict.fromkeys(self._part.shards[0].seconds, 0.0)
         with ExitStack() as stack:
-            writers = {field: stack.enter_context(FieldWriter(staging.path(files[field]))) for field in fields}
+            writers = {
+                field: stack.enter_context(FieldWriter(staging.path(file)))
+                for field, file in files.items() if field not in lines
+            }  # fmt: skip
             sources = np.searchsorted(self._starts, cuts, side="right") - 1
             for source in np.unique(sources).tolist():
                 numbers = (cuts[sources == source] - self._starts[source]).tolist()
-                lines += self._copy(self._part.shards[source], numbers, writers, stats)
+                self._copy(self._part.shards[source], numbers, writers, lines, seconds)
                 advance(unit.cost * len(numbers) / unit.size)
-        write_cut_lines(staging.path(files[CUTS]), lines)
-        return Output(files=list(files.values()), num_out=len(lines), stats=stats)
+        for field, copied in lines.items():
+            write_cut_lines(staging.path(files[field]), copied)
+        stats = dict(zip(("seconds", "context_seconds"), seconds.values(), strict=True))
+        return Output(files=list(files.values()), num_out=len(lines[CUTS]), stats=stats)
 
     def _copy(
-        self, shard: ShardRecord, numbers: list[int], writers: Mapping[str, FieldWriter], stats: dict[str, Any]
-    ) -> list[bytes]:
-        """Copy cuts of a shard to the writers of fields, add their seconds to ``stats``, and return their lines."""
+        self, shard: ShardRecord, numbers: list[int], writers: Mapping[str, FieldWriter],
+        lines: Mapping[str, list[bytes]], seconds: dict[str, float],
+    ) -> None:  # fmt: skip
+        """Copy cuts of a shard to the writers and the lines of fields, and add up their seconds of audio."""
         path = self._checked(shard, CUTS)
-        lines, ids = read_lines(path), list(read_cut_ids(path))
-        for field, writer in writers.items():
-            with closing(ItemTable(self._checked(shard, field))) as table:
+        stored, ids = read_lines(path), list(read_cut_ids(path))
+        lines[CUTS].extend(stored[number] for number in numbers)
+        for field in (*writers, *(name for name in lines if name != CUTS)):
+            with closing(open_items(self._checked(shard, field))) as table:
                 if len(table) != len(ids):
                     raise table.damage(f"{len(table)} items for {len(ids)} cuts")
                 for number in numbers:
-                    cut_id = writer.copy(table, number)
+                    if isinstance(table, ItemTable):
+                        cut_id = writers[field].copy(table, number)
+                    else:
+                        cut_id = table.item(number).cut_id
+                        lines[field].append(table.line(number))
                     if cut_id != ids[number]:
                         raise table.damage(f"item {number} is {cut_id!r}, the cut there is {ids[number]!r}")
-                    if field in _SECONDS:
-                        stats[_SECONDS[field]] += (table.item(number).metadata or {}).get("duration", 0.0)
-        return [lines[number] for number in numbers]
+                    if field in seconds:
+                        seconds[field] += (table.item(number).metadata or {}).get("duration", 0.0)
 
     def _checked(self, shard: ShardRecord, field: str) -> Path:
         """Return the path of a file whose bytes are those that the index lists: damage is not to get a new checksum."""

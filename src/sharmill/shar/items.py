@@ -153,6 +153,10 @@ class ValueTable:
     def close(self) -> None:
         """Do nothing: no file is open."""
 
+    def line(self, number: int) -> bytes:
+        """Return the line of an item."""
+        return self._lines[number]
+
     def item(self, number: int, *, copy: bool = True) -> Item:
         """Return an item.
 

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import pytest
 from support.errors import raises
+from support.fields import add_fields
 from support.paths import REPOSITORY
 from support.reported import Elements
-from support.shar import Project, run, voice
+from support.shar import Project, copy, run, voice
 
 from sharmill.audio.sound import Sound
 from sharmill.config import to_yaml
@@ -226,3 +227,9 @@ def test_the_section_in_the_documentation_can_be_used(reported):
     exec(text.split("```")[0], names)
     content = names["SIZES"].make(read_dataset_facts(reported.dataset, {}))
     assert "<tr><td>0</td><td>5</td></tr>" in content
+
+
+def test_the_card_names_the_fields_that_a_stage_has_added(reported, tmp_path):
+    dataset = add_fields(copy(reported.dataset, tmp_path / "dataset"))
+    page = make_page(read_dataset_facts(dataset, {}))
+    assert "<dt>Field score</dt><dd>value of each cut, from 0 to 1, which may be missing, made by scorer</dd>" in page

@@ -12,6 +12,7 @@ from lhotse.shar.writers.cut import JsonlShardWriter
 from support.errors import raises
 from support.fields import SCORE, add_fields, require_fields
 from support.reader import make_dataset
+from support.shar import copy, snapshot
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
@@ -19,6 +20,7 @@ from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import FieldFile, read_dataset, read_shards, write_dataset
 from sharmill.shar.layout import Field, base_fields, codec_fields
+from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 from sharmill.shar.sidecars import indexed_shar, write_sidecars
 
 
@@ -185,3 +187,29 @@ def test_fields_that_are_removed_leave_the_others(dataset):
 def test_a_dataset_that_is_removed_leaves_no_added_field(dataset):
     ShardedDataset(dataset).remove(None)
     assert not [path for path in dataset.rglob("*") if not path.is_dir()]
+
+
+def test_an_index_that_is_made_again_keeps_what_the_old_one_says_of_them(built, tmp_path):
+    dataset = add_fields(copy(built.dataset, tmp_path / "dataset"))
+    before = snapshot(dataset)
+    (dataset / "shards.jsonl").unlink()
+    list(rebuild_index(dataset))
+    assert snapshot(dataset) == before
+    assert require_fields(dataset) == 7
+
+
+def test_without_an_old_index_they_are_read_by_their_folders(built, tmp_path):
+    dataset = add_fields(copy(built.dataset, tmp_path / "dataset"))
+    for name in ("shards.jsonl", "dataset.json"):
+        (dataset / name).unlink()
+    list(rebuild_index(dataset, [parse_codec_facts("toy,codebook_size=64")]))
+    assert read_dataset(dataset).contract == "foreign"
+    assert require_fields(dataset) == 7
+
+
+def test_an_index_is_not_made_of_other_lines(built, tmp_path):
+    dataset = add_fields(copy(built.dataset, tmp_path / "dataset"))
+    path = dataset / SCORE.path(0)
+    write_cut_lines(path, read_lines(path)[:-1])
+    with pytest.raises(DamagedShard, match=r"score.*items for 3 cuts"):
+        list(rebuild_index(dataset))

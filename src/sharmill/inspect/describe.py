@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from sharmill.errors import DamagedShard, RejectRecord
-from sharmill.inspect.stored import StoredCut, as_mapping, first_supervision, read_codes, read_stored_audio
+from sharmill.inspect.stored import StoredCut, as_mapping, first_supervision, read_stored_audio
+from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.index import DatasetRecord
 from sharmill.shar.items import Item
 
@@ -45,6 +46,8 @@ def dataset_rows(directory: Path, record: DatasetRecord) -> Iterator[tuple[str, 
     rate = "the rates of its sources" if record.sampling_rate is None else f"{record.sampling_rate} Hz"
     yield "audio", f"{record.audio_format}, {rate}"
     yield "fields", ", ".join(record.fields)
+    for field in record.added_fields:
+        yield f"field {field.name}", field.describe()
     for codec in record.codecs:
         trained = "" if codec.trained else "; untrained: its codes mean nothing"
         yield (
@@ -89,7 +92,9 @@ def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
     """
     for field, item in stored.items.items():
         if item.data is None:
-            yield field, "nothing" if item.metadata is None else "a value", json.dumps(item.metadata or "")
+            values = list((item.metadata or {"": ""}).values())
+            shown = json.dumps(values[0] if len(values) == 1 else item.metadata, ensure_ascii=False)
+            yield field, "nothing" if item.metadata is None else "a value", shown
             continue
         try:
             yield (field, *_describe_item(item))
@@ -112,9 +117,11 @@ def describe_as_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, An
 def _describe_item(item: Item) -> tuple[str, str]:
     assert item.data is not None
     if item.extension == "npy":
-        codes = read_codes(item)
-        first = ", ".join(map(str, codes[0, :_SHOWN_CODES])) if codes.size else ""
-        return f"{codes.shape} {codes.dtype}, codebooks and frames", f"the first codebook begins {first}"
+        array = array_from_bytes(item.data, item.cut_id)
+        is_codes = array.ndim == 2 and array.dtype.kind in "iu"
+        first = ", ".join(map(str, (array[0] if is_codes and array.size else array).flat[:_SHOWN_CODES]))
+        shape = f"{array.shape} {array.dtype}{', codebooks and frames' if is_codes else ''}"
+        return shape, f"{'the first codebook' if is_codes else 'it'} begins {first}"
     samples, rate = read_stored_audio(item)
     shape = f"({len(samples)},) at {rate} Hz, {len(samples) / rate:.3f} s of {item.extension}"
     return shape, waveform(samples)

@@ -26,7 +26,7 @@ _OTHER_CHARACTERS: Final = re.compile(r"[^\w-]+")
 
 
 def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
-    """Write ``cut.json``, the audio as it is stored and the codes as ``.npy`` into a folder; return the files.
+    """Write ``cut.json``, the audio as it is stored, arrays as ``.npy`` and values into a folder; return the files.
 
     Raises:
         ConfigError: the folder has files already.
@@ -36,9 +36,10 @@ def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
         raise ConfigError(f"{folder} is not an empty folder: name another one", code="foreign_output")
     contents = {"cut.json": msgspec.json.format(msgspec.json.encode(stored.cut), indent=2) + b"\n"}
     for field, item in stored.items.items():
-        if item.data is not None:
+        if item.metadata is not None:
             name, extension = (_OTHER_CHARACTERS.sub("_", part) for part in (field, item.extension))
-            contents[f"{name}.{extension}"] = item.data
+            value = msgspec.json.encode(item.metadata) + b"\n"
+            contents[f"{name}.{extension}"] = value if item.data is None else item.data
     for name, data in contents.items():
         write_atomic(folder / name, data)
     return [folder / name for name in contents]

@@ -16,7 +16,7 @@ from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.cut_lines import decode_cut, read_lines
 from sharmill.shar.index import ShardRecord, read_dataset, read_shards
-from sharmill.shar.items import Item, ItemTable
+from sharmill.shar.items import Item, open_items
 from sharmill.shar.layout import CUTS
 
 
@@ -103,12 +103,7 @@ def _read_items(directory: Path, shard: ShardRecord, number: int, cut_id: str) -
         path = _file(directory, shard, field)
         if field == CUTS:
             continue
-        if path.suffix != ".tar":  # a field of another tool, in lines of JSON
-            lines = read_lines(path)
-            value = decode_cut(path, lines[number]) if number < len(lines) else None
-            items[field] = Item(cut_id, "json", None, value)
-            continue
-        with closing(ItemTable(path)) as table:
+        with closing(open_items(path)) as table:
             if number >= len(table):
                 raise table.damage(f"there are {len(table)} items, and none for {cut_id!r}, which is number {number}")
             item = table.item(number)

@@ -95,6 +95,17 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         """Return the path of the file of one shard, relative to the dataset directory."""
         return self.file.replace(_INDEX, f"{shard:06d}")
 
+    def describe(self) -> str:
+        """Return what it is, in a few words.
+
+        >>> Field(name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score", by="x").describe()
+        'value of each cut, made by x'
+        """
+        what = f"{self.kind} of each cut" if self.attribute == self.name else f"{self.kind}, cut.{self.attribute}"
+        limits = f", from {self.limits[0]:g} to {self.limits[1]:g}" if self.limits else ""
+        missing = ", which may be missing" if self.optional else ""
+        return f"{what}{limits}{missing}{', made by ' if self.by else ''}{self.by}"
+
 
 def codec_folder(codec: str) -> str:
     """Return the folder of a codec's fields.

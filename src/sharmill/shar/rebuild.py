@@ -142,6 +142,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         match_precision=old.match_precision if old else "fp32",
         match_devices=old.match_devices if old else [],
         contract="sharmill" if own else "foreign",
+        layout=[added for added in (old.added_fields if old else []) if added.name in fields],
     )
     with changing_index(directory):
         write_shards(directory, records)
@@ -191,7 +192,7 @@ def _read_field(
         if count < len(ids) and item.cut_id != ids[count]:
             raise DamagedShard(f"{path}: item {count} is {item.cut_id!r}, the cut there is {ids[count]!r}")
         count += 1
-        if item.metadata is None:
+        if item.metadata is None or item.data is None:
             continue
         try:
             if "num_samples" in item.metadata:

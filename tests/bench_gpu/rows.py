@@ -70,7 +70,7 @@ class Bench:
     def load(self, name: str, precision: str = "fp32", device: str | None = None) -> Any:
         """Load a model on a device, by default the one that is measured."""
         load: Any = load_speaker_encoder if name == ENCODER else load_codec
-        return load(self.models[name], device or self.device, (), precision)
+        return load(self.models[name], device or self.device, precision=precision)
 
 
 def speed(bench: Bench, name: str) -> Iterator[Line]:

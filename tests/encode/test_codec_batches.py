@@ -11,8 +11,8 @@ import torch
 from support.shar import ToyCodec, voice
 
 from sharmill.encode.codec_batches import CodecBatches
-from sharmill.models.padding import Padding
 from sharmill.models.pieces import Pieces
+from sharmill.models.shapes import Padding
 from sharmill.shar.items import Item
 
 

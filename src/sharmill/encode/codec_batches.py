@@ -19,10 +19,9 @@ from sharmill.errors import RejectRecord, UnitFailed
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.measure import require_room
 from sharmill.models.memory import ELSEWHERE, MemoryGuard
-from sharmill.models.padding import Padding
 from sharmill.models.pieces import PIECE_SECONDS, Pieces
 from sharmill.models.protocols import Codec
-from sharmill.models.shapes import Batch, fill_batch, plan_batches
+from sharmill.models.shapes import Batch, Padding, fill_batch, plan_batches
 from sharmill.prefetch import prefetch
 from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.items import Item

@@ -33,8 +33,8 @@ from sharmill.files.storage import checksum_bytes, write_atomic
 from sharmill.files.stored import load_stored_array, save_array
 from sharmill.models import ModelFamily, find_codec, load_codec, make_deterministic
 from sharmill.models.device import check_device
-from sharmill.models.padding import Padding, log_padding
 from sharmill.models.pieces import PIECE_SECONDS, find_pieces
+from sharmill.models.shapes import Padding, log_padding
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
 from sharmill.shar.tar import open_field

@@ -16,8 +16,8 @@ from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
 from sharmill.models.memory import MemoryGuard
-from sharmill.models.padding import Padding
 from sharmill.models.protocols import SpeakerEncoder, pad, padded_batches
+from sharmill.models.shapes import Padding
 from sharmill.prefetch import prefetch
 
 _SPOOLED_BYTES: Final = 64 << 20

@@ -48,7 +48,7 @@ from sharmill.models import load_speaker_encoder, make_deterministic
 from sharmill.models.arithmetic import fit_batch_seconds
 from sharmill.models.device import check_device
 from sharmill.models.measure import require_room
-from sharmill.models.padding import Padding, log_padding
+from sharmill.models.shapes import Padding, log_padding
 from sharmill.prepare.config import PrepareConfig
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.prepare.stage import identify_roots, manifest_stem, prepared_manifest

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from sharmill.models.padding import Padding
 from sharmill.models.protocols import pad
+from sharmill.models.shapes import Padding
 
 if TYPE_CHECKING:
     from sharmill.models.protocols import Codec

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ from sharmill.engine.plan import load_plan, mark_to_begin_anew
 from sharmill.engine.run import Executor, Unlocked, describe_end, locked, merge_files, reserved, run_stage
 from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import Stage, stage_classes
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.base import ConfiguredExecutor
@@ -38,7 +37,6 @@ from sharmill.files.storage import (
 )
 from sharmill.files.stored import read_stored
 from sharmill.grow.append import require_fitting
-from sharmill.registry import STAGES
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.config import ValidateConfig
 from sharmill.validate.findings import Report
@@ -77,31 +75,7 @@ class DatasetResult:
 
 def stages_of(config: Config) -> tuple[str, ...]:
     """Return the kinds of the stages of a dataset, in the order in which they run."""
-    return tuple(_stage_classes(config))
-
-
-def _stage_classes(config: Config) -> dict[str, type[Stage]]:
-    """Return the classes of the stages of a dataset by their kinds, in the order in which they run.
-
-    Raises:
-        ConfigError: a stage of another package is not as it has to be.
-    """
-    kinds = dict.fromkeys((*STAGES.own, *config.sections))
-    classes: dict[str, type[Stage]] = {kind: STAGES.load_class(kind) for kind in kinds}
-    if wrong := [kind for kind, stage in classes.items() if stage.kind != kind]:
-        raise ConfigError(f"the stage {wrong[0]!r} calls itself {classes[wrong[0]].kind!r}", code="bad_plugin")
-    classes = {kind: stage for kind, stage in classes.items() if stage.section is None or config.all(stage.section)}
-    before = {
-        kind: [
-            other for other, its in classes.items()
-            if other in stage.after or ("*" in stage.after and kind not in its.after and other != kind)
-        ]
-        for kind, stage in classes.items()
-    }  # fmt: skip
-    try:
-        return {kind: classes[kind] for kind in TopologicalSorter(before).static_order()}
-    except CycleError as error:
-        raise ConfigError(f"stages read each other's output: {', '.join(error.args[1])}", code="bad_plugin") from error
+    return tuple(stage_classes(config))
 
 
 def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:
@@ -110,7 +84,7 @@ def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequenc
     Raises:
         ConfigError: one is named that a dataset of this kind does not have.
     """
-    classes = _stage_classes(config)
+    classes = stage_classes(config)
     if absent := [name for name in names or () if name not in classes]:
         what = "null in" if absent[0] in config.sections else "not a key of"
         raise ConfigError(
@@ -125,7 +99,7 @@ def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequenc
 
 def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stage]:
     """Return the stages in the order in which they run, by default all; there may be several of one kind."""
-    kinds, classes = choose_stages(config, names), _stage_classes(config)
+    kinds, classes = choose_stages(config, names), stage_classes(config)
     # Each looks for the plan that is there.
     with disk_errors(Path(config.run_dir)):
         chosen = [stage for kind in kinds for stage in classes[kind].of(config)]
@@ -169,7 +143,7 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         ConfigError: with what to change.
     """
     stages = choose_stages(config, stages)
-    for stage_class in _stage_classes(config).values():
+    for stage_class in stage_classes(config).values():
         stage_class.check(config)
     if config.append_to is not None:
         require_fitting(config, Path(config.append_to))

@@ -5,7 +5,7 @@ The stage ``survey`` has found the segments; the stage ``assemble`` puts their c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -37,6 +37,7 @@ from sharmill.models.pieces import PIECE_SECONDS, find_pieces
 from sharmill.models.shapes import Padding, log_padding
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
+from sharmill.shar.layout import codec_of_field
 from sharmill.shar.tar import open_field
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies.
@@ -137,6 +138,15 @@ class EncodeStage(Stage):
             inside = numbers[:, starts[shard] : starts[shard + 1]]
             blocks.update(np.unique(np.searchsorted(bounds, inside, side="right") - 1).tolist())
         return blocks
+
+    @classmethod
+    def mender(cls, field: str, *, content: bool) -> str | None:
+        codec = codec_of_field(field) if content else None
+        return codec and f"{cls.kind}/{codec}"
+
+    def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
+        own = shards.get(self.name, set())
+        return (self.blocks_of(own) if own and self.dir.units.exists() else own) or None
 
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)

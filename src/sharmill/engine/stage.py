@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -17,6 +18,7 @@ from sharmill.config import Config, MetricsConfig, StageSection
 from sharmill.config.references import References
 from sharmill.engine.rundir import RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
+from sharmill.errors import ConfigError
 from sharmill.files.staging import Staging
 from sharmill.registry import STAGES
 
@@ -246,6 +248,24 @@ class Stage(ABC):
         It is called when ``check_output`` found nothing, as long as the plan is there.
         """
 
+    @classmethod
+    def mender(cls, field: str, *, content: bool) -> str | None:
+        """Return the name of the stage of this class that mends a field of the published layout, if one does.
+
+        Args:
+            content: what the stage has put together is wrong in itself, and has to be made anew.
+        """
+        return None
+
+    def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
+        """Return the units to do again for findings of the checker, or None where they do not concern the stage.
+
+        Args:
+            shards: those with findings, by the name of the stage whose output mends them.
+            of_index: the index of the dataset is to be compared with the ledgers of all that publish in it.
+        """
+        return None
+
     def later(self) -> list[StageDir]:
         """Return the folders of the stages whose output goes with that of this one when it begins anew.
 
@@ -274,3 +294,27 @@ def add_up(commits: Iterable[Commit]) -> Totals:
         rejects=dict(rejects),
         hours=sum(commit.stats.get("seconds", 0.0) for commit in commits) / 3600,
     )
+
+
+def stage_classes(config: Config) -> dict[str, type[Stage]]:
+    """Return the classes of the stages of a dataset by their kinds, in the order in which they run.
+
+    Raises:
+        ConfigError: a stage of another package is not as it has to be.
+    """
+    kinds = dict.fromkeys((*STAGES.own, *config.sections))
+    classes: dict[str, type[Stage]] = {kind: STAGES.load_class(kind) for kind in kinds}
+    if wrong := [kind for kind, stage in classes.items() if stage.kind != kind]:
+        raise ConfigError(f"the stage {wrong[0]!r} calls itself {classes[wrong[0]].kind!r}", code="bad_plugin")
+    classes = {kind: stage for kind, stage in classes.items() if stage.section is None or config.all(stage.section)}
+    before = {
+        kind: [
+            other for other, its in classes.items()
+            if other in stage.after or ("*" in stage.after and kind not in its.after and other != kind)
+        ]
+        for kind, stage in classes.items()
+    }  # fmt: skip
+    try:
+        return {kind: classes[kind] for kind in TopologicalSorter(before).static_order()}
+    except CycleError as error:
+        raise ConfigError(f"stages read each other's output: {', '.join(error.args[1])}", code="bad_plugin") from error

@@ -160,6 +160,11 @@ class ShardedDataset:
         remove_for_good(self.index_files)
         self._remove_files(fields, num_shards)
 
+    def has_files(self, fields: Iterable[str]) -> bool:
+        """Return True if there are files in the folder of a field, whether or not the index lists it."""
+        folders = [self.directory / field for field in fields]
+        return any(folder.is_dir() and not _has_no_files(folder) for folder in folders)
+
     def stored_codecs(self) -> list[str]:
         """Return the names of the codecs that have a folder, whether or not the index lists them."""
         if not self.directory.is_dir():
@@ -197,13 +202,12 @@ class ShardedDataset:
 
     def remove_fields(self, fields: Sequence[Field], num_shards: int | None) -> None:
         """Remove the files of fields, if there are any, from the index first; raises as ``remove``."""
-        folders = [self.directory / field.name for field in fields]
-        if not any(folder.is_dir() and not _has_no_files(folder) for folder in folders):
+        names = {field.name for field in fields}
+        if not self.has_files(names):
             return
-        refuse_strangers(self.directory, folders)
+        refuse_strangers(self.directory, (self.directory / name for name in names))
         with changing_index(self.directory):
             write_dataset(self.directory, _without_fields(self.record(), fields))
-            names = {field.name for field in fields}
             write_shards(self.directory, [_without(shard, names) for shard in self.shards()])
         self._remove_files(fields, num_shards)
 

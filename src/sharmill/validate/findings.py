@@ -6,7 +6,7 @@ The report as JSON is what ``--json FILE`` writes and ``--redo FILE`` reads; doc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -16,13 +16,14 @@ import msgspec
 from sharmill.errors import ConfigError
 from sharmill.files.storage import open_regular
 from sharmill.manifest import iterate_lines
+from sharmill.registry import STAGES
 from sharmill.shar.cut_lines import NOT_JSON
-from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, codec_of_field
+from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, Field
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29
-# Stages of units that mend findings; those of codes have the name of the codec behind them.
-WRITE, INDEX, ENCODE, ASSEMBLE = "write", "index", "encode/", "assemble/"
+# In the place of a stage where the index of the dataset is to be made again.
+INDEX: Final = "index"
 # The same for all fields of a shard: its files are made again, or its audio is encoded again too.
 _SHARD: Final = "shard"
 _CODES: Final = "codes"
@@ -166,7 +167,7 @@ def read_findings(path: Path) -> list[Finding]:
 class UnitToRepeat(msgspec.Struct, frozen=True, order=True):
     """A unit that mends findings when it is done again.
 
-    ``stage`` is write, encode/<codec> (what the shard holds is encoded and assembled again), assemble/<codec>, or
+    ``stage`` is the name of one, as encode/<codec>, by which what the shard holds is encoded and assembled again, or
     index, which has no shards.
     """
 
@@ -174,16 +175,21 @@ class UnitToRepeat(msgspec.Struct, frozen=True, order=True):
     shard: int | None = None
 
 
-def units_to_repeat(finding: Finding) -> list[UnitToRepeat]:
-    """Return the units that mend a finding when they are done again; none where none does."""
+def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToRepeat]:
+    """Return the units that mend a finding when they are done again; none where none does.
+
+    Args:
+        makers: the names of the stages that made the fields which are not of the published layout.
+    """
     mended_by = CODES[finding.code].mended_by
     units: list[UnitToRepeat] = []
     if INDEX in mended_by or (mended_by and finding.is_of_index):
         units.append(UnitToRepeat(INDEX))
     if mended_by and mended_by[-1] in (_SHARD, _CODES) and finding.shard is not None:
-        codec = codec_of_field(finding.field or CUTS)
-        stage = ENCODE if mended_by[-1] == _CODES else ASSEMBLE
-        units.append(UnitToRepeat(WRITE if codec is None else f"{stage}{codec}", finding.shard))
+        field, content = finding.field or CUTS, mended_by[-1] == _CODES
+        own = (STAGES.load_class(kind).mender(field, content=content) for kind in STAGES.own)
+        stages = filter(None, (makers.get(field), *own))
+        units += [UnitToRepeat(stage, finding.shard) for stage in stages][:1]
     return units
 
 
@@ -214,9 +220,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"units_to_repeat
 
 def make_report(
     dataset: Path, findings: Sequence[Finding], *, level: dict[str, Any], checked: dict[str, float],
-    unchecked: Iterable[str], foreign: bool = False,
+    unchecked: Iterable[str], foreign: bool = False, fields: Iterable[Field] = (),
 ) -> Report:  # fmt: skip
-    """Return the report of a dataset directory, which another tool may have written (``foreign``)."""
+    """Return the report of a dataset directory, which another tool may have written (``foreign``).
+
+    Args:
+        fields: those that are not of the published layout.
+    """
+    makers = {field.name: field.by for field in fields}
     counts = Counter(finding.code for finding in findings)
     kinds = [KindCount(code, kind.severity, counts[code], kind.meaning, kind.to_do_for(foreign))
              for code, kind in CODES.items() if counts[code]]  # fmt: skip
@@ -230,7 +241,9 @@ def make_report(
         errors=errors,
         warnings=len(findings) - errors,
         kinds=kinds,
-        units_to_repeat=sorted({unit for finding in findings for unit in units_to_repeat(finding) if not foreign}),
+        units_to_repeat=sorted(
+            {unit for finding in findings for unit in units_to_repeat(finding, makers) if not foreign}
+        ),
         findings=[finding.to_row(foreign=foreign) for finding in findings],
     )
 

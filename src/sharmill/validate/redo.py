@@ -7,18 +7,16 @@ from pathlib import Path
 
 from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.stage import EncodeStage
 from sharmill.engine.ledger import revoke
 from sharmill.engine.plan import load_plan
 from sharmill.engine.run import locked
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import Stage, stage_classes
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError
 from sharmill.files.storage import remove_tree
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.validate.findings import ASSEMBLE, ENCODE, INDEX, WRITE, Report
-from sharmill.write.stage import WriteStage
+from sharmill.validate.findings import INDEX, Report
 
 
 def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> None:
@@ -49,17 +47,10 @@ def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
     wanted: dict[str, set[int]] = {}
     for unit in report.units_to_repeat:
         wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
-    write = WriteStage(config)
-    encodes = [EncodeStage(config, codec) for codec in config.section(EncodeConfig).codecs]
-    _check_codecs(config, wanted)
-    units = {write.name: wanted.get(WRITE, set())}
-    concerned: list[Stage] = [write] if units[write.name] or INDEX in wanted else []
-    for encode in encodes:
-        again = wanted.get(encode.name, set())
-        units[encode.name] = again
-        units[encode.assemble.name] = again | wanted.get(encode.assemble.name, set())
-        concerned += [encode] if again else []
-        concerned += [encode.assemble] if units[encode.assemble.name] or INDEX in wanted else []
+    every = [stage for kind in stage_classes(config).values() for stage in kind.of(config)]
+    _check_makers(config, wanted, every)
+    found = [(stage, stage.redo(wanted, of_index=INDEX in wanted)) for stage in every]
+    concerned = {stage: units for stage, units in found if units is not None}
     for stage in concerned:
         if stage.kind not in stages:
             raise ConfigError(
@@ -70,11 +61,9 @@ def _take_back(config: Config, report: Report, stages: Sequence[str]) -> None:
                 f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset",
                 code="bad_findings",
             )
-    for encode in encodes:
-        units[encode.name] = encode.blocks_of(units[encode.name]) if encode in concerned else set()
-    for stage in concerned:
+    for stage, units in concerned.items():
         remove_tree(stage.dir.done)
-        if known := units[stage.name] & {unit.index for unit in load_plan(stage)}:
+        if known := units & {unit.index for unit in load_plan(stage)}:
             revoke(stage, known)
 
 
@@ -91,14 +80,16 @@ def _check_report(config: Config, report: Report) -> None:
         )
 
 
-def _check_codecs(config: Config, wanted: dict[str, set[int]]) -> None:
-    """Raise ConfigError where a codec is concerned that the configuration does not have, and so cannot encode again."""
-    named = {name.partition("/")[2] for name in wanted if name.startswith((ENCODE, ASSEMBLE))}
+def _check_makers(config: Config, wanted: dict[str, set[int]], stages: Sequence[Stage]) -> None:
+    """Raise ConfigError where fields are concerned that no stage of the configuration makes."""
+    missing = {name.partition("/")[2] or name for name in wanted.keys() - {INDEX} - {stage.name for stage in stages}}
     if INDEX in wanted:
-        named.update(ShardedDataset(Path(config.dataset_dir)).stored_codecs())
-    if missing := sorted(named - {codec.name for codec in config.section(EncodeConfig).codecs}):
+        own = {codec.name for codec in config.section(EncodeConfig).codecs}
+        missing.update(set(ShardedDataset(Path(config.dataset_dir)).stored_codecs()) - own)
+    if missing:
         raise ConfigError(
-            f"the codes called {missing[0]!r} are not of this configuration: add that codec to encode.codecs, with the "
-            "run_dir that they were made from" + ("; or make the index with sharmill index" if INDEX in wanted else ""),
+            f"the codes or fields called {min(missing)!r} are not of this configuration: add that codec to "
+            "encode.codecs, or that stage, with the run_dir that they were made from"
+            + ("; or make the index with sharmill index" if INDEX in wanted else ""),
             code="bad_findings",
         )

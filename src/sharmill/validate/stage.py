@@ -169,6 +169,7 @@ class ValidateStage(Stage):
             level=self.references.hide(self.level()),
             checked={"shards": len(commits), **checked, **counts},
             unchecked=[*subject.unchecked, *self._unchecked(checked, hashes)],
+            fields=subject.dataset.added_fields if subject.dataset else (),
             foreign=subject.dataset is not None and not subject.is_own,
         )
         write_atomic(self.report_file, encode_report(report))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +43,7 @@ from sharmill.shar.layout import (
     FORMAT_VERSION,
     TARGET_AUDIO,
     base_fields,
+    codec_of_field,
     context_id,
     shard_file,
 )
@@ -135,6 +136,14 @@ class WriteStage(Stage):
 
     def discard(self) -> None:
         self._dataset.remove(count_planned(self))
+
+    @classmethod
+    def mender(cls, field: str, *, content: bool) -> str | None:
+        return cls.kind if codec_of_field(field) is None else None
+
+    def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
+        own = shards.get(self.name, set())
+        return own if own or of_index else None
 
     def check_output(self) -> None:
         """Raise ConfigError where the dataset directory holds what this run has not written."""

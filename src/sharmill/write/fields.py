@@ -1,0 +1,142 @@
+"""Base of stages that add fields to a finished dataset: files beside those of its shards, and their names in its index.
+
+A stage of another package derives from ``FieldStage``, says which fields it adds and gives a ``FieldProcessor`` that
+writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sharmill.config import Config
+from sharmill.engine.identity import versions
+from sharmill.engine.ledger import committed_files
+from sharmill.engine.plan import count_planned
+from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.errors import ConfigError, UnitFailed
+from sharmill.files.staging import Staging
+from sharmill.files.storage import checksum
+from sharmill.shar.cut_lines import read_cut_ids
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import CodecRecord, FieldFile
+from sharmill.shar.layout import CUTS, Field
+
+
+class FieldStage(Stage):
+    """A stage that adds fields to a dataset. One unit is one shard.
+
+    Attributes:
+        dataset: the dataset that gets the fields.
+    """
+
+    after: ClassVar[Sequence[str]] = ("write",)
+    cost_unit: ClassVar = "records"
+
+    def __init__(self, config: Config, settings: Any = None) -> None:
+        super().__init__(config, settings)
+        self.root = Path(config.dataset_dir)
+        self.dataset = ShardedDataset(self.root)
+
+    @abstractmethod
+    def fields(self) -> list[Field]:
+        """Return the fields that the stage adds to the dataset as it is; ``by`` of each is the name of the stage."""
+
+    @property
+    def possible_fields(self) -> list[Field]:
+        """The fields that it may add, also as long as there is no dataset."""
+        return self.fields()
+
+    @property
+    def folders(self) -> Sequence[str]:  # type: ignore[override]
+        return [field.name for field in self.fields()]
+
+    @property
+    def reserves(self) -> tuple[Path, Sequence[str]]:
+        return self.root, [field.name for field in self.possible_fields]
+
+    def identity(self) -> dict[str, Any]:
+        self.dataset.record()
+        return {
+            "settings": dataclasses.asdict(self.settings),
+            "input": self.dataset.audio_checksum(),
+            "versions": versions(),
+        }
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        start = 0
+        for shard in self.dataset.shards():
+            cuts = shard.fields[CUTS]
+            params = {"start": start, "cuts": [cuts.file, cuts.xxh3], "seconds": shard.target_seconds}
+            yield make_unit(shard.index, cost=float(shard.count), size=shard.count, params=params)
+            start += shard.count
+
+    def codec(self) -> CodecRecord | None:
+        """Return the codec that the index is to list, where the fields are its codes."""
+        return None
+
+    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
+        commits = list(commits)
+        fields = self.fields() if commits else []
+        files = [
+            {
+                field.name: FieldFile(file.name, file.size, file.xxh3)
+                for field, file in zip(fields, commit.files, strict=True)
+            }
+            for commit in commits
+        ]
+        self.dataset.add_fields(fields, files, self.codec())
+        return add_up(commits)
+
+    def is_finalized(self) -> bool:
+        # The index may have been made again without these fields, as when it was lost.
+        return set(self.folders) <= set(self.dataset.record().fields)
+
+    def discard(self) -> None:
+        self.dataset.remove_fields(self.possible_fields, count_planned(self))
+
+    def check_output(self) -> None:
+        """Raise ConfigError where the dataset has fields of these names that this run has not made."""
+        fields, own = [field.name for field in self.possible_fields], committed_files(self)
+        if self.dataset.has_files(fields) and not self.dataset.is_made_of(fields, own):
+            raise ConfigError(
+                f"{self.root} already has {self.describe_fields()} that were not made from {self.run_dir.path}; "
+                "choose another name",
+                code="foreign_output",
+            )
+
+    def describe_fields(self) -> str:
+        """Return how messages call the fields."""
+        return f"fields called {' and '.join(self.folders)}"
+
+    def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
+        own = shards.get(self.name, set())
+        return own if own or of_index else None
+
+
+class FieldProcessor(Processor):
+    """The processor of a stage that adds fields."""
+
+    def __init__(self, stage: FieldStage) -> None:
+        self.stage = stage
+        self.fields = stage.fields()
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        file, expected = unit.params["cuts"]
+        cuts = self.stage.root / file
+        if checksum(cuts) != expected:
+            raise UnitFailed(
+                f"{cuts} has changed since it was written: remove it and run the stage write again",
+                code="damaged_shard",
+            )
+        files = [field.path(unit.index) for field in self.fields]
+        self.write(unit, list(read_cut_ids(cuts)), [staging.path(path) for path in files])
+        return Output(files=files, num_out=unit.size, stats={"seconds": unit.params["seconds"]})
+
+    @abstractmethod
+    def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
+        """Write the files of the fields for one shard, with something for each of its cuts in their order."""

@@ -194,9 +194,6 @@ def test_tables_have_clean_names_and_know_which_are_there_twice(tmp_path):
     assert table.members["a"] is None
     assert [table.members[name].name for name in ("b", "c")] == ["b", "c"]
     assert table.damage is None
-    assert read_table(path) is table
-    write_tar(path, [("new", b"")])
-    assert list(read_table(path).members) == ["new"]
 
 
 def test_no_archive_is_a_reject(tmp_path):

@@ -138,11 +138,9 @@ class Source(ABC):
         self.template()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without cached properties: what is known of files, such as an open one, stays in a process."""
-        cached = {
-            name for kind in type(self).__mro__ for name, v in vars(kind).items() if isinstance(v, cached_property)
-        }
-        return {name: value for name, value in self.__dict__.items() if name not in cached}
+        """Return the state without cached properties, such as open files, which each process has for itself."""
+        members = {name: member for kind in reversed(type(self).__mro__) for name, member in vars(kind).items()}
+        return {key: v for key, v in self.__dict__.items() if not isinstance(members.get(key), cached_property)}
 
     def check(self) -> None:  # noqa: B027 (some sources can be checked only by reading them)
         """Raise ConfigError where the input as a whole cannot be used; read little of it."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -84,6 +84,11 @@ class NemoTarredSource(TarSource):
         self._lines.check_speaker()
 
     @cached_property
+    def _table(self) -> Callable[[Path], MemberTable]:
+        """The members of an archive; those of the archives that were read last are kept."""
+        return lru_cache(maxsize=4)(read_table)
+
+    @cached_property
     def _pairs(self) -> list[dict[int | None, int]]:
         """For each manifest the archives that its records may name by shard_id; under None the one that needs none."""
         manifests, tars = self.manifest, self.tars
@@ -126,7 +131,7 @@ class NemoTarredSource(TarSource):
         """Yield the records of entries that name members of one archive."""
         file = self.archives[tar]
         try:
-            table = read_table(file)
+            table = self._table(file)
         except RejectRecord as reject:
             yield from (Unreadable(reject.reason, reject.detail, e.line.decode("utf-8", "replace")) for e in entries)
             return

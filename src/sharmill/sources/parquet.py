@@ -27,6 +27,10 @@ _ROWS_AT_ONCE: Final = 1000
 # Stands for the path of a row's audio beside the keys of its record, which can have any name but this.
 _NAME: Final = ""
 _NOT_TEXT: Final = object()
+# Names of Arrow's types.
+_TEXTS: Final = ("string", "large_string", "string_view")
+_BYTES: Final = ("binary", "large_binary", "binary_view")
+_LISTS: Final = ("list<", "large_list<", "fixed_size_list<")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,7 @@ class _Rows:
         self._file = file
         kind = file.schema.field(audio).type
         self._bytes = audio_bytes(file.schema, audio)
-        self._name = audio if _is_text(kind) else f"{audio}.path" if "path" in _fields(kind) else None
+        self._name = audio if str(kind) in _TEXTS else f"{audio}.path" if "path" in _fields(kind) else None
         mapped = {*columns, *columns.values(), audio}
         kept = [column.name for column in file.schema if _is_plain(column.type) and column.name not in mapped]
         self._keys = {name: name for name in kept} | columns
@@ -275,16 +279,16 @@ def _value(scalar: pa.Scalar) -> Any:
 def _problem(kind: pa.DataType) -> str | None:
     """Return what is wrong with a column as one of audio."""
     fields = _fields(kind)
-    if "array" in fields or _is_list(kind):
+    if "array" in fields or str(kind).startswith(_LISTS):
         return (
             "has decoded samples, and only audio files are read; let Hugging Face's datasets write it with the feature "
             "Audio, or save the samples as files"
         )
     if fields:
         usable = [name for name in ("bytes", "path") if name in fields]
-        if usable and all(_is_bytes(fields[n]) if n == "bytes" else _is_text(fields[n]) for n in usable):
+        if usable and all(str(fields[n]) in _BYTES if n == "bytes" else str(fields[n]) in _TEXTS for n in usable):
             return None
-    elif _is_bytes(kind) or _is_text(kind):
+    elif str(kind) in _BYTES or str(kind) in _TEXTS:
         return None
     return f"is {kind}; audio is bytes, paths, or a struct of bytes and path"
 
@@ -308,22 +312,4 @@ def _is_plain(kind: pa.DataType) -> bool:
 
     kind = kind.value_type if types.is_dictionary(kind) else kind
     is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-    return _is_text(kind) or is_number or types.is_timestamp(kind) or types.is_date(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    from pyarrow import types
-
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    from pyarrow import types
-
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    from pyarrow import types
-
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return str(kind) in _TEXTS or is_number or types.is_timestamp(kind) or types.is_date(kind)

@@ -11,14 +11,13 @@ import re
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 
 from sharmill.audio.files import open_audio
-from sharmill.audio.row_files import file_state
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
@@ -240,16 +239,11 @@ class MemberTable:
 
 
 def read_table(path: Path) -> MemberTable:
-    """Return the members of an archive; those of the archives that were read last are kept.
+    """Return the members of an archive.
 
     Raises:
         RejectRecord: as ``walk_members``.
     """
-    return _read_table(path, file_state(path))
-
-
-@lru_cache(maxsize=4)
-def _read_table(path: Path, state: tuple[int, int] | None) -> MemberTable:
     members: dict[str, TarMember | None] = {}
     for member in walk_members(path):
         if isinstance(member, TarDamage):

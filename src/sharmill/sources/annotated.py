@@ -22,10 +22,10 @@ from sharmill.sources.annotations import (
     AnnotationFormat,
     BadLine,
     Stretch,
-    choose_names,
     find_overlaps,
     join_stretches,
     parse_textgrid,
+    tier_pattern,
 )
 from sharmill.sources.files import check_encoding, expand_home
 from sharmill.sources.folder import pack_spans, path_from_text, path_to_text, walk_files
@@ -123,7 +123,7 @@ class AnnotatedSource(Source):
             except ValueError:
                 continue
             names |= dict.fromkeys(tier.name for tier in tiers)
-        if names and not choose_names(names, self.tier):
+        if names and not any(map(tier_pattern(self.tier).fullmatch, names)):
             hint = nearest(str(self.tier), list(names))
             raise ConfigError(
                 f"the tier {self.tier!r} is in none of the first {len(files)} TextGrids{hint}", code="unknown_key"

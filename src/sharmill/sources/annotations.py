@@ -6,9 +6,12 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
+
+Token = TypeVar("Token", str, float)
 
 # Two stretches that overlap by less only have rounded times.
 _MIN_OVERLAP: Final = 1e-3
@@ -130,15 +133,24 @@ def _clock(parts: Sequence[str]) -> float:
 
 
 def _parse_textgrid(text: str, tier: str | None, name: str) -> Iterator[Stretch | BadLine]:
-    tiers = parse_textgrid(text)
-    chosen = choose_names([found.name for found in tiers], tier)
+    tiers, pattern = parse_textgrid(text), tier_pattern(tier)
+    chosen = [(found, match) for found in tiers if (match := pattern.fullmatch(found.name))]
     if not chosen:
         names = ", ".join(repr(found.name) for found in tiers[:20])
         raise ValueError(f"the file has no tier of intervals that is {tier!r}; it has {names or 'none'}")
-    for found in (found for found in tiers if found.name in chosen):
+    for found, match in chosen:
         for start, end, said in found.intervals:
             if said.strip():
-                yield Stretch("", start, end, said.strip(), _speaker_of(found.name, tier))
+                yield Stretch("", start, end, said.strip(), "".join(match.groups()).strip() or None)
+
+
+def tier_pattern(tier: str | None) -> re.Pattern[str]:
+    """Return a pattern of the names of tiers, whose group is what ``*`` stands for, the speaker; None is ``*``.
+
+    >>> tier_pattern("* - words").fullmatch("Anna - words")[1]
+    'Anna'
+    """
+    return re.compile(re.escape("*" if tier is None else tier).replace(r"\*", "(.*)"), re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -159,82 +171,49 @@ def parse_textgrid(text: str) -> list[Tier]:
         >>> parse_textgrid('"ooTextFile" "TextGrid" 0 1 <exists> 1 "IntervalTier" "words" 0 1 1 0 1 "yes"')
         [Tier(name='words', intervals=[(0.0, 1.0, 'yes')])]
     """
-    tokens = _Tokens(text)
-    if [tokens.text(), tokens.text()] != ["ooTextFile", "TextGrid"]:
+    tokens = _iterate_tokens(text)
+    texts, numbers = partial(_take, tokens, str), partial(_take, tokens, float)
+
+    def count() -> range:
+        return range(int(min(numbers(), 1e9)))
+
+    if [texts(), texts()] != ["ooTextFile", "TextGrid"]:
         raise ValueError("the file is no TextGrid in text form")
-    tokens.number()
-    tokens.number()
+    numbers()
+    numbers()
     tiers = []
-    for _ in range(tokens.count()):
-        kind, name = tokens.text(), tokens.text()
+    for _ in count():
+        kind, name = texts(), texts()
         if kind not in ("IntervalTier", "TextTier"):
             raise ValueError(f"a tier is a {kind[:40]!r}, not one of intervals or points")
-        tokens.number()
-        tokens.number()
+        numbers()
+        numbers()
         if kind == "TextTier":
-            for _ in range(tokens.count()):
-                tokens.number()
-                tokens.text()
+            for _ in count():
+                numbers()
+                texts()
             continue
-        found = ((tokens.number(), tokens.number(), tokens.text()) for _ in range(tokens.count()))
-        tiers.append(Tier(name, list(found)))
+        tiers.append(Tier(name, [(numbers(), numbers(), texts()) for _ in count()]))
     return tiers
 
 
-class _Tokens:
-    """The numbers and texts of a file, one after the other."""
-
-    def __init__(self, text: str) -> None:
-        self._tokens = self._iterate(text)
-
-    @staticmethod
-    def _iterate(text: str) -> Iterator[str | float]:
-        for match in _TOKEN.finditer(text):
-            if match[1] is not None:
-                yield match[1].replace('""', '"')
-            elif _NUMBER.fullmatch(match[2]) and math.isfinite(number := float(match[2])):
-                yield number
-
-    def text(self) -> str:
-        """Return the next token, a text."""
-        token = next(self._tokens, None)
-        if not isinstance(token, str):
-            raise ValueError("the file is cut off" if token is None else "the file has a number in the place of a text")
-        return token
-
-    def number(self) -> float:
-        """Return the next token, a number."""
-        token = next(self._tokens, None)
-        if not isinstance(token, float):
-            raise ValueError("the file is cut off" if token is None else "the file has a text in the place of a number")
-        return token
-
-    def count(self) -> int:
-        """Return the next token, a number of things."""
-        return int(min(self.number(), 1e9))
+def _iterate_tokens(text: str) -> Iterator[str | float]:
+    for match in _TOKEN.finditer(text):
+        if match[1] is not None:
+            yield match[1].replace('""', '"')
+        elif _NUMBER.fullmatch(match[2]) and math.isfinite(number := float(match[2])):
+            yield number
 
 
-def choose_names(names: Iterable[str], tier: str | None) -> list[str]:
-    """Return the names of tiers that a pattern with at most one ``*`` stands for; None stands for all.
-
-    >>> choose_names(["A - words", "A - phones"], "* - words")
-    ['A - words']
-    """
-    if tier is None:
-        return list(names)
-    before, star, after = tier.partition("*")
-    if not star:
-        return [name for name in names if name == tier]
-    least = len(before) + len(after)
-    return [name for name in names if name.startswith(before) and name.endswith(after) and len(name) >= least]
-
-
-def _speaker_of(name: str, tier: str | None) -> str | None:
-    """Return the part of a tier's name that the ``*`` of the pattern stands for; None without one."""
-    if tier is None:
-        return name.strip() or None
-    before, star, after = tier.partition("*")
-    return (name[len(before) : len(name) - len(after)].strip() or None) if star else None
+def _take(tokens: Iterator[str | float], kind: type[Token]) -> Token:
+    """Return the next token, a text or a number."""
+    token = next(tokens, None)
+    if not isinstance(token, kind):
+        other, wanted = ("number", "text") if kind is str else ("text", "number")
+        raise ValueError(
+            "the file is cut off" if token is None else f"the file has a {other} in the place of a {wanted}"
+        )
+    return token
 
 
 def _parse_ami(text: str, tier: str | None, name: str) -> Iterator[Stretch | BadLine]:

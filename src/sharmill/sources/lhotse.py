@@ -14,10 +14,11 @@ from sharmill.errors import RejectRecord
 from sharmill.manifest import SOURCE_CUT_ID
 from sharmill.sources import FileSource, Piece, Unreadable
 from sharmill.sources.lhotse_records import (
+    LhotseRecording,
+    Supervision,
     count_records,
     cut_records,
-    decode_recording,
-    decode_supervision,
+    decode_line,
     recording_record,
     supervision_record,
 )
@@ -101,14 +102,14 @@ class LhotseSource(FileSource):
         """Return the record of a line of a SupervisionSet or a RecordingSet, or the reason why it is none."""
         try:
             if self.supervisions is None:
-                return recording_record(decode_recording(line), self.channel)
-            supervision = decode_supervision(line)
+                return recording_record(decode_line(line, LhotseRecording), self.channel)
+            supervision = decode_line(line, Supervision)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
             found = sorted(set(self._recordings.find(supervision.recording_id.encode())))
             if len(found) != 1:
                 number = "several recordings have" if found else "no recording has"
                 raise RejectRecord("malformed", f"{number} the id {supervision.recording_id[:80]!r} of the supervision")
-            return supervision_record(decode_recording(found[0]), supervision, self.channel)
+            return supervision_record(decode_line(found[0], LhotseRecording), supervision, self.channel)
         except RejectRecord as reject:
             return reject
 
@@ -121,12 +122,9 @@ class _Named(msgspec.Struct):
     id: str
 
 
-_named_decoder: Final = msgspec.json.Decoder(_Named)
-
-
 def _recording_id(line: bytes) -> bytes | None:
     try:
-        return _named_decoder.decode(line).id.encode()
+        return msgspec.json.decode(line, type=_Named).id.encode()
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
 

@@ -6,7 +6,7 @@ Lines are decoded as far as records need it, without lhotse's own classes, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -23,6 +23,9 @@ _NOT_APPLIED: Final = (
 _NOT_HERE: Final = {"shar": "is in the tars of a Shar, and these are its cuts only", "memory": "is in memory only"}
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
 _OF_THE_AUDIO: Final = frozenset({"audio_filepath", "offset", "duration", "channel"})
+
+
+Line = TypeVar("Line", "Cut", "LhotseRecording", "Supervision")
 
 
 class AudioPart(msgspec.Struct):
@@ -75,32 +78,15 @@ class _Counted(msgspec.Struct):
     supervisions: list[msgspec.Raw] = []
 
 
-_cut_decoder: Final = msgspec.json.Decoder(Cut)
-_recording_decoder: Final = msgspec.json.Decoder(LhotseRecording)
-_supervision_decoder: Final = msgspec.json.Decoder(Supervision)
-_count_decoder: Final = msgspec.json.Decoder(_Counted)
+_NAMES: Final[dict[type, str]] = {Cut: "cut", LhotseRecording: "recording", Supervision: "supervision"}
 
 
-def decode_lhotse_cut(line: bytes) -> Cut:
-    """Decode a line of a CutSet; raise RejectRecord ``malformed`` where it is none."""
-    return _decode(_cut_decoder, line, "cut")
-
-
-def decode_recording(line: bytes) -> LhotseRecording:
-    """Decode a line of a RecordingSet; raise RejectRecord ``malformed`` where it is none."""
-    return _decode(_recording_decoder, line, "recording")
-
-
-def decode_supervision(line: bytes) -> Supervision:
-    """Decode a line of a SupervisionSet; raise RejectRecord ``malformed`` where it is none."""
-    return _decode(_supervision_decoder, line, "supervision")
-
-
-def _decode(decoder: msgspec.json.Decoder[Any], line: bytes, kind: str) -> Any:
+def decode_line(line: bytes, kind: type[Line]) -> Line:
+    """Decode a line of a manifest; raise RejectRecord ``malformed`` where it is none of its kind."""
     try:
-        return decoder.decode(line)
+        return msgspec.json.decode(line, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RejectRecord("malformed", f"the line is no {kind} of lhotse: {error}") from error
+        raise RejectRecord("malformed", f"the line is no {_NAMES[kind]} of lhotse: {error}") from error
 
 
 def count_records(line: bytes, split: bool) -> int:
@@ -108,7 +94,7 @@ def count_records(line: bytes, split: bool) -> int:
     if not split:
         return 1
     try:
-        return max(1, len(_count_decoder.decode(line).supervisions))
+        return max(1, len(msgspec.json.decode(line, type=_Counted).supervisions))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return 1
 
@@ -121,7 +107,7 @@ def cut_records(line: bytes, split: bool, channel: Channel) -> Iterator[dict[str
         channel: that of cuts with several.
     """
     try:
-        cut = decode_lhotse_cut(line)
+        cut = decode_line(line, Cut)
         if cut.type not in ("MonoCut", "MultiCut", "Cut"):
             raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
         if cut.recording is None:

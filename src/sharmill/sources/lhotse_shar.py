@@ -25,7 +25,7 @@ from sharmill.shar.reading.foreign import find_shards
 from sharmill.shar.tar import TarTable
 from sharmill.sources import ContainerSource, Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import expand_home
-from sharmill.sources.lhotse_records import Cut, common_keys, decode_lhotse_cut, speech_record
+from sharmill.sources.lhotse_records import Cut, common_keys, decode_line, speech_record
 
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
 # What is stored is the segment that the cut stands for where they are equally long, but for the delay of a codec.
@@ -278,9 +278,6 @@ class StoredRecording(msgspec.Struct):
         return self.num_samples / max(1, self.sampling_rate)
 
 
-_decoder: Final = msgspec.json.Decoder(StoredRecording)
-
-
 class AudioMembers:
     """The audio of one shard by the ids of its cuts: of a damaged archive, what comes before the damage.
 
@@ -320,7 +317,7 @@ class AudioMembers:
     def recording(self, number: int) -> StoredRecording:
         """Return the Recording that a member is; raise RejectRecord where it is none."""
         try:
-            return _decoder.decode(self.table.read(number))
+            return msgspec.json.decode(self.table.read(number), type=StoredRecording)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise RejectRecord("malformed", f"{self.table.names[number]} is no recording: {error}") from error
 
@@ -328,7 +325,7 @@ class AudioMembers:
 def decode_stored_cut(line: bytes) -> Cut:
     """Decode the line of a cut; raise RejectRecord ``malformed`` where it is none."""
     try:
-        return decode_lhotse_cut(line)
+        return decode_line(line, Cut)
     except RejectRecord as reject:
         # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
         try:

@@ -100,7 +100,11 @@ class LhotseSharSource(ContainerSource):
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of cuts of one shard; of shards without an index the cuts are counted."""
         for number, shard in enumerate(self._shards):
-            count = shard.count if shard.count >= 0 else _count_cuts(self.folder / shard.files[CUTS])
+            count = shard.count
+            if count < 0:
+                lines, damage = _salvage(self.folder / shard.files[CUTS])
+                # What a damage cuts off counts as one.
+                count = len(lines) + (damage is not None)
             for begin in range(0, count, records_per_piece):
                 end = min(count, begin + records_per_piece)
                 yield Piece(end - begin, {"shard": number, "begin": begin, "end": end, "cuts": count})
@@ -108,7 +112,10 @@ class LhotseSharSource(ContainerSource):
     def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
         """Yield the records of the cuts of a piece."""
         shard = self._shards[piece["shard"]]
-        lines, damage = self._lines(shard, piece["cuts"])
+        lines, damage = _salvage(self.folder / shard.files[CUTS])
+        if damage is None and len(lines) != piece["cuts"]:
+            damage = DamagedShard(f"{shard.files[CUTS]} has {len(lines)} cuts, and there should be {piece['cuts']}")
+            lines = []
         audio = _ShardAudio.open(self.folder / shard.files[self._field], self.container, self.keep_ids)
         try:
             for number in range(piece["begin"], piece["end"]):
@@ -119,16 +126,6 @@ class LhotseSharSource(ContainerSource):
                     yield Unreadable("malformed", f"the cut cannot be read: {damage}", name)
         finally:
             audio.close()
-
-    def _lines(self, shard: _Shard, count: int) -> tuple[list[bytes], DamagedShard | None]:
-        """Return the lines of the cuts of a shard that can be read, and what is wrong with the others."""
-        try:
-            lines, damage = salvage_lines(self.folder / shard.files[CUTS])
-        except DamagedShard as error:
-            return [], error
-        if damage is None and len(lines) != count:
-            return [], DamagedShard(f"{shard.files[CUTS]} has {len(lines)} cuts, and there should be {count}")
-        return lines, damage
 
     @cached_property
     def _shards(self) -> list[_Shard]:
@@ -255,13 +252,12 @@ class _ShardAudio:
         return Located(msgspec.json.encode(record), Member(self.container, "bytes", start, size))
 
 
-def _count_cuts(path: Path) -> int:
-    """Return the number of cuts of a file; what a damage cuts off counts as one."""
+def _salvage(path: Path) -> tuple[list[bytes], DamagedShard | None]:
+    """Return the lines of the cuts of a file that can be read, and what is wrong with the others."""
     try:
-        lines, damage = salvage_lines(path)
-    except DamagedShard:
-        return 1
-    return len(lines) + (damage is not None)
+        return salvage_lines(path)
+    except DamagedShard as error:
+        return [], error
 
 
 class StoredRecording(msgspec.Struct):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -31,9 +30,12 @@ class NemoSource(FileSource):
     ``manifest_{0..63}.json``, also with ``()``, ``[]`` or ``<>``, or have ``*`` and ``?``, which find files."""
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be a manifest."""
+        """Raise ConfigError where a file cannot be a manifest.
+
+        It may be missing, empty, binary, compressed, in another encoding, one JSON array, a table, or cut off.
+        """
         for file in self.files:
-            check_manifest(file)
+            check_json_lines(file, "manifest", _ONE_PER_LINE)
 
     @cached_property
     def _lines(self) -> LineReader:
@@ -46,16 +48,6 @@ class NemoSource(FileSource):
     def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
         """Yield the lines of a piece that are not blank."""
         return self._lines.read(piece, lambda line: (line,))
-
-
-def check_manifest(path: Path) -> None:
-    """Prove that a file can be read as JSON lines at all.
-
-    Raises:
-        ConfigError: it is missing, empty, binary, compressed, in another encoding, one JSON array, a table, or cut off
-            in its last line.
-    """
-    check_json_lines(path, "manifest", _ONE_PER_LINE)
 
 
 def decode_json_record(line: bytes, keys: Sequence[str]) -> tuple[dict[str, msgspec.Raw], list[Any]]:

@@ -117,8 +117,7 @@ class TableSource(FileSource):
     def _columns_of(self, file: Path) -> list[str]:
         if self.header is not None:
             return self.header
-        with open_input(file, "table") as stream:
-            row = next((row for _, _, row in self._parse(stream, 0, 1 << 20) if row), [])
+        row = next((row for _, _, row in self._rows(file, 0, 1 << 20) if row), [])
         if isinstance(row, Unreadable):
             raise bad_file(file, "table", f"has a first row that cannot be read: {row.detail}")
         row[0] = row[0].removeprefix("\ufeff")
@@ -145,37 +144,34 @@ class TableSource(FileSource):
                 )
 
     def _rows(self, file: Path, begin: int, end: int) -> Iterator[tuple[int, int, list[str] | Unreadable]]:
-        with open_input(file, "table") as stream:
-            yield from self._parse(stream, begin, end)
-
-    def _parse(self, stream: BinaryIO, begin: int, end: int) -> Iterator[tuple[int, int, list[str] | Unreadable]]:
         """Yield (begin, end, cells) of every row that begins in a range of bytes; blank rows have no cells.
 
         A row that is no CSV is one line, and the next row begins behind it.
         """
-        while begin < end:
-            stream.seek(begin)
-            lines = _Lines(stream, self.encoding)
-            reader = csv.reader(
-                lines,
-                delimiter=self.delimiter,
-                quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE,
-                strict=True,
-            )
-            try:
-                for row in reader:
-                    yield begin, begin + lines.num_bytes, self._checked(row)
-                    begin += lines.num_bytes
-                    lines.num_bytes = 0
-                    if begin >= end:
-                        return
-                return
-            except csv.Error as error:
+        with open_input(file, "table") as stream:
+            while begin < end:
                 stream.seek(begin)
-                line = stream.readline(_MAX_LINE_BYTES)
-                text = line.decode(self.encoding, "replace").strip()
-                yield begin, begin + len(line), Unreadable("malformed", f"the row is no CSV: {error}", text)
-                begin += len(line)
+                lines = _Lines(stream, self.encoding)
+                reader = csv.reader(
+                    lines,
+                    delimiter=self.delimiter,
+                    quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE,
+                    strict=True,
+                )
+                try:
+                    for row in reader:
+                        yield begin, begin + lines.num_bytes, self._checked(row)
+                        begin += lines.num_bytes
+                        lines.num_bytes = 0
+                        if begin >= end:
+                            return
+                    return
+                except csv.Error as error:
+                    stream.seek(begin)
+                    line = stream.readline(_MAX_LINE_BYTES)
+                    text = line.decode(self.encoding, "replace").strip()
+                    yield begin, begin + len(line), Unreadable("malformed", f"the row is no CSV: {error}", text)
+                    begin += len(line)
 
     def _checked(self, row: list[str]) -> list[str] | Unreadable:
         text = self.delimiter.join(row)

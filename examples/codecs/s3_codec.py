@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import s3tokenizer
 import torch
@@ -32,7 +31,7 @@ _MOST_SECONDS = 30
 class S3Codec(ModelFamily):
     """S3 tokenizers, by the names of the package."""
 
-    packages: ClassVar = ("s3tokenizer",)
+    packages = ("s3tokenizer",)
 
     def resolve(self) -> Path | None:
         if self.target not in _MODELS:

@@ -10,7 +10,6 @@ pytorch_model.bin.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from snac import SNAC
@@ -24,7 +23,7 @@ from sharmill.models.tensors import weights_checksum
 class SnacCodec(ModelFamily):
     """SNAC, by a name on the hub or a directory."""
 
-    packages: ClassVar = ("snac",)
+    packages = ("snac",)
 
     def load(self, device: str) -> CodecBackend:
         return _Snac(self.target, device)

@@ -27,7 +27,7 @@ from sharmill.models.tensors import weights_checksum
 class XCodec2(ModelFamily):
     """X-Codec-2, by a name on the hub or a directory."""
 
-    packages: ClassVar = ("transformers",)
+    packages = ("transformers",)
 
     def load(self, device: str) -> CodecBackend:
         return _XCodec2(self.target, device)

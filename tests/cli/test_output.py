@@ -209,10 +209,10 @@ def test_doctor_says_what_to_do_about_locks(tmp_path):
 
 
 def test_doctor_says_what_to_do_about_packages(tmp_path):
-    versions = dict.fromkeys((*machine._NEEDED, *machine._OPTIONAL, "sharmill"), "1.0") | {
-        "torchaudio": "2.0", "lhotse": "absent",
-    }  # fmt: skip
-    with mock.patch.object(machine, "versions", return_value=versions):
+    def versions(*packages):
+        return dict.fromkeys(("sharmill", *packages), "1.0") | {"torchaudio": "2.0", "lhotse": "absent"}
+
+    with mock.patch.object(machine, "versions", versions):
         found = checks_of(tmp_path)
     assert found["lhotse"].to_do == "pip install lhotse"
     assert "torchaudio==1.0" in found["torchaudio"].to_do

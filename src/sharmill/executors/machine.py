@@ -16,11 +16,11 @@ from sharmill.errors import ConfigError, DeviceError, SharmillError
 from sharmill.executors.base import Check
 from sharmill.files.locks import FolderLock
 from sharmill.files.storage import write_atomic
-from sharmill.registry import EXECUTORS
+from sharmill.registry import CODECS, ENCODERS, EXECUTORS
 
-# Packages that every run needs, and those that some do.
+# Packages that every run needs, and those that some do, beside those of models.
 _NEEDED: Final = ("torch", "torchaudio", "lhotse", "numpy", "soundfile")
-_OPTIONAL: Final = ("nemo_toolkit", "transformers", "pyarrow", "av", "submitit", "ray")
+_OPTIONAL: Final = ("pyarrow", "av", "submitit", "ray")
 _FEW_BYTES: Final = 10e9
 _FEW_INODES: Final = 100_000
 _SECONDS_TO_ASK: Final = 10.0
@@ -31,7 +31,9 @@ _MAKE_FILES: Final = "remove small files: a shard has about five files"
 def examine_machine(folder: Path) -> Iterator[Check]:
     """Yield what was found on this machine and in the file system of ``folder``, where datasets are to be made."""
     yield Check("python", f"{platform.python_version()} on {platform.platform()}")
-    found = versions(*_NEEDED, *_OPTIONAL)
+    families = [registry.load(name) for registry in (ENCODERS, CODECS) for name in registry.own]
+    optional = [*dict.fromkeys(package for family in families for package in family.packages), *_OPTIONAL]
+    found = versions(*_NEEDED, *optional)
     yield Check("sharmill", found["sharmill"])
     torch, torchaudio = (found[package].partition("+")[0] for package in ("torch", "torchaudio"))
     to_do = {package: f"pip install {package}" for package in _NEEDED if found[package] == "absent"}
@@ -40,7 +42,7 @@ def examine_machine(folder: Path) -> Iterator[Check]:
     for package in _NEEDED:
         yield Check(package, found[package], to_do.get(package, ""))
     # A dataset may need none of them.
-    yield Check("optional", ", ".join(f"{package} {found[package]}" for package in _OPTIONAL))
+    yield Check("optional", ", ".join(f"{package} {found[package]}" for package in optional))
     yield Check("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all")
     yield _examine_gpus()
     yield from _examine_folder(folder)

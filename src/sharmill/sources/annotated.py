@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 import msgspec
-import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.storage import checksum, open_regular
@@ -28,7 +27,7 @@ from sharmill.sources.annotations import (
     tier_pattern,
 )
 from sharmill.sources.files import check_encoding, expand_home
-from sharmill.sources.folder import pack_spans, path_from_text, path_to_text, walk_files
+from sharmill.sources.folder import count_and_sum, pack_spans, path_from_text, path_to_text, walk_files
 from sharmill.sources.speakers import Template
 
 # Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
@@ -132,17 +131,15 @@ class AnnotatedSource(Source):
     def identity(self) -> dict[str, Any]:
         """Return the number of annotations, and a checksum of their paths and bytes."""
         self.check()
-        digest, count = xxhash.xxh3_64(), 0
-        for folder, names in self._groups():
-            for name in names:
-                try:
-                    found = checksum(self._annotations / folder / name)
-                except PermissionError:  # a reject
-                    found = ""
-                told = [os.fsencode(f"{folder}/{name}"), found]
-                digest.update(msgspec.json.encode(told))
-                count += 1
-        return {"files": [count, digest.hexdigest()]}
+        described = (self._describe(folder, name) for folder, names in self._groups() for name in names)
+        return {"files": count_and_sum(described)}
+
+    def _describe(self, folder: str, name: str) -> list[Any]:
+        try:
+            found = checksum(self._annotations / folder / name)
+        except PermissionError:  # a reject
+            found = ""
+        return [os.fsencode(f"{folder}/{name}"), found]
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of segments, each found again by the annotations that they are in and their place there."""

@@ -63,16 +63,12 @@ class FolderSource(Source):
     def identity(self) -> dict[str, Any]:
         """Return the number of audio files, and a checksum of the paths and sizes of audio and texts."""
         self.check()
-        digest, count = xxhash.xxh3_64(), 0
-        for folder, names in self.walk():
-            for name in names:
-                text = self._text_of(folder, name)
-                path = self._root / folder / name
-                told = [path_to_text(f"{folder}/{name}"), path.lstat().st_size]
-                told += [text.suffix, text.stat().st_size] if text else []
-                digest.update(msgspec.json.encode(told))
-                count += 1
-        return {"files": [count, digest.hexdigest()]}
+        return {"files": count_and_sum(self._describe(folder, name) for folder, names in self.walk() for name in names)}
+
+    def _describe(self, folder: str, name: str) -> list[Any]:
+        text = self._text_of(folder, name)
+        told = [path_to_text(f"{folder}/{name}"), (self._root / folder / name).lstat().st_size]
+        return told + ([text.suffix, text.stat().st_size] if text else [])
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
         """Yield runs of files, each found again by the folders that they are in and their place there."""
@@ -131,6 +127,14 @@ class FolderSource(Source):
                     "malformed", f"the text {text.name} is not {self.encoding}; set encoding of the source", path
                 )
         return msgspec.json.encode(record)
+
+
+def count_and_sum(described: Iterable[list[Any]]) -> list[Any]:
+    """Return how many files are described, and a checksum of their descriptions."""
+    digest, count = xxhash.xxh3_64(), 0
+    for count, told in enumerate(described, 1):
+        digest.update(msgspec.json.encode(told))
+    return [count, digest.hexdigest()]
 
 
 def pack_spans(runs: Iterable[tuple[list[Any], int]], records_per_piece: int) -> Iterator[Piece]:

@@ -132,8 +132,9 @@ class FolderSource(Source):
 def count_and_sum(described: Iterable[list[Any]]) -> list[Any]:
     """Return how many files are described, and a checksum of their descriptions."""
     digest, count = xxhash.xxh3_64(), 0
-    for count, told in enumerate(described, 1):
+    for told in described:
         digest.update(msgspec.json.encode(told))
+        count += 1
     return [count, digest.hexdigest()]
 
 

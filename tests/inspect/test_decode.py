@@ -80,9 +80,9 @@ def test_codes_outside_the_codebook_are_damage(looked_at, toy, tmp_path):
     with FieldWriter(path) as writer:
         for item in items:
             writer.add(item)
-    record = choose_codec(read_dataset(dataset), None)
+    record = read_dataset(dataset)
     with raises(DamagedShard, "damaged_shard", CUT):
-        decode_stored_codes(find_cut(dataset, CUT), record, ToyCodec())
+        decode_stored_codes(find_cut(dataset, CUT), record, choose_codec(record, None), ToyCodec())
 
 
 def test_a_dataset_without_codes_has_nothing_to_decode(looked_at):

@@ -15,7 +15,7 @@ from sharmill.grow.append import append_dataset
 from sharmill.grow.merge import merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.pipeline import run_dataset, stages_of
-from sharmill.shar.layout import TARGET_AUDIO, shard_file
+from sharmill.shar.layout import TARGET_AUDIO, published_field
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import read_report
@@ -70,7 +70,7 @@ def _begin_other(work: Path) -> None:
 def _damage(work: Path) -> None:
     """Leaves a finished dataset with a damaged shard, and beside it the report about that."""
     _run(work, *STAGES[:-1])
-    shard = work / "dataset" / shard_file(TARGET_AUDIO, 1)
+    shard = work / "dataset" / published_field(TARGET_AUDIO).path(1)
     shard.write_bytes(bytes(shard.stat().st_size))
     _run(work, "validate")
     shutil.copy(work / "run/validate/report.json", work.parent)

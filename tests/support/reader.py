@@ -17,7 +17,7 @@ from sharmill.shar.index import (
     write_shards,
 )
 from sharmill.shar.items import FieldWriter, Item
-from sharmill.shar.layout import codes_field, shard_file
+from sharmill.shar.layout import codes_field, published_field
 from sharmill.shar.lhotse_json import array_json, recording_json, temporal_array_json
 
 TARGET_CODES = codes_field("toy", "target_codes")
@@ -34,16 +34,16 @@ def make_dataset(directory: Path, counts: list[int], *, codes: bool = False) -> 
     directory.mkdir(parents=True, exist_ok=True)
     fields = ["cuts", *([TARGET_CODES, CONTEXT_CODES] if codes else [])]
     for field in fields:
-        (directory / shard_file(field, 0)).parent.mkdir(parents=True, exist_ok=True)
+        (directory / published_field(field).path(0)).parent.mkdir(parents=True, exist_ok=True)
     first, records = 0, []
     for index, count in enumerate(counts):
         numbers = range(first, first + count)
-        write_cuts(directory / shard_file("cuts", index), map(_cut, numbers))
+        write_cuts(directory / published_field("cuts").path(index), map(_cut, numbers))
         for field in fields[1:]:
-            with FieldWriter(directory / shard_file(field, index)) as writer:
+            with FieldWriter(directory / published_field(field).path(index)) as writer:
                 for number in numbers:
                     writer.add(_codes(number, temporal=field == TARGET_CODES))
-        files = {field: FieldFile(file=shard_file(field, index), size=0, xxh3="") for field in fields}
+        files = {field: FieldFile(file=published_field(field).path(index), size=0, xxh3="") for field in fields}
         records.append(ShardRecord(index=index, count=count, target_seconds=0, context_seconds=0, fields=files))
         first += count
     write_shards(directory, records)

@@ -25,7 +25,7 @@ from sharmill.files.locks import LOCK_NAME
 from sharmill.files.staging import STAGING_NAME
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_shards
-from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_CODES, codes_field, shard_file
+from sharmill.shar.layout import BASE_FIELDS, CONTEXT_CODES, CUTS, TARGET_CODES, codes_field, published_field
 from support.models import save_encodec
 from support.paths import REPOSITORY
 
@@ -170,7 +170,7 @@ class SmallRun:
                 assert path.read_bytes() in [(self.state(s) / "dataset" / name).read_bytes() for s in states], name
 
     def _committed(self, last_field: str) -> list[int]:
-        final = [shard_file(last_field, index) for index in range(self.paces["write"].num_units)]
+        final = [published_field(last_field).path(index) for index in range(self.paces["write"].num_units)]
         return [index for index, name in enumerate(final) if (self.dataset / name).exists()]
 
     def _counts(self) -> list[int]:
@@ -178,7 +178,10 @@ class SmallRun:
 
     def _check_with_lhotse(self, shards: list[int], fields: dict[str, str]) -> None:
         if shards:
-            files = {name: [str(self.dataset / shard_file(f, index)) for index in shards] for name, f in fields.items()}
+            files = {
+                name: [str(self.dataset / published_field(f).path(index)) for index in shards]
+                for name, f in fields.items()
+            }
             counts = self._counts()
             assert _load_all(CutSet.from_shar(fields=files)) == sum(counts[index] for index in shards)
 

@@ -29,12 +29,13 @@ def decode(
     from sharmill.inspect.stored import find_cut
     from sharmill.shar.index import read_dataset
 
-    record = choose_codec(read_dataset(dataset), codec)
+    described = read_dataset(dataset)
+    record = choose_codec(described, codec)
     name, separator, model = (codec_model or "").partition("=")
     if codec_model is not None and (name != record.name or not separator or not model):
         raise ConfigError(f"--codec-model {codec_model}: write {record.name}=MODEL", code="bad_usage")
     stored, decoder = find_cut(dataset, cut_id), load_decoder(record, model or None)
-    samples, rate = decode_stored_codes(stored, record, decoder, context=context)
+    samples, rate = decode_stored_codes(stored, described, record, decoder, context=context)
     export_audio(output, samples, rate)
     console = make_console()
     if not record.trained:

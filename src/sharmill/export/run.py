@@ -32,7 +32,7 @@ from sharmill.inspect.export import choose_codec
 from sharmill.registry import EXPORTS
 from sharmill.shar.cut_lines import read_lines
 from sharmill.shar.index import CodecRecord, DatasetRecord, audio_checksum, read_dataset, read_shards
-from sharmill.shar.layout import CUTS, codec_fields
+from sharmill.shar.layout import CUTS
 from sharmill.shar.reading.shard_source import ReadableShard, open_shard_source
 
 # The record of what a folder is an export of, and within the folder of each shard the lines of its manifest.
@@ -100,7 +100,7 @@ def export_dataset(
     record = read_dataset(dataset)
     chosen = choose_codec(record, codec)
     files: Export = EXPORTS.load(form)(record, chosen)
-    made_of = [field.name for field in codec_fields(chosen.name, contexts=record.has_contexts)]
+    made_of = [field.name for field in chosen.fields[: len(record.audio_fields)]]
     shards = list(read_shards(dataset, record.num_shards))
     identity = {
         "export": form,

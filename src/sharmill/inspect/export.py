@@ -18,7 +18,6 @@ from sharmill.inspect.stored import StoredCut, read_codes
 from sharmill.models.protocols import DecodingCodec
 from sharmill.models.recorded import load_recorded_codec
 from sharmill.shar.index import CodecRecord, DatasetRecord
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES, codes_field
 
 _FORMATS: Final = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus"}
 # Names of fields and formats come from the dataset, and must not lead out of the folder.
@@ -79,6 +78,7 @@ def load_decoder(codec: CodecRecord, model: str | None = None) -> DecodingCodec:
 
 def decode_stored_codes(
     stored: StoredCut,
+    dataset: DatasetRecord,
     codec: CodecRecord,
     decoder: DecodingCodec,
     *,
@@ -88,6 +88,7 @@ def decode_stored_codes(
     """Decode the codes of a cut.
 
     Args:
+        dataset: the record of its dataset.
         codec: whose codes; one of the dataset's.
         decoder: the same codec, loaded.
         context: those of the context, instead of the target.
@@ -102,7 +103,7 @@ def decode_stored_codes(
     """
     import torch
 
-    field = codes_field(codec.name, CONTEXT_CODES if context else TARGET_CODES)
+    field = codec.fields[context].name
     item = stored.items.get(field)
     if item is None or item.data is None:
         raise ConfigError(f"the cut has no {field}", code="unknown_field")
@@ -115,7 +116,7 @@ def decode_stored_codes(
         audio = decoder.decode(torch.from_numpy(codes.astype(np.int64))[None], torch.tensor([codes.shape[1]]))[0]
     except ValueError as error:
         raise DamagedShard(f"{field} of {item.cut_id}: {error}") from error
-    source = stored.items.get(CONTEXT_AUDIO if context else TARGET_AUDIO)
+    source = stored.items.get(dataset.audio_fields[context])
     if source is not None and source.metadata is not None:
         audio = audio[: resampled_length(source.metadata["num_samples"], source.metadata["sampling_rate"], rate)]
     return audio.numpy(), rate

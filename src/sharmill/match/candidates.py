@@ -18,7 +18,7 @@ from sharmill.match.groups import ManifestIndex
 from sharmill.shar.cut_lines import read_cuts
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.items import NO_DATA, ItemTable
-from sharmill.shar.layout import CUTS, TARGET_AUDIO, shard_file
+from sharmill.shar.layout import CUTS
 from sharmill.shar.lhotse_json import utterance_of
 
 CANDIDATES_NAME: Final = "candidates.jsonl"
@@ -45,18 +45,18 @@ def write_candidates(path: Path, dataset: Path, root: int) -> int:
     Raises:
         DamagedShard: a file of it cannot be read.
     """
-    shards = ShardedDataset(dataset).shards()
-    lines = (candidate.to_json() for shard in shards for candidate in _candidates(dataset, shard.index, root))
+    shards, audio = ShardedDataset(dataset).shards(), ShardedDataset(dataset).record().audio_fields[0]
+    files = [(shard.fields[CUTS].file, shard.fields[audio].file) for shard in shards]
+    lines = (candidate.to_json() for pair in files for candidate in _candidates(dataset, *pair, root))
     return write_lines(path, lines)
 
 
-def _candidates(dataset: Path, shard: int, root: int) -> list[Utterance]:
-    container = shard_file(TARGET_AUDIO, shard)
+def _candidates(dataset: Path, cuts: str, container: str, root: int) -> list[Utterance]:
     modified = (dataset / container).stat().st_mtime_ns
     table = ItemTable(dataset / container)
     found = []
     try:
-        for number, cut in enumerate(read_cuts(dataset / shard_file(CUTS, shard))):
+        for number, cut in enumerate(read_cuts(dataset / cuts)):
             cut_id, extension = table.pair(number)
             if cut_id != cut.get("id") or extension == NO_DATA:
                 raise table.damage(f"it has no audio of the cut {cut.get('id')} at its place")

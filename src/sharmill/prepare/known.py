@@ -31,7 +31,7 @@ class KnownRecords:
         hashes: list[int] = []
         parts: list[np.ndarray] = []
         for shard in dataset.shards():
-            path = dataset.file(CUTS, shard.index)
+            path = directory / shard.fields[CUTS].file
             for cut in read_cuts(path):
                 try:
                     hashes += _hashes(utterance_of(cut), cut["id"])

@@ -125,7 +125,7 @@ def _clips(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, 
             of_context = role == "context"
             try:
                 samples, rate = decode_stored_codes(
-                    pair.stored, codec, decoder, context=of_context, most_seconds=_MAX_SECONDS
+                    pair.stored, record, codec, decoder, context=of_context, most_seconds=_MAX_SECONDS
                 )
             except ConfigError:
                 # A field of a foreign dataset may have nothing for this cut.

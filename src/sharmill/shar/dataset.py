@@ -32,7 +32,6 @@ from sharmill.shar.layout import (
     codec_fields,
     codec_of_field,
     codec_of_folder,
-    shard_file,
     sidecar_files,
     sorted_fields,
 )
@@ -46,8 +45,8 @@ class ShardedDataset:
 
     Example:
         >>> dataset = ShardedDataset(Path("data/librispeech"))
-        >>> dataset.file("target_audio", 7).as_posix()
-        'data/librispeech/target_audio/recording.000007.tar'
+        >>> [path.as_posix() for path in dataset.index_files]
+        ['data/librispeech/dataset.json', 'data/librispeech/shards.jsonl']
     """
 
     def __init__(self, directory: Path) -> None:
@@ -93,10 +92,6 @@ class ShardedDataset:
     def codec_fields(self, codec: str) -> list[Field]:
         """Return the fields that a codec has in this dataset; raises as ``record`` does."""
         return codec_fields(codec, contexts=self.record().has_contexts)
-
-    def file(self, field: str, shard: int) -> Path:
-        """Return the path of the file of one shard of cuts or audio."""
-        return self.directory / shard_file(field, shard)
 
     def is_empty(self) -> bool:
         """Return True if there is no directory, or nothing in it but folders that wait for files."""

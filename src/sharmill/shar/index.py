@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -87,6 +88,11 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[str] = []
     precision: Precision = "fp32"
 
+    @property
+    def fields(self) -> list[Field]:
+        """The fields of its codes: of targets, and of contexts where the dataset has any."""
+        return codec_fields(self.name)
+
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
@@ -128,10 +134,22 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_fields(self) -> list[str]:
-        """The fields that a dataset of sharmill's own with these codecs has, beside those that stages have added."""
-        codes = (codec_fields(codec.name, contexts=self.has_contexts) for codec in self.codecs)
-        own = [*base_fields(contexts=self.has_contexts), *(field for fields in codes for field in fields)]
-        return [*(field.name for field in own), *(field.name for field in self.added_fields)]
+        """The names of the fields that a dataset of sharmill's own with these codecs and added fields has."""
+        number = len(self.audio_fields)
+        codes = [field for codec in self.codecs for field in codec.fields[:number]]
+        return [field.name for field in (*base_fields(contexts=self.has_contexts), *codes, *self.added_fields)]
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a sentence about each field that a dataset of sharmill's own should have, or should not have."""
+        for name, times in Counter(self.fields).items():
+            if times > 1:
+                yield f"the field {name} is named {times} times"
+        for name in sorted(set(self.own_fields) ^ set(self.fields)):
+            yield f"the field {name} {'is not of its codecs' if name in self.fields else 'is missing'}"
+        if self.has_contexts and not self.limits:
+            yield f"there is a field {CONTEXT_AUDIO}, but no limits of contexts"
+        if not self.has_contexts and (self.limits or self.context_seconds):
+            yield f"there is no field {CONTEXT_AUDIO}, but limits of contexts or seconds of context audio"
 
     @property
     def added_fields(self) -> list[Field]:

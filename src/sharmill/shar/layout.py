@@ -163,13 +163,6 @@ def codec_fields(codec: str, *, contexts: bool = True) -> list[Field]:
     return _published(codes_field(codec, name) for name in names)
 
 
-def shard_file(name: str, shard: int) -> str:
-    """Return the path of the file of one shard of a field of the published layout."""
-    field = published_field(name)
-    assert field is not None, f"{name} is not a field of the published layout"
-    return field.path(shard)
-
-
 def _published(names: Iterable[str]) -> list[Field]:
     return [field for name in names if (field := published_field(name)) is not None]
 

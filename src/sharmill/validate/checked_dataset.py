@@ -5,7 +5,6 @@ The checks that need no contents are here: of the index in itself, and of files 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import CONTEXT_AUDIO, DATASET_FILE, SHARDS_FILE, sidecar_files
+from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE, sidecar_files
 from sharmill.shar.reading.foreign import find_shards
 from sharmill.validate.findings import Finding
 
@@ -180,16 +179,7 @@ def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[
             if abs(total - getattr(dataset, name)) > SECONDS_TOLERANCE:
                 yield f"{name} is {total:.3f} in {SHARDS_FILE}, {getattr(dataset, name)} in {DATASET_FILE}"
     if dataset.contract == "sharmill":
-        for field, times in Counter(dataset.fields).items():
-            if times > 1:
-                yield f"the field {field} is named {times} times"
-        for field in sorted(set(dataset.own_fields) ^ set(dataset.fields)):
-            wrong = "is not of its codecs" if field in dataset.fields else "is missing"
-            yield f"the field {field} {wrong}"
-        if dataset.has_contexts and not dataset.limits:
-            yield f"there is a field {CONTEXT_AUDIO}, but no limits of contexts"
-        if not dataset.has_contexts and (dataset.limits or dataset.context_seconds):
-            yield f"there is no field {CONTEXT_AUDIO}, but limits of contexts or seconds of context audio"
+        yield from dataset.contradictions()
 
 
 def check_strays(subject: CheckedDataset) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from sharmill.manifest import CONTEXT_KEYS
 from sharmill.shar.arrays import array_from_bytes, codes_dtype, num_frames
 from sharmill.shar.index import CodecRecord, DatasetRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, TARGET_AUDIO, codec_fields, context_id
+from sharmill.shar.layout import CONTEXT_AUDIO, CUTS, TARGET_AUDIO, context_id
 from sharmill.shar.lhotse_json import array_json, cut_json, recording_json, temporal_array_json, utterance_of
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.validate.checked_dataset import Shard
@@ -60,7 +60,7 @@ def check_contract(
             if problem := problem_in(_audio_problem, item, dataset):
                 yield shard.finding("bad_audio", name, problem, member=item.cut_id)
     for codec in dataset.codecs:
-        for codes, sources, temporal in zip(codec_fields(codec.name), (targets, contexts), (True, False), strict=True):
+        for codes, sources, temporal in zip(codec.fields, (targets, contexts), (True, False), strict=True):
             for cut_id, problem in _codes_problems(contents.get(codes.name, []), sources, codec, temporal):
                 yield shard.finding("bad_codes", codes.name, problem, member=cut_id)
     for field in dataset.added_fields:

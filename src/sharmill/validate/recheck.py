@@ -18,7 +18,6 @@ from sharmill.models.recorded import check_recorded_model, load_recorded_codec
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
-from sharmill.shar.layout import codec_fields
 from sharmill.validate.checked_dataset import CheckedDataset, Shard
 from sharmill.validate.findings import Finding
 
@@ -82,7 +81,7 @@ class Rechecker:
         assert self.subject.dataset is not None  # that names the codecs
         for record in self.subject.codecs:
             # In a dataset without contexts there are no codes of them either.
-            for codes, source in zip(codec_fields(record.name), self.subject.dataset.audio_fields, strict=False):
+            for codes, source in zip(record.fields, self.subject.dataset.audio_fields, strict=False):
                 for item, audio in zip(contents.get(codes.name, []), contents.get(source, []), strict=False):
                     # By its bytes, so that a segment is in the sample at all its places, whatever its cuts are called.
                     is_chosen = xxhash.xxh3_64_intdigest(audio.data or b"", self.seed) < self.share * _HASHES

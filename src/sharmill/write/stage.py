@@ -42,10 +42,10 @@ from sharmill.shar.layout import (
     CUTS,
     FORMAT_VERSION,
     TARGET_AUDIO,
+    Field,
     base_fields,
     codec_of_field,
     context_id,
-    shard_file,
 )
 from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.write.config import WriteConfig
@@ -65,7 +65,8 @@ class WriteStage(Stage):
         super().__init__(config, settings)
         self.write: WriteConfig = self.settings
         self.root = Path(config.dataset_dir)
-        self.folders = [field.name for field in base_fields(contexts=config.has_contexts)]
+        self._fields = base_fields(contexts=config.has_contexts)
+        self.folders = [field.name for field in self._fields]
         self._dataset = ShardedDataset(self.root)
 
     @classmethod
@@ -112,7 +113,7 @@ class WriteStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        shards = [_shard_record(commit, self.folders) for commit in commits]
+        shards = [_shard_record(commit, self._fields) for commit in commits]
         record = DatasetRecord(
             format_version=FORMAT_VERSION,
             name=self.config.name,
@@ -272,12 +273,12 @@ def _recording_id(utterance: Utterance, field: str) -> str:
     return context_id(context.recording_id, context.segment.offset, context.segment.duration)
 
 
-def _shard_record(commit: Commit, fields: Sequence[str]) -> ShardRecord:
+def _shard_record(commit: Commit, fields: Sequence[Field]) -> ShardRecord:
     by_name = {file.name: FieldFile(file.name, file.size, file.xxh3) for file in commit.files}
     return ShardRecord(
         index=commit.index,
         count=commit.num_out,
         target_seconds=round(commit.stats["seconds"], 3),
         context_seconds=round(commit.stats["context_seconds"], 3),
-        fields={field: by_name[shard_file(field, commit.index)] for field in fields},
+        fields={field.name: by_name[field.path(commit.index)] for field in fields},
     )

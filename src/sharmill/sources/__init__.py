@@ -124,10 +124,11 @@ class Source(ABC):
     ``null`` rejects such audio where the record has none."""
 
     def __post_init__(self) -> None:
-        roots = self.audio_root if isinstance(self.audio_root, list) else [self.audio_root]
-        if not roots or any(root is not None and not root.strip() for root in roots):
-            raise ValueError("audio_root must not be empty; audio_root: null takes absolute paths anywhere")
-        for url in (root for root in roots if root is not None and is_url(root)):
+        for key in ("audio_root", *self.file_keys):
+            if getattr(self, key) is not None and not all(path.strip() for path in self.named(key) or [""]):
+                hint = "; audio_root: null takes absolute paths anywhere" if key == "audio_root" else ""
+                raise ValueError(f"{key} must not be empty{hint}")
+        for url in filter(is_url, self.named("audio_root")):
             check_url_root(url)
         for key in ("language", "dataset"):
             value = getattr(self, key)
@@ -169,6 +170,11 @@ class Source(ABC):
         for piece in self.pieces(_FIRST_RECORDS):
             yield from self.read(piece.params)
 
+    def named(self, key: str) -> list[str]:
+        """Return the paths, patterns or URLs under a key; none where it is not given."""
+        value = getattr(self, key)
+        return [] if value is None else value if isinstance(value, list) else [value]
+
     @property
     def stem(self) -> str | None:
         """The name of the manifests made from this source alone; None for the name of the dataset."""
@@ -206,8 +212,7 @@ class Source(ABC):
 
     def refuse_url_roots(self) -> None:
         """Raise ValueError where an audio root is a URL, as a source does that looks into the folder itself."""
-        roots = self.audio_root if isinstance(self.audio_root, list) else [self.audio_root]
-        if any(root is not None and is_url(root) for root in roots):
+        if any(map(is_url, self.named("audio_root"))):
             raise ValueError(f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
 
     def template(self) -> Template | None:
@@ -244,30 +249,19 @@ class Source(ABC):
 class FileSource(Source):
     """A source of files that paths and patterns under ``file_keys`` name."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in self.file_keys:
-            if getattr(self, key) is not None and not all(map(str.strip, self.patterns(key) or [""])):
-                raise ValueError(f"{key} must not be empty")
-
-    def patterns(self, key: str) -> list[str]:
-        """Return the patterns under a key; none where it is not given."""
-        value = getattr(self, key)
-        return [] if value is None else value if isinstance(value, list) else [value]
-
     def find(self, key: str) -> list[Path]:
         """Return the files that a key names, in order."""
-        return find_files(self.patterns(key))
+        return find_files(self.named(key))
 
     @cached_property
     def files(self) -> list[Path]:
         """The files of the first key that is given."""
-        return find_files(next(filter(None, map(self.patterns, self.file_keys))))
+        return find_files(next(filter(None, map(self.named, self.file_keys))))
 
     def identity(self) -> dict[str, Any]:
         """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
         self.check()
-        return {key: identify_files(self.find(key)) for key in self.file_keys if self.patterns(key)}
+        return {key: identify_files(self.find(key)) for key in self.file_keys if self.named(key)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +274,7 @@ class ContainerSource(FileSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.audio_root is None:
-            object.__setattr__(self, "audio_root", _common_folder(self.patterns(self.file_keys[-1])))
+            object.__setattr__(self, "audio_root", _common_folder(self.named(self.file_keys[-1])))
 
     def container(self, file: Path) -> str:
         """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.

@@ -62,8 +62,6 @@ class KaldiSource(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.data_dir.strip():
-            raise ValueError("data_dir must not be empty")
         check_encoding(self.encoding)
 
     def check(self) -> None:

@@ -74,7 +74,7 @@ class LhotseSource(FileSource):
 
     @cached_property
     def _lines(self) -> LineReader:
-        kind = next(key for key in self.file_keys if self.patterns(key))
+        kind = next(key for key in self.file_keys if self.named(key))
         return LineReader(self.files, kind, functools.partial(count_records, split=self.split))
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:

@@ -260,7 +260,7 @@ class TarSource(ContainerSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_url_roots()
-        for pattern in self.patterns("tars"):
+        for pattern in self.named("tars"):
             if pattern.startswith("pipe:") or "://" in pattern:
                 raise ValueError(f"tars {pattern!r} is a command or an address; copy the files, and name them")
 

@@ -34,7 +34,7 @@ def dataset(finished, tmp_path):
 def test_its_files_are_where_its_fields_say(dataset):
     for shard in dataset.shards():
         for field in dataset.record().layout:
-            assert field.path(shard.index) == shard.fields[field.name].file
+            assert dataset.file(field.name, shard.index) == dataset.directory / shard.fields[field.name].file
 
 
 def test_a_removed_codec_leaves_the_others_and_the_audio(dataset):

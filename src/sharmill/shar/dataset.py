@@ -32,6 +32,7 @@ from sharmill.shar.layout import (
     codec_fields,
     codec_of_field,
     codec_of_folder,
+    published_field,
     sidecar_files,
     sorted_fields,
 )
@@ -45,8 +46,8 @@ class ShardedDataset:
 
     Example:
         >>> dataset = ShardedDataset(Path("data/librispeech"))
-        >>> [path.as_posix() for path in dataset.index_files]
-        ['data/librispeech/dataset.json', 'data/librispeech/shards.jsonl']
+        >>> dataset.file("target_audio", 7).as_posix()
+        'data/librispeech/target_audio/recording.000007.tar'
     """
 
     def __init__(self, directory: Path) -> None:
@@ -92,6 +93,17 @@ class ShardedDataset:
     def codec_fields(self, codec: str) -> list[Field]:
         """Return the fields that a codec has in this dataset; raises as ``record`` does."""
         return codec_fields(codec, contexts=self.record().has_contexts)
+
+    def file(self, field: str, shard: int) -> Path:
+        """Return the path of the file of one shard of a field.
+
+        Raises:
+            ConfigError: the dataset has no such field, or is not finished.
+        """
+        found = published_field(field) or self.record().field(field)
+        if found is None:
+            raise ConfigError(f"{self.directory} has no field {field!r}", code="unknown_field")
+        return self.directory / found.path(shard)
 
     def is_empty(self) -> bool:
         """Return True if there is no directory, or nothing in it but folders that wait for files."""

@@ -269,17 +269,18 @@ class Stage(ABC):
     def later(self) -> list[StageDir]:
         """Return the folders of the stages whose output goes with that of this one when it begins anew.
 
-        Where it replaces all of ``root``, these are all in the run directory but those whose output it reads, and those
-        that read the output of all stages, which notice a change by themselves.
+        Where it replaces all of ``root``, these are all in the run directory but those that do not read its output, and
+        those that read the output of all stages, which notice a change by themselves.
         """
         if not self.replaces_root:
             return []
-        run_dir, names = self.run_dir.path, STAGES.names()
         patterns = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("plan", "ranks")]
-        found = {path.parent for pattern in patterns for path in run_dir.glob(pattern)}
-        folders = [self.run_dir.stage(path.relative_to(run_dir).as_posix()) for path in sorted(found)]
-        kinds = {kind for kind in names if "*" in STAGES.load_class(kind).after} | {self.kind, *self.after}
-        return [folder for folder in folders if folder.path.relative_to(run_dir).parts[0] not in kinds]
+        found = {path.parent for pattern in patterns for path in self.run_dir.path.glob(pattern)}
+        names = [path.relative_to(self.run_dir.path).as_posix() for path in sorted(found)]
+        kept, behind = {self.kind}, {self.kind}
+        for kind, stage in stage_classes(self.config).items():
+            (kept if behind.isdisjoint(stage.after) else behind).add(kind)
+        return [self.run_dir.stage(name) for name in names if name.partition("/")[0] not in kept]
 
 
 def add_up(commits: Iterable[Commit]) -> Totals:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from sharmill.config import load_config, to_yaml
 from sharmill.errors import ConfigError
 from sharmill.models import (
     Codec,
+    ModelFamily,
     SpeakerEncoder,
     find_codec,
     find_speaker_encoder,
@@ -167,6 +169,25 @@ def test_a_model_of_another_package_is_identified_by_its_version_and_its_files(t
     weights.write_bytes(b"two")
     assert find_codec(f"tiny:{weights}").identity()["checksum"] != before["checksum"]
     assert find_codec(f"tiny:{weights}").published_name == "tiny:weights.bin"
+
+
+def test_options_are_checked_where_python_gives_them():
+    with raises(ConfigError, "unknown_key", "'builtin'", "'steps'"):
+        find_codec("builtin", steps=3)
+    with raises(ConfigError, "unknown_key", "'allow_target'", "did you mean 'allow_targets'"):
+        load_codec("nemo:x", allow_target=["a"])
+    with raises(ConfigError, "bad_config_value", "'nemo:x'", "allow_targets"):
+        find_speaker_encoder("nemo:x", allow_targets=3)
+    with raises(ConfigError, "bad_config_value", "needs the option `level`"):
+        find_codec(f"python:{__name__}:Level")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level(ModelFamily):
+    level: int
+
+    def load(self, device):
+        raise NotImplementedError
 
 
 def test_what_is_no_model_is_refused(tiny):

@@ -145,7 +145,8 @@ def find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> Mod
     try:
         return msgspec.convert(facts | dict(options), family, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"the {registry.kind} {name!r}: {error}", code="bad_config_value") from error
+        what = str(error).replace("Object missing required field", "it needs the option").replace("$.", "")
+        raise ConfigError(f"the {registry.kind} {name!r}: {what}", code="bad_config_value") from error
 
 
 def _version(registry: Registry, implementation: str) -> str:

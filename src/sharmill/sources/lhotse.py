@@ -18,7 +18,7 @@ from sharmill.sources.lhotse_records import (
     Supervision,
     count_records,
     cut_records,
-    decode_line,
+    decode_lhotse,
     recording_record,
     supervision_record,
 )
@@ -102,14 +102,14 @@ class LhotseSource(FileSource):
         """Return the record of a line of a SupervisionSet or a RecordingSet, or the reason why it is none."""
         try:
             if self.supervisions is None:
-                return recording_record(decode_line(line, LhotseRecording), self.channel)
-            supervision = decode_line(line, Supervision)
+                return recording_record(decode_lhotse(line, LhotseRecording), self.channel)
+            supervision = decode_lhotse(line, Supervision)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
             found = sorted(set(self._recordings.find(supervision.recording_id.encode())))
             if len(found) != 1:
                 number = "several recordings have" if found else "no recording has"
                 raise RejectRecord("malformed", f"{number} the id {supervision.recording_id[:80]!r} of the supervision")
-            return supervision_record(decode_line(found[0], LhotseRecording), supervision, self.channel)
+            return supervision_record(decode_lhotse(found[0], LhotseRecording), supervision, self.channel)
         except RejectRecord as reject:
             return reject
 

@@ -81,7 +81,7 @@ class _Counted(msgspec.Struct):
 _NAMES: Final[dict[type, str]] = {Cut: "cut", LhotseRecording: "recording", Supervision: "supervision"}
 
 
-def decode_line(line: bytes, kind: type[Line]) -> Line:
+def decode_lhotse(line: bytes, kind: type[Line]) -> Line:
     """Decode a line of a manifest; raise RejectRecord ``malformed`` where it is none of its kind."""
     try:
         return msgspec.json.decode(line, type=kind)
@@ -107,7 +107,7 @@ def cut_records(line: bytes, split: bool, channel: Channel) -> Iterator[dict[str
         channel: that of cuts with several.
     """
     try:
-        cut = decode_line(line, Cut)
+        cut = decode_lhotse(line, Cut)
         if cut.type not in ("MonoCut", "MultiCut", "Cut"):
             raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
         if cut.recording is None:

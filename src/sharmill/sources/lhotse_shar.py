@@ -25,7 +25,7 @@ from sharmill.shar.reading.foreign import find_shards
 from sharmill.shar.tar import TarTable
 from sharmill.sources import ContainerSource, Located, Piece, RawRecord, Unreadable
 from sharmill.sources.files import expand_home
-from sharmill.sources.lhotse_records import Cut, common_keys, decode_line, speech_record
+from sharmill.sources.lhotse_records import Cut, common_keys, decode_lhotse, speech_record
 
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
 # What is stored is the segment that the cut stands for where they are equally long, but for the delay of a codec.
@@ -321,7 +321,7 @@ class AudioMembers:
 def decode_stored_cut(line: bytes) -> Cut:
     """Decode the line of a cut; raise RejectRecord ``malformed`` where it is none."""
     try:
-        return decode_line(line, Cut)
+        return decode_lhotse(line, Cut)
     except RejectRecord as reject:
         # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
         try:

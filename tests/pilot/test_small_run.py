@@ -62,7 +62,7 @@ def test_curves_and_the_account_of_the_sources_are_left_out(project):
     config = load(project, metrics={"wandb_project": "speech"}, validate={"against_sources": True})
     small = seen_by_run(config)
     assert small.metrics.wandb_project is None
-    assert not small.validate.against_sources
+    assert not small.sections["validate"].against_sources
 
 
 def test_the_small_dataset_stores_no_value_of_the_environment(project, monkeypatch):

@@ -92,7 +92,7 @@ def test_no_speaker_encoder_is_looked_for(project):
     config = project.configure(**NONE)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("encoder_family", "min_similarity"):
-            patch.setattr(f"sharmill.pipeline.{name}", None)
+            patch.setattr(f"sharmill.match.stage.{name}", None)
         check_config(config)
     names = " ".join(stage.name for stage in make_stages(config))
     assert names == "prepare write survey encode/builtin assemble/builtin validate"

@@ -101,12 +101,13 @@ def test_who_stops_early_leaves_no_thread_and_no_work_behind():
             gate.wait(10)
         return item
 
+    before = {*threading.enumerate()}
     results = prefetch(work, range(100), threads=1, ahead=50)
     next(results)
     gate.set()
     results.close()
     assert len(begun) < 60
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")])
+    wait_until(lambda: {*threading.enumerate()} <= before)
 
 
 def test_who_drops_it_does_not_wait_for_what_is_under_way():

@@ -11,7 +11,7 @@ from support.shar import Project, voice
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.grow.append import append_dataset
-from sharmill.pipeline import run_dataset
+from sharmill.pipeline import check_config, run_dataset
 from sharmill.shar import open_shar
 from sharmill.shar.dataset import ShardedDataset
 
@@ -96,4 +96,4 @@ def test_contexts_from_a_dataset_need_a_dataset_to_append_to(tmp_path):
     project = Project(tmp_path)
     project.add("a.flac", voice(0.5))
     with raises(ConfigError, "bad_config_value", "needs append_to"):
-        project.configure(match={"contexts_from_dataset": True})
+        check_config(project.configure(match={"contexts_from_dataset": True}))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from recipe import PrintProgress, exit_status
 
-from sharmill.config import ValidateConfig
 from sharmill.pipeline import validate_dataset
+from sharmill.validate.config import ValidateConfig
 
 
 def main(dataset: str) -> int:

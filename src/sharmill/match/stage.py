@@ -57,7 +57,7 @@ from sharmill.speaker_tag import tagged_speaker
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
 _UNITS_WANTED = 64
-_UNIT_SECONDS: Final = (60.0, 1200.0)
+UNIT_SECONDS: Final = (60.0, 1200.0)
 _MATCHED = "_withContextAudio"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
 # until at 600 most of the time goes into new pages of memory.
@@ -156,7 +156,7 @@ class MatchStage(Stage):
         return max(1, round(cost / self._unit_seconds(cost)))
 
     def _unit_seconds(self, total: float) -> float:
-        return self.match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
+        return self.match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *UNIT_SECONDS))
 
     def check_node(self) -> None:
         segment_roots(self.config).check_node()

@@ -23,12 +23,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.stored import NOT_JSON, Tail, decode_stored, read_stored_lines
 from sharmill.engine.unit import Commit, Unit
 from sharmill.staging import PublishedFile
-from sharmill.storage import (
-    refuse_strangers,
-    remove_asides,
-    remove_for_good,
-    write_atomic,
-)
+from sharmill.storage import refuse_strangers, remove_asides, remove_for_good, write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -249,10 +249,12 @@ def test_a_rank_that_cannot_be_set_up_costs_no_unit(run, tmp_path, whole):
     assert output_bytes(stage) == whole(8)
 
 
-def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, whole):
+def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, whole, request):
     stage = FrozenRank(tmp_path)
     end = run(stage, 2)
     assert end.ok, end
+    # SLURM wakes what it cancels: the rank may go on with its unit for a moment.
+    assert 1 <= stage.attempts()[2] <= (2 if "slurm" in request.node.name else 1)
     assert output_bytes(stage) == whole(6)
 
 

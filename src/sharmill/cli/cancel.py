@@ -66,8 +66,8 @@ def cancel(run_dir: Path, ray_address: str | None, as_json: bool) -> int:
     try:
         if jobs or paths.reserved.exists():
             # The process of an advance job may outlast its job for a while, and one that was told by the mark notes its
-            # end under the lock. A run that has begun again meanwhile keeps
-            # its reservations, and ranks their staging folder.
+            # end under the lock. A run that has begun again meanwhile keeps its reservations, and ranks their staging
+            # folder.
             with locked(paths, SECONDS_TO_CANCEL if jobs else _SECONDS_TO_END):
                 kept = [] if find_workers(paths, ranks=not jobs) else release_cancelled(paths)
     finally:

@@ -69,9 +69,9 @@ class RecordLog:
         Raises:
             FatalError: it cannot be written.
         """
+        is_new = self._path is None
         # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
         path, self._path = self._path or self._folder / f"{uuid4().hex}.jsonl", None
-        is_new = not path.exists()
         with stopping_errors(path), open_stored(path, append=True) as stream:
             stream.write(msgspec.json.encode(record) + b"\n")
             if synced:

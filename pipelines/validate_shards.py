@@ -11,14 +11,16 @@ from pathlib import Path
 
 from recipe import PrintProgress, exit_status
 
-from sharmill.pipeline import validate_dataset
+from sharmill.executors.local import LocalExecutor
 from sharmill.validate.config import ValidateConfig
+from sharmill.validate.stage import validate_dataset
 
 
 def main(dataset: str) -> int:
     # The check keeps its ledger in a run directory; for a single check a temporary one will do.
     with tempfile.TemporaryDirectory() as scratch:
-        report = validate_dataset(Path(dataset), Path(scratch), PrintProgress(), ValidateConfig(deep=True))
+        level = ValidateConfig(deep=True)
+        report = validate_dataset(Path(dataset), Path(scratch), PrintProgress(), level, LocalExecutor())
     for finding in report.findings:
         print(f"{finding['code']}: {finding['sentence']}")
     return 3 if report.errors else 0

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
@@ -21,15 +20,12 @@ from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
 from sharmill.engine.plan import load_plan, mark_to_begin_anew
 from sharmill.engine.run import Executor, Unlocked, describe_end, locked, merge_files, reserved, run_stage
-from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
+from sharmill.engine.run_notes import End, Given, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, stage_classes
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.base import ConfiguredExecutor
-from sharmill.executors.local import LocalExecutor
-from sharmill.executors.slurm.executor import SlurmExecutor
-from sharmill.executors.slurm.queue import describe_jobs, require_no_jobs
 from sharmill.files.storage import (
     disk_errors,
     require_writable,
@@ -37,10 +33,7 @@ from sharmill.files.storage import (
 )
 from sharmill.files.stored import read_stored
 from sharmill.grow.append import require_fitting
-from sharmill.validate.accounts import ExpectedRecords
-from sharmill.validate.config import ValidateConfig
 from sharmill.validate.findings import Report
-from sharmill.validate.stage import ValidateStage
 
 log = logging.getLogger(__name__)
 
@@ -207,8 +200,7 @@ def run_dataset(
     run_dir = RunDir(Path(config.run_dir))
     with disk_errors(run_dir.path):
         check_config(config, stages, restart=restart)
-        if isinstance(executor, ConfiguredExecutor):
-            executor.require_devices(_unfinished(config, stages, restart=restart))
+        executor.require_devices(_unfinished(config, stages, restart=restart))
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds) as lock:
         given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
         if not joins:
@@ -244,9 +236,7 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
         ConfigError: they are at work on another configuration, or it is to begin anew beside them.
         FatalError: the run of this job has ended.
     """
-    slurm = executor if isinstance(executor, SlurmExecutor) else None
-    if slurm is not None and slurm.role is not None:
-        slurm.require_current()
+    if executor.is_begun():
         return
     run_dir = RunDir(Path(config.run_dir))
     is_known = run_dir.given.exists() or any(run_dir.path.glob("*/ranks/*/round.json"))
@@ -263,18 +253,13 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
             f"{run_dir.path}; --restart --take-over begins anew all the same, and what they do comes to nothing",
             code="locked",
         )
-    others = [] if slurm is None else slurm.find_others()
     joins = bool(live) and not restart
-    if slurm is None and not joins:
-        require_no_jobs(run_dir, take_over=take_over)
-    if joins or others:
-        _require_same_configuration(config, live + ([describe_jobs(others)] if others else []))
+    jobs = executor.find_jobs(run_dir, joins=joins, take_over=take_over)
+    if joins or jobs:
+        _require_same_configuration(config, [*live, *map(str, jobs)])
     else:
         write_atomic(run_dir.config, to_yaml(config))
-    if slurm is not None:
-        slurm.begin(others, joins=joins)
-    elif not joins:
-        begin_run(run_dir, given)
+    executor.begin(run_dir, given, jobs, joins=joins)
 
 
 def _require_same_configuration(config: Config, live: Sequence[str]) -> None:
@@ -357,29 +342,3 @@ def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]
                 f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
                 code="accounts",
             )
-
-
-def validate_dataset(
-    dataset_dir: Path,
-    scratch: Path,
-    listener: Listener,
-    level: ValidateConfig,
-    *,
-    workers: int | Literal["auto"] = "auto",
-    against: ExpectedRecords | None = None,
-) -> Report:
-    """Check a dataset that need not have a run directory; ``scratch`` is a folder that may be removed afterwards.
-
-    Raises:
-        ConfigError: there is no dataset, or what it is to be compared with cannot be used.
-        FatalError: a unit of the check failed.
-    """
-    stage = ValidateStage(
-        dataset_dir, RunDir(scratch), deep=level.deep, recheck_codes=level.recheck_share,
-        codec_models=level.codec_models, against=against,
-    )  # fmt: skip
-    result = run_stage(stage, LocalExecutor(workers), listener, max_reject_fraction=0.0)
-    if not result.ok:
-        reasons = "; ".join(error.message for error in result.failures.values())
-        raise FatalError(f"the check itself failed: {reasons}", code="units_failed")
-    return stage.report()

@@ -80,10 +80,10 @@ class ToyDataset:
     def run(self, executor: SlurmExecutor, *, restart: bool, wait_seconds: float) -> End | Submitted:
         results: list[tuple[Stage, StageResult]] = []
         with locked(self.stage.run_dir, wait_seconds) as lock:
-            if executor.role is not None:
-                executor.require_current()
-            else:
-                executor.begin(executor.find_others(), joins=bool(find_live(self.stage.dir, ranks=False)))
+            if not executor.is_begun():
+                joins = bool(find_live(self.stage.dir, ranks=False))
+                jobs = executor.find_jobs(executor.run_dir, joins=joins, take_over=False)
+                executor.begin(executor.run_dir, executor.given, jobs, joins=joins)
             for stage in self.make_stages():
                 limit = self.max_reject_fraction
                 result = run_stage(

@@ -149,9 +149,10 @@ def check_directory(console: Console, arguments: Sequence[str], options: Validat
     """
     from sharmill.cli.progress import ProgressListener
     from sharmill.cli.results import print_report
+    from sharmill.executors.local import LocalExecutor
     from sharmill.files.storage import write_atomic
-    from sharmill.pipeline import validate_dataset
     from sharmill.validate.findings import encode_report
+    from sharmill.validate.stage import validate_dataset
 
     if len(arguments) > 1:
         raise ConfigError(
@@ -165,9 +166,8 @@ def check_directory(console: Console, arguments: Sequence[str], options: Validat
         tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch,
         ProgressListener(console) as listener,
     ):
-        report = validate_dataset(
-            Path(arguments[0]), Path(scratch), listener, level, workers=options.workers, against=options.accounts(),
-        )  # fmt: skip
+        executor = LocalExecutor(options.workers)
+        report = validate_dataset(Path(arguments[0]), Path(scratch), listener, level, executor, options.accounts())
     print_report(console, report)
     if options.json_file is not None:
         write_atomic(Path(options.json_file), encode_report(report))

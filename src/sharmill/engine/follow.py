@@ -23,6 +23,7 @@ class Follower:
     Attributes:
         state: the state of the stage, as of the last look.
         num_ready: how many ranks have loaded what they need, and have not ended.
+        given_up: sentences about places that the executor has given up, by which attempts can tell nothing.
     """
 
     def __init__(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> None:
@@ -31,6 +32,7 @@ class Follower:
         self.state = StageState(stage)
         self._units = {unit.index: unit for unit in units}
         self.num_ready = 0
+        self.given_up: list[str] = []
 
     @property
     def num_done(self) -> int:
@@ -77,4 +79,4 @@ class Follower:
         if out and not all(attempts.is_given_up(index, ()) for index in state.missing):
             raise attempts.all_out_error(self._stage.name, paths.logs)
         failures = {index: attempts.error(index) for index in sorted(state.missing)}
-        return StageResult(failures=failures, given_up=out)
+        return StageResult(failures=failures, given_up=self.given_up or out)

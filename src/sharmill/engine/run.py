@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -19,7 +20,7 @@ from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.reservations import release, release_unbegun, reserve
-from sharmill.engine.run_notes import End
+from sharmill.engine.run_notes import End, Given, begin_run
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage, add_up
 from sharmill.engine.state import find_live, find_workers
@@ -45,14 +46,43 @@ log = logging.getLogger(__name__)
 Unlocked = Callable[[], AbstractContextManager[object]]
 
 
-class Executor(Protocol):
-    """The interface of what runs the worker loop on ranks.
+class Executor(ABC):
+    """Base of what runs the worker loop on ranks.
 
     One that ``waits`` returns when its ranks have ended; another submits them to a queue, which knows which are alive.
     """
 
-    waits: ClassVar[bool]
+    waits: ClassVar[bool] = True
 
+    def require_devices(self, stages: Iterable[Stage]) -> None:  # noqa: B027 - most find out where the ranks are
+        """Raise ConfigError where stages are to run on GPUs of this machine, and none can be used."""
+
+    def is_begun(self) -> bool:
+        """Return True in a process that goes on with a run which another one has begun.
+
+        Raises:
+            FatalError: that run has ended.
+        """
+        return False
+
+    def find_jobs(self, run_dir: RunDir, *, joins: bool, take_over: bool) -> Sequence[Any]:
+        """Return the jobs of a run that are in a queue, each of which has a text.
+
+        Args:
+            joins: other processes are at work on the run, and this one adds its ranks.
+            take_over: the user says that no jobs are left where nobody can be asked.
+
+        Raises:
+            ConfigError: jobs are, or may be, in a queue beside which this executor must not begin.
+        """
+        return ()
+
+    def begin(self, run_dir: RunDir, given: Given, jobs: Sequence[Any], *, joins: bool) -> None:
+        """Note the beginning of a run, unless this process joins it; ``jobs`` are those of ``find_jobs``."""
+        if not joins:
+            begin_run(run_dir, given)
+
+    @abstractmethod
     def run(
         self,
         stage: Stage,

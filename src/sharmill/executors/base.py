@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from sharmill.config import Config, require
+from sharmill.engine.follow import Follower
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult
-from sharmill.engine.run import Unlocked
+from sharmill.engine.run import Executor, Unlocked
+from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Stage
+from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
+from sharmill.executors.slurm.queue import require_no_jobs
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -27,18 +31,19 @@ class Check(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class ConfiguredExecutor(ABC):
+class ConfiguredExecutor(Executor):
     """Place where the stages run. SLURM has no key here: `sharmill submit` takes a cluster profile.
 
-    A subclass is a frozen dataclass with its further keys, whose ``kind`` is its name in the registry.
+    A subclass is a frozen dataclass with its further keys, whose ``kind`` is its name in the registry. It starts
+    supervisors, whose ranks do the units.
 
     Attributes:
-        waits: as of ``engine.run.Executor``.
         runs_here: its ranks are on this machine alone.
+        goes_on: attempts of ranks that have ended before count on.
     """
 
-    waits: ClassVar[bool] = True
     runs_here: ClassVar[bool] = False
+    goes_on: ClassVar[bool] = False
 
     kind: str = field(default="local", kw_only=True)
     """``local``: processes on this machine. ``ray``: actors on a Ray cluster. Or an executor of another package:
@@ -78,15 +83,34 @@ class ConfiguredExecutor(ABC):
         """Yield what `sharmill doctor` is to tell about executors of this class on this machine."""
         yield from ()
 
-    def check(self, config: Config) -> None:  # noqa: B027 - most run any configuration
+    def check(self, config: Config) -> None:
         """Raise ConfigError where the runs of a configuration cannot work here."""
 
-    def require_devices(self, stages: Iterable[Stage]) -> None:  # noqa: B027 - most find out where the ranks are
-        """Raise ConfigError where stages are to run on GPUs of this machine, and none can be used."""
+    def find_jobs(self, run_dir: RunDir, *, joins: bool, take_over: bool) -> Sequence[Any]:
+        if not joins:
+            require_no_jobs(run_dir, take_over=take_over)
+        return ()
 
-    @abstractmethod
     def run(
         self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Do the units; see ``engine.run.Executor``."""
+        """Do the units, and return those that failed for good; see ``engine.run.Executor``."""
+        # Ranks of other nodes may come later than those that are there.
+        join_seconds, most = 0.0 if self.runs_here else stage.lease_seconds, self.num_ranks(stage, units)
+        with driven_round(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
+            follower = Follower(stage, units, listener)
+            with unlocked():
+                self.supervise(stage, numbers, follower)
+        return follower.outcome()
+
+    @abstractmethod
+    def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
+        """Return the number of ranks that are to do the units; there are never more than units."""
+
+    @abstractmethod
+    def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
+        """Start ranks with these numbers, and return when they have ended; ``look`` with the follower meanwhile.
+
+        A ``Supervisor`` runs ranks in this process's environment; ``supervise_rank`` does so in a process elsewhere.
+        """

@@ -16,8 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -35,22 +34,17 @@ from tenacity import (
 import sharmill
 from sharmill.config import Config, require
 from sharmill.engine.attempts import MAX_FAILURES
-from sharmill.engine.fence import is_current, require_current, wait_for_plan
+from sharmill.engine.fence import is_current, require_current
 from sharmill.engine.follow import Follower
 from sharmill.engine.identity import versions
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult
-from sharmill.engine.patience import Patience
 from sharmill.engine.progress import mark_ended, read_progress
-from sharmill.engine.run import Unlocked
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.executors.base import Check, ConfiguredExecutor
 from sharmill.executors.devices import Device
 from sharmill.executors.logs import logging_to
-from sharmill.executors.supervisor import Supervisor
+from sharmill.executors.supervisor import supervise_rank
 from sharmill.files.host import limit_cores
 from sharmill.files.staging import remove_dead_attempts, token_staging
 from sharmill.files.storage import open_regular
@@ -107,26 +101,25 @@ class RayExecutor(ConfiguredExecutor):
         _import_ray()
         _check_paths(config)
 
-    def run(
-        self, stage: Stage, units: Sequence[Unit], listener: Listener,
-        unlocked: Unlocked = nullcontext,
-    ) -> StageResult:  # fmt: skip
+    def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
         connect(self.address)
+        if self.workers != "auto":
+            return int(self.workers)
+        return _count_places(self.cores, self._gpus(stage)) or len(units)
+
+    def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
+        actors = _Actors(stage, follower, self.workers, self.cores, self._gpus(stage), numbers[0])
+        try:
+            with logging_to(stage.dir.driver_log):
+                actors.run()
+        finally:
+            # No actor is left that could do it for itself.
+            remove_dead_attempts(stage.root, stage.token)
+
+    def _gpus(self, stage: Stage) -> int:
+        """Return the number of GPUs that a rank gets."""
         may_use_gpus = stage.resource == "gpu" and self.device != "cpu"
-        gpus = int(may_use_gpus and (self.device == "cuda" or _count_places(self.cores, 1) > 0))
-        most = _count_places(self.cores, gpus) or len(units) if self.workers == "auto" else int(self.workers)
-        with driven_round(stage, units, most, join_seconds=stage.lease_seconds) as numbers:
-            follower = Follower(stage, units, listener)
-            actors = _Actors(stage, follower, self.workers, self.cores, gpus, numbers.start)
-            try:
-                with unlocked(), logging_to(stage.dir.driver_log):
-                    actors.run()
-            finally:
-                # No actor is left that could do it for itself.
-                remove_dead_attempts(stage.root, stage.token)
-        outcome = follower.outcome()
-        given_up = list(actors.given_up)
-        return replace(outcome, given_up=given_up or outcome.given_up)
+        return int(may_use_gpus and (self.device == "cuda" or _count_places(self.cores, 1) > 0))
 
 
 def _count_places(cores: int, gpus: int) -> int:
@@ -160,12 +153,8 @@ class RankActor:
             )
         limit_cores(cores)
         stage: Stage = pickle.loads(pickled)
-        wait_for_plan(stage, Patience(stage.seconds_until_seen))
         try:
-            require_current(stage)
-            supervisor = Supervisor(stage, [Device.given(device)], [number], beat_seconds=5.0)
-            with logging_to(stage.dir.driver_log):
-                supervisor.run()
+            supervise_rank(stage, Device.given(device), number, beat_seconds=5.0)
             return None
         except SharmillError as error:
             if is_current(stage):
@@ -288,6 +277,7 @@ class _Actors:
             require_current(self.stage)
             log.error("rank %d is given up, and its place is kept from others: %s", number, error)
             self.given_up[str(error)] = error
+            self.follower.given_up = list(self.given_up)
             self.holding[actor.hold_place.remote()] = number, actor
 
     def _cannot_start(self, error: Exception) -> FatalError:

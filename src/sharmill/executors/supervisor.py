@@ -26,7 +26,8 @@ from typing import Any, Final
 from sharmill.engine.attempts import Note, NoteKind, end_attempt
 from sharmill.engine.child import describe_exit, end_with_parent, safe_path
 from sharmill.engine.claims import Rank
-from sharmill.engine.fence import require_current
+from sharmill.engine.fence import require_current, wait_for_plan
+from sharmill.engine.patience import Patience
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
@@ -48,6 +49,16 @@ _NOTED: Final = 75
 _SECONDS_TO_LEAVE: Final = 30.0
 _SECONDS_TO_END: Final = 2.0
 _SECONDS_TO_PRINT: Final = 0.5
+
+
+def supervise_rank(
+    stage: Stage, device: Device, number: int, *, job_seconds: float | None = None, beat_seconds: float = 15.0
+) -> bool:
+    """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``."""
+    wait_for_plan(stage, Patience(stage.seconds_until_seen))
+    require_current(stage)
+    with logging_to(stage.dir.driver_log):
+        return Supervisor(stage, [device], [number], job_seconds=job_seconds, beat_seconds=beat_seconds).run()
 
 
 @dataclass

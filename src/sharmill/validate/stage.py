@@ -12,10 +12,13 @@ import xxhash
 from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
 from sharmill.engine.identity import identify_folder, versions
+from sharmill.engine.listener import Listener
 from sharmill.engine.plan import read_identity
+from sharmill.engine.run import Executor, run_stage
 from sharmill.engine.rundir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, add_up
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.errors import FatalError
 from sharmill.files.staging import Staging
 from sharmill.files.storage import checksum, open_atomic, remove_for_good, write_atomic
 from sharmill.files.stored import load_stored_array, read_stored, save_array
@@ -258,3 +261,28 @@ def _fingerprint(directory: Path) -> str:
         found = [path.relative_to(directory).as_posix(), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         digest.update(repr(found).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def validate_dataset(
+    dataset_dir: Path,
+    scratch: Path,
+    listener: Listener,
+    level: ValidateConfig,
+    executor: Executor,
+    against: ExpectedRecords | None = None,
+) -> Report:
+    """Check a dataset that need not have a run directory; ``scratch`` is a folder that may be removed afterwards.
+
+    Raises:
+        ConfigError: there is no dataset, or what it is to be compared with cannot be used.
+        FatalError: a unit of the check failed.
+    """
+    stage = ValidateStage(
+        dataset_dir, RunDir(scratch), deep=level.deep, recheck_codes=level.recheck_share,
+        codec_models=level.codec_models, against=against,
+    )  # fmt: skip
+    result = run_stage(stage, executor, listener, max_reject_fraction=0.0)
+    if not result.ok:
+        reasons = "; ".join(error.message for error in result.failures.values())
+        raise FatalError(f"the check itself failed: {reasons}", code="units_failed")
+    return stage.report()

@@ -44,7 +44,6 @@ from sharmill.shar.layout import (
     TARGET_AUDIO,
     Field,
     base_fields,
-    codec_of_field,
     context_id,
 )
 from sharmill.shar.lhotse_json import cut_json, recording_json
@@ -140,7 +139,7 @@ class WriteStage(Stage):
 
     @classmethod
     def mender(cls, field: str, *, content: bool) -> str | None:
-        return cls.kind if codec_of_field(field) is None else None
+        return cls.kind if field in BASE_FIELDS else None
 
     def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
         own = shards.get(self.name, set())

@@ -27,7 +27,7 @@ from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
 from sharmill.engine.attempts import MAX_FAILURES, Attempts
-from sharmill.engine.fence import is_current, require_current, superseded, wait_for_plan
+from sharmill.engine.fence import is_current, superseded, wait_for_plan
 from sharmill.engine.ledger import find_outstanding, read_ledger
 from sharmill.engine.listener import Listener
 from sharmill.engine.outcomes import StageResult, Submitted
@@ -35,7 +35,7 @@ from sharmill.engine.patience import Patience
 from sharmill.engine.plan import load_plan
 from sharmill.engine.progress import read_progress
 from sharmill.engine.reservations import release_unbegun
-from sharmill.engine.run import Unlocked
+from sharmill.engine.run import Executor, Unlocked
 from sharmill.engine.run_notes import (
     End,
     Given,
@@ -56,7 +56,7 @@ from sharmill.executors.logs import logging_to
 from sharmill.executors.signals import deferred_interrupts, ended_by_sigterm
 from sharmill.executors.slurm import queue
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.supervisor import Supervisor
+from sharmill.executors.supervisor import supervise_rank
 from sharmill.files.host import limit_cores
 from sharmill.files.locks import lock_owner
 from sharmill.files.storage import make_private_folder, remove_tree, time_of_folder
@@ -114,9 +114,7 @@ class RankTask:
     def __call__(self) -> None:
         """Do units until the stage has ended; that others have finished it, or begun it anew, is no failure."""
         stage = self.stage
-        wait_for_plan(stage, Patience(stage.seconds_until_seen))
         try:
-            require_current(stage)
             self._supervise()
         except (FatalError, FileNotFoundError):
             if is_current(stage):
@@ -126,11 +124,9 @@ class RankTask:
     def _supervise(self) -> None:
         # A cluster need not bind tasks to their cores.
         limit_cores(self.ranks.cores)
-        supervisor = Supervisor(
-            self.stage, [Device.given(self.ranks.device)], [self.number], job_seconds=60.0 * self.ranks.timeout_min
-        )
-        with logging_to(self.stage.dir.driver_log), ended_by_sigterm():
-            has_ended = supervisor.run()
+        device, seconds = Device.given(self.ranks.device), 60.0 * self.ranks.timeout_min
+        with ended_by_sigterm():
+            has_ended = supervise_rank(self.stage, device, self.number, job_seconds=seconds)
         if has_ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
             self._end_others(array)
 
@@ -152,7 +148,7 @@ class RankTask:
 
 
 @dataclass
-class SlurmExecutor:
+class SlurmExecutor(Executor):
     """The run of one dataset on SLURM, from stage to stage; its jobs call a copy of it. ``command`` submits it again.
 
     All nodes share the file system of the run directory.
@@ -197,23 +193,22 @@ class SlurmExecutor:
         self.given = Given(stages=list(kinds), folder=str(Path.cwd()), command=self.command, cluster=cluster)
         return self._run_stages(wait_seconds=0.0)
 
-    def find_others(self) -> list[queue.QueuedJob]:
-        """Return the jobs of this run that are in the queue. This process has the run directory.
+    def is_begun(self) -> bool:
+        if self.role is not None:
+            self.require_current()
+        return self.role is not None
 
-        Raises:
-            ConfigError: jobs may be left that must not be.
-        """
+    def find_jobs(self, run_dir: RunDir, *, joins: bool, take_over: bool) -> list[queue.QueuedJob]:
         if self.restart:
-            queue.require_no_jobs(self.run_dir, take_over=self.take_over)
-        return queue.queued_jobs(self.run_dir, self.patience, on_any_cluster=self.take_over)
+            queue.require_no_jobs(run_dir, take_over=self.take_over)
+        return queue.queued_jobs(run_dir, self.patience, on_any_cluster=self.take_over)
 
-    def begin(self, others: Sequence[queue.QueuedJob], *, joins: bool) -> None:
-        """Begin the run beside other jobs of it; with ``joins``, ranks that are none of them are at work as well."""
-        if any(job.role != "rank" for job in others):
+    def begin(self, run_dir: RunDir, given: Given, jobs: Sequence[queue.QueuedJob], *, joins: bool) -> None:
+        if any(job.role != "rank" for job in jobs):
             return  # its advance jobs go on, and this adds ranks
-        begin_run(self.run_dir, self.given)
+        begin_run(run_dir, self.given)
         # The work of ranks whose advance job is gone, or was never submitted, counts on.
-        for stage in self.dataset.make_stages() if not (others or joins) else ():
+        for stage in self.dataset.make_stages() if not (jobs or joins) else ():
             remove_tree(stage.dir.attempts)
             remove_tree(stage.dir.round)
 

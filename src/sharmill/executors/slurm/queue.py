@@ -79,6 +79,9 @@ class QueuedJob:
     user: str
     role: str
 
+    def __str__(self) -> str:
+        return f"job {self.id} (user {self.user})"
+
 
 def job_comment(run_dir: RunDir, role: Role) -> str:
     """Return the comment by which the jobs of a run directory are found; without an id, scripts are only shown."""

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from support.errors import raises
+from support.packages import install
 from support.paths import REPOSITORY
 
 from sharmill.config import load_config, resolve_stage, to_yaml
-from sharmill.encode.config import CodecConfig
+from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.errors import ConfigError
-from sharmill.pipeline import stages_of
+from sharmill.pipeline import make_stages, stages_of
 from sharmill.registry import STAGES
 
 BASE = "name: n\nrun_dir: r\ndataset_dir: d\nsources: [{manifest: m.json, audio_root: audio}]\n"
@@ -460,3 +461,64 @@ def test_one_key_says_how_large_shards_are(text, size, write):
 )
 def test_sizes_of_shards_that_exclude_each_other_or_are_none(text, names, write):
     refuse(write(f"write: {text}"), "bad_config_value", *names)
+
+
+@pytest.fixture
+def loudness(monkeypatch, tmp_path) -> str:
+    """Has the stage of another package installed; the keys of two of them, as YAML."""
+    install(monkeypatch, tmp_path / "site", "loudness")
+    return "match: null\nloudness: [{name: plain}, {name: quiet, level: -40}]\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "names"),
+    [
+        ("loudness.0.levle=1", "unknown_key", ["'loudness[0].levle'", "'level'"]),
+        ("loudness.1.level=high", "bad_config_value", ["loudness[1].level", "`float`"]),
+        ("loudness.1.name=plain", "bad_config_value", ["loudness[1]", "'plain'"]),
+        ("loudness.1.name=../up", "bad_config_value", ["loudness[1]", "'../up'"]),
+    ],
+)
+def test_keys_of_a_stage_of_another_package_are_checked(override, code, names, loudness, write):
+    refuse(write(loudness), code, *names, overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("name=m", ["loudness/plain", "loudness/quiet"]),
+        ("loudness=null", []),
+        ("loudness={level: 3}", ["loudness"]),
+        ("loudness=[{name: other}]", ["loudness/other"]),
+    ],
+)
+def test_there_is_a_stage_for_each_section_of_its_own(override, names, loudness, write):
+    config = load_config(write(loudness), [override])
+    assert [stage.name for stage in make_stages(config) if stage.kind == "loudness"] == names
+    stored = write(to_yaml(config).decode(), base="")
+    assert load_config(stored) == config
+
+
+def test_keys_of_an_executor_of_another_package_are_checked(monkeypatch, tmp_path, write):
+    install(monkeypatch, tmp_path / "site", "executor")
+    path = write("executor: {kind: apart, python: /usr/bin/python3}")
+    refuse(path, "unknown_key", "'executor.pyhton'", "'python'", overrides=["executor.pyhton=x"])
+    refuse(path, "bad_config_value", "executor: workers", overrides=["executor.workers=0"])
+
+
+FAMILY = """
+from dataclasses import dataclass
+from sharmill.models import ModelFamily
+
+@dataclass(frozen=True, kw_only=True)
+class Voiced(ModelFamily):
+    voice: str = ""
+"""
+
+
+def test_an_option_of_a_model_that_is_text_takes_any_text(monkeypatch, tmp_path, write):
+    (tmp_path / "voiced.py").write_text(FAMILY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = write("encode: {codecs: [{name: x, model: 'python:voiced:Voiced'}]}")
+    config = load_config(path, ["encode.codecs.0.voice=0123"])
+    assert config.section(EncodeConfig).codecs[0].options == {"voice": "0123"}

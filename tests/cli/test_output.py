@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from support.errors import raises
+from support.packages import add_distribution
 from support.reader import make_dataset
 from support.shar import Project, copy, lines, put, reindex, rewrite, run, voice
 
@@ -199,6 +200,14 @@ def test_doctor_says_what_to_do_about_a_full_disk(tmp_path):
         found = checks_of(tmp_path)
     assert "make room" in found["free space"].to_do
     assert "small files" in found["free inodes"].to_do
+
+
+def test_doctor_names_an_executor_that_cannot_be_imported(tmp_path, monkeypatch):
+    add_distribution(tmp_path / "site", "broken", "1.0", "[sharmill.executors]\nbroken = no_such_module:Executor\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    found = checks_of(tmp_path)
+    assert "no_such_module" in found["executor broken"].to_do
+    assert "Ray" in found
 
 
 def test_doctor_says_what_to_do_about_locks(tmp_path):

@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -160,9 +161,11 @@ def _read_merged(
                 config = OmegaConf.load(stream)
         for override in overrides:
             key, _, value = override.partition("=")
-            types = _types_of(kind, OmegaConf.to_container(config), key)
+            plain = OmegaConf.to_container(config)
+            types = _types_of(kind, plain, key)
             _check_section(types, config, key, f"{path}: {override}")
-            OmegaConf.update(config, key, _override_value(value, _type_at(types, key)))
+            is_list = OmegaConf.is_list(OmegaConf.select(config, key))
+            OmegaConf.update(config, key, _override_value(value, _type_at(types, key, plain)), merge=not is_list)
         references = References.of(OmegaConf.to_container(config))
         if for_display:
             config = OmegaConf.create(references.without_unset(OmegaConf.to_container(config)))
@@ -425,21 +428,31 @@ def _override_value(text: str, expected: Any) -> Any:
     return text if is_text and value is not None and not isinstance(value, as_it_is) else value
 
 
-def _type_at(types: dict[str, Any], key: str) -> Any:
-    """Return the type of a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None."""
+def _type_at(types: dict[str, Any], key: str, values: Any = None) -> Any:
+    """Return the type of a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None.
+
+    That of an option depends on the model that ``values`` name.
+    """
     parts = re.findall(r"[^.\[\]]+", key)
     owner = types.get(parts[0]) if parts else None
-    for part in parts[1:]:
+    for before, part in pairwise(parts):
+        values = _item(values, before)
+        owner = _without_null(owner, values)
         origin, items = typing.get_origin(owner), typing.get_args(owner)
         if origin in (list, tuple) and part.isdigit():
             owner = items[0] if origin is list else items[int(part)] if int(part) < len(items) else None
-            continue
-        owner = _without_null(owner)
-        if dataclasses.is_dataclass(owner):
-            owner = typing.get_type_hints(owner).get(part)
+        elif dataclasses.is_dataclass(owner):
+            given = {**values, part: None} if isinstance(values, dict) else {}
+            owner = _with_options(owner, typing.get_type_hints(owner), given, key).get(part)
         else:
             owner = items[1] if origin is dict else None
     return owner
+
+
+def _item(values: Any, key: str) -> Any:
+    if isinstance(values, dict):
+        return values.get(key)
+    return values[int(key)] if isinstance(values, list) and key.isdigit() and int(key) < len(values) else None
 
 
 def _without_null(kind: Any, value: Any = None) -> Any:

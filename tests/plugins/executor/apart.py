@@ -1,20 +1,17 @@
-"""An executor as a package of its own brings it: supervisors are started by another Python, which shares nothing."""
+"""An executor whose supervisors are processes of another Python, as in a container: only the disk is shared."""
 
 import pickle
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.follow import Follower
-from sharmill.engine.outcomes import StageResult
-from sharmill.engine.patience import Patience
-from sharmill.engine.state import driven_round
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Unit
 from sharmill.executors.base import ConfiguredExecutor
 from sharmill.executors.devices import Device
-from sharmill.executors.supervisor import Supervisor
+from sharmill.executors.supervisor import supervise_rank
 
 
 @dataclass(frozen=True)
@@ -25,29 +22,20 @@ class ApartExecutor(ConfiguredExecutor):
     python: str = sys.executable
     """Python interpreter, or a program that passes its arguments on to one."""
 
-    def run(self, stage, units, listener, unlocked=nullcontext) -> StageResult:
-        count = min(len(units), 2 if self.workers == "auto" else self.workers)
-        with driven_round(stage, units, count) as numbers:
-            follower, processes = Follower(stage, units, listener), []
-            with unlocked():
-                for number in numbers:
-                    process = subprocess.Popen([self.python, "-m", "apart"], stdin=subprocess.PIPE)
-                    process.stdin.write(pickle.dumps((stage, number)))
-                    process.stdin.close()
-                    processes.append(process)
-                while any(process.poll() is None for process in processes):
-                    follower.look()
-                    time.sleep(0.2)
+    def num_ranks(self, stage: Stage, units: list[Unit]) -> int:
+        return 2 if self.workers == "auto" else self.workers
+
+    def supervise(self, stage: Stage, numbers: range, follower: Follower) -> None:
+        processes = [subprocess.Popen([self.python, "-m", "apart"], stdin=subprocess.PIPE) for _ in numbers]
+        for process, number in zip(processes, numbers, strict=True):
+            with process.stdin as stream:
+                stream.write(pickle.dumps((stage, number)))
+        for process in processes:
+            while process.poll() is None:
                 follower.look()
-        return follower.outcome()
-
-
-def main() -> None:
-    stage, number = pickle.load(sys.stdin.buffer)
-    wait_for_plan(stage, Patience(stage.seconds_until_seen))
-    require_current(stage)
-    Supervisor(stage, [Device()], [number], beat_seconds=1.0).run()
+                time.sleep(0.2)
 
 
 if __name__ == "__main__":
-    main()
+    stage, number = pickle.load(sys.stdin.buffer)
+    supervise_rank(stage, Device(), number, beat_seconds=1.0)

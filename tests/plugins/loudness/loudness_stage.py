@@ -1,12 +1,9 @@
-"""A stage as a package of its own brings it: a column with the loudness of each cut, relative to a level."""
+"""A stage with a column: the loudness of the target audio of each cut, relative to a level."""
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-import soundfile
-
+from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import measure_sound
 from sharmill.config import StageSection
 from sharmill.engine.unit import Unit
@@ -18,7 +15,7 @@ from sharmill.write.fields import FieldProcessor, FieldStage
 
 @dataclass(frozen=True, kw_only=True)
 class LoudnessConfig(StageSection):
-    """Loudness of the target audio of each cut."""
+    """Keys of the stage."""
 
     name: str = ""
     """Name of the stage and its column, where there are several."""
@@ -27,24 +24,29 @@ class LoudnessConfig(StageSection):
 
 
 class LoudnessStage(FieldStage):
+    """The loudness of each cut."""
+
     kind = "loudness"
-    section: ClassVar = LoudnessConfig
+    section = LoudnessConfig
 
     def fields(self) -> list[Field]:
         name = self.name.replace("/", "_")
-        file = f"{name}/values.{{:06d}}.jsonl.gz"
-        return [Field(name=name, file=file, kind="value", attribute=name, limits=(-120.0, 120.0), by=self.name)]
+        return [
+            Field(
+                name=name, file=f"{name}/values.{{:06d}}.jsonl.gz", kind="value", attribute=name,
+                limits=(-120.0, 120.0), by=self.name,
+            )
+        ]  # fmt: skip
 
     def open(self, device: str) -> FieldProcessor:
         return LoudnessProcessor(self)
 
 
 class LoudnessProcessor(FieldProcessor):
+    """Measures the cuts of a shard."""
+
     def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
         table = ItemTable(self.stage.dataset.file("target_audio", unit.index))
-        loudness = (self.measure(table.data(number)) for number in range(len(ids)))
-        write_values(paths[0], self.fields[0].attribute, zip(ids, loudness, strict=True))
-
-    def measure(self, data: bytes) -> float:
-        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
-        return measure_sound(samples, rate).loudness - self.stage.settings.level
+        sounds = (measure_sound(*decode_bytes(table.data(number))) for number in range(len(ids)))
+        values = [(id, sound.loudness - self.stage.settings.level) for id, sound in zip(ids, sounds, strict=True)]
+        write_values(paths[0], self.fields[0].attribute, values)

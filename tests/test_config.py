@@ -418,7 +418,7 @@ def test_an_empty_mapping_is_the_default_match(write):
 
 @pytest.mark.parametrize(("text", "shown"), [("match:", "empty"), ("match: ~", "~")])
 def test_no_contexts_have_to_be_said(text, shown, write):
-    refuse(write(text), "bad_config_value", f"match is {shown}", "write null for a dataset without contexts")
+    refuse(write(text), "bad_config_value", f"match is {shown}", "write null to leave the stage out")
 
 
 @pytest.mark.parametrize("override", ["match=", "match=~"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
+from sharmill.shar.layout import Field
 
 
 @pytest.fixture
@@ -40,3 +42,29 @@ def test_a_dataset_that_is_written_anew_gets_its_fields_anew(configure):
     assert not Path(config.dataset_dir, "loudness_plain").exists()
     assert run_dataset(config, Listener()).num_errors == 0
     assert [cut.loudness_plain for cut in open_shar(config.dataset_dir)] == before
+
+
+def test_a_field_that_cannot_be_is_refused_before_any_work(configure, tmp_path):
+    with raises(ConfigError, "bad_config_value", "loudness/a-b", "'loudness_a-b'"):
+        run_dataset(configure(name="a-b"), Listener())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_field_of_two_stages_is_refused_before_any_work(configure, tmp_path, monkeypatch):
+    config = configure()
+    sections = config.sections["loudness"]
+    config = replace(config, sections=config.sections | {"loudness": [*sections, replace(sections[0], name="other")]})
+    field = Field(name="same", file="same/values.{:06d}.jsonl.gz", kind="value", attribute="same")
+    monkeypatch.setattr("loudness_stage.LoudnessStage.fields", lambda stage: [field])
+    with raises(ConfigError, "bad_config_value", "loudness/other", "loudness/plain", "same"):
+        run_dataset(config, Listener())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dataset_that_has_other_fields_is_not_appended_to(configure, tmp_path):
+    config = configure()
+    assert run_dataset(config, Listener()).ok
+    new = {"run_dir": str(tmp_path / "run2"), "dataset_dir": str(tmp_path / "new"), "append_to": config.dataset_dir}
+    with raises(ConfigError, "unlike_datasets", "['loudness_other']", "['loudness_plain']"):
+        run_dataset(replace(configure(name="other"), **new), Listener())
+    assert not (tmp_path / "run2").exists()

@@ -170,8 +170,6 @@ def print_plan(
 
 
 def _row(stage: Stage, loads: list[float], num_units: int, left: list[float]) -> list[Text]:
-    from sharmill.write.stage import WriteStage
-
     largest, mean = max(loads), sum(loads) / len(loads)
     records = stage.cost_unit == "records"
     cells = (
@@ -181,6 +179,6 @@ def _row(stage: Stage, loads: list[float], num_units: int, left: list[float]) ->
         str(len(loads)),
         describe_cost(largest, records=records),
         f"{mean / largest:.0%}" if largest else "",
-        f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and isinstance(stage, WriteStage) else "",
+        f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.replaces_root else "",
     )
     return [plain(cell) for cell in cells]

@@ -34,11 +34,8 @@ _REMOVED_KEYS: Final = {
     "submit_ahead": "leave the key out; the jobs of a stage are submitted when it is planned",
     "metrics.tensorboard": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or --prometheus FILE",
 }
-# Keys whose null has to be written out, and what to write.
-_MEANT_NULLS: Final = {
-    "audio_root": "name a folder, or write null to take absolute paths anywhere",
-    "match": "give it keys, or write null for a dataset without contexts",
-}
+_AUDIO_ROOT: Final = "name a folder, or write null to take absolute paths anywhere"
+_SECTION: Final = "give it keys, or write null to leave the stage out"
 
 # The field of a section for the options of a model, which lie beside its keys; ``options_of`` of the section's class is
 # the registry of such models, and the key that names one.
@@ -188,13 +185,16 @@ def _read_merged(
 
 
 def _check_nulls(path: Path, root: Node | None) -> None:
-    """Raise ConfigError where an audio_root, or match, is empty or ~: its null has a meaning, and has to be said."""
+    """Raise ConfigError where an audio_root, or a stage, is empty or ~: its null has a meaning, and has to be said."""
+    sections = {kind: STAGES.load_class(kind).section for kind in STAGES.own}
+    remedies = {kind: _SECTION for kind, keys in sections.items() if keys and keys.presence == "unless_null"}
+    remedies["audio_root"] = _AUDIO_ROOT
     top = _pairs(root)
     of_sources = (
         pair for key, value in top if key.value == "sources" for entry in value.value for pair in _pairs(entry)
     )
     for key, value in (*top, *of_sources):
-        if value.tag.endswith(":null") and value.value != "null" and (remedy := _MEANT_NULLS.get(key.value)):
+        if value.tag.endswith(":null") and value.value != "null" and (remedy := remedies.get(key.value)):
             raise ConfigError(
                 f"{path}: line {key.start_mark.line + 1}: {key.value} is {value.value or 'empty'}; {remedy}",
                 code="bad_config_value",

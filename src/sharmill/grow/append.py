@@ -35,6 +35,7 @@ from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.shar.index import DatasetRecord, ShardRecord, changing_index, write_dataset, write_shards
 from sharmill.write.config import WriteConfig
+from sharmill.write.fields import added_fields
 
 NOTE_NAME = "append.json"
 
@@ -128,11 +129,16 @@ def require_fitting(config: Config, directory: Path) -> None:
             code="bad_config_value",
         )
     write, codecs = config.section(WriteConfig), config.section(EncodeConfig).codecs
+    added = sorted(
+        field.name for fields in added_fields(config).values() for field in fields
+        if field.by not in {codec.name for codec in codecs}
+    )  # fmt: skip
     wanted: dict[str, tuple[Any, Any]] = {
         "write.audio_format": (write.audio_format, record.audio_format),
         "write.sampling_rate": (write.sampling_rate, record.sampling_rate),
         "match": ((config.has_contexts and "given") or None, (record.has_contexts and "given") or None),
         "encode.codecs": (sorted(codec.name for codec in codecs), [c.name for c in record.codecs]),
+        "the list of fields of other stages": (added, [field.name for field in record.added_fields]),
     }
     for match in config.all(MatchConfig):
         for key, limit in record.limits.items():

@@ -16,7 +16,7 @@ from sharmill.config import Config
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
 from sharmill.engine.plan import count_planned
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
+from sharmill.engine.stage import Advance, Processor, Stage, add_up, stage_classes
 from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.files.staging import Staging
@@ -50,6 +50,12 @@ class FieldStage(Stage):
     def possible_fields(self) -> list[Field]:
         """The fields that it may add, also as long as there is no dataset."""
         return self.fields()
+
+    def check_input(self) -> None:
+        own = added_fields(self.config)
+        for name, fields in own.items():
+            if name != self.name and (both := {field.name for field in own[self.name]} & {one.name for one in fields}):
+                raise ConfigError(f"{name} and {self.name} add the same field, {min(both)}", code="bad_config_value")
 
     @property
     def folders(self) -> Sequence[str]:  # type: ignore[override]
@@ -116,6 +122,22 @@ class FieldStage(Stage):
     def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
         own = shards.get(self.name, set())
         return own if own or of_index else None
+
+
+def added_fields(config: Config) -> dict[str, list[Field]]:
+    """Return the fields that stages of a configuration may add to the dataset, by the names of the stages.
+
+    Raises:
+        ConfigError: a stage says so of a field that cannot be.
+    """
+    found = {}
+    for kind in stage_classes(config).values():
+        for stage in kind.of(config) if issubclass(kind, FieldStage) else ():
+            try:
+                found[stage.name] = stage.possible_fields
+            except ValueError as error:
+                raise ConfigError(f"the stage {stage.name}: {error}", code="bad_config_value") from error
+    return found
 
 
 class FieldProcessor(Processor):

@@ -1,4 +1,4 @@
-"""Generate docs/configuration.md from the dataclasses of configurations, and tables in docs/formats.md and training.md.
+"""Generate docs/configuration.md from the dataclasses of configurations, and tables and listings in other pages.
 
     python docs/generate.py            # writes the pages
     python docs/generate.py --check    # exits with 1 if a page is not up to date
@@ -25,6 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGURATION = REPOSITORY / "docs" / "configuration.md"
 FORMATS = REPOSITORY / "docs" / "formats.md"
 TRAINING_PAGE = REPOSITORY / "docs" / "training.md"
+EXTENDING = REPOSITORY / "docs" / "extending.md"
 sys.path.insert(0, str(REPOSITORY / "jobs"))
 
 INTRODUCTION = """\
@@ -203,9 +204,24 @@ def make_training() -> str:
     )
 
 
+def make_extending() -> str:
+    """Return the page on extending with the example files as they are now."""
+
+    def show(found: re.Match[str]) -> str:
+        file = REPOSITORY / found[2]
+        # Not ``python``: these run as packages of their own, in tests/plugins.
+        language = {".py": "py", ".toml": "toml"}[file.suffix]
+        return f"{found[1]}```{language}\n{file.read_text()}```\n{found[3]}"
+
+    return re.sub(r"(<!-- file: (.*?) -->\n).*?(<!-- end -->)", show, EXTENDING.read_text(), flags=re.DOTALL)
+
+
 def main() -> None:
     """Write the pages, or check them."""
-    pages = {CONFIGURATION: make_configuration(), FORMATS: make_formats(), TRAINING_PAGE: make_training()}
+    pages = {
+        CONFIGURATION: make_configuration(), FORMATS: make_formats(), TRAINING_PAGE: make_training(),
+        EXTENDING: make_extending(),
+    }  # fmt: skip
     for page, text in pages.items():
         if "--check" not in sys.argv:
             page.write_text(text)

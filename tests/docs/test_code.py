@@ -136,7 +136,7 @@ def test_yaml_and_json_of_the_pages_are_read(page):
 def test_toml_of_the_pages_is_read():
     tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     tables = [tomllib.loads(text) for page in PAGES for _, text in blocks(page, "toml")]
-    assert tables[0]["project"]["entry-points"]["sharmill.codecs"]
+    assert tables[0]["project"]["entry-points"]["sharmill.stages"]
 
 
 @pytest.mark.parametrize("page", pages_with(""))

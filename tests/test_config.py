@@ -72,6 +72,10 @@ def test_keys_of_an_executor_go_with_its_kind(write):
     assert (executor.kind, executor.workers, executor.cores, executor.address) == ("ray", 3, 2, "auto")
 
 
+def test_a_key_of_another_executor_is_named_with_its_kind(write):
+    refuse(write("executor: {kind: local, cores: 2}"), "unknown_key", "'executor.cores'", "a key of the kind ray")
+
+
 def test_unknown_kind_of_executor_is_named_with_the_valid_ones(write):
     refuse(write(), "unknown_name", "executor.kind", "'cloud'", "local, ray", overrides=["executor.kind=cloud"])
 

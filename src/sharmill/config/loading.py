@@ -332,6 +332,10 @@ def _executor_name(values: Any) -> str:
     return str(section.get("kind", DEFAULT_EXECUTOR)) if isinstance(section, dict) else DEFAULT_EXECUTOR
 
 
+def _has_key(executor: str, key: Any) -> bool:
+    return key in {field.name for field in dataclasses.fields(EXECUTORS.load_class(executor))}
+
+
 def _executor_type(values: Any, origin: str) -> Any:
     """Return the class of the executor that values name, or of the default one."""
     try:
@@ -471,6 +475,8 @@ def _check_keys(types: dict[str, Any], values: dict[Any, Any], origin: str, pref
             if removed := _REMOVED_KEYS.get(f"{prefix}{key}"):
                 raise ConfigError(f"{origin}: the key '{prefix}{key}' was removed: {removed}", code="unknown_key")
             meant = nearest(str(key), list(types)) if prefix else _nearest_below(str(key), types)
+            if prefix == "executor." and (kinds := [name for name in EXECUTORS.own if _has_key(name, key)]):
+                meant = f"; it is a key of the kind {' or '.join(kinds)}"
             raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{meant}", code="unknown_key")
         _check_keys_within(types[key], value, origin, f"{prefix}{key}")
 

@@ -72,6 +72,17 @@ def test_keys_of_an_executor_go_with_its_kind(write):
     assert (executor.kind, executor.workers, executor.cores, executor.address) == ("ray", 3, 2, "auto")
 
 
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("executor: {kind: null}", "executor.kind: expected `str`"),
+        ("match: {encoder: 'nemo:titanet_large', allow_targets: [1]}", "match.allow_targets[0]: expected `str`"),
+    ],
+)
+def test_a_value_is_named_by_its_place(text, named, write):
+    refuse(write(text), "bad_config_value", named)
+
+
 def test_a_key_of_another_executor_is_named_with_its_kind(write):
     refuse(write("executor: {kind: local, cores: 2}"), "unknown_key", "'executor.cores'", "a key of the kind ray")
 
@@ -422,12 +433,17 @@ def test_an_empty_mapping_is_the_default_match(write):
 
 @pytest.mark.parametrize(("text", "shown"), [("match:", "empty"), ("match: ~", "~")])
 def test_no_contexts_have_to_be_said(text, shown, write):
-    refuse(write(text), "bad_config_value", f"match is {shown}", "write null to leave the stage out")
+    refuse(write(text), "bad_config_value", f"match is {shown}", "write null for a dataset without contexts")
 
 
 @pytest.mark.parametrize("override", ["match=", "match=~"])
 def test_no_contexts_have_to_be_said_in_an_override_too(override, write):
     refuse(write(), "bad_config_value", "match", overrides=[override])
+
+
+@pytest.mark.parametrize("override", ["match=[]", "match=[{}]"])
+def test_only_stages_of_other_packages_may_be_several(override, write):
+    refuse(write(), "bad_config_value", "match: expected `mapping | null`, got `list`", overrides=[override])
 
 
 def test_a_key_of_match_does_not_bring_contexts_back(write):

@@ -255,6 +255,7 @@ _OF_MEMORY: Final = (
     "DefaultCPUAllocator: not enough memory",
     "std::bad_alloc",
     "failed to map segment from shared object",
+    "cannot map zero-fill pages",
     "Cannot allocate memory",
     # oneDNN says no more when it gets no memory for its code or its workspace.
     "could not create a primitive",

@@ -358,11 +358,21 @@ def test_no_code_of_a_source_or_model_is_imported(stage, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     config = yaml.safe_load(stage.run_dir.config.read_bytes())
     config["sources"] = [{"type": "python:strangers_code:Source", "audio_root": "a", "table": "t.csv"}]
-    config["match"]["encoder"] = "python:strangers_code:Encoder"
-    config["encode"]["codecs"] = [{"name": "theirs", "model": "python:strangers_code:Codec", "level": 3}]
+    config["match"] |= {"encoder": "python:strangers_code:Encoder", "options": {"a": 1}}
+    codec = {"name": "theirs", "model": "python:strangers_code:Codec", "level": 3, "options": {"a": 1}}
+    config["encode"]["codecs"] = [codec]
+    config["executor"] = {"kind": "python:strangers_code:Executor"}
     stage.run_dir.config.write_text(yaml.safe_dump(config))
     assert "encode/theirs" in shown(stage)
     assert not (tmp_path / "ran").exists()
+
+
+def test_keys_of_another_version_do_not_matter(stage):
+    before, config = shown(stage), yaml.safe_load(stage.run_dir.config.read_bytes())
+    for values in (config, config["executor"], config["match"], config["encode"]["codecs"][0]):
+        values["key_of_another_version"] = 1
+    stage.run_dir.config.write_text(yaml.safe_dump(config))
+    assert shown(stage) == before
 
 
 def test_nothing_is_written(stage):

@@ -47,7 +47,9 @@ from sharmill.shar.sidecars import indexed_shar, write_sidecars
         {"attribute": "__dict__"},
         {"attribute": "two words"},
         {"attribute": ""},
+        {"name": "shards.jsonl", "file": "shards.jsonl/score.{:06d}.jsonl.gz"},
         {"limits": [1, 0]},
+        {"limits": [0, 1e999]},
         {"limits": ["a", "b"]},
     ],
     ids=str,
@@ -60,6 +62,21 @@ def test_a_field_that_leads_elsewhere_or_replaces_what_a_cut_has_is_refused(tmp_
     path.write_text(json.dumps(content))
     with pytest.raises(DamagedShard, match=r"dataset\.json"):
         read_dataset(tmp_path)
+
+
+def test_limits_are_finite():
+    with pytest.raises(ValueError, match="limits"):
+        msgspec.structs.replace(SCORE, limits=(0.0, float("inf")))
+
+
+def test_what_a_dataset_says_of_published_fields_counts_for_nothing(tmp_path):
+    make_dataset(tmp_path, [1], codes=True)
+    before, path = read_dataset(tmp_path), tmp_path / "dataset.json"
+    content = json.loads(path.read_text())
+    for field in content["layout"]:
+        field["attribute"] = f"my_{field['attribute']}"
+    path.write_text(json.dumps(content))
+    assert read_dataset(tmp_path) == before
 
 
 def test_a_dataset_that_does_not_say_it_has_the_published_layout(tmp_path):

@@ -52,6 +52,18 @@ def test_a_whole_dataset_has_no_findings(dataset):
     assert found(dataset) == []
 
 
+@pytest.mark.parametrize("attribute", ["voice", "target_audio", "split"])
+def test_an_attribute_of_two_fields_or_of_a_method_is_found(dataset, attribute):
+    record = read_dataset(dataset)
+    layout = [
+        msgspec.structs.replace(field, attribute=attribute) if field.name == SCORE.name else field
+        for field in record.layout
+    ]
+    write_dataset(dataset, msgspec.structs.replace(record, layout=layout))
+    codes = [(finding.code, attribute in finding.sentence) for finding in findings(dataset)]
+    assert ("wrong_totals", True) in codes
+
+
 @pytest.mark.parametrize("value", [1.5, -0.1, "0.5", True, [0.5], {"id": 1}])
 def test_a_value_that_is_no_number_within_the_limits_is_found(dataset, value):
     ids = write(dataset, scores={1: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.errors import raises
@@ -14,6 +15,7 @@ from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
+from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.layout import Field
 
 
@@ -59,6 +61,27 @@ def test_a_field_of_two_stages_is_refused_before_any_work(configure, tmp_path, m
     with raises(ConfigError, "bad_config_value", "loudness/other", "loudness/plain", "same"):
         run_dataset(config, Listener())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("attribute", ["target_audio", "split"])
+def test_a_field_that_hides_what_cuts_have_is_refused_before_any_work(configure, tmp_path, monkeypatch, attribute):
+    field = Field(name="own", file="own/values.{:06d}.jsonl.gz", kind="value", attribute=attribute)
+    monkeypatch.setattr("loudness_stage.LoudnessStage.fields", lambda stage: [field])
+    with raises(ConfigError, "bad_config_value", "loudness/plain", attribute):
+        run_dataset(configure(), Listener())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_interrupted_restart_leaves_of_fields_is_removed_by_the_next(configure, monkeypatch):
+    config = configure()
+    assert run_dataset(config, Listener()).ok
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardedDataset, "_remove_files", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_dataset(config, Listener(), stages=["write"], restart=True)
+    assert not Path(config.dataset_dir, "dataset.json").exists()
+    assert Path(config.dataset_dir, "loudness_plain").exists()
+    assert run_dataset(config, Listener()).num_errors == 0
 
 
 def test_a_dataset_that_has_other_fields_is_not_appended_to(configure, tmp_path):

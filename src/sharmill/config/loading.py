@@ -35,7 +35,6 @@ _REMOVED_KEYS: Final = {
     "metrics.tensorboard": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or --prometheus FILE",
 }
 _AUDIO_ROOT: Final = "name a folder, or write null to take absolute paths anywhere"
-_SECTION: Final = "give it keys, or write null to leave the stage out"
 
 # The field of a section for the options of a model, which lie beside its keys; ``options_of`` of the section's class is
 # the registry of such models, and the key that names one.
@@ -68,7 +67,8 @@ def load_for_display(path: Path) -> Config:
     """Read the configuration that a run has stored, to show the run: a stand-in takes the place of its sources.
 
     The type of a source may name code of another package, which is not imported to show progress; so may a model, whose
-    options are left out, and an executor.
+    options are left out, and an executor. Of other packages only stages that are installed here are imported. Keys of
+    other versions are left out.
     """
     values, _ = _read_merged(Config, path, (), for_display=True)
     stand_in = {"manifest": "not read", "audio_root": "not read"}
@@ -187,7 +187,10 @@ def _read_merged(
 def _check_nulls(path: Path, root: Node | None) -> None:
     """Raise ConfigError where an audio_root, or a stage, is empty or ~: its null has a meaning, and has to be said."""
     sections = {kind: STAGES.load_class(kind).section for kind in STAGES.own}
-    remedies = {kind: _SECTION for kind, keys in sections.items() if keys and keys.presence == "unless_null"}
+    remedies = {
+        kind: f"give it keys, or write null for {keys.without}"
+        for kind, keys in sections.items() if keys and keys.presence == "unless_null"
+    }  # fmt: skip
     remedies["audio_root"] = _AUDIO_ROOT
     top = _pairs(root)
     of_sources = (
@@ -243,7 +246,7 @@ def _make_parts(values: dict[str, Any], types: dict[str, Any], origin: str) -> d
     made["sections"] = {}
     for key in (key for key in types if key not in typing.get_type_hints(Config)):
         value, kind = made.pop(key, None if _section_of(types[key]).presence == "if_given" else {}), types[key]
-        if isinstance(value, list) and typing.get_args(kind):
+        if isinstance(value, list) and _section_of(kind).presence == "if_given":
             made["sections"][key] = _make_list(value, _section_of(kind), key, origin)
         elif value is not None or key in values:
             made["sections"][key] = _make(value, kind, key, origin)
@@ -329,7 +332,8 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
 
 def _executor_name(values: Any) -> str:
     section = values.get("executor") if isinstance(values, dict) else None
-    return str(section.get("kind", DEFAULT_EXECUTOR)) if isinstance(section, dict) else DEFAULT_EXECUTOR
+    name = section.get("kind") if isinstance(section, dict) else None
+    return name if isinstance(name, str) else DEFAULT_EXECUTOR
 
 
 def _has_key(executor: str, key: Any) -> bool:
@@ -367,16 +371,17 @@ def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) ->
 
 
 def _gather_options(kind: Any, values: Any, *, keep: bool = True) -> Any:
-    """Return values in which options beside the keys of a section are one value of it, or left out."""
+    """Return values in which options beside the keys of a section are one value of it, or unknown keys left out."""
     kind = _without_null(kind, values)
     if typing.get_origin(kind) is list and isinstance(values, list):
         return [_gather_options(typing.get_args(kind)[0], value, keep=keep) for value in values]
     if not dataclasses.is_dataclass(kind) or not isinstance(values, dict):
         return values
     types, beside = typing.get_type_hints(kind), _options_of(kind)
+    types.pop(beside, None)
     own = {key: _gather_options(types[key], value, keep=keep) for key, value in values.items() if key in types}
-    options = {key: value for key, value in values.items() if key not in types}
-    return own | ({beside: options} if beside and keep else {} if beside else options)
+    others = {key: value for key, value in values.items() if key not in types}
+    return own if not keep else own | ({beside: others} if beside else others)
 
 
 def _with_presence(section: type[StageSection]) -> Any:
@@ -516,7 +521,7 @@ def _readable(types: dict[str, Any], message: str, prefix: str = "") -> str:
     text, _, where = message.partition(" - at `$")
     where = where.strip("`.").replace("[...]", "")
     choices = _choices(_type_at({"top": types[prefix]}, f"top.{where}") if prefix else _type_at(types, where))
-    where = ".".join(part for part in (prefix, where) if part)
+    where = ".".join(part for part in (prefix, where) if part).replace(".[", "[")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
         text = f"the key '{missing[1]}' is missing"
     elif invalid := re.fullmatch(r"Invalid enum value (.*)", text):

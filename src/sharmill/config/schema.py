@@ -31,10 +31,12 @@ class StageSection:
 
     Attributes:
         presence: ``always``; ``unless_null``, which leaves the stage out; or ``if_given``, one or a list of them.
+        without: what is made where the key is null, if it may be.
         makes_contexts: with this section, a dataset has contexts.
     """
 
     presence: ClassVar[Presence] = "if_given"
+    without: ClassVar[str] = "a dataset without the stage"
     makes_contexts: ClassVar[bool] = False
 
 

@@ -97,7 +97,8 @@ class ConfiguredExecutor(Executor):
     ) -> StageResult:  # fmt: skip
         """Do the units, and return those that failed for good; see ``engine.run.Executor``."""
         # Ranks of other nodes may come later than those that are there.
-        join_seconds, most = 0.0 if self.runs_here else stage.lease_seconds, self.num_ranks(stage, units)
+        join_seconds = 0.0 if self.runs_here else stage.lease_seconds
+        most = min(self.num_ranks(stage, units), len(units))
         with driven_round(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
             follower = Follower(stage, units, listener)
             with unlocked():
@@ -106,7 +107,7 @@ class ConfiguredExecutor(Executor):
 
     @abstractmethod
     def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
-        """Return the number of ranks that are to do the units; there are never more than units."""
+        """Return the number of ranks that are wanted; there are never more than units."""
 
     @abstractmethod
     def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:

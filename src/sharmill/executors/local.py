@@ -30,7 +30,7 @@ class LocalExecutor(ConfiguredExecutor):
             usable_gpus(self.device)
 
     def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
-        return min(len(self._devices(stage)), len(units))
+        return len(self._devices(stage))
 
     def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
         devices = self._devices(stage)[: len(numbers)]

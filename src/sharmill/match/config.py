@@ -16,6 +16,7 @@ class MatchConfig(StageSection):
     but match. Records need no speaker then."""
 
     presence: ClassVar[Presence] = "unless_null"
+    without: ClassVar[str] = "a dataset without contexts"
     makes_contexts: ClassVar[bool] = True
     options_of: ClassVar = (ENCODERS, "encoder")
 

@@ -107,8 +107,6 @@ class MatchStage(Stage):
         encoder = encoder_family(self.match)
         match = dataclasses.asdict(self.match) | {"min_similarity": min_similarity(self.match)}
         del match["options"]  # the encoder's identity has them
-        if not match["contexts_from_dataset"]:  # plans from before there was this key stay good
-            del match["contexts_from_dataset"]
         return {
             "match": match,
             "speaker_key": self.config.speaker_key,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -148,19 +149,18 @@ class ShardedDataset:
                 write_shards(self.directory, shards)
                 write_dataset(self.directory, record)
 
-    def remove(self, num_shards: int | None) -> None:
+    def remove(self, num_shards: int | None, added: Sequence[Field] = ()) -> None:
         """Remove all files of a dataset of so many shards, the index first; what others have put beside them stays.
 
         Args:
             num_shards: None for all shards that are there.
+            added: fields that stages may have added, beside those that the index lists: it may be gone already.
 
         Raises:
             ConfigError: a folder of a field is a link, or a stranger's; nothing was removed.
         """
-        try:
-            added = self.record().added_fields
-        except (ConfigError, DamagedShard):
-            added = []
+        with suppress(ConfigError, DamagedShard):
+            added = [*added, *self.record().added_fields]
         codes = [field for codec in self.stored_codecs() for field in codec_fields(codec)]
         fields = [*added, *codes, *base_fields(contexts=True)]
         refuse_strangers(self.directory, (self.directory / field.name for field in fields))

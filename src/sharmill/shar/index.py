@@ -146,6 +146,12 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
                 yield f"the field {name} is named {times} times"
         for name in sorted(set(self.own_fields) ^ set(self.fields)):
             yield f"the field {name} {'is not of its codecs' if name in self.fields else 'is missing'}"
+        attributes: dict[str, list[Field]] = {}
+        for field in self.layout:
+            attributes.setdefault(field.attribute, []).append(field)
+        for attribute, fields in attributes.items():
+            if len(fields) > 1 and any(codec_of_field(field.name) is None for field in fields):
+                yield f"the fields {' and '.join(field.name for field in fields)} are all called {attribute} on a cut"
         if self.has_contexts and not self.limits:
             yield f"there is a field {CONTEXT_AUDIO}, but no limits of contexts"
         if not self.has_contexts and (self.limits or self.context_seconds):
@@ -168,7 +174,9 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Return the record with a layout of all fields that are known, in their order."""
         if self.contract != "sharmill":
             return self
-        fields = (self.field(name) or published_field(name) for name in dict.fromkeys(self.fields))
+        # Of a published field, what the file says counts for nothing.
+        known = {field.name: field for field in self.layout}
+        fields = (published_field(name) or known.get(name) for name in dict.fromkeys(self.fields))
         return msgspec.structs.replace(self, layout=[field for field in fields if field is not None])
 
 

@@ -6,6 +6,7 @@ that write these fields, or use them: training, exports, the page.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Final, Literal
@@ -77,7 +78,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     by: str = ""
 
     def __post_init__(self) -> None:
-        if not self.name.isprintable() or not _NAME.fullmatch(self.name):
+        if not self.name.isprintable() or not _NAME.fullmatch(self.name) or self.name in (DATASET_FILE, SHARDS_FILE):
             raise ValueError(f"{self.name!r} is not the name of a field")
         before, behind = f"{self.name}/", f".{_INDEX}{_ENDINGS[self.kind]}"
         stem = self.file.removeprefix(before).removesuffix(behind)
@@ -88,7 +89,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"the field {self.name} is of the kind {self.kind}")
         if not self.attribute.isidentifier() or self.attribute[0] == "_" or self.attribute in _OWN_ATTRIBUTES:
             raise ValueError(f"the field {self.name} cannot be called {self.attribute!r} on a cut")
-        if self.limits is not None and not self.limits[0] <= self.limits[1]:
+        if self.limits is not None and not -math.inf < self.limits[0] <= self.limits[1] < math.inf:
             raise ValueError(f"the limits of the field {self.name} are {self.limits}")
 
     def path(self, shard: int) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
+
 from sharmill.config import Config
 from sharmill.engine.identity import versions
 from sharmill.engine.ledger import committed_files
@@ -24,7 +26,7 @@ from sharmill.files.storage import checksum
 from sharmill.shar.cut_lines import read_cut_ids
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import CodecRecord, FieldFile
-from sharmill.shar.layout import CUTS, Field
+from sharmill.shar.layout import BASE_FIELDS, CUTS, Field, published_field
 
 
 class FieldStage(Stage):
@@ -44,7 +46,7 @@ class FieldStage(Stage):
 
     @abstractmethod
     def fields(self) -> list[Field]:
-        """Return the fields that the stage adds to the dataset as it is; ``by`` of each is the name of the stage."""
+        """Return the fields that the stage adds to the dataset as it is."""
 
     @property
     def possible_fields(self) -> list[Field]:
@@ -52,10 +54,18 @@ class FieldStage(Stage):
         return self.fields()
 
     def check_input(self) -> None:
-        own = added_fields(self.config)
-        for name, fields in own.items():
-            if name != self.name and (both := {field.name for field in own[self.name]} & {one.name for one in fields}):
-                raise ConfigError(f"{name} and {self.name} add the same field, {min(both)}", code="bad_config_value")
+        made = added_fields(self.config)
+        own = [field for field in made.pop(self.name) if published_field(field.name) is None]
+        others = {word: name for name, fields in made.items() for one in fields for word in (one.name, one.attribute)}
+        others |= dict.fromkeys(BASE_FIELDS, "write")
+        for field in own:
+            if other := others.get(field.name) or others.get(field.attribute):
+                raise ConfigError(
+                    f"{self.name} and {other} both make the field {field.name}, cut.{field.attribute}: give it another "
+                    "name",
+                    code="bad_config_value",
+                )
+            _require_free(self.name, field)
 
     @property
     def folders(self) -> Sequence[str]:  # type: ignore[override]
@@ -87,7 +97,8 @@ class FieldStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        fields = self.fields() if commits else []
+        made = self.fields() if commits else []
+        fields = [field if field.by else msgspec.structs.replace(field, by=self.name) for field in made]
         files = [
             {
                 field.name: FieldFile(file.name, file.size, file.xxh3)
@@ -138,6 +149,19 @@ def added_fields(config: Config) -> dict[str, list[Field]]:
             except ValueError as error:
                 raise ConfigError(f"the stage {stage.name}: {error}", code="bad_config_value") from error
     return found
+
+
+def _require_free(stage: str, field: Field) -> None:
+    """Raise ConfigError where lhotse's cuts have something else under the name of a field."""
+    # It imports torch, and so does who looks at the datasets of such a stage.
+    from sharmill.shar.reading.cuts import is_method_of_cuts
+
+    if is_method_of_cuts(field.attribute):
+        raise ConfigError(
+            f"the stage {stage}: the field {field.name} cannot be called {field.attribute!r} on a cut: lhotse has "
+            "something else of that name",
+            code="bad_config_value",
+        )
 
 
 class FieldProcessor(Processor):

@@ -49,6 +49,7 @@ from sharmill.shar.layout import (
 from sharmill.shar.lhotse_json import cut_json, recording_json
 from sharmill.write.config import WriteConfig
 from sharmill.write.encoder import SegmentEncoder, StoredAudio
+from sharmill.write.fields import added_fields
 from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
 
 
@@ -83,11 +84,8 @@ class WriteStage(Stage):
         if not manifest.exists():
             before = self.after[self.config.has_contexts]
             raise ConfigError(f"{manifest} is not there: run the stage {before} first", code="stage_not_run")
-        write = dataclasses.asdict(self.write)
-        # Those that are not given are left out: plans from before there were these keys stay good.
-        absent = {name for name in ("num_shards", "shard_seconds") if write[name] is None}
         return {
-            "write": {name: value for name, value in write.items() if name not in absent},
+            "write": dataclasses.asdict(self.write),
             "name": self.config.name,
             "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "limits": self._limits(),
@@ -135,7 +133,8 @@ class WriteStage(Stage):
         return self._dataset.index_files
 
     def discard(self) -> None:
-        self._dataset.remove(count_planned(self))
+        fields = [field for fields in added_fields(self.config).values() for field in fields]
+        self._dataset.remove(count_planned(self), fields)
 
     @classmethod
     def mender(cls, field: str, *, content: bool) -> str | None:

@@ -34,7 +34,7 @@ class LoudnessStage(FieldStage):
         return [
             Field(
                 name=name, file=f"{name}/values.{{:06d}}.jsonl.gz", kind="value", attribute=name,
-                limits=(-120.0, 120.0), by=self.name,
+                limits=(-120.0, 120.0),
             )
         ]  # fmt: skip
 

@@ -155,6 +155,7 @@ def test_a_step_that_is_not_there_is_wrong_use(step):
 
 def test_a_library_without_room_is_a_lack_of_memory():
     assert is_out_of_memory(ImportError("_ctypes.so: failed to map segment from shared object"))
+    assert is_out_of_memory(ImportError("libtorch_cpu.so: cannot map zero-fill pages"))
     assert not is_out_of_memory(ImportError("No module named 'torch'"))
 
 

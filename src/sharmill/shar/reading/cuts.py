@@ -76,6 +76,11 @@ def read_cut(values: dict[str, Any]) -> Cut:
     return cut
 
 
+def is_method_of_cuts(name: str) -> bool:
+    """Return True if lhotse's cuts have something other than data under a name, which no field can have then."""
+    return name not in MonoCut.__dataclass_fields__ and hasattr(MonoCut, name)
+
+
 def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
     """Return the item of a tar field for a cut: a Recording, Array, TemporalArray or Features with its data in memory.
 

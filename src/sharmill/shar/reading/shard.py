@@ -24,7 +24,7 @@ from sharmill.shar.layout import (
     TARGET_AUDIO,
     TARGET_CODES,
 )
-from sharmill.shar.reading.cuts import MALFORMED, as_array, read_cut, read_item, set_field, with_id
+from sharmill.shar.reading.cuts import MALFORMED, as_array, is_method_of_cuts, read_cut, read_item, set_field, with_id
 from sharmill.shar.reading.random_access import IndexedFile, IndexedItems
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.shar.reading.shard_source import ShardFiles
@@ -59,7 +59,7 @@ class OpenShard:
         column: _TarColumn | _LinesColumn
         try:
             for name, path in files.fields.items():
-                if not foreign and name not in MonoCut.__dataclass_fields__ and hasattr(MonoCut, name):
+                if not foreign and is_method_of_cuts(name):
                     raise self.damage(f"the field {name} is called like a method of cuts")
                 if path.suffix == ".tar":
                     column = _TarColumn(IndexedItems(path, *sidecars[name]) if sidecars else ItemTable(path))

@@ -204,8 +204,9 @@ class IndexedShardSource(ShardSource):
         self._directory = directory
         self._dataset = read_dataset(directory)
         self._foreign = self._dataset.contract == "foreign"
-        stored = {name: self._dataset.field(name) for name in self._dataset.fields}
-        self._fields = _choose(directory, stored, fields, codec)
+        known = {field.name: field for field in self._dataset.layout}
+        self._stored = {name: known.get(name) for name in self._dataset.fields}
+        self._fields = _choose(directory, self._stored, fields, codec)
         self._sidecars = sidecars
         if sidecars is not None and self.num_shards:
             self._require_sidecars(sidecars)
@@ -239,7 +240,7 @@ class IndexedShardSource(ShardSource):
         if missing:
             raise DamagedShard(f"shard {record.index}: there is no {missing[0]}")
         for name in () if self._foreign else (CUTS, *self._fields.values()):
-            file, field = record.fields[name].file, self._dataset.field(name)
+            file, field = record.fields[name].file, self._stored.get(name)
             if field is None or file != field.path(record.index):
                 expected = field.path(record.index) if field else "no such field"
                 raise DamagedShard(f"shard {record.index}: the index has {file} where {expected} belongs")

@@ -81,7 +81,7 @@ def _print_measurements(console: Console, config: Config) -> None:
         row = (name, f"{measured.bytes_per_second / 2**20:.1f}", f"{measured.most_seconds:.0f} s", speeds)
         table.add_row(*(plain(cell) for cell in row))
 
-    for match in config.all(MatchConfig):
+    if (match := config.find(MatchConfig)) is not None:
         encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
         add(MatchStage.kind, match.encoder, measure_model(encoder, device, memory))
     encode = config.section(EncodeConfig)

@@ -105,15 +105,19 @@ class Config:
         """Return the sections of a class: none, one, or several where the configuration has a list of them."""
         return [one for one in self._sections() if isinstance(one, kind)]
 
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """Return the section of a class, or the first of several; None if the configuration has none."""
+        return next(iter(self.all(kind)), None)
+
     def section(self, kind: type[Kind]) -> Kind:
         """Return the section of a class that the configuration has.
 
         Raises:
             LookupError: it has none, or its key is null.
         """
-        if found := self.all(kind):
-            return found[0]
-        raise LookupError(f"{self.name} has no section of {kind.__name__}")
+        if (found := self.find(kind)) is None:
+            raise LookupError(f"{self.name} has no section of {kind.__name__}")
+        return found
 
     def with_section(self, section: StageSection) -> Config:
         """Return a copy that has another section in the place of the one of its class."""

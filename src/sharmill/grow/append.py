@@ -140,7 +140,7 @@ def require_fitting(config: Config, directory: Path) -> None:
         "encode.codecs": (sorted(codec.name for codec in codecs), [c.name for c in record.codecs]),
         "the list of fields of other stages": (added, [field.name for field in record.added_fields]),
     }
-    for match in config.all(MatchConfig):
+    if (match := config.find(MatchConfig)) is not None:
         for key, limit in record.limits.items():
             own = min_similarity(match) if key == "min_similarity" else getattr(match, key, None)
             wanted[f"match.{key}"] = (own, limit)

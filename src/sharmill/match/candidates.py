@@ -27,7 +27,8 @@ CANDIDATES_NAME: Final = "candidates.jsonl"
 def segment_roots(config: Config) -> AudioRoots:
     """Return the audio roots of all segments of a dataset: those of its sources and, last, that of the candidates."""
     roots: list[str | list[str] | None] = [source.audio_root for source in config.sources]
-    if any(match.contexts_from_dataset for match in config.all(MatchConfig)):
+    match = config.find(MatchConfig)
+    if match is not None and match.contexts_from_dataset:
         roots.append(config.append_to)
     return AudioRoots.of(roots, RunDir(Path(config.run_dir)).copies)
 

@@ -91,11 +91,11 @@ class MatchStage(Stage):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        for match in config.all(MatchConfig):
-            if match.contexts_from_dataset and config.append_to is None:
-                raise ConfigError("match.contexts_from_dataset needs append_to", code="bad_config_value")
-            encoder_family(match).resolve()
-            min_similarity(match)
+        match = config.section(MatchConfig)
+        if match.contexts_from_dataset and config.append_to is None:
+            raise ConfigError("match.contexts_from_dataset needs append_to", code="bad_config_value")
+        encoder_family(match).resolve()
+        min_similarity(match)
 
     def check_input(self) -> None:
         segment_roots(self.config).check()

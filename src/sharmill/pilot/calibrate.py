@@ -130,8 +130,7 @@ def run_pilot(
     rates = [_rate_of_prepare(records)]
     lost: dict[int, tuple[str, RejectRecord]] = {}
     lost |= {place: (PrepareStage.kind, why) for place, why in records.rejects.items()}
-    match = next(iter(config.all(MatchConfig)), None)
-    if match is not None:
+    if (match := config.find(MatchConfig)) is not None:
         tell(f"embedding {len(records.utterances)} utterances of {records.sample.num_groups} groups")
         kind, started = check_device(device), time.monotonic()
         embed = MatchStage(config).make_embedder(device)
@@ -286,7 +285,7 @@ def _durations(config: Config, records: PilotRecords) -> dict[str, Any]:
         return {"durations": {}, "too_short_for_context": 0.0}
     quantiles = np.quantile(seconds, _QUANTILES)
     short = 0.0
-    for match in config.all(MatchConfig):
+    if (match := config.find(MatchConfig)) is not None:
         short = float(((seconds < match.min_duration) | (seconds > (match.max_duration or np.inf))).mean())
     durations = {f"{share:g}": round(float(value), 3) for share, value in zip(_QUANTILES, quantiles, strict=True)}
     return {"durations": durations, "too_short_for_context": short}

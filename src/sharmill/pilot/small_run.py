@@ -36,7 +36,7 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
     Raises:
         FatalError: a stage stopped.
     """
-    for match in config.all(MatchConfig):
+    if (match := config.find(MatchConfig)) is not None:
         least = min_similarity(match)
         utterances = [one for one in utterances if one.context is not None and one.context.similarity >= least]
     if not utterances:
@@ -66,7 +66,7 @@ def _configure(config: Config, folder: str) -> Config:
         config, run_dir=f"{folder}/run", dataset_dir=f"{folder}/dataset", append_to=None, max_reject_fraction=1.0,
         metrics=MetricsConfig(),
     )  # fmt: skip
-    for match in config.all(MatchConfig):
+    if (match := config.find(MatchConfig)) is not None:
         small = small.with_section(dataclasses.replace(match, contexts_from_dataset=False))
     # The sources have more records than the pilot.
     small = small.with_section(dataclasses.replace(config.section(ValidateConfig), against_sources=False))

@@ -111,6 +111,7 @@ class WriteStage(Stage):
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
         shards = [_shard_record(commit, self._fields) for commit in commits]
+        match = self.config.find(MatchConfig)
         record = DatasetRecord(
             format_version=FORMAT_VERSION,
             name=self.config.name,
@@ -123,7 +124,7 @@ class WriteStage(Stage):
             sampling_rate=self.write.sampling_rate,
             limits=self._limits(),
             codecs=[],
-            match_precision=next((match.precision for match in self.config.all(MatchConfig)), "fp32"),
+            match_precision="fp32" if match is None else match.precision,
             match_devices=devices_of_match(self.config) if self.config.has_contexts else [],
         )
         self._dataset.write_index(record, shards)
@@ -158,15 +159,12 @@ class WriteStage(Stage):
             )
 
     def _limits(self) -> dict[str, Any]:
+        if (match := self.config.find(MatchConfig)) is None:
+            return {}
         return {
-            name: limit
-            for match in self.config.all(MatchConfig)
-            for name, limit in (
-                ("min_similarity", min_similarity(match)),
-                ("min_duration", match.min_duration),
-                ("max_duration", match.max_duration),
-            )
-        }
+            "min_similarity": min_similarity(match), "min_duration": match.min_duration,
+            "max_duration": match.max_duration,
+        }  # fmt: skip
 
 
 class WriteProcessor(Processor):

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -22,7 +21,7 @@ from sharmill.engine.plan import load_plan, mark_to_begin_anew
 from sharmill.engine.run import Executor, Unlocked, describe_end, locked, merge_files, reserved, run_stage
 from sharmill.engine.run_notes import End, Given, note_end, read_end, read_given
 from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, stage_classes
+from sharmill.engine.stage import Stage, stage_classes, stages_behind
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.base import ConfiguredExecutor
@@ -313,11 +312,10 @@ def _run_stages(
 
 def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> str:
     """Return the command that begins a stage anew, and those behind it, whose input is another then."""
-    kinds = stages_of(config)
-    behind = kinds[kinds.index(changed.kind) :]
+    behind = stages_behind(config, changed.kind)
     begun = {stage.kind for stage in make_stages(config, behind) if any(stage.dir.ledger.glob("*.jsonl"))}
-    named = [kind for kind in behind if kind in stages or kind in begun]
-    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(kinds) else []), "--restart"])
+    named = [kind for kind in behind if kind in stages or kind in begun or kind == changed.kind]
+    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(stages_of(config)) else []), "--restart"])
 
 
 def _merge_rejects(config: Config) -> None:
@@ -333,12 +331,17 @@ def _merge_rejects(config: Config) -> None:
 
 
 def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:
-    """Raise FatalError unless the records that went on from one stage came into the next."""
+    """Raise FatalError unless the records that went on from a stage came into those that read its output."""
     counted = [(stage, result.totals) for stage, result in results if result.totals and stage.counts == "records"]
-    for (before, went_on), (after, came) in pairwise(counted):
-        if came.num_in != went_on.num_out:
-            raise FatalError(
-                f"accounts do not add up: {went_on.num_out} records went on from {before.name}, but {came.num_in} "
-                f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
-                code="accounts",
-            )
+    for number, (after, came) in enumerate(counted):
+        # Of several the last: it has read the output of the others. What reads all looks at the dataset.
+        read = [
+            one for one in counted[:number] if one[0].kind in after.after or ("*" in after.after and one[0].shares_root)
+        ]
+        for before, went_on in read[-1:]:
+            if came.num_in != went_on.num_out:
+                raise FatalError(
+                    f"accounts do not add up: {went_on.num_out} records went on from {before.name}, but {came.num_in} "
+                    f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
+                    code="accounts",
+                )

@@ -26,7 +26,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
 
-from sharmill.errors import ConfigError
+import xxhash
+
+from sharmill.errors import ConfigError, first_line
 
 _IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -113,6 +115,11 @@ class Registry:
                 "folder on PYTHONPATH",
                 code="missing_package",
             ) from error
+        except Exception as error:  # a module of another package may do anything
+            raise ConfigError(
+                f"the {self.kind} {name!r} cannot be imported: {type(error).__name__}: {first_line(error)}",
+                code="bad_plugin",
+            ) from error
         try:
             return functools.reduce(getattr, entry.attr.split("."), module)
         except AttributeError as error:
@@ -127,7 +134,30 @@ class Registry:
         found, (module, base) = self.load(name), self.base.split(":")
         if not (isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), base))):
             raise ConfigError(f"the {self.kind} {name!r} is no class derived from {module}.{base}", code="bad_plugin")
+        if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            raise ConfigError(f"the {self.kind} {name!r} has no {' and no '.join(missing)}", code="bad_plugin")
         return found
+
+    def can_load(self, name: str) -> bool:
+        """Return True if there is a usable class of a name; it is imported."""
+        try:
+            self.load_class(name)
+        except ConfigError:
+            return False
+        return True
+
+    def version(self, name: str) -> str:
+        """Return the version of the package that brings an implementation, or the checksum of its file.
+
+        "" for sharmill's own.
+        """
+        entry = self.find(name)
+        if name in self.own:
+            return ""
+        if entry.dist is not None:
+            return f"{entry.dist.name} {entry.dist.version}"
+        spec = importlib.util.find_spec(entry.module)
+        return xxhash.xxh3_64_hexdigest(Path(spec.origin).read_bytes()) if spec is not None and spec.origin else ""
 
     def _unknown(self, name: str) -> str:
         if name in self.removed:

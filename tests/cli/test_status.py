@@ -19,6 +19,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from support.manifests import config_for, make_record, write_manifest
+from support.packages import add_distribution
 from support.pipelines import run_sharmill
 
 from sharmill.cli import status
@@ -365,6 +366,14 @@ def test_no_code_of_a_source_or_model_is_imported(stage, tmp_path, monkeypatch):
     stage.run_dir.config.write_text(yaml.safe_dump(config))
     assert "encode/theirs" in shown(stage)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_stage_that_cannot_be_imported_does_not_hide_the_others(stage, tmp_path, monkeypatch):
+    before, config = shown(stage), yaml.safe_load(stage.run_dir.config.read_bytes())
+    add_distribution(tmp_path / "site", "theirs", "1.0", "[sharmill.stages]\ntheirs = no_such_module:Stage\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    stage.run_dir.config.write_text(yaml.safe_dump(config | {"theirs": {"level": 1}}))
+    assert shown(stage) == before
 
 
 def test_keys_of_another_version_do_not_matter(stage):

@@ -66,8 +66,10 @@ def test_a_stage_is_killed_resumed_listed_and_shown(tmp_path, monkeypatch, capsy
         with pytest.raises(SystemExit, match="0"):
             main([command, folder])
     printed, page = capsys.readouterr().out, Path(config.run_dir, "report.html").read_text()
-    names = ("loudness_plain", "loudness_quiet", "loudness/plain", "loudness/quiet")
-    assert [name for name in names if name not in printed or name not in page] == []
+    assert all(
+        name in printed and name in page
+        for name in ("loudness_plain", "loudness_quiet", "loudness/plain", "loudness/quiet")
+    )
 
 
 @pytest.mark.parametrize(("kept", "value"), [(1, 0.0), (2, None), (2, 999.0)])

@@ -13,8 +13,10 @@ from support.shar import Project, voice
 
 from sharmill.engine.listener import Listener
 from sharmill.errors import ConfigError
+from sharmill.grow.merge import merge_datasets
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
+from sharmill.shar.cut_lines import write_values
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.layout import Field
 
@@ -91,3 +93,31 @@ def test_a_dataset_that_has_other_fields_is_not_appended_to(configure, tmp_path)
     with raises(ConfigError, "unlike_datasets", "['loudness_other']", "['loudness_plain']"):
         run_dataset(replace(configure(name="other"), **new), Listener())
     assert not (tmp_path / "run2").exists()
+
+
+def test_columns_of_other_settings_are_not_put_together(configure, tmp_path):
+    config = configure()
+    other = replace(configure(level=6.0), run_dir=str(tmp_path / "run2"), dataset_dir=str(tmp_path / "louder"))
+    assert all(run_dataset(one, Listener()).ok for one in (config, other))
+    with raises(ConfigError, "unlike_datasets", "settings of the field 'loudness_plain'", "6.0"):
+        merge_datasets([config.dataset_dir, other.dataset_dir], tmp_path / "merged")
+
+
+def test_another_version_of_the_package_begins_a_field_anew(configure, tmp_path, monkeypatch):
+    config = configure()
+    assert run_dataset(config, Listener()).ok
+    install(monkeypatch, tmp_path / "site", "loudness", version="1.1")
+    with raises(ConfigError, "changed_plan", "loudness/plain", "loudness-stage 1.1"):
+        run_dataset(config, Listener())
+
+
+def test_a_field_without_a_value_for_each_cut_fails(configure, monkeypatch):
+    monkeypatch.setattr("loudness_stage.write_values", lambda path, name, values: write_values(path, name, values[:1]))
+    (_, outcome) = run_dataset(configure(), Listener()).stages[-1]
+    assert ["what was written of loudness_plain" in error.message for error in outcome.failures.values()] == [True]
+
+
+def test_what_is_begun_anew_with_a_field_is_what_reads_it(configure):
+    assert run_dataset(configure(), Listener()).ok
+    with raises(ConfigError, "changed_plan", "sharmill run CONFIG loudness validate --restart"):
+        run_dataset(configure(level=1.0), Listener())

@@ -74,7 +74,8 @@ def load_for_display(path: Path) -> Config:
     stand_in = {"manifest": "not read", "audio_root": "not read"}
     if _executor_name(values) not in EXECUTORS.own:
         del values["executor"]
-    # Stages of packages that are not installed here cannot be shown.
+    # Stages of packages that are not installed here, or broken, cannot be shown.
+    values = {key: value for key, value in values.items() if key not in STAGES.names() or STAGES.can_load(key)}
     types = _types_of(Config, values | {"sources": [stand_in]})
     values = {key: _gather_options(types[key], values[key], keep=False) for key in values if key in types}
     return to_config(values | {"sources": [stand_in]}, str(path))
@@ -250,6 +251,8 @@ def _make_parts(values: dict[str, Any], types: dict[str, Any], origin: str) -> d
             made["sections"][key] = _make_list(value, _section_of(kind), key, origin)
         elif value is not None or key in values:
             made["sections"][key] = _make(value, kind, key, origin)
+            if name := getattr(made["sections"][key], "name", ""):
+                _check_name(name, key, origin)
     return made
 
 
@@ -266,12 +269,16 @@ def _make_list(values: list[Any], kind: type[StageSection], key: str, origin: st
     made = [_make(value, kind, f"{key}[{number}]", origin) for number, value in enumerate(values)]
     names = [str(getattr(one, "name", "")) for one in made]
     for number, name in enumerate(names):
-        if not NAME.fullmatch(name) or name in names[:number]:
-            raise ConfigError(
-                f"{origin}: {key}[{number}]: name {name!r} must be letters, digits, '_', '-', '.', and no other's",
-                code="bad_config_value",
-            )
+        _check_name(name, f"{key}[{number}]", origin, names[:number])
     return made
+
+
+def _check_name(name: str, key: str, origin: str, others: Sequence[str] = ()) -> None:
+    if not NAME.fullmatch(name) or name in others:
+        raise ConfigError(
+            f"{origin}: {key}: name {name!r} must be letters, digits, '_', '-', '.', and no other's",
+            code="bad_config_value",
+        )
 
 
 def _check_controls(value: Any, origin: str, key: str) -> None:

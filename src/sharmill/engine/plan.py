@@ -32,6 +32,7 @@ from sharmill.files.storage import (
     write_atomic,
 )
 from sharmill.files.stored import decode_stored, read_stored, read_stored_lines
+from sharmill.registry import STAGES
 
 # What the engine writes in a stage's folder, beside the plan and the folders of ranks; parts are those of units.
 _OWN_FILES = (
@@ -51,7 +52,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     run_id = make_run_id(stage.run_dir, stage.seconds_until_seen)
     restart = restart or stage.dir.begin_anew.exists()
     require_own_output(stage)
-    identity = _as_stored(stage.references.identify(stage.identity(), stage.kind))
+    identity = _as_stored(stage.references.identify(_identity(stage), stage.kind))
     if stage.dir.identity.exists() and not restart:
         changes = find_changes(read_identity(stage), identity)
         if not changes:
@@ -68,6 +69,12 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
         # Another node has made the plan, and this one did not see it yet.
         return read_or_make_plan(stage, restart=False)
     return _freeze(stage, identity, run_id)
+
+
+def _identity(stage: Stage) -> dict[str, Any]:
+    """Return the identity of a stage, with the version of the package that brings it, if that is another."""
+    is_added = stage.kind not in STAGES.own and stage.kind in STAGES.names()
+    return stage.identity() | ({"package": STAGES.version(stage.kind)} if is_added else {})
 
 
 def mark_to_begin_anew(stage: Stage) -> None:

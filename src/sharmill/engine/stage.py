@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from sharmill.config import Config, MetricsConfig, StageSection
 from sharmill.config.references import References
@@ -305,8 +305,8 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
     """
     kinds = dict.fromkeys((*STAGES.own, *config.sections))
     classes: dict[str, type[Stage]] = {kind: STAGES.load_class(kind) for kind in kinds}
-    if wrong := [kind for kind, stage in classes.items() if stage.kind != kind]:
-        raise ConfigError(f"the stage {wrong[0]!r} calls itself {classes[wrong[0]].kind!r}", code="bad_plugin")
+    for kind, stage in classes.items() - {kind: classes[kind] for kind in STAGES.own}.items():
+        _check_declared(kind, stage)
     classes = {kind: stage for kind, stage in classes.items() if stage.section is None or config.all(stage.section)}
     before = {
         kind: [
@@ -319,3 +319,28 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
         return {kind: classes[kind] for kind in TopologicalSorter(before).static_order()}
     except CycleError as error:
         raise ConfigError(f"stages read each other's output: {', '.join(error.args[1])}", code="bad_plugin") from error
+
+
+def _check_declared(kind: str, stage: type[Stage]) -> None:
+    """Raise ConfigError where a stage of another package does not declare what it has to."""
+    own = getattr(stage, "kind", None)
+    problems = {
+        f"calls itself {own!r}": own != kind,
+        f"needs {stage.resource!r}; a resource is {' or '.join(get_args(Resource))}": (
+            stage.resource not in get_args(Resource)
+        ),
+        f"reads the output of {', '.join(stage.after)}, of which one is no stage": (
+            not {*stage.after} <= {"*", *STAGES.names()}
+        ),
+    }
+    for problem in (problem for problem, is_there in problems.items() if is_there):
+        raise ConfigError(f"the stage {kind!r} {problem}", code="bad_plugin")
+
+
+def stages_behind(config: Config, kind: str) -> list[str]:
+    """Return a kind of stage and those that read its output, or that of one of these, in the order of the run."""
+    behind = {kind}
+    for other, stage in stage_classes(config).items():
+        if "*" in stage.after or not behind.isdisjoint(stage.after):
+            behind.add(other)
+    return [other for other in stage_classes(config) if other in behind]

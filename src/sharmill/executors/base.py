@@ -98,7 +98,7 @@ class ConfiguredExecutor(Executor):
         """Do the units, and return those that failed for good; see ``engine.run.Executor``."""
         # Ranks of other nodes may come later than those that are there.
         join_seconds = 0.0 if self.runs_here else stage.lease_seconds
-        most = min(self.num_ranks(stage, units), len(units))
+        most = max(1, min(self.num_ranks(stage, units), len(units)))
         with driven_round(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
             follower = Follower(stage, units, listener)
             with unlocked():

@@ -141,23 +141,12 @@ def find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> Mod
         if option not in valid:
             hint = nearest(option, valid, otherwise=None if valid else "")
             raise ConfigError(f"the {registry.kind} {name!r} has no option {option!r}{hint}", code="unknown_key")
-    facts = {"name": name, "target": target, "version": _version(registry, implementation)}
+    facts = {"name": name, "target": target, "version": registry.version(implementation)}
     try:
         return msgspec.convert(facts | dict(options), family, strict=False)
     except msgspec.ValidationError as error:
         what = str(error).replace("Object missing required field", "it needs the option").replace("$.", "")
         raise ConfigError(f"the {registry.kind} {name!r}: {what}", code="bad_config_value") from error
-
-
-def _version(registry: Registry, implementation: str) -> str:
-    """Return the version of the package that brings a family, or the checksum of its file; "" for sharmill's own."""
-    entry = registry.find(implementation)
-    if implementation in registry.own:
-        return ""
-    if entry.dist is not None:
-        return f"{entry.dist.name} {entry.dist.version}"
-    spec = importlib.util.find_spec(entry.module)
-    return checksum(Path(spec.origin)) if spec is not None and spec.origin is not None else ""
 
 
 def require_installed(package: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -59,6 +59,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         optional: cuts may lack it: there is a ``.nodata`` member, or a line without a value.
         limits: the lowest and the highest value; then values are numbers.
         by: the codec or stage that made it.
+        settings: the keys of that stage that its values depend on.
 
     Raises:
         ValueError: the file lies elsewhere, the attribute is one that cuts have anyway, or the limits are none.
@@ -76,6 +77,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     optional: bool = False
     limits: tuple[float, float] | None = None
     by: str = ""
+    settings: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if not self.name.isprintable() or not _NAME.fullmatch(self.name) or self.name in (DATASET_FILE, SHARDS_FILE):
@@ -105,7 +107,9 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         what = f"{self.kind} of each cut" if self.attribute == self.name else f"{self.kind}, cut.{self.attribute}"
         limits = f", from {self.limits[0]:g} to {self.limits[1]:g}" if self.limits else ""
         missing = ", which may be missing" if self.optional else ""
-        return f"{what}{limits}{missing}{', made by ' if self.by else ''}{self.by}"
+        settings = ", ".join(f"{key} {value}" for key, value in self.settings.items())
+        made = f", made by {self.by}{' with ' if settings else ''}{settings}" if self.by else ""
+        return f"{what}{limits}{missing}{made}"
 
 
 def codec_folder(codec: str) -> str:

@@ -26,6 +26,7 @@ from sharmill.files.storage import checksum
 from sharmill.shar.cut_lines import read_cut_ids
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import CodecRecord, FieldFile
+from sharmill.shar.items import read_field
 from sharmill.shar.layout import BASE_FIELDS, CUTS, Field, published_field
 
 
@@ -97,8 +98,7 @@ class FieldStage(Stage):
 
     def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
         commits = list(commits)
-        made = self.fields() if commits else []
-        fields = [field if field.by else msgspec.structs.replace(field, by=self.name) for field in made]
+        fields = [self._describe(field) for field in (self.fields() if commits else ())]
         files = [
             {
                 field.name: FieldFile(file.name, file.size, file.xxh3)
@@ -108,6 +108,13 @@ class FieldStage(Stage):
         ]
         self.dataset.add_fields(fields, files, self.codec())
         return add_up(commits)
+
+    def _describe(self, field: Field) -> Field:
+        """Return a field as the dataset is to have it: with what made it."""
+        if published_field(field.name) is not None:
+            return field
+        settings = {key: value for key, value in dataclasses.asdict(self.settings).items() if key != "name"}
+        return msgspec.structs.replace(field, by=self.name, settings=self.references.hide(settings))
 
     def is_finalized(self) -> bool:
         # The index may have been made again without these fields, as when it was lost.
@@ -180,7 +187,11 @@ class FieldProcessor(Processor):
                 code="damaged_shard",
             )
         files = [field.path(unit.index) for field in self.fields]
-        self.write(unit, list(read_cut_ids(cuts)), [staging.path(path) for path in files])
+        ids, paths = list(read_cut_ids(cuts)), [staging.path(path) for path in files]
+        self.write(unit, ids, paths)
+        for field, path in zip(self.fields, paths, strict=True):
+            if published_field(field.name) is None and [item.cut_id for item in read_field(path)] != ids:
+                raise UnitFailed(f"what was written of {field.name} is not of the cuts of the shard", code="bad_plugin")
         return Output(files=files, num_out=unit.size, stats={"seconds": unit.params["seconds"]})
 
     @abstractmethod

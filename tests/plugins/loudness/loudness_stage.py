@@ -1,5 +1,6 @@
 """A stage with a column: the loudness of the target audio of each cut, relative to a level."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ class LoudnessStage(FieldStage):
     section = LoudnessConfig
 
     def fields(self) -> list[Field]:
+        # The attribute of a cut is a name of Python's.
         name = self.name.replace("/", "_")
         return [
             Field(
@@ -46,7 +48,7 @@ class LoudnessProcessor(FieldProcessor):
     """Measures the cuts of a shard."""
 
     def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
-        table = ItemTable(self.stage.dataset.file("target_audio", unit.index))
-        sounds = (measure_sound(*decode_bytes(table.data(number))) for number in range(len(ids)))
+        with closing(ItemTable(self.stage.dataset.file("target_audio", unit.index))) as table:
+            sounds = [measure_sound(*decode_bytes(table.data(number))) for number in range(len(ids))]
         values = [(id, sound.loudness - self.stage.settings.level) for id, sound in zip(ids, sounds, strict=True)]
         write_values(paths[0], self.fields[0].attribute, values)

@@ -1,0 +1,100 @@
+"""Stages of other packages: their records are accounted for, and what they do not declare is said in a line."""
+
+from __future__ import annotations
+
+import pytest
+from support.errors import raises
+from support.packages import add_distribution
+from support.shar import Project, voice
+
+from sharmill.engine.listener import Listener
+from sharmill.errors import ConfigError
+from sharmill.pipeline import run_dataset
+
+TALLY = '''
+from dataclasses import dataclass
+
+from sharmill.config import StageSection
+from sharmill.engine.stage import Processor, Stage, add_up
+from sharmill.engine.unit import Output, make_unit
+from sharmill.manifest import Reject
+
+
+@dataclass(frozen=True, kw_only=True)
+class TallyConfig(StageSection):
+    name: str = ""
+
+
+class Tally(Stage):
+    """Counts the records that go on from a stage but for one."""
+
+    kind = "tally"
+    section = TallyConfig
+    after = ("write",)
+
+    def identity(self):
+        return {}
+
+    def plan(self, folder):
+        yield make_unit(0, cost=1.0, size=3, params={})
+
+    def open(self, device):
+        return TallyProcessor()
+
+    def finalize(self, units, commits):
+        return add_up(commits)
+
+
+class TallyProcessor(Processor):
+    def process(self, unit, staging, advance):
+        staging.path("parts/000000.txt").write_text("2")
+        return Output(files=["parts/000000.txt"], num_out=2, rejects=[Reject("tally", "too_short", "short", "{}")])
+'''
+
+
+@pytest.fixture
+def configure(tmp_path, monkeypatch):
+    """Returns a function: replaced text of the package, and its section -> configuration of three recordings."""
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    project = Project(tmp_path)
+    for number in range(3):
+        project.add(f"{number}.flac", voice(0.4, seed=number))
+
+    def configure(old="", new="", section=None, module="tally_stage"):
+        add_distribution(tmp_path / "site", "tally", "1.0", f"[sharmill.stages]\ntally = {module}:Tally\n")
+        assert old in TALLY
+        (tmp_path / f"site/{module}.py").write_text(TALLY.replace(old, new))
+        return project.configure(match=None, encode={"codecs": []}, executor={"workers": 1}, tally=section or {})
+
+    return configure
+
+
+@pytest.mark.parametrize("after", ["prepare", "write"])
+def test_a_stage_may_reject_records_that_others_keep(configure, after):
+    config = configure('after = ("write",)', f"after = ({after!r},)", module=f"tally_after_{after}")
+    result = run_dataset(config, Listener())
+    assert result.num_errors == 0
+    assert {stage.kind: totals.totals.num_out for stage, totals in result.stages}["tally"] == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        ('kind = "tally"', 'kind = "other"', ["calls itself 'other'"]),
+        ('    kind = "tally"\n', "", ["calls itself None"]),
+        ('after = ("write",)', 'after = ("wriet",)', ["wriet"]),
+        ("    section =", '    resource = "gpux"\n    section =', ["'gpux'", "cpu or gpu"]),
+        ("def identity(", "def identify(", ["has no identity"]),
+        ("class Tally(Stage):", "class Tally:", ["no class derived from sharmill.engine.stage.Stage"]),
+        ("from dataclasses", "import", ["cannot be imported: SyntaxError"]),
+    ],
+)
+def test_what_a_stage_does_not_declare_is_said_in_a_line(configure, old, new, names):
+    with raises(ConfigError, "bad_plugin", "'tally'", *names):
+        run_dataset(configure(old, new, module=f"tally_{len(old)}_{len(new)}"), Listener())
+
+
+@pytest.mark.parametrize("name", ["../write", "a/b", "."])
+def test_the_name_of_a_section_is_the_name_of_a_folder(configure, name):
+    with raises(ConfigError, "bad_config_value", "tally", repr(name)):
+        configure(section={"name": name}, module="tally_named")

@@ -65,6 +65,20 @@ def test_a_field_of_two_stages_is_refused_before_any_work(configure, tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
+def test_one_section_takes_the_place_of_a_list_of_them(configure):
+    assert run_dataset(configure(), Listener()).ok
+    config = configure()
+    single = replace(config, sections=config.sections | {"loudness": replace(config.sections["loudness"][0], name="")})
+    assert run_dataset(single, Listener()).ok
+    assert {"loudness", "loudness_plain"} <= vars(next(iter(open_shar(config.dataset_dir))))["custom"].keys()
+
+
+def test_a_stage_without_fields_is_refused(configure, monkeypatch):
+    monkeypatch.setattr("loudness_stage.LoudnessStage.fields", lambda stage: [])
+    with raises(ConfigError, "bad_plugin", "loudness/plain"):
+        run_dataset(configure(), Listener())
+
+
 @pytest.mark.parametrize("attribute", ["target_audio", "split"])
 def test_a_field_that_hides_what_cuts_have_is_refused_before_any_work(configure, tmp_path, monkeypatch, attribute):
     field = Field(name="own", file="own/values.{:06d}.jsonl.gz", kind="value", attribute=attribute)

@@ -333,6 +333,11 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
     added = STAGES.names() if others else ()
     for kind_of_stage in (*STAGES.own, *(key for key in others if key in added)):
         if (section := STAGES.load_class(kind_of_stage).section) is not None:
+            if not (
+                isinstance(section, type) and issubclass(section, StageSection) and dataclasses.is_dataclass(section)
+            ):
+                message = f"the section of the stage {kind_of_stage!r} is no dataclass derived from StageSection"
+                raise ConfigError(f"{origin}: {message}", code="bad_plugin")
             found[kind_of_stage] = _with_presence(section)
     return found
 

@@ -188,7 +188,8 @@ def _refuse_foreign_folder(stage: Stage) -> None:
     remove_if_empty(stage.dir.plan)
     make_folder(stage.dir.path)
     names = sorted(path.name for path in stage.dir.path.iterdir() if not path.name.startswith("."))
-    foreign = [name for name in names if name != "ranks"]
+    # Stages of several sections of one kind lie in each other's folders where there was a single one before.
+    foreign = [name for name in names if name != "ranks" and not StageDir(stage.dir.path / name).token_file.exists()]
     if foreign and not stage.dir.token_file.exists():
         raise ConfigError(
             f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",

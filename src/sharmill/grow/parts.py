@@ -18,7 +18,7 @@ from sharmill.shar.layout import CUTS, Field
 
 # What must be the same in all parts, with the sentence that says what to do where it is not.
 _REMEDIES = {
-    "fields": "add the missing codecs with sharmill run CONFIG encode, or leave one of them out",
+    "fields": "add what is missing, codecs with sharmill run CONFIG encode, or leave one of them out",
     "audio_format": "write one of them again with the other's write.audio_format",
     "sampling_rate": "write one of them again with the other's write.sampling_rate",
     "limits": "contexts were chosen by other limits: match one of them again with the other's",

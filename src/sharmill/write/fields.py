@@ -155,6 +155,8 @@ def added_fields(config: Config) -> dict[str, list[Field]]:
                 found[stage.name] = stage.possible_fields
             except ValueError as error:
                 raise ConfigError(f"the stage {stage.name}: {error}", code="bad_config_value") from error
+            if not found[stage.name]:
+                raise ConfigError(f"the stage {stage.name} has no fields", code="bad_plugin")
     return found
 
 

@@ -86,7 +86,7 @@ def test_a_dataset_that_does_not_say_it_has_the_published_layout(tmp_path):
     content = json.loads(path.read_text())
     assert content.pop("layout") == [
         {"name": field.name, "file": field.file, "kind": field.kind, "attribute": field.attribute, "optional": False,
-         "limits": None, "by": field.by}
+         "limits": None, "by": field.by, "settings": {}}
         for field in (base_fields(contexts=False)[0], *codec_fields("toy"))
     ]  # fmt: skip
     path.write_text(json.dumps(content))

@@ -26,8 +26,6 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
 
-import xxhash
-
 from sharmill.errors import ConfigError, first_line
 
 _IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -156,8 +154,10 @@ class Registry:
             return ""
         if entry.dist is not None:
             return f"{entry.dist.name} {entry.dist.version}"
+        from sharmill.files.storage import checksum
+
         spec = importlib.util.find_spec(entry.module)
-        return xxhash.xxh3_64_hexdigest(Path(spec.origin).read_bytes()) if spec is not None and spec.origin else ""
+        return checksum(Path(spec.origin)) if spec is not None and spec.origin else ""
 
     def _unknown(self, name: str) -> str:
         if name in self.removed:

@@ -34,7 +34,6 @@ _REMOVED_KEYS: Final = {
     "submit_ahead": "leave the key out; the jobs of a stage are submitted when it is planned",
     "metrics.tensorboard": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or --prometheus FILE",
 }
-_AUDIO_ROOT: Final = "name a folder, or write null to take absolute paths anywhere"
 
 # The field of a section for the options of a model, which lie beside its keys; ``options_of`` of the section's class is
 # the registry of such models, and the key that names one.
@@ -75,7 +74,9 @@ def load_for_display(path: Path) -> Config:
     if _executor_name(values) not in EXECUTORS.own:
         del values["executor"]
     # Stages of packages that are not installed here, or broken, cannot be shown.
-    values = {key: value for key, value in values.items() if key not in STAGES.names() or STAGES.can_load(key)}
+    for key in _added_stages(values):
+        if not STAGES.can_load(key):
+            del values[key]
     types = _types_of(Config, values | {"sources": [stand_in]})
     values = {key: _gather_options(types[key], values[key], keep=False) for key in values if key in types}
     return to_config(values | {"sources": [stand_in]}, str(path))
@@ -187,22 +188,26 @@ def _read_merged(
 
 def _check_nulls(path: Path, root: Node | None) -> None:
     """Raise ConfigError where an audio_root, or a stage, is empty or ~: its null has a meaning, and has to be said."""
-    sections = {kind: STAGES.load_class(kind).section for kind in STAGES.own}
-    remedies = {
-        kind: f"give it keys, or write null for {keys.without}"
-        for kind, keys in sections.items() if keys and keys.presence == "unless_null"
-    }  # fmt: skip
-    remedies["audio_root"] = _AUDIO_ROOT
     top = _pairs(root)
     of_sources = (
         pair for key, value in top if key.value == "sources" for entry in value.value for pair in _pairs(entry)
     )
     for key, value in (*top, *of_sources):
-        if value.tag.endswith(":null") and value.value != "null" and (remedy := remedies.get(key.value)):
+        if value.tag.endswith(":null") and value.value != "null" and (remedy := _remedy_of_null(key.value)):
             raise ConfigError(
                 f"{path}: line {key.start_mark.line + 1}: {key.value} is {value.value or 'empty'}; {remedy}",
                 code="bad_config_value",
             )
+
+
+def _remedy_of_null(key: str) -> str:
+    """Return what to write instead of an empty key whose null has a meaning; nothing of any other key."""
+    if key == "audio_root":
+        return "name a folder, or write null to take absolute paths anywhere"
+    section = STAGES.load_class(key).section if key in STAGES.own else None
+    if section is None or section.presence != "unless_null":
+        return ""
+    return f"give it keys, or write null for {section.without}"
 
 
 def _pairs(node: object) -> list[tuple[Node, Node]]:
@@ -329,9 +334,7 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
     found["executor"] = _executor_type(values, origin)
     if kinds := _source_kinds(values, origin):
         found["sources"] = types.GenericAlias(tuple, tuple(kinds))
-    others = [key for key in values if key not in found and key not in STAGES.own] if isinstance(values, dict) else []
-    added = STAGES.names() if others else ()
-    for kind_of_stage in (*STAGES.own, *(key for key in others if key in added)):
+    for kind_of_stage in (*STAGES.own, *_added_stages(values)):
         if (section := STAGES.load_class(kind_of_stage).section) is not None:
             if not (
                 isinstance(section, type) and issubclass(section, StageSection) and dataclasses.is_dataclass(section)
@@ -340,6 +343,15 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
                 raise ConfigError(f"{origin}: {message}", code="bad_plugin")
             found[kind_of_stage] = _with_presence(section)
     return found
+
+
+def _added_stages(values: Any) -> list[str]:
+    """Return the keys of a configuration that name stages of other packages, as far as these are installed."""
+    known = {*typing.get_type_hints(Config), *STAGES.own}
+    others = [key for key in values if key not in known] if isinstance(values, dict) else []
+    # It takes a look at every installed package.
+    names = STAGES.names() if others else ()
+    return [key for key in others if key in names]
 
 
 def _executor_name(values: Any) -> str:
@@ -383,7 +395,10 @@ def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) ->
 
 
 def _gather_options(kind: Any, values: Any, *, keep: bool = True) -> Any:
-    """Return values in which options beside the keys of a section are one value of it, or unknown keys left out."""
+    """Return values in which the options beside the keys of a section are one value of it.
+
+    Without ``keep``, options and unknown keys are left out.
+    """
     kind = _without_null(kind, values)
     if typing.get_origin(kind) is list and isinstance(values, list):
         return [_gather_options(typing.get_args(kind)[0], value, keep=keep) for value in values]

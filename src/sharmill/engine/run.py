@@ -65,6 +65,7 @@ class Executor(ABC):
         """
         return False
 
+    @abstractmethod
     def find_jobs(self, run_dir: RunDir, *, joins: bool, take_over: bool) -> Sequence[Any]:
         """Return the jobs of a run that are in a queue, each of which has a text.
 
@@ -75,7 +76,6 @@ class Executor(ABC):
         Raises:
             ConfigError: jobs are, or may be, in a queue beside which this executor must not begin.
         """
-        return ()
 
     def begin(self, run_dir: RunDir, given: Given, jobs: Sequence[Any], *, joins: bool) -> None:
         """Note the beginning of a run, unless this process joins it; ``jobs`` are those of ``find_jobs``."""

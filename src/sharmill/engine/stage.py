@@ -277,9 +277,8 @@ class Stage(ABC):
         patterns = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("plan", "ranks")]
         found = {path.parent for pattern in patterns for path in self.run_dir.path.glob(pattern)}
         names = [path.relative_to(self.run_dir.path).as_posix() for path in sorted(found)]
-        kept, behind = {self.kind}, {self.kind}
-        for kind, stage in stage_classes(self.config).items():
-            (kept if behind.isdisjoint(stage.after) else behind).add(kind)
+        classes, behind = stage_classes(self.config), stages_behind(self.config, self.kind)
+        kept = {kind for kind, stage in classes.items() if kind not in behind or "*" in stage.after} | {self.kind}
         return [self.run_dir.stage(name) for name in names if name.partition("/")[0] not in kept]
 
 
@@ -305,8 +304,8 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
     """
     kinds = dict.fromkeys((*STAGES.own, *config.sections))
     classes: dict[str, type[Stage]] = {kind: STAGES.load_class(kind) for kind in kinds}
-    for kind, stage in classes.items() - {kind: classes[kind] for kind in STAGES.own}.items():
-        _check_declared(kind, stage)
+    for kind in [kind for kind in kinds if kind not in STAGES.own]:
+        _check_declared(kind, classes[kind])
     classes = {kind: stage for kind, stage in classes.items() if stage.section is None or config.all(stage.section)}
     before = {
         kind: [
@@ -339,8 +338,8 @@ def _check_declared(kind: str, stage: type[Stage]) -> None:
 
 def stages_behind(config: Config, kind: str) -> list[str]:
     """Return a kind of stage and those that read its output, or that of one of these, in the order of the run."""
-    behind = {kind}
-    for other, stage in stage_classes(config).items():
+    classes, behind = stage_classes(config), {kind}
+    for other, stage in classes.items():
         if "*" in stage.after or not behind.isdisjoint(stage.after):
             behind.add(other)
-    return [other for other in stage_classes(config) if other in behind]
+    return [other for other in classes if other in behind]

@@ -131,7 +131,7 @@ def require_fitting(config: Config, directory: Path) -> None:
     write, codecs = config.section(WriteConfig), config.section(EncodeConfig).codecs
     added = sorted(
         field.name for fields in added_fields(config).values() for field in fields
-        if field.by not in {codec.name for codec in codecs}
+        if not field.is_published
     )  # fmt: skip
     wanted: dict[str, tuple[Any, Any]] = {
         "write.audio_format": (write.audio_format, record.audio_format),

@@ -160,7 +160,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def added_fields(self) -> list[Field]:
         """The fields that are not of the published layout."""
-        return [field for field in self.layout if published_field(field.name) is None]
+        return [field for field in self.layout if not field.is_published]
 
     def field(self, name: str) -> Field | None:
         """Return the field of this name, or None: the dataset does not say what it is."""

@@ -94,6 +94,11 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         if self.limits is not None and not -math.inf < self.limits[0] <= self.limits[1] < math.inf:
             raise ValueError(f"the limits of the field {self.name} are {self.limits}")
 
+    @property
+    def is_published(self) -> bool:
+        """True for a field of the published layout: of cuts, audio or a codec."""
+        return published_field(self.name) is not None
+
     def path(self, shard: int) -> str:
         """Return the path of the file of one shard, relative to the dataset directory."""
         return self.file.replace(_INDEX, f"{shard:06d}")

@@ -27,7 +27,7 @@ from sharmill.shar.cut_lines import read_cut_ids
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.index import CodecRecord, FieldFile
 from sharmill.shar.items import read_field
-from sharmill.shar.layout import BASE_FIELDS, CUTS, Field, published_field
+from sharmill.shar.layout import BASE_FIELDS, CUTS, Field
 
 
 class FieldStage(Stage):
@@ -56,7 +56,7 @@ class FieldStage(Stage):
 
     def check_input(self) -> None:
         made = added_fields(self.config)
-        own = [field for field in made.pop(self.name) if published_field(field.name) is None]
+        own = [field for field in made.pop(self.name) if not field.is_published]
         others = {word: name for name, fields in made.items() for one in fields for word in (one.name, one.attribute)}
         others |= dict.fromkeys(BASE_FIELDS, "write")
         for field in own:
@@ -111,7 +111,7 @@ class FieldStage(Stage):
 
     def _describe(self, field: Field) -> Field:
         """Return a field as the dataset is to have it: with what made it."""
-        if published_field(field.name) is not None:
+        if field.is_published:
             return field
         settings = {key: value for key, value in dataclasses.asdict(self.settings).items() if key != "name"}
         return msgspec.structs.replace(field, by=self.name, settings=self.references.hide(settings))
@@ -192,7 +192,7 @@ class FieldProcessor(Processor):
         ids, paths = list(read_cut_ids(cuts)), [staging.path(path) for path in files]
         self.write(unit, ids, paths)
         for field, path in zip(self.fields, paths, strict=True):
-            if published_field(field.name) is None and [item.cut_id for item in read_field(path)] != ids:
+            if not field.is_published and [item.cut_id for item in read_field(path)] != ids:
                 raise UnitFailed(f"what was written of {field.name} is not of the cuts of the shard", code="bad_plugin")
         return Output(files=files, num_out=unit.size, stats={"seconds": unit.params["seconds"]})
 

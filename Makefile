@@ -3,7 +3,7 @@
 # make test-slow   those marked slow
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
-# make torture   losses of power in small runs, and what is left of them: SEED=, MINUTES=, STATES= of each run
+# make torture   losses of power in small runs, and what is left of them: SEED=, and for each run STATES=, MINUTES=
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), JSON= (a file for all figures)
 # make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
@@ -24,15 +24,15 @@ PYTEST :=
 demo: venv
 	$(BIN)/sharmill demo demo
 
-# On all cores; the tests of a group, by default those of a module, share a process, and so its fixtures.
+# On all cores; the tests of a module share a process, and so its fixtures.
 test: venv
-	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadgroup -m "not slow and not slurm and not ray" $(PYTEST)
+	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not ray" $(PYTEST)
 
 test-slow: venv
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "slow and not slurm and not ray" $(PYTEST)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "slow and not slurm and not ray" $(PYTEST)
 
 test-all: venv
-	$(BIN)/python -m pytest -n auto --dist loadgroup -m "not slurm and not ray" $(PYTEST)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slurm and not ray" $(PYTEST)
 
 test-cluster: test-slurm test-ray
 
@@ -48,15 +48,15 @@ test-gpu: venv
 	GPU_REPORT=build/test-gpu.json $(BIN)/python -m pytest tests/gpu -m gpu -rs $(PYTEST)
 
 torture: venv
-	PYTHONPATH=tests $(BIN)/python tests/faults/power.py $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) \
-	  $(if $(STATES),--states $(STATES))
+	SEED=$(or $(SEED),$(shell date +%s)) STATES=$(or $(STATES),1500) MINUTES=$(or $(MINUTES),4) \
+	  $(BIN)/pytest -v tests/faults/test_power.py
 
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The rows of a group, by default those of docs/benchmarks.md, in some minutes.
+# The rows of a group, by default those of docs/performance.md, in some minutes.
 bench: venv
 	$(BIN)/python tests/bench $(if $(GROUP),--group $(GROUP)) $(if $(JSON),--json $(JSON))
 

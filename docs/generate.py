@@ -6,8 +6,6 @@
 The meaning of a key is the string below it in its dataclass; a key without one is an error.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -34,27 +32,28 @@ INTRODUCTION = """\
 # Configuration
 
 A dataset is described by one YAML file. Every key of it is listed here; the files in `configs/` are commented
-examples. Keys without a default must be given. Any key can be overridden on the command line, with dots between the
-levels and numbers for the items of lists:
+examples. Keys without a default must be given. The command line overrides any key, with dots between levels and numbers
+for items of lists; lists, mappings and quoted texts are YAML:
 
 ```
 sharmill run configs/librispeech.yaml match.min_duration=5 sources.0.audio_root=/data/speech
 ```
 
 Paths are relative to the directory in which the command is started. References such as `${oc.env:HOME}` are resolved as
-OmegaConf does. A key that does not exist, a value of a wrong type and a value out of range are errors that name the
-file, the key and the nearest valid name; the exit status is then 2, and nothing has run. What a run used, defaults
-included, is in `resolved_config.yaml` of its run directory, with references as they were written: the environment may
-hold secrets. Names of variables stand for their values in plans and in the index of the dataset, too.
+OmegaConf does. A key that does not exist and a value of a wrong type or out of range are errors that name the file, the
+key and the nearest name; nothing has run then. `resolved_config.yaml` of the run directory has what a run used, with
+references as they were written: the environment may hold secrets.
 """
-SOURCE = """\
-Each item of the list has these keys. A source of another package has its own beside the first six.
+SOURCES_OF_ALL_TYPES = """\
+Each item of the list has these keys, and those of its type.
 """
 OPTIONS = """\
 These keys lie beside `{key}`. A family of another package has its own.
 """
 EXECUTOR = "These keys lie beside those of `executor`."
 STAGE = "Stage {}: see below."
+# What the section of a stage may be, by its presence.
+FORMS = {"always": "mapping", "unless_null": "mapping or `null`", "if_given": "mapping, list or `null`"}
 PROFILE = """\
 `sharmill submit --profile FILE` reads a cluster profile: what a rank needs on a given cluster. Start from
 `configs/clusters/example.yaml`; [Clusters](clusters.md) says how it is used.
@@ -71,12 +70,17 @@ def make_configuration() -> str:
 
     from sharmill.config import MetricsConfig
     from sharmill.encode.config import CodecConfig
-    from sharmill.executors.base import ConfiguredExecutor
+    from sharmill.executors.local import ConfiguredExecutor
     from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
     from sharmill.registry import CODECS, ENCODERS, EXECUTORS, SOURCES, STAGES
+    from sharmill.sources import Source
 
     parts = [INTRODUCTION, make_top_level()]
-    parts += [section(SOURCES.load(name), f"`sources` of type `{name}`", SOURCE) for name in SOURCES.own]
+    parts.append(section(Source, "`sources`", SOURCES_OF_ALL_TYPES))
+    for name in SOURCES.own:
+        kind = SOURCES.load(name)
+        own = [key for key, meaning in read_meanings(kind).items() if read_meanings(Source).get(key) != meaning]
+        parts.append(section(kind, f"`sources` of type `{name}`", only=own))
     for kind in STAGES.own:
         if (keys := STAGES.load(kind).section) is not None:
             parts.append(section(keys, f"`{kind}`"))
@@ -108,7 +112,7 @@ def make_top_level() -> str:
     before, row, after = re.split(r"(?m)^(\| `sections` .*\n)", text)
     classes = {kind: STAGES.load(kind).section for kind in STAGES.own}
     rows = [
-        f"| `{kind}` | {'mapping' if keys.presence == 'always' else 'mapping or `null`'} |  | {STAGE.format(kind)} |\n"
+        f"| `{kind}` | {FORMS[keys.presence]} |  | {STAGE.format(kind)} |\n"
         for kind, keys in classes.items() if keys is not None
     ]  # fmt: skip
     return before + "".join(rows) + row.replace("`sections`", "kind of another stage").replace("`{}`", "") + after
@@ -145,11 +149,12 @@ def section(kind: type, title: str, introduction: str = "", only: Collection[str
 
 def read_meanings(kind: type) -> dict[str, str]:
     """Return the string below each key of a dataclass, as one line of Markdown."""
-    meanings = read_meanings(kind.__base__) if dataclasses.is_dataclass(kind.__base__) else {}
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-    for key, after in itertools.pairwise(body):
-        if isinstance(key, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            meanings[key.target.id] = " ".join(after.value.value.split()).replace("``", "`")
+    meanings = {}
+    for base in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for key, after in itertools.pairwise(body):
+            if isinstance(key, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                meanings[key.target.id] = " ".join(after.value.value.split()).replace("``", "`")
     return meanings
 
 
@@ -197,7 +202,10 @@ def make_training() -> str:
     """Return the page on training with the table of NeMo's classic keys as it is now."""
     from sharmill.training.nemo.classic import FATES
 
-    rows = [f"| `{key}` | {fate} |\n" for key, fate in FATES.items()]
+    by_fate: dict[str, list[str]] = {}
+    for key, fate in FATES.items():
+        by_fate.setdefault(fate, []).append(f"`{key}`")
+    rows = [f"| {', '.join(keys)} | {fate} |\n" for fate, keys in by_fate.items()]
     table = "\n| key | becomes |\n|---|---|\n" + "".join(rows) + "\n"
     return re.sub(
         r"(<!-- classic: .*? -->\n).*?(<!-- end -->)", rf"\1{table}\2", TRAINING_PAGE.read_text(), flags=re.DOTALL

@@ -6,26 +6,11 @@ python examples/build_dataset.py MANIFEST AUDIO_ROOT OUTPUT
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from sharmill.config import to_config
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit, Unit
+from sharmill.engine.run import Listener
 from sharmill.pipeline import run_dataset
-
-
-class PrintStages(Listener):
-    """A listener that prints a line when a stage begins and when it ends."""
-
-    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
-        print(f"{stage.name}: {len(units)} units, {len(done)} of them done already")
-
-    def stage_ended(self, stage: Stage, result: StageResult) -> None:
-        if result.totals is not None:
-            print(f"{stage.name}: {result.totals.num_in} records in, {result.totals.num_out} out")
 
 
 def main(manifest: str, audio_root: str, output: Path) -> int:
@@ -41,7 +26,11 @@ def main(manifest: str, audio_root: str, output: Path) -> int:
         },
         origin="examples/build_dataset.py",
     )
-    result = run_dataset(config, PrintStages())
+    # pipelines/recipe.py has a listener that prints progress.
+    result = run_dataset(config, Listener())
+    for stage, outcome in result.stages:
+        if outcome.totals is not None:
+            print(f"{stage.name}: {outcome.totals.num_in} records in, {outcome.totals.num_out} out")
     report = result.report  # of the stage validate; None if a stage before it has failed units
     return 0 if report is not None and not report.errors else 1
 

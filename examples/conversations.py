@@ -11,7 +11,6 @@ speaker is its role. The folder is there when it is whole.
 """
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,8 @@ from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from lhotse.audio.utils import AudioLoadingError
 
 from sharmill.errors import ConfigError
-from sharmill.files.storage import path_aside, publish_directory
-from sharmill.shar.index import read_dataset
+from sharmill.files.storage import make_folder, open_folder_atomic
+from sharmill.shar.layout import read_dataset
 from sharmill.shar.rebuild import rebuild_index
 
 ROLES = ("user", "assistant")
@@ -79,15 +78,11 @@ def make_cut(record: dict[str, Any], folder: Path) -> MonoCut:
 def main(manifest: Path, output: Path) -> int:
     if output.exists():
         raise ConfigError(f"{output} is there already: name a new folder", code="foreign_output")
-    aside = path_aside(output.absolute())
-    aside.mkdir(parents=True)
-    try:
+    make_folder(output.absolute().parent)
+    with open_folder_atomic(output.absolute()) as aside:
         fields = {"recording": "flac", "target_audio": "flac"}
         CutSet(read_conversations(manifest)).to_shar(aside, fields=fields, shard_size=1000)
         list(rebuild_index(aside, name=output.name))
-        publish_directory(aside, output.absolute())
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     print(f"wrote {output}: {read_dataset(output).num_cuts} conversations")
     return 0
 

@@ -13,9 +13,6 @@ the utterances, in a table of Markdown:
 - Speed: seconds of audio encoded in a second of one core's time.
 """
 
-from __future__ import annotations
-
-import argparse
 import io
 import json
 import time
@@ -23,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import av
+import click
 import numpy as np
 import soundfile
 import torch
@@ -32,8 +30,8 @@ from torchaudio.functional import melscale_fbanks
 
 from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError
-from sharmill.models import DecodingCodec, load_codec, load_speaker_encoder
-from sharmill.models.protocols import Codec, SpeakerEncoder, pad
+from sharmill.models import Codec, DecodingCodec, SpeakerEncoder, load_codec, load_speaker_encoder
+from sharmill.models.batches import pad
 
 RATE = 16000
 OPUS_BIT_RATE = 6000
@@ -50,22 +48,16 @@ class Measured:
     audio_seconds: float = 0.0
     core_seconds: float = 0.0
 
-    def add(self, **scores: float) -> None:
-        for name, score in scores.items():
-            self.scores.setdefault(name, []).append(score)
-
     def row(self) -> str:
-        cells = [self.name, f"{self.bit_rate / 1000:.1f}"]
-        cells += [f"{np.mean(self.scores[name]):.3f}" if self.scores.get(name) else "-"
+        scores = [f"{np.mean(self.scores[name]):.3f}" if self.scores.get(name) else "-"
                   for name in ("stoi", "pesq", "mel", "voice")]  # fmt: skip
-        if self.counts is None:
-            cells += ["-", "-"]
-        else:
+        usage = ["-", "-"]
+        if self.counts is not None:
             shares = self.counts / self.counts.sum(axis=1, keepdims=True)
             bits = -(shares * np.log2(np.maximum(shares, 1e-12))).sum(axis=1)
-            cells += [f"{(self.counts > 0).mean():.1%}", f"{bits.mean():.2f}"]
-        cells.append(f"{self.audio_seconds / self.core_seconds:.0f}" if self.core_seconds else "-")
-        return f"| {' | '.join(cells)} |"
+            usage = [f"{(self.counts > 0).mean():.1%}", f"{bits.mean():.2f}"]
+        speed = f"{self.audio_seconds / self.core_seconds:.0f}" if self.core_seconds else "-"
+        return f"| {' | '.join([self.name, f'{self.bit_rate / 1000:.1f}', *scores, *usage, speed])} |"
 
 
 def code(codec: Codec, audio: np.ndarray, measured: Measured) -> np.ndarray | None:
@@ -114,40 +106,38 @@ def mel_distance(original: np.ndarray, decoded: np.ndarray) -> float:
     return float((first - second).abs().mean())
 
 
-def similarity(encoder: SpeakerEncoder, original: np.ndarray, decoded: np.ndarray) -> float:
-    embeddings = encoder.embed(*pad([original, decoded]))
-    return float(embeddings[0] @ embeddings[1])
-
-
 def compare(measured: Measured, original: np.ndarray, decoded: np.ndarray, encoder: SpeakerEncoder) -> None:
     decoded = np.pad(decoded, (0, len(original) - len(decoded)))
-    measured.add(
-        stoi=float(stoi(original, decoded, RATE)),
-        pesq=float(pesq(RATE, original, decoded, "wb")),
-        mel=mel_distance(original, decoded),
-        voice=similarity(encoder, original, decoded),
-    )
+    first, second = encoder.embed(*pad([original, decoded]))
+    scores = {
+        "stoi": float(stoi(original, decoded, RATE)),
+        "pesq": float(pesq(RATE, original, decoded, "wb")),
+        "mel": mel_distance(original, decoded),
+        "voice": float(first @ second),
+    }
+    for name, score in scores.items():
+        measured.scores.setdefault(name, []).append(score)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("speech", type=Path)
-    parser.add_argument("codecs", nargs="+")
-    parser.add_argument("--limit", type=int, help="take this many utterances, spread over all")
-    parser.add_argument("--wav", type=Path, help="write what was decoded to this folder")
-    options = parser.parse_args()
+@click.command()
+@click.argument("speech", type=click.Path(path_type=Path))
+@click.argument("names", metavar="CODEC...", nargs=-1, required=True)
+@click.option("--limit", type=int, help="Take this many utterances, spread over all.")
+@click.option("--wav", type=click.Path(path_type=Path), help="Write what was decoded to this folder.")
+def main(speech: Path, names: tuple[str, ...], limit: int | None, wav: Path | None) -> None:
+    """Measure how well codecs keep speech, beside Opus at 6 kbit/s."""
     torch.set_num_threads(1)
-    lines = (options.speech / "manifest.json").read_text().splitlines()
-    if options.limit is not None:
-        lines = lines[:: max(1, len(lines) // options.limit)][: options.limit]
+    lines = (speech / "manifest.json").read_text().splitlines()
+    if limit is not None:
+        lines = lines[:: max(1, len(lines) // limit)][:limit]
     encoder = load_speaker_encoder("resemblyzer")
-    codecs = {name: load_codec(name) for name in options.codecs}
+    codecs = {name: load_codec(name) for name in names}
     results = {name: Measured(name, c.num_codebooks * np.log2(c.codebook_size) * c.sampling_rate / c.samples_per_frame)
                for name, c in codecs.items()}  # fmt: skip
     opus = Measured("Opus", OPUS_BIT_RATE)
     for line in lines:
         name = json.loads(line)["audio_filepath"]
-        audio, rate = soundfile.read(options.speech / "audio" / name, dtype="float32")
+        audio, rate = soundfile.read(speech / "audio" / name, dtype="float32")
         if rate != RATE:
             raise ConfigError(f"{name} has {rate} Hz: {RATE} are wanted", code="bad_usage")
         compare(opus, audio, code_with_opus(audio), encoder)
@@ -156,9 +146,9 @@ def main() -> None:
             if decoded is None:
                 continue
             compare(results[codec_name], audio, decoded, encoder)
-            if options.wav is not None:
-                options.wav.mkdir(parents=True, exist_ok=True)
-                soundfile.write(options.wav / f"{codec_name.split(':')[0]}_{Path(name).stem}.wav", decoded, RATE)
+            if wav is not None:
+                wav.mkdir(parents=True, exist_ok=True)
+                soundfile.write(wav / f"{codec_name.split(':')[0]}_{Path(name).stem}.wav", decoded, RATE)
     print(f"{len(lines)} utterances")
     print("| codec | kbit/s | STOI | PESQ | mel dB | voice | used | entropy | speed |")
     print("|---|---|---|---|---|---|---|---|---|")

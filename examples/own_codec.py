@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sharmill.config import load_config
-from sharmill.engine.listener import Listener
+from sharmill.engine.run import Listener
 from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.pipeline import run_dataset

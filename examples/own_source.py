@@ -18,7 +18,7 @@ from typing import Any
 import soundfile
 
 from sharmill.config import to_config
-from sharmill.engine.listener import Listener
+from sharmill.engine.run import Listener
 from sharmill.files.storage import checksum_bytes
 from sharmill.pipeline import run_dataset
 from sharmill.sources import Piece, Source
@@ -68,8 +68,7 @@ def main(audio_root: str, output: Path) -> int:
         },
         origin="examples/own_source.py",
     )
-    result = run_dataset(config, Listener(), stages=["prepare"])
-    return 0 if result.ok else 1
+    return 0 if run_dataset(config, Listener(), stages=["prepare"]).ok else 1
 
 
 if __name__ == "__main__":

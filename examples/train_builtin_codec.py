@@ -11,9 +11,6 @@ The learning rate falls to zero at the last step, or when ``--minutes`` are over
 ``--minutes`` do two runs on one machine give the same weights.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import math
 import random
@@ -24,6 +21,7 @@ from io import BytesIO
 from itertools import islice
 from pathlib import Path
 
+import click
 import numpy as np
 import soundfile
 import torch
@@ -33,11 +31,10 @@ from torch.nn import functional
 from torchaudio.functional import melscale_fbanks
 
 from sharmill.audio.resample import resample
-from sharmill.demo.corpus import sentences
+from sharmill.demo.corpus import VOICES, make_speakers, sentences
 from sharmill.demo.espeak import Espeak
-from sharmill.demo.voices import VOICES, make_speakers
-from sharmill.models.nemo_checkpoint import quiet_nemo
-from sharmill.models.nemo_config import read_nemo_config
+from sharmill.models.files import read_nemo_config
+from sharmill.models.nemo_models import quiet_nemo
 
 with quiet_nemo():
     from nemo.collections.tts.models import AudioCodecModel
@@ -179,42 +176,56 @@ def make_model(weights: Path | None) -> AudioCodecModel:
         return AudioCodecModel(cfg=OmegaConf.load(CONFIG))
 
 
-def train(options: argparse.Namespace) -> None:
-    torch.manual_seed(options.seed)
-    torch.set_num_threads(options.threads)
+@click.command()
+@click.argument("speech_folder", metavar="SPEECH", type=click.Path(path_type=Path))
+@click.argument("output", metavar="OUT.nemo", type=click.Path(path_type=Path))
+@click.option("--from", "weights", type=click.Path(path_type=Path))
+@click.option("--max-steps", default=20000)
+@click.option("--minutes", default=math.inf)
+@click.option("--check-every", default=250)
+@click.option("--seed", default=0)
+@click.option("--threads", default=1)
+@click.option("--device", default="cpu")
+def train(
+    speech_folder: Path, output: Path, weights: Path | None, max_steps: int, minutes: float, check_every: int,
+    seed: int, threads: int, device: str,
+) -> None:  # fmt: skip
+    """Train the codec builtin that ships with sharmill, on one CPU core or a GPU."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
     # All items of a batch have one length: there is nothing to mask, and types are as they are.
     audio_codec_modules.mask_sequence_tensor = lambda tensor, lengths: tensor
     typecheck.set_typecheck_enabled(False)
-    speech, held = read_speech(options.speech)
+    speech, held = read_speech(speech_folder)
     end = (1 + HELD_OUT_SECONDS) * RATE
     pieces = [torch.from_numpy(item[RATE:end]) for item in held if len(item) >= end]
-    held_out = torch.stack(pieces).to(options.device)
-    data = batches(speech, speak_sentences(options.seed + 1), options.seed)
-    model = make_model(options.weights).to(options.device).train()
-    average = make_model(options.weights).to(options.device).eval()
+    held_out = torch.stack(pieces).to(device)
+    data = batches(speech, speak_sentences(seed + 1), seed)
+    model = make_model(weights).to(device).train()
+    average = make_model(weights).to(device).eval()
     average.load_state_dict(model.state_dict())
-    loss = SpectralLoss().to(options.device)
+    loss = SpectralLoss().to(device)
     parameters = [*model.audio_encoder.parameters(), *model.audio_decoder.parameters()]
     averages = [*average.audio_encoder.parameters(), *average.audio_decoder.parameters()]
     print(f"{sum(p.numel() for p in parameters) / 1e6:.2f} M parameters, {len(speech)} utterances", flush=True)
     optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     best, mean, began = math.inf, 0.0, time.monotonic()
-    for step in range(options.max_steps + 1):
+    for step in range(max_steps + 1):
         elapsed = (time.monotonic() - began) / 60
-        progress = max(step / options.max_steps, elapsed / options.minutes)
-        if step % options.check_every == 0 or progress >= 1:
+        progress = max(step / max_steps, elapsed / minutes)
+        if step % check_every == 0 or progress >= 1:
             value = held_out_loss(average, loss, held_out)
             note = ""
             if value < best and step > 0:
-                best, note = value, f", saved to {options.output}"
-                save(average, options.output)
+                best, note = value, f", saved to {output}"
+                save(average, output)
             print(f"step {step}, {elapsed:.1f} minutes, loss {mean:.3f}, held out {value:.3f}{note}", flush=True)
         if progress >= 1:
             break
         rate = LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        audio = next(data).to(options.device)
+        audio = next(data).to(device)
         # In float32: on a CPU, the bfloat16 gradients of transposed convolutions are wrong (torch 2.11).
         value = loss(reconstruct(model, audio), audio)
         optimizer.zero_grad()
@@ -227,19 +238,5 @@ def train(options: argparse.Namespace) -> None:
         mean += (value.item() - mean) * max(0.01, 1 / (step + 1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("speech", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--from", dest="weights", type=Path)
-    parser.add_argument("--max-steps", type=int, default=20000)
-    parser.add_argument("--minutes", type=float, default=math.inf)
-    parser.add_argument("--check-every", type=int, default=250)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    train(parser.parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    train()

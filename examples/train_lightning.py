@@ -6,11 +6,11 @@ A checkpoint is saved after each validation and at the end. Give the command aga
 goes on from OUT_DIR/last.ckpt, on as many ranks as it is told, with the cuts that are left of the epoch.
 """
 
-import argparse
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import click
 import lightning as L
 import torch
 import torch.distributed as dist
@@ -97,30 +97,30 @@ class SpeechModel(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset")
-    parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--ranks", type=int, default=1)
-    options = parser.parse_args()
+@click.command()
+@click.argument("dataset")
+@click.argument("out_dir", type=click.Path(path_type=Path))
+@click.option("--steps", default=40)
+@click.option("--ranks", default=1)
+def main(dataset: str, out_dir: Path, steps: int, ranks: int) -> None:
+    """Train a tiny model with Lightning, in pseudo-epochs with validation between them, stop, and go on."""
     L.seed_everything(0)
     trainer = L.Trainer(
-        max_steps=options.steps,
+        max_steps=steps,
         limit_train_batches=STEPS_BETWEEN_VALIDATIONS,
         val_check_interval=STEPS_BETWEEN_VALIDATIONS,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,  # the loader divides the data itself
         accelerator="cpu",
-        devices=options.ranks,
-        strategy="ddp" if options.ranks > 1 else "auto",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    last = options.out_dir / "last.ckpt"
-    model = SpeechModel(CodecForm.of_dataset(options.dataset), last)
-    trainer.fit(model, Speech(options.dataset), ckpt_path=last if last.exists() else None)
+    last = out_dir / "last.ckpt"
+    model = SpeechModel(CodecForm.of_dataset(dataset), last)
+    trainer.fit(model, Speech(dataset), ckpt_path=last if last.exists() else None)
     trainer.save_checkpoint(last)
 
 

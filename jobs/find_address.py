@@ -3,8 +3,6 @@
 A machine's own name does not tell: /etc/hosts may have 127.0.1.1 for it, or an address in a network of its own.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 

@@ -8,38 +8,22 @@ data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the
 `jobs.jsonl` of the training's `out_dir`. Once `max_steps` are done, the jobs that are left end at once.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 from train_config import TrainConfig
 
 from sharmill.config import load_typed
-from sharmill.errors import ConfigError
-from sharmill.executors.slurm.profile import ClusterProfile, load_profile
+from sharmill.errors import ConfigError, refuse
+from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.executors.slurm.queue import outside_own_job
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SCRIPT = _ROOT / "jobs" / "sbatch" / "train.sbatch"
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", "--num-jobs", type=int, required=True, help="how many jobs, one after the other")
-    parser.add_argument("--profile", type=Path, help="the cluster profile, whose gpu part says what a rank gets")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes per job")
-    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="N", help="GPUs per node, with --profile")
-    parser.add_argument("--after", help="the number of a job that the first one waits for")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="a further option of sbatch")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and submit nothing")
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    return parser.parse_intermixed_args(arguments)
 
 
 def profile_options(cluster: ClusterProfile, nodes: int, ranks_per_node: int) -> list[str]:
@@ -77,35 +61,42 @@ def submit(command: list[str]) -> str:
     return said.strip().split(";")[0]
 
 
-def launch(options: argparse.Namespace) -> None:
-    """Submit the jobs, each behind the one before.
-
-    Raises:
-        ConfigError: the configuration or the profile is wrong, or SLURM refuses a job; those before it stay submitted.
-    """
-    if min(options.num_jobs, options.nodes, options.ranks_per_node) < 1:
-        raise ConfigError("-n, --nodes and --ranks-per-node must be at least 1", code="bad_config_value")
-    if Path.cwd() != _ROOT:
-        raise ConfigError(f"the jobs begin in the folder of this command: give it in {_ROOT}", code="bad_config_value")
-    if any(override.partition("=")[0] == "shard_seed" for override in options.overrides):
-        raise ConfigError("the jobs read with shard_seed=randomized: leave out shard_seed=", code="bad_config_value")
-    config = load_typed(TrainConfig, options.config, options.overrides)
-    chosen = [f"--nodes={options.nodes}"]
-    if options.profile:
-        chosen = profile_options(load_profile(options.profile), options.nodes, options.ranks_per_node)
-    elif options.ranks_per_node > 1:
-        raise ConfigError("--ranks-per-node multiplies what a profile gives: add --profile", code="bad_usage")
-    before = options.after
-    for _ in range(options.num_jobs):
-        behind = [f"--dependency=afterany:{before}"] if before else []
-        command = ["sbatch", "--parsable", *chosen, *options.sbatch, *behind, str(_SCRIPT), options.config]
-        command += [*options.overrides, "shard_seed=randomized"]
-        if options.dry_run:
+@click.command()
+@click.option("-n", "--num-jobs", type=int, required=True, help="How many jobs, one after the other.")
+@click.option("--profile", help="The cluster profile, whose gpu part says what a rank gets.")
+@click.option("--nodes", default=1, show_default=True, help="Nodes per job.")
+@click.option("--ranks-per-node", default=1, show_default=True, metavar="N", help="GPUs per node, with --profile.")
+@click.option("--after", help="The number of a job that the first one waits for.")
+@click.option("--sbatch", "sbatch_options", multiple=True, metavar="OPTION", help="A further option of sbatch.")
+@click.option("--dry-run", is_flag=True, help="Print the commands and submit nothing.")
+@click.argument("config_path", metavar="CONFIG")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def launch(
+    num_jobs: int, profile: str | None, nodes: int, ranks_per_node: int, after: str | None,
+    sbatch_options: tuple[str, ...], dry_run: bool, config_path: str, overrides: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Submit N consecutive SLURM jobs of one training, each behind the one before."""
+    has_shard_seed = any(override.partition("=")[0] == "shard_seed" for override in overrides)
+    refuse(
+        (min(num_jobs, nodes, ranks_per_node) < 1, "-n, --nodes and --ranks-per-node must be at least 1"),
+        (Path.cwd() != _ROOT, f"the jobs begin in the folder of this command: give it in {_ROOT}"),
+        (has_shard_seed, "the jobs read with shard_seed=randomized: leave out shard_seed="),
+        (ranks_per_node > 1 and not profile, "--ranks-per-node multiplies what a profile gives: add --profile"),
+    )
+    config = load_typed(TrainConfig, config_path, overrides)
+    chosen = [f"--nodes={nodes}"]
+    if profile:
+        chosen = profile_options(load_typed(ClusterProfile, profile), nodes, ranks_per_node)
+    for _ in range(num_jobs):
+        behind = [f"--dependency=afterany:{after}"] if after else []
+        command = ["sbatch", "--parsable", *chosen, *sbatch_options, *behind, str(_SCRIPT), config_path]
+        command += [*overrides, "shard_seed=randomized"]
+        if dry_run:
             print(shlex.join(command))
-            before = "JOB_BEFORE"
+            after = "JOB_BEFORE"
             continue
-        note = {"job": submit(command), "after": before}
-        before = note["job"]
+        note = {"job": submit(command), "after": after}
+        after = note["job"]
         print(f"job {note['job']}" + (f", after {note['after']}" if note["after"] else ""))
         out_dir = Path(config.out_dir)
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -116,8 +107,8 @@ def launch(options: argparse.Namespace) -> None:
 def main(arguments: list[str]) -> int:
     """Submit as the arguments say, and return the exit status."""
     try:
-        launch(parse(arguments))
-    except ConfigError as error:
+        launch.main(arguments, standalone_mode=False)
+    except (ConfigError, click.ClickException) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     return 0

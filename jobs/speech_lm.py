@@ -1,25 +1,118 @@
 """A small decoder-only transformer over text, codec codes and audio: the model of the training example.
 
+Over a device mesh, ``parallelize`` divides it by tensor and sequence parallelism, then by FSDP2.
+
 It takes the sequences of a ``SpeechTextDataset``. A token is one position; so is a frame: the sum of its codebooks'
 embeddings goes in, or the spectrum of its samples, and one distribution per codebook comes out. It learns to predict
 the positions that the batch says: of TTS the text and the target, of text all of it, of conversations what the
 assistant says.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
-from train_config import ModelConfig
-from transformer import Transformer
+from train_config import ModelConfig, TrainConfig
 
 from sharmill.training.speech_text import Kind
+
+
+class Attention(nn.Module):
+    """Multi-head attention; the projections have no bias, since one on keys would change nothing but rounding."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // num_heads
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.output = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
+        """Attend in ``hidden`` (batch, positions, dim) where ``allowed`` (batch, 1, positions, positions) is true."""
+        # The number of heads follows from the projections: under tensor parallelism a rank has some of them.
+        query, key, value = (
+            project(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers, four times as wide between them."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(hidden)))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each added to what it gets."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim)
+        self.attention = Attention(dim, num_heads)
+        self.feed_forward_norm = nn.LayerNorm(dim)
+        self.feed_forward = FeedForward(dim)
+
+    def forward(self, hidden: Tensor, allowed: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), allowed)
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Transformer(nn.Module):
+    """Blocks and a last norm, in which no position sees a later one."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config.dim, config.num_heads) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.dim)
+        self.position_multiple = 1
+        """Positions are padded to a multiple of this: sequence parallelism divides them evenly."""
+
+    def forward(self, hidden: Tensor, present: Tensor) -> Tensor:
+        """Return ``hidden`` (batch, positions, dim) transformed; ``present`` (batch, positions) is false at padding."""
+        num_positions = hidden.shape[1]
+        padding = -num_positions % self.position_multiple
+        allowed = _causal_mask(functional.pad(present, (0, padding)))
+        hidden = functional.pad(hidden, (0, 0, 0, padding))
+        for block in self.blocks:
+            hidden = block(hidden, allowed)
+        return self.norm(hidden)[:, :num_positions]
+
+
+def _causal_mask(present: Tensor) -> Tensor:
+    """Return a mask (batch, 1, positions, positions), true where attention is allowed.
+
+    A padded position sees itself, since a softmax over nothing is not a number.
+    """
+    size = present.shape[1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=present.device).tril()
+    own = torch.eye(size, dtype=torch.bool, device=present.device)
+    return ((causal & present[:, None, :]) | own)[:, None]
 
 
 @dataclass(frozen=True)
@@ -124,3 +217,72 @@ def _mean_loss(logits: Tensor, ids: Tensor) -> Tensor:
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = functional.cross_entropy(precise.flatten(0, -2), ids.flatten(), reduction="sum")
     return total / max(1, ids.numel())
+
+
+def parallelize(model: SpeechLM, mesh: DeviceMesh, config: TrainConfig) -> None:
+    """Divide a model, which is the same on all ranks: layers along ``tp``, and what is left of them along ``dp``.
+
+    Gradients are added up along ``dp``, not averaged.
+    """
+    if config.tensor_parallel > 1:
+        _divide_layers(model.transformer, mesh["tp"], config.sequence_parallel)
+        # With it, norms over both axes take one reduction.
+        mesh["dp", "tp"]._flatten()
+    dtype = torch.bfloat16 if config.precision == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    # What is together is gathered together: a block at a time, then embeddings and heads.
+    for module in (*model.transformer.blocks, model):
+        sharded = fully_shard(module, mesh=mesh["dp"], mp_policy=policy)
+        sharded.set_gradient_divide_factor(1.0)
+        # The other reductions that FSDP asks for are NCCL's alone.
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _divide_layers(transformer: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Divide heads and the width of feed-forward layers; with sequence parallelism, positions between them too."""
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.output": RowwiseParallel(output_layouts=between),
+        "blocks.*.feed_forward.up": ColwiseParallel(input_layouts=between),
+        "blocks.*.feed_forward.down": RowwiseParallel(output_layouts=between),
+    }
+    if sequence_parallel:
+        transformer.position_multiple = mesh.size()
+        plan |= {
+            "blocks.0": PrepareModuleInput(
+                input_layouts=(Replicate(), None), desired_input_layouts=(Shard(1), None), use_local_output=True
+            ),
+            "blocks.*.attention_norm": SequenceParallel(),
+            "blocks.*.attention": PrepareModuleInput(
+                input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+            ),
+            "blocks.*.feed_forward_norm": SequenceParallel(),
+            "norm": SequenceParallel(),
+        }
+    # All ranks have made the same weights: there is nothing to send.
+    parallelize_module(transformer, mesh, plan, src_data_rank=None)
+    if sequence_parallel:
+        whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        parallelize_module(transformer.norm, mesh, whole)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale gradients so that their norm over the whole model is at most ``max_norm``.
+
+    ``nn.utils.clip_grad_norm_`` takes parameters of one mesh, and those of layers that are divided along ``tp`` have
+    another one than the rest.
+    """
+    by_mesh: dict[DeviceMesh, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            by_mesh[parameter.grad.device_mesh].append(parameter)
+    norms = [
+        nn.utils.get_total_norm([parameter.grad for parameter in group if parameter.grad is not None]).full_tensor()
+        for group in by_mesh.values()
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, norm)

@@ -10,8 +10,6 @@ On SIGTERM the ranks get it too, and this waits for them as long as they take, w
 seconds: a large checkpoint takes longer, and SLURM has its own limit.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -44,7 +42,9 @@ class BoundRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Return what the ranks of this node need to find the others."""
         if self._store is None:
-            self._store = self._listen() if self.rank == 0 else self._connect()
+            self._store = self._listen() if self.rank == 0 else TCPStore(
+                self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout
+            )  # fmt: skip
         return RendezvousInfo(
             PrefixStore(self.run_id, self._store),
             self.rank,
@@ -55,8 +55,10 @@ class BoundRendezvous(StaticTCPRendezvous):
     def _listen(self) -> TCPStore:
         found = socket.getaddrinfo(self.master_addr, self.master_port, type=socket.SOCK_STREAM)
         if self.world_size > 1:
-            # A machine may know its own name as 127.0.1.1, and others connect to another address.
-            found = [one for one in found if not _is_name_of_loopback(self.master_addr, one[4][0])]
+            # A machine may know its own name as 127.0.1.1, and others connect to another address. An address that is
+            # given as one is meant: that of nodes which are one machine.
+            own = self.master_addr
+            found = [one for one in found if one[4][0] == own or not ip_address(one[4][0]).is_loopback]
         if not found:
             raise SystemExit(
                 f"Error: --rdzv-endpoint: on this node {self.master_addr} is an address that other nodes cannot reach; "
@@ -70,14 +72,6 @@ class BoundRendezvous(StaticTCPRendezvous):
             self.master_addr, self.master_port, self.world_size, is_master=True, timeout=self.timeout,
             master_listen_fd=listener.detach(),
         )  # fmt: skip
-
-    def _connect(self) -> TCPStore:
-        return TCPStore(self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout)
-
-
-def _is_name_of_loopback(host: str, address: str | int) -> bool:
-    # An address that is given as one is meant: that of nodes which are one machine.
-    return address != host and ip_address(address).is_loopback
 
 
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:

@@ -19,30 +19,100 @@ each rank ``steps.rank<n>.jsonl``: loss, samples, tokens per second and the shar
 for data, and with ``log_ids`` the ids of the cuts. ``validation.jsonl`` has the losses on the validation data.
 """
 
-from __future__ import annotations
-
 import json
+import math
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from parallelize import clip_gradients, parallelize
-from speech_lm import Losses, SpeechLM, count_targets
-from train_checkpoints import Checkpoints
+from speech_lm import Losses, SpeechLM, clip_gradients, count_targets, parallelize
 from train_config import TrainConfig
 from train_data import data_kind, end_readers, make_data, model_sizes, validation_batches
-from train_progress import Curves, ProgressLines
-from train_world import World, alone_in, world_of
+from train_world import Checkpoints, World, alone_in, world_of
 
 from sharmill.config import load_typed
-from sharmill.errors import ConfigError, SharmillError
+from sharmill.engine.progress import Curves
+from sharmill.errors import ConfigError, SharmillError, refuse
+from sharmill.files.storage import write_atomic
 from sharmill.registry import require_package
+
+
+class ProgressLines:
+    """Lines about a training: after its first step, then at most every ``seconds``, and after its last step.
+
+    Loss and speed are means over the steps since the line before; the time left follows from these steps.
+    """
+
+    def __init__(self, max_steps: int, seconds: float) -> None:
+        self._max_steps, self._seconds = max_steps, seconds
+        # The first step waits for processes that read, and says nothing about the speed of others.
+        self._started: float | None = None
+        self._losses: list[float] = []
+        self._num_tokens = 0
+
+    def add(self, step: int, loss: float, num_tokens: int) -> None:
+        """Count a step, and print a line where it is time."""
+        self._losses.append(loss)
+        self._num_tokens += num_tokens
+        speed = ""
+        if self._started is not None:
+            elapsed = max(time.monotonic() - self._started, 1e-9)
+            if elapsed < self._seconds and step < self._max_steps:
+                return
+            left = timedelta(seconds=round((self._max_steps - step) * elapsed / len(self._losses)))
+            speed = f", {self._num_tokens / elapsed:,.0f} tokens per second on each rank, {left} left"
+        mean = sum(self._losses) / len(self._losses)
+        print(f"train: step {step:,} of {self._max_steps:,}, loss {mean:.4f}{speed}", flush=True)
+        self._started, self._losses, self._num_tokens = time.monotonic(), [], 0
+
+
+class TrainingCurves(Curves):
+    """Values over steps for TensorBoard and Weights & Biases, as the configuration asks for them.
+
+    In TensorBoard, values of steps that are made once more are replaced. In Weights & Biases all jobs of a training are
+    one run, whose id is in ``out_dir``; it keeps the first values of a step. A missing package, a full quota or a
+    network that is down costs the curve, never the run.
+    """
+
+    def __init__(self, config: TrainConfig, step: int) -> None:
+        super().__init__()
+        out_dir = Path(config.out_dir)
+        if config.tensorboard:
+            self._try("tensorboard", self._open_tensorboard, out_dir / "tensorboard", step + 1)
+        if config.wandb_project is not None:
+            run_id = out_dir / "wandb_id"
+            if not run_id.exists():
+                write_atomic(run_id, secrets.token_hex(8).encode())
+            self._try(
+                "wandb", self._open_wandb,
+                project=config.wandb_project, name=config.wandb_name or out_dir.name, dir=str(out_dir),
+                id=run_id.read_text(), resume="allow", config=asdict(config),
+            )  # fmt: skip
+
+    def add(self, group: str, values: dict[str, Any]) -> None:
+        """Add the values of a step, but for its number and ids."""
+        numbers = {f"{group}/{name}": value for name, value in values.items() if name not in ("step", "ids")}
+        self.add_point(numbers, values["step"])
+
+    def _open_tensorboard(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(exist_ok=True)
+        writer = SummaryWriter(str(folder), purge_step=first_step)
+
+        def write(values: dict[str, Any], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        self._places["tensorboard"] = write, writer.close
 
 
 class Training:
@@ -69,7 +139,7 @@ class Training:
         self.data = make_data(config, world.mesh, seed=self.seed + (0 if config.resumable else self.step))
         if config.validation is not None:
             # Wrong data are an error now, not hundreds of steps later.
-            next(validation_batches(config, rank=world.data_rank, world_size=world.data_size), None)
+            next(validation_batches(config, world.mesh), None)
         # The same weights on all ranks, before each keeps its part of them.
         torch.manual_seed(self.seed)
         self.model = SpeechLM(config.model, **model_sizes(config)).to(world.device)
@@ -81,48 +151,48 @@ class Training:
         )
         if record is not None:
             self._load(record)
-        self.curves = Curves(config, self.step) if world.rank == 0 else None
+        self.curves = TrainingCurves(config, self.step) if world.rank == 0 else None
 
     def _seed(self, record: dict[str, Any] | None) -> int:
         """Return the seed of the whole training: that of its checkpoints, if there are any."""
         if record is None:
-            drawn: int = self.world.gather(secrets.randbits(31))[0]
+            drawn = self.world.gather(secrets.randbits(31))[0]
             return drawn if self.config.seed is None else self.config.seed
-        seed: int = record["seed"]
-        if self.config.seed not in (None, seed):
+        if self.config.seed not in (None, record["seed"]):
             raise ConfigError(
-                f"seed: {self.out_dir} has checkpoints of a training with seed {seed}, not {self.config.seed}: leave "
-                "it out, or use another out_dir",
+                f"seed: {self.out_dir} has checkpoints of a training with "
+                f"seed {record['seed']}, not {self.config.seed}: leave it out, or use another out_dir",
                 code="wrong_state",
             )
-        return seed
+        return record["seed"]
 
     def run(self) -> None:
         """Train until ``max_steps`` are done, or until it is told to leave."""
         signal.signal(signal.SIGTERM, self._on_signal)
         try:
-            saved = self._run_steps(iter(self.data))
+            self._run_steps(iter(self.data))
         finally:
             end_readers()
             if self.curves is not None:
                 self.curves.close()
         if self.world.rank == 0:
-            ended = "finished" if self._is_done() else "told to leave"
-            print(f"train: {ended} at step {self.step}, saved at step {saved}", flush=True)
+            ended = "finished" if self.step == self.config.max_steps else "told to leave"
+            print(f"train: {ended} at step {self.step}, which is saved", flush=True)
 
-    def _run_steps(self, batches: Iterator[dict[str, Any]]) -> int:
-        """Run the steps, and return the step that was saved last."""
-        saved = self.step
+    def _run_steps(self, batches: Iterator[dict[str, Any]]) -> None:
+        """Run the steps, of which the last one is saved."""
         with (self.out_dir / f"steps.rank{self.world.rank}.jsonl").open("a", buffering=1) as log:
-            log.write(json.dumps(self._begin()) + "\n")
+            begin = {"begin": self.step, "seed": self.seed, "rank": self.world.rank, "world_size": self.world.size}
+            log.write(json.dumps(begin) + "\n")
             progress = ProgressLines(self.config.max_steps, self.config.progress_seconds)
             while self.step < self.config.max_steps:
                 started = time.perf_counter()
                 drawn = [next(batches) for _ in range(self.batches_of_rank)]
                 waited = time.perf_counter() - started
                 losses = self._train(drawn)
-                # Kernels run later than they are called.
-                self.world.synchronize()
+                if self.world.device.type == "cuda":
+                    # Kernels run later than they are called.
+                    torch.cuda.synchronize(self.world.device)
                 self.step += 1
                 seconds = time.perf_counter() - started
                 described = self._describe(drawn, losses, seconds, waited)
@@ -131,15 +201,17 @@ class Training:
                     progress.add(self.step, described["loss"], losses.num_positions)
                 if self.curves is not None:
                     self.curves.add("train", described)
-                leave, is_late = self.world.any(self.leave, self._is_late())
-                if leave or is_late or self.step % self.config.checkpoint_every == 0 or self._is_done():
+                # The clock of rank 0 decides for all when a checkpoint is due by time.
+                due = math.inf if self.config.checkpoint_seconds is None else self.config.checkpoint_seconds
+                is_late = self.world.rank == 0 and time.monotonic() - self.saved_at >= due
+                leave, is_late = self.world.any(self.leave, is_late)
+                last = self.step == self.config.max_steps
+                if leave or is_late or last or self.step % self.config.checkpoint_every == 0:
                     self._save()
-                    saved = self.step
                 if leave:
                     break
                 if self.config.validation is not None and self.step % self.config.validate_every == 0:
                     self._validate(drawn[-1])
-        return saved
 
     def _train(self, batches: list[dict[str, Any]]) -> Losses:
         """Make a step of the batches of all ranks, in which each token, and each code, has the same weight."""
@@ -164,10 +236,9 @@ class Training:
         return Losses(*self.world.add_up(means), num_positions)
 
     def _losses(self, batch: dict[str, Any]) -> Losses:
-        losses: Losses = self.model(
+        return self.model(
             {name: value.to(self.world.device) for name, value in batch.items() if torch.is_tensor(value)}
         )
-        return losses
 
     def _validate(self, spare: dict[str, Any]) -> None:
         """Write the mean losses over the validation data.
@@ -176,7 +247,7 @@ class Training:
         counted.
         """
         world = self.world
-        batches = validation_batches(self.config, rank=world.data_rank, world_size=world.data_size)
+        batches = validation_batches(self.config, world.mesh)
         sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         with torch.no_grad():
             while world.any((batch := next(batches, None)) is not None)[0]:
@@ -201,17 +272,6 @@ class Training:
                 self.curves.add("validation", values)
             print(f"train: step {self.step:,}, validation loss {values['loss']:.4f}", flush=True)
 
-    def _is_late(self) -> bool:
-        """Return True on rank 0, whose clock decides for all, when a checkpoint is due by time."""
-        seconds = self.config.checkpoint_seconds
-        return seconds is not None and self.world.rank == 0 and time.monotonic() - self.saved_at >= seconds
-
-    def _is_done(self) -> bool:
-        return self.step == self.config.max_steps
-
-    def _begin(self) -> dict[str, Any]:
-        return {"begin": self.step, "seed": self.seed, "rank": self.world.rank, "world_size": self.world.size}
-
     def _describe(self, batches: list[dict[str, Any]], losses: Losses, seconds: float, waited: float) -> dict[str, Any]:
         ids = [cut_id for batch in batches for cut_id in batch["ids"]]
         values = {
@@ -226,24 +286,22 @@ class Training:
         return values | ({"ids": ids} if self.config.log_ids else {})
 
     def _save(self) -> None:
-        data = self.data.merge(self.world.gather_data(self.data.state_dict()))
+        # Ranks along tp read the same.
+        data = self.data.merge(self.world.gather(self.data.state_dict())[:: self.config.tensor_parallel])
         self.saved_at = time.monotonic()
         record = {"step": self.step, "seed": self.seed, "sizes": self.sizes}
         record |= {"data_kind": data_kind(self.config), "data": data}
         self.checkpoints.save(self.model, self.optimizer, record)
 
     def _load(self, record: dict[str, Any]) -> None:
-        if record["data_kind"] != (kind := data_kind(self.config)):
-            raise ConfigError(
-                f"{self.out_dir} has checkpoints of a training {record['data_kind']!r}, and this one is {kind!r}: its "
-                "place in the data means nothing here; use the same again, or another out_dir",
-                code="wrong_state",
-            )
-        if record["sizes"] != self.sizes:
-            raise ConfigError(
-                f"{self.out_dir} has checkpoints of another model, {record['sizes']}: use another out_dir",
-                code="wrong_state",
-            )
+        kind, before = data_kind(self.config), record["data_kind"]
+        refuse(
+            (before != kind, f"{self.out_dir} has checkpoints of a training {before!r}, and this one is {kind!r}: its "
+             "place in the data means nothing here; use the same again, or another out_dir"),
+            (record["sizes"] != self.sizes, f"{self.out_dir} has checkpoints of another model, {record['sizes']}: use "
+             "another out_dir"),
+            code="wrong_state",
+        )  # fmt: skip
         self.checkpoints.load(self.model, self.optimizer, record["files"])
         if record["data"] is not None:
             self.data.load_state_dict(record["data"])

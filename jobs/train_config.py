@@ -1,25 +1,26 @@
 """The configuration of the training example; without torch, so that jobs are launched in no time."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
+
+from sharmill.config import Above0, NotNegative, Positive, require
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes of the transformer."""
 
-    dim: int = 256
+    dim: Positive = 256
     """Width: a multiple of twice ``num_heads``."""
-    num_layers: int = 4
+    num_layers: Positive = 4
     """Number of layers."""
-    num_heads: int = 4
+    num_heads: Positive = 4
     """Number of attention heads."""
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1 or self.num_heads < 1 or self.dim % (2 * self.num_heads):
-            raise ValueError("dim must be a multiple of twice num_heads, and there must be layers and heads")
+        require(self.dim % (2 * self.num_heads) == 0, "dim must be a multiple of twice num_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,41 +42,41 @@ class TrainConfig:
     have the same."""
     shard_seed: Literal["randomized", "trng"] | int = "randomized"
     """With ``loader``: NeMo's setting for the order of data of other types."""
-    max_steps: int = 1000
+    max_steps: Positive = 1000
     """Number of training steps."""
-    checkpoint_every: int = 100
+    checkpoint_every: Positive = 100
     """Steps between checkpoints."""
-    checkpoint_seconds: float | None = None
+    checkpoint_seconds: Above0 | None = None
     """Seconds after which a checkpoint is saved besides; ``null`` goes by steps alone."""
-    keep: int = 2
+    keep: Positive = 2
     """Number of checkpoints that are kept."""
-    batch_seconds: float = 60.0
+    batch_seconds: Above0 = 60.0
     """Target audio of a batch on each rank, in seconds, padding included, also of a dataset in ``validation``. With
     ``loader`` the settings there say how large a batch is."""
-    batches_per_step: int | None = None
+    batches_per_step: Positive | None = None
     """Batches of all ranks together that one step is made of, a multiple of the number of data-parallel ranks; ``null``
     is one of each. With ``canonical: N`` in the settings of ``loader`` and N here, steps do not depend on the ranks."""
     validation: str | None = None
     """Dataset directory with codes of the same codec, or YAML file with settings of the loader (its ``validation_ds``,
     if it has one), whose mean loss goes to ``validation.jsonl``. All of it is read once, in the order of its files,
     with slices of contexts by the ``seed`` of these settings (0)."""
-    validate_every: int = 100
+    validate_every: Positive = 100
     """Steps between validations."""
-    num_workers: int = 1
+    num_workers: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Processes that read data, per rank. With ``loader`` the ``num_workers`` of its settings count."""
     order_seed: int = 0
     """Seed of the order of the data; one for the whole training."""
     seed: int | None = None
     """Seed of first weights and slices of contexts. Checkpoints keep it: the jobs of one training have the same, and
     another one is refused. ``null`` is that of the checkpoint, or draws one, and logs it."""
-    learning_rate: float = 1e-3
+    learning_rate: Above0 = 1e-3
     """Learning rate of AdamW after the warm-up."""
-    warmup_steps: int = 50
+    warmup_steps: Positive = 50
     """Steps over which the learning rate rises."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model: with ``bf16``, FSDP's mixed precision, layers compute in bfloat16, while weights,
     optimizer and the sums of gradients stay float32."""
-    tensor_parallel: int = 1
+    tensor_parallel: Positive = 1
     """Ranks that share the attention heads and feed-forward layers of one copy of the model, and read the same data: a
     divisor of the number of ranks and of ``num_heads``. The other ranks are data-parallel, with sharded parameters."""
     sequence_parallel: bool = False
@@ -91,25 +92,17 @@ class TrainConfig:
     network, ``WANDB_MODE=offline`` keeps them in ``wandb/`` for ``wandb sync``."""
     wandb_name: str | None = None
     """Name of the run there; by default that of ``out_dir``."""
-    progress_seconds: float = 10.0
+    progress_seconds: NotNegative = 10.0
     """Seconds between lines with step, loss, speed and time left."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Sizes of the model: see below."""
 
     def __post_init__(self) -> None:
-        if min(self.max_steps, self.checkpoint_every, self.keep, self.warmup_steps, self.validate_every) < 1:
-            raise ValueError("max_steps, checkpoint_every, keep, warmup_steps and validate_every must be at least 1")
-        if self.batches_per_step is not None and self.batches_per_step < 1:
-            raise ValueError("batches_per_step must be at least 1")
-        if self.checkpoint_seconds is not None and self.checkpoint_seconds <= 0:
-            raise ValueError("checkpoint_seconds must be positive")
-        if self.tensor_parallel < 1 or self.model.num_heads % self.tensor_parallel:
-            raise ValueError(
-                f"tensor_parallel: {self.tensor_parallel} ranks cannot share {self.model.num_heads} attention heads"
-            )
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ValueError("sequence_parallel works among the ranks of tensor_parallel, which must be more than one")
-        if self.batch_seconds <= 0 or self.learning_rate <= 0:
-            raise ValueError("batch_seconds and learning_rate must be positive")
-        if self.num_workers < 0 or self.progress_seconds < 0:
-            raise ValueError("num_workers and progress_seconds must not be negative")
+        require(
+            self.model.num_heads % self.tensor_parallel == 0,
+            f"tensor_parallel: {self.tensor_parallel} ranks cannot share {self.model.num_heads} attention heads",
+        )
+        require(
+            self.tensor_parallel > 1 or not self.sequence_parallel,
+            "sequence_parallel works among the ranks of tensor_parallel, which must be more than one",
+        )

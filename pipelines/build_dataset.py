@@ -6,17 +6,14 @@ The exit status is 0 if the dataset is finished and the checker found no errors,
 configuration is wrong, and 3 if the checker found errors. The same command goes on where an interrupted one stopped.
 """
 
-import sys
-
-from recipe import PrintProgress, exit_status
+from recipe import PrintProgress, exit_with
 
 from sharmill.config import load_config
 from sharmill.pipeline import run_dataset
 
 
 def main(path: str, *overrides: str) -> int:
-    config = load_config(path, overrides)
-    result = run_dataset(config, PrintProgress())
+    result = run_dataset(load_config(path, overrides), PrintProgress())
     if not result.ok:
         return 1
     report = result.report
@@ -26,4 +23,4 @@ def main(path: str, *overrides: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(main, *sys.argv[1:]))
+    exit_with(main)

@@ -5,11 +5,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit, Unit
+from sharmill.config import load_config
+from sharmill.engine.run import Listener
+from sharmill.engine.stage import Commit, Stage, StageResult, Unit
 from sharmill.errors import ConfigError, SharmillError
+from sharmill.pipeline import run_dataset
 
 
 class PrintProgress(Listener):
@@ -32,23 +32,28 @@ class PrintProgress(Listener):
             print(f"{stage.name}: {result.totals.num_out} records, rejected: {rejected or 'none'}", flush=True)
 
 
-def exit_status(main: Callable[..., int], *arguments: str) -> int:
-    """Call a recipe's ``main``, print an error of sharmill as one line, and return the exit status."""
+def run_stage(name: str, path: str, *overrides: str) -> int:
+    """Run one stage of a configuration, and return 0 if it is done, else 1."""
+    return 0 if run_dataset(load_config(path, overrides), PrintProgress(), stages=[name]).ok else 1
+
+
+def exit_with(main: Callable[..., int], *given: str) -> None:
+    """Call a recipe's ``main`` with what is given and the arguments of the command line, and exit with its status.
+
+    An error of sharmill is printed as one line.
+    """
+    arguments = [*given, *sys.argv[1:]]
     try:
         inspect.signature(main).bind(*arguments)
     except TypeError:
-        print(inspect.getdoc(inspect.getmodule(main)), file=sys.stderr)
-        return 2
+        print(inspect.getdoc(sys.modules["__main__"]), file=sys.stderr)
+        sys.exit(ConfigError.exit_status)
     # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return main(*arguments)
-    except ConfigError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
+        sys.exit(main(*arguments))
     except SharmillError as error:
         print(f"Error: {error}", file=sys.stderr)
-        return 1
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
-        print("Interrupted. What is done is kept; the same command goes on.", file=sys.stderr)
-        return 1
+        sys.exit("Interrupted. What is done is kept; the same command goes on.")

@@ -1,17 +1,28 @@
 """The environment of all tests, and the data that several folders of them read."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
-from support.manifests import Prepared, config_for, run_prepare, write_manifest, write_tone
-from support.paths import TESTS
+from support.project import (
+    TESTS,
+    Prepared,
+    Project,
+    config_for,
+    outcome,
+    run_prepare,
+    run_sharmill,
+    second_dataset,
+    voice,
+    write_config as write_small_config,
+    write_lines,
+    write_tone,
+)
 
 from sharmill.cli.main import main
 
@@ -27,20 +38,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.enviro
 pytest_plugins = ["support.ray_cluster"]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a module, with their fixtures, in one process of pytest-xdist, unless they name a group."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 @pytest.fixture(scope="session")
 def prepare_records(audio_root):
     """Returns a function: folder, records, options of ``prepare`` -> Prepared, over the shared audio root."""
 
     def prepare(folder: Path, records: list[Any], *, root: Path = audio_root, **options: Any) -> Prepared:
-        path = write_manifest(folder / "m.json", records)
+        path = write_lines(folder / "m.json", records)
         return run_prepare(config_for(folder, [(path, root)], prepare=options))
 
     return prepare
@@ -96,20 +99,11 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def encodec(tmp_path_factory):
-    """The folder of a tiny EnCodec."""
-    from support.pipelines import save_encodec
-
-    return save_encodec(tmp_path_factory.mktemp("models") / "encodec")
-
-
-@pytest.fixture(scope="session")
-def write_config(corpus, encodec):
+def write_config(corpus):
     """Returns a function: folder, changes -> the path of a configuration over ``corpus`` with small units."""
-    from support.pipelines import write_config
 
     def write(folder: Path, **changes: Any) -> Path:
-        return write_config(folder, corpus.manifest, corpus.audio_root, encodec, **changes)
+        return write_small_config(folder, corpus.manifest, corpus.audio_root, **changes)
 
     return write
 
@@ -123,12 +117,9 @@ def make_config(write_config):
 @pytest.fixture(scope="session")
 def local_outcomes(write_config, tmp_path_factory):
     """What the local executor makes of two datasets, by their place in a call."""
-    from support.pipelines import outcome, run_sharmill, second_dataset
-
     folder = tmp_path_factory.mktemp("local")
     configs = [write_config(folder / "a"), write_config(folder / "b", **second_dataset())]
-    done = run_sharmill("run", *configs)
-    assert done.returncode == 0, done.stderr
+    run_sharmill("run", *configs)
     outcomes = [outcome(config.parent) for config in configs]
     assert all(len(files) > 8 for files, _ in outcomes)
     return outcomes
@@ -137,7 +128,6 @@ def local_outcomes(write_config, tmp_path_factory):
 @pytest.fixture
 def make_two_configs(make_config):
     """Returns a function: folder, changes -> the configurations of the datasets of ``local_outcomes``."""
-    from support.pipelines import second_dataset
 
     def make(folder: Path, **changes: Any) -> list[Path]:
         return [make_config(folder / "a", **changes), make_config(folder / "b", **second_dataset() | changes)]
@@ -148,8 +138,6 @@ def make_two_configs(make_config):
 @pytest.fixture
 def project(tmp_path):
     """An empty project: a small corpus to be, with the stages that are run over it."""
-    from support.shar import Project
-
     return Project(tmp_path)
 
 
@@ -159,22 +147,14 @@ def built(tmp_path_factory):
 
     Cut n has the context n + 1; some contexts are longer than their targets and some are shorter.
     """
-    from support.shar import Project, voice
-
-    project = Project(tmp_path_factory.mktemp("built"))
-    for number, seconds in enumerate([1.0, 2.005, 0.5, 3.1, 0.7, 1.3, 0.25]):
-        project.add(f"spk/utt{number}.flac", voice(seconds, pitch=150 + 20 * number, seed=number), number=number)
-    config = project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0})
-    project.encode(config)
+    project = _seven(tmp_path_factory.mktemp("built"))
+    project.encode(project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0}))
     return project
 
 
 @pytest.fixture(scope="session")
 def many(tmp_path_factory):
     """Returns a project with a dataset of 60 cuts of 0.1 to 0.9 s in 6 shards, without codes; not to be changed."""
-    import numpy as np
-    from support.shar import Project, voice
-
     project = Project(tmp_path_factory.mktemp("many"))
     draws = np.random.default_rng(5)
     for number in range(60):
@@ -188,14 +168,16 @@ def many(tmp_path_factory):
 @pytest.fixture(scope="session")
 def without_contexts(tmp_path_factory):
     """A dataset without contexts of 7 cuts in 3 shards, with the codes of a toy codec; not to be changed by tests."""
-    from support.shar import Project, voice
+    project = _seven(tmp_path_factory.mktemp("without_contexts"))
+    project.records = [record | {"speaker": None} for record in project.records]
+    project.encode(project.write(match=None, write={"num_shards": 3, "order": "manifest"}))
+    return project
 
-    project = Project(tmp_path_factory.mktemp("without_contexts"))
+
+def _seven(folder: Path) -> Project:
+    project = Project(folder)
     for number, seconds in enumerate([1.0, 2.005, 0.5, 3.1, 0.7, 1.3, 0.25]):
         project.add(f"spk/utt{number}.flac", voice(seconds, pitch=150 + 20 * number, seed=number), number=number)
-        project.records[-1]["speaker"] = None
-    config = project.write(match=None, write={"num_shards": 3, "order": "manifest"})
-    project.encode(config)
     return project
 
 

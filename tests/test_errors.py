@@ -1,14 +1,12 @@
 """Every error of the program has a code, and every code an error."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 
 import pytest
-from support.paths import REPOSITORY
+from support.project import REPOSITORY
 
-from sharmill.errors import CODES, ConfigError, DamagedShard, FatalError, RejectRecord, UnitFailed
+from sharmill.errors import CODES, ConfigError, DamagedShard, FatalError, UnitFailed
 
 SOURCES = ("src/sharmill", "jobs", "pipelines", "examples")
 # A damaged shard has the code of its class.
@@ -40,8 +38,3 @@ def test_codes_in_the_program_are_listed():
 def test_an_error_keeps_its_code_between_processes(kind):
     error = pickle.loads(pickle.dumps(kind("a sentence", code="locked")))
     assert (type(error), str(error), error.code) == (kind, "a sentence", "locked")
-
-
-def test_a_reject_keeps_its_reason_between_processes():
-    error = pickle.loads(pickle.dumps(RejectRecord("too_short", "0.05 s")))
-    assert (error.reason, error.detail) == ("too_short", "0.05 s")

@@ -1,14 +1,12 @@
 """``make venv``: it says what it does, takes uv, and falls back to pip aloud. Real installing is tried by CI itself."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from support.paths import REPOSITORY
+from support.project import REPOSITORY
 
 # A Python that makes an environment whose programs write down how they were called, and fail where they are told to.
 PYTHON = """#!/bin/sh
@@ -54,34 +52,16 @@ def make(checkout: Path, **environment: str) -> tuple[int, str, list[str]]:
     return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines() if calls.exists() else []
 
 
-def test_it_says_what_comes_before_anything_is_called(checkout):
-    status, said, calls = make(checkout)
+@pytest.mark.parametrize(("problem", "last"), [("", "uv pip install"), ("no network", "python -m pip install")])
+def test_it_says_what_comes_and_without_uv_pip_installs_and_it_is_said_why(checkout, problem, last):
+    status, said, calls = make(checkout, NO_UV=problem)
     assert status == 0, said
-    first = said.splitlines()[0]
-    assert "Python packages" in first
+    assert "Python packages" in said.splitlines()[0]
     assert "GB" in said
-    assert [call.split()[0] for call in calls] == ["python", "uv"]
-    assert "--constraint constraints.txt --editable .[test,lint]" in calls[1]
-
-
-def test_the_versions_do_not_depend_on_uvs_settings(checkout):
-    assert make(checkout)[2][1].endswith("backend: ")
-
-
-def test_without_uv_pip_installs_and_it_is_said_why(checkout):
-    status, said, calls = make(checkout, NO_UV="no network")
-    assert status == 0, said
-    assert "no network" in said
-    assert "installing with pip" in said
+    assert problem in said
+    assert ("installing with pip" in said) == bool(problem)
+    assert calls[-1].startswith(last)
     assert "--constraint constraints.txt --editable .[test,lint]" in calls[-1]
-    assert calls[-1].startswith("python -m pip install")
-
-
-def test_where_uv_fails_pip_installs(checkout):
-    status, said, calls = make(checkout, UV_STATUS="2")
-    assert status == 0, said
-    assert "trying with pip" in said
-    assert calls[-1].startswith("python -m pip install")
 
 
 def test_it_is_done_once_and_again_when_a_requirement_changes(checkout):

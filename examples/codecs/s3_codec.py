@@ -8,15 +8,13 @@ with this folder on PYTHONPATH. Behind the class stands one of speech_tokenizer_
 ~/.cache/s3tokenizer, or $XDG_CACHE_HOME/s3tokenizer, and reads it there afterwards, by its checksum.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
 import s3tokenizer
 import torch
 
-from sharmill.errors import ConfigError, UnitFailed, first_line
+from sharmill.errors import ConfigError, UnitFailed, one_line
 from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.tensors import weights_checksum
@@ -53,7 +51,7 @@ class _S3(CodecBackend):
         try:
             model = s3tokenizer.load_model(target)
         except (OSError, RuntimeError) as error:
-            raise ConfigError(f"cannot load {target}: {first_line(error)}", code="bad_model") from error
+            raise ConfigError(f"cannot load {target}: {one_line(error)}", code="bad_model") from error
         self._model = model.eval().to(device)
         spec = CodecSpec(
             name=f"s3:{target}",

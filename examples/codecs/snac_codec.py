@@ -7,8 +7,6 @@ with this folder on PYTHONPATH; behind the class stands a name on the hub, or a 
 pytorch_model.bin.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -9,15 +9,13 @@ with this folder on PYTHONPATH; behind the class stands a name on the hub, or a 
 preprocessor_config.json and model.safetensors.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from transformers import AutoFeatureExtractor, NeuCodecModel, Xcodec2Model
 
-from sharmill.errors import ConfigError, first_line
+from sharmill.errors import ConfigError, one_line
 from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.tensors import weights_checksum
@@ -54,7 +52,7 @@ class _XCodec2(CodecBackend):
             self._extractor = AutoFeatureExtractor.from_pretrained(target)
             model, report = self._model_class.from_pretrained(target, dtype=torch.float32, output_loading_info=True)
         except OSError as error:
-            raise ConfigError(f"cannot load {target}: {first_line(error)}", code="bad_model") from error
+            raise ConfigError(f"cannot load {target}: {one_line(error)}", code="bad_model") from error
         if missing := sorted(report["missing_keys"]):
             raise ConfigError(
                 f"{target} lacks {len(missing)} weights of {self._model_class.__name__}, the first is {missing[0]}: "

@@ -3,14 +3,11 @@
 The reason codes of rejects and the codes of errors are listed here and nowhere else.
 """
 
-from __future__ import annotations
-
+import logging
 import re
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar, Final
-
-_SHOWN_CHARACTERS: Final = 200
 
 REASONS: Final[dict[str, str]] = {
     "skipped": "the record is marked with _skipme",
@@ -174,6 +171,7 @@ class SharmillError(Exception):
     """
 
     default_code: ClassVar[str] = "unspecified"
+    exit_status: ClassVar[int] = 1
 
     def __init__(self, message: str, *, code: str | None = None, details: Iterable[str] = ()) -> None:
         code = code or self.default_code
@@ -187,7 +185,16 @@ class SharmillError(Exception):
 
 
 class ConfigError(SharmillError):
-    """The configuration or the command line is wrong: nothing runs (exit status 2)."""
+    """The configuration or the command line is wrong: nothing runs."""
+
+    exit_status = 2
+
+
+def refuse(*problems: tuple[object, str], code: str = "bad_config_value") -> None:
+    """Raise ConfigError for the first problem, a condition and a sentence, of which the condition is true."""
+    for is_there, problem in problems:
+        if is_there:
+            raise ConfigError(problem, code=code)
 
 
 class RejectRecord(SharmillError):
@@ -236,6 +243,7 @@ class DeviceError(FatalError):
         return partial(DeviceError, str(self), place=self.place, code=self.code), ()
 
 
+_FURTHER_LINE: Final = re.compile(r"\n(?!  |\n|$)")
 # Sentences of CUDA, its driver and its libraries; since torch 2.8 in an AcceleratorError, before in a RuntimeError.
 _OF_DEVICE: Final = re.compile(r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_")
 # What says that memory is short. After it a device works on, so that none of these is an error of a device; those of
@@ -264,10 +272,39 @@ _OF_MEMORY: Final = (
 )
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, for a message of one line."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:_SHOWN_CHARACTERS]
+def one_line(error: BaseException, limit: int | None = 200) -> str:
+    """Return the message of an error as one line, cut to a number of characters; its type's name if it has none."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:limit]
+
+
+def printable(text: str) -> str:
+    """Return text as it may be shown or logged: names in it come from manifests, datasets and folders of others.
+
+    It has no control characters, which could move the cursor, rename the window or hide text. Its further lines are
+    indented, so that no name with a line break in it makes up a line of its own.
+    """
+    shown = "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return _FURTHER_LINE.sub("\n  ", shown)
+
+
+def printable_line(text: str) -> str:
+    """Return text as ``printable`` does, line breaks replaced."""
+    return printable(text.replace("\n", "\N{REPLACEMENT CHARACTER}"))
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log records without control characters, each message on one line; a traceback follows on its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable_line(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def describe_error(error: SharmillError) -> str:
+    """Return an error as it is shown: its line, and the further ones that it was made with."""
+    return "\n  ".join(map(printable_line, error.lines))
 
 
 def mentions_memory(text: str) -> bool:

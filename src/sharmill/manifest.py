@@ -1,13 +1,12 @@
-"""The typed utterance with its context, its JSON line, and random access to the lines of a manifest.
+"""The typed utterance with its context, its JSON line, its speaker tag, and random access to lines of a manifest.
 
 The keys in ``OWN_KEYS`` are sharmill's own: they travel from stage to stage and are not kept in a dataset.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -15,8 +14,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.errors import ConfigError, FatalError
-from sharmill.files.storage import open_regular, open_stored
+from sharmill.errors import FatalError, RejectRecord
+from sharmill.files.storage import open_stored
 
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
 # The keys that may hold the transcript, the first one with any text first.
@@ -36,6 +35,9 @@ _NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
 _MAX_ID: Final = 200
 # The speaker tag as the record had it, where the dataset has its language in another form.
 ORIGINAL_TAG: Final = "original_speaker"
+# Of the speaker tag that NeMo's text-to-speech data carries.
+_TAG: Final = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
+_TAG_PARTS: Final = ("Language", "Dataset", "Speaker")
 # What a record is known by.
 SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
 # In the order in which they are written; the last two only where there is such a thing.
@@ -171,40 +173,24 @@ class Context:
 class Utterance:
     """One record of a manifest that passed the checks.
 
-    ``audio_filepath`` is relative to the audio root number ``root``; ``offset`` and ``duration`` are seconds;
-    ``custom`` has all further keys as they came; ``channel`` is one of audio that has several; ``member`` is the place
-    of a recording in a container file. ``index`` is the line number in the prepared manifest, known from stage 1 on, as
-    is ``context``.
+    ``segment`` is its audio; ``custom`` has all further keys as they came. ``index`` is the line number in the prepared
+    manifest, known from stage 1 on, as is ``context``.
     """
 
-    audio_filepath: str
-    offset: float
-    duration: float
+    segment: Segment
     text: str
     speaker: str
     custom: dict[str, Any] = field(default_factory=dict)
-    root: int = 0
-    whole_file: bool = False
     index: int = -1
     recording_id: str = ""
     cut_id: str = ""
-    notes: AudioNotes = AudioNotes()
     context: Context | None = None
-    channel: Channel = None
-    member: Member | None = None
 
-    @property
-    def segment(self) -> Segment:
-        return Segment(
-            root=self.root,
-            audio_filepath=self.audio_filepath,
-            offset=self.offset,
-            duration=self.duration,
-            whole_file=self.whole_file,
-            notes=self.notes,
-            channel=self.channel,
-            member=self.member,
-        )
+    def typed_keys(self) -> dict[str, Any]:
+        """Return the keys of a manifest that have attributes here."""
+        segment = self.segment
+        values = (segment.audio_filepath, segment.offset, segment.duration, self.text, self.speaker)
+        return dict(zip(TYPED_KEYS, values, strict=True))
 
     def further_keys(self) -> dict[str, Any]:
         """Return the keys of a manifest that have no attribute here: those of the source, and those of the context."""
@@ -212,55 +198,45 @@ class Utterance:
 
     def public_record(self) -> dict[str, Any]:
         """Return the keys of a NeMo manifest, without sharmill's own."""
-        return {**{key: getattr(self, key) for key in TYPED_KEYS}, **self.further_keys()}
+        return {**self.typed_keys(), **self.further_keys()}
 
     def to_json(self) -> bytes:
         """Encode as one JSON line, without the newline."""
-        context = self.context.segment if self.context else None
+        segment, context = self.segment, self.context.segment if self.context else None
         own = (
-            self.root,
-            self.whole_file,
+            segment.root,
+            segment.whole_file,
             self.index,
             self.recording_id,
             self.cut_id,
-            self.notes.size,
-            self.notes.checksum,
+            segment.notes.size,
+            segment.notes.checksum,
             context and _own_context(context),
-            _own_times(self.notes, context.notes if context else AudioNotes()),
+            _own_times(segment.notes, context.notes if context else AudioNotes()),
         )
-        places = zip(PLACE_KEYS, (self.channel, self.member), strict=True)
+        places = zip(PLACE_KEYS, (segment.channel, segment.member), strict=True)
         known = {key: value for key, value in places if value is not None}
         return _encoder.encode({**self.public_record(), **known, **dict(zip(OWN_KEYS, own, strict=True))})
 
     @classmethod
-    def from_json(cls, line: bytes) -> Utterance:
+    def from_json(cls, line: bytes) -> "Utterance":
         """Decode the line of a manifest that sharmill wrote, where every key is known to be there."""
         record = _decoder.decode(line)
-        typed = {key: record.pop(key) for key in TYPED_KEYS}
+        path, offset, duration, text, speaker = map(record.pop, TYPED_KEYS)
         root, whole_file, index, recording, cut, size, checksum, own_context, modified = map(record.pop, OWN_KEYS)
         channel, member = (record.pop(key, None) for key in PLACE_KEYS)
+        notes = AudioNotes(size, int(modified[0]), checksum, *modified[2:3])
+        segment = Segment(root, path, offset, duration, whole_file, notes, channel, _member(member))
         context = None
         if own_context is not None:
-            path, offset, duration, text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-2])
+            path, offset, duration, context_text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-2])
             normalized_text, context_channel = (record.pop(key, None) for key in CONTEXT_KEYS[-2:])
             context_root, context_whole_file, context_size, context_checksum, *context_member = own_context
             notes = AudioNotes(context_size, int(modified[1]), context_checksum, *modified[3:])
             place = _member(context_member[0] if context_member else None)
-            segment = Segment(context_root, path, offset, duration, context_whole_file, notes, context_channel, place)
-            context = Context(segment, context_recording, text, similarity, normalized_text)
-        return cls(
-            **typed,
-            custom=record,
-            root=root,
-            whole_file=whole_file,
-            index=index,
-            recording_id=recording,
-            cut_id=cut,
-            notes=AudioNotes(size, int(modified[0]), checksum, *modified[2:3]),
-            context=context,
-            channel=channel,
-            member=_member(member),
-        )
+            other = Segment(context_root, path, offset, duration, context_whole_file, notes, context_channel, place)
+            context = Context(other, context_recording, context_text, similarity, normalized_text)
+        return cls(segment, text, speaker, record, index, recording, cut, context)
 
 
 def _own_context(context: Segment) -> tuple[Any, ...]:
@@ -274,19 +250,69 @@ def _member(value: list[Any] | None) -> Member | None:
 
 def _own_times(target: AudioNotes, context: AudioNotes) -> tuple[str, ...]:
     """Return what is noted of two segments beside the times of their files, and no checksum of records has."""
-    times = (_fixed_width(target.modified), _fixed_width(context.modified))
+    # Of one width: byte offsets in plans must stay where a manifest is made again from files that were copied since.
+    times = (f"{target.modified:020d}", f"{context.modified:020d}")
     return (*times, target.sound, context.sound) if target.sound or context.sound else times
-
-
-def _fixed_width(nanoseconds: int) -> str:
-    # Plans have the byte offsets of lines, which must stay where a manifest is made again from files copied since.
-    return f"{nanoseconds:020d}"
 
 
 def transcript_of(record: Any) -> str:
     """Return the first text of ``TEXT_KEYS`` that is not blank, "" where there is none."""
     texts = (record.get(key) for key in TEXT_KEYS) if isinstance(record, dict) else ()
     return next((text for text in texts if isinstance(text, str) and text.strip()), "")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeakerTag:
+    """The parts of ``| Language:en Dataset:HiFiTTS Speaker:9136_other |``."""
+
+    language: str
+    dataset: str
+    speaker: str
+    further: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the tag in the order and spacing that NeMo asks for."""
+        parts = (f"Language:{self.language}", f"Dataset:{self.dataset}", f"Speaker:{self.speaker}", *self.further)
+        return f"| {' '.join(parts)} |"
+
+
+def nemo_language(language: str) -> str:
+    """Return the language of a tag as NeMo reads it, in letters, digits and underscores: ``en_US`` for ``en-US``."""
+    return re.sub(r"\W", "_", language)
+
+
+@lru_cache(maxsize=1 << 12)
+def parse_speaker_tag(tag: str) -> SpeakerTag:
+    """Parse a speaker tag. Those of the last records are kept: mostly the next one has the same.
+
+    Raises:
+        RejectRecord: ``bad_speaker`` where it is not of the form ``| Language:.. Dataset:.. Speaker:.. |``.
+    """
+    match = _TAG.match(tag)
+    words = match[1].split() if match else []
+    parts = dict(word.split(":", 1) for word in words if ":" in word)
+    # A word without a colon is the rest of a name with a blank in it, and two such names may begin alike.
+    if not all(parts.get(name) for name in _TAG_PARTS) or not all(":" in word for word in words):
+        raise RejectRecord(
+            "bad_speaker",
+            f"the speaker tag {tag[:100]!r} is not of the form '| Language:en Dataset:name Speaker:id |'",
+        )
+    further = tuple(word for word in words if word.partition(":")[0] not in _TAG_PARTS)
+    return SpeakerTag(parts["Language"], parts["Dataset"], parts["Speaker"], further)
+
+
+def tagged_speaker(tag: str) -> str:
+    """Return the speaker of a tag that sharmill has written, without parsing the rest; others are parsed.
+
+    Raises:
+        RejectRecord: as ``parse_speaker_tag``.
+
+    >>> tagged_speaker("| Language:en Dataset:d Speaker:anna |")
+    'anna'
+    """
+    _, _, rest = tag.partition(" Speaker:")
+    speaker, end, _ = rest.partition(" ")
+    return speaker if speaker and end else parse_speaker_tag(tag).speaker
 
 
 class Reduced(NamedTuple):
@@ -378,20 +404,6 @@ def canonical_id(text: str) -> str:
 def kept_id(custom: dict[str, Any]) -> str | None:
     """Return the id of a cut that was kept from its source, canonical; None where ids are made of paths."""
     return canonical_id(custom[SOURCE_CUT_ID]) if SOURCE_CUT_ID in custom else None
-
-
-def iterate_lines(path: Path) -> Iterator[bytes]:
-    """Iterate over the lines of a file without their newlines; blank lines are left out.
-
-    Raises:
-        ConfigError: a line has more than 64 MiB.
-    """
-    with open_regular(path) as stream:
-        while line := stream.readline(_MAX_LINE_BYTES + 1):
-            if len(line) > _MAX_LINE_BYTES:
-                raise ConfigError(f"{path} has a line of more than 64 MiB: it has no records", code="bad_manifest")
-            if stripped := line.strip():
-                yield stripped
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> int:

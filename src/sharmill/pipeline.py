@@ -1,40 +1,33 @@
 """Runs of stages over the dataset of a configuration; the entry point of command line, recipes and cluster jobs."""
 
-from __future__ import annotations
-
-import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import yaml
 
-from sharmill.config import Config, to_yaml
-from sharmill.config.loading import load_for_display
-from sharmill.engine.fence import stop_ranks
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult
-from sharmill.engine.plan import load_plan, mark_to_begin_anew
-from sharmill.engine.run import Executor, Unlocked, describe_end, locked, merge_files, reserved, run_stage
-from sharmill.engine.run_notes import End, Given, note_end, read_end, read_given
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, stage_classes, stages_behind
-from sharmill.engine.state import describe_workers, find_workers
+from sharmill.config import Config, load_for_display, to_yaml
+from sharmill.encode.config import CodecConfig, EncodeConfig
+from sharmill.encode.stage import EncodeStage
+from sharmill.engine.fence import release, stop_ranks
+from sharmill.engine.plan import mark_to_begin_anew, read_ledger
+from sharmill.engine.run import Executor, Listener, Unlocked, locked, merge_files, reserved, run_stage
+from sharmill.engine.stage import End, Given, RunDir, Stage, StageResult, stage_classes, stages_behind
+from sharmill.engine.state import Attempts, describe_workers, find_workers
 from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.executors.base import ConfiguredExecutor
+from sharmill.executors.local import ConfiguredExecutor
+from sharmill.executors.slurm.queue import require_no_jobs
 from sharmill.files.storage import (
     disk_errors,
+    read_stored,
     require_writable,
     write_atomic,
 )
-from sharmill.files.stored import read_stored
-from sharmill.grow.append import require_fitting
-from sharmill.validate.findings import Report
-
-log = logging.getLogger(__name__)
+from sharmill.grow.join import require_fitting
+from sharmill.validate.findings import Report, take_back_commits
 
 
 @dataclass(frozen=True)
@@ -50,8 +43,22 @@ class DatasetResult:
         return all(result.ok for _, result in self.stages)
 
     def end(self, appended: str = "") -> End:
-        """Return the end of the run, as it is noted; ``appended`` is a sentence about what went to another dataset."""
-        return describe_end(self.stages, findings=self.num_errors, appended=appended)
+        """Return the end of the run, as it is noted: of its stages the last is done, or has units that failed.
+
+        ``appended`` is a sentence about what went to another dataset.
+        """
+        stage, result = self.stages[-1] if self.stages else (None, StageResult())
+        if stage is not None and not result.ok:
+            named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
+            return End(
+                state="failed",
+                message=f"{stage.name}: {len(result.failures)} units failed ({named}); "
+                f"tracebacks: {stage.dir.failures}",
+                code="units_failed",
+            )
+        out = [sentence for stage, _ in self.stages for sentence in Attempts(stage.dir.attempts).describe_out()]
+        done = "; on the way: ".join(["all stages are done" if self.stages else "there is no stage to run", *out])
+        return End(state="done", message="; ".join(filter(None, [done, appended])), findings=self.num_errors)
 
     @property
     def report(self) -> Report | None:
@@ -63,11 +70,6 @@ class DatasetResult:
     def num_errors(self) -> int:
         """The number of errors that the checker found."""
         return self.report.errors if self.report else 0
-
-
-def stages_of(config: Config) -> tuple[str, ...]:
-    """Return the kinds of the stages of a dataset, in the order in which they run."""
-    return tuple(stage_classes(config))
 
 
 def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:
@@ -117,15 +119,14 @@ def config_of_run(run_dir: str | Path) -> Config:
     return replace(load_for_display(path), run_dir=str(run_dir))
 
 
-def make_executor(config: Config) -> ConfiguredExecutor:
-    """Return the executor that the configuration asks for.
-
-    Raises:
-        ConfigError: it cannot work here.
-    """
-    executor: ConfiguredExecutor = config.executor
-    executor.check(config)
-    return executor
+def stages_of_run(config: Config) -> list[Stage]:
+    """Return the stages of a configuration, and those of codecs that earlier runs added to the same run directory."""
+    encode = config.section(EncodeConfig)
+    folder = RunDir(Path(config.run_dir)).stage(EncodeStage.kind).path
+    planned = sorted(path.name for path in folder.glob("*") if RunDir(folder).stage(path.name).units.exists())
+    named = {codec.name for codec in encode.codecs}
+    earlier = [CodecConfig(name=name, model="") for name in planned if name not in named]
+    return make_stages(config.with_section(replace(encode, codecs=[*earlier, *encode.codecs])))
 
 
 def check_config(config: Config, stages: Sequence[str] | None = None, *, restart: bool = False) -> None:
@@ -141,8 +142,10 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         require_fitting(config, Path(config.append_to))
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
     if dataset_dir.is_relative_to(run_dir) or run_dir.is_relative_to(dataset_dir):
-        message = "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else"
-        raise ConfigError(message, code="bad_config_value")
+        raise ConfigError(
+            "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else",
+            code="bad_config_value",
+        )
     for stage in make_stages(config, stages):
         stage.check_input()
     if stages:
@@ -151,9 +154,20 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         stage.require_models()
 
 
+def take_back(config: Config, findings: Report, stages: Sequence[str], *, take_over: bool) -> None:
+    """Take back what a validation found damaged, for a run of ``stages`` that can begin; see ``take_back_commits``.
+
+    Raises:
+        ConfigError: it cannot, or jobs of an earlier one are left, whose ranks would add to what is taken back.
+    """
+    check_config(config, stages)
+    require_no_jobs(RunDir(Path(config.run_dir)), take_over=take_over)
+    take_back_commits(config, findings, stages)
+
+
 def _unfinished(config: Config, stages: Sequence[str], *, restart: bool) -> list[Stage]:
     """Return the stages that will load a model, if they have one."""
-    return [stage for stage in make_stages(config, stages) if restart or not stage.dir.done.exists()]
+    return [stage for stage in make_stages(config, stages) if restart or not stage.dir.is_finished()]
 
 
 def run_dataset(
@@ -189,12 +203,14 @@ def run_dataset(
 
     Example:
         >>> from sharmill.config import load_config
-        >>> from sharmill.engine.listener import Listener
+        >>> from sharmill.engine.run import Listener
         >>> result = run_dataset(load_config("configs/demo.yaml"), Listener())  # doctest: +SKIP
         >>> result.ok  # doctest: +SKIP
         True
     """
-    executor = executor or make_executor(config)
+    if executor is None:
+        executor = cast("ConfiguredExecutor", config.executor)
+        executor.check(config)
     stages = choose_stages(config, stages)
     run_dir = RunDir(Path(config.run_dir))
     with disk_errors(run_dir.path):
@@ -204,8 +220,9 @@ def run_dataset(
         given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
         if not joins:
             _begin(config, given, executor, restart=restart, take_over=take_over)
-        elif (end := read_end(run_dir)) is not None and end.state != "done":
+        elif (end := run_dir.read_end()) is not None and end.state != "done":
             raise end.as_error()
+        lock.must_end = run_dir.is_cancelled
         try:
             with reserved(run_dir, make_stages(config, stages), restart=restart, releases=executor.waits):
                 results = _run_stages(config, stages, executor, listener, restart=restart, unlocked=lock.released)
@@ -217,14 +234,14 @@ def run_dataset(
                 # What ends the ranks that are added here, as the device of this machine, need not end those of others.
                 is_own = executor.waits and not joins and error.code != "superseded_plan"
                 if is_own and not find_workers(run_dir):
-                    note_end(run_dir, End.of(error))
+                    run_dir.note_end(End.of(error))
                 _merge_rejects(config)
             raise
         result = DatasetResult(config, results)
         # Others may go on to stages that were not named here.
-        given = read_given(run_dir) or given
+        given = run_dir.read_given() or given
         if executor.waits and not (result.ok and _unfinished(config, given.stages, restart=False)):
-            note_end(run_dir, result.end())
+            run_dir.note_end(result.end())
     return result
 
 
@@ -235,16 +252,7 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
         ConfigError: they are at work on another configuration, or it is to begin anew beside them.
         FatalError: the run of this job has ended.
     """
-    if executor.is_begun():
-        return
     run_dir = RunDir(Path(config.run_dir))
-    is_known = run_dir.given.exists() or any(run_dir.path.glob("*/ranks/*/round.json"))
-    if not is_known and any(run_dir.path.glob("*/plan")):
-        raise ConfigError(
-            f"{run_dir.path} was begun by an earlier version of sharmill: finish it with that, or choose another "
-            "run_dir (a dataset that is finished needs none)",
-            code="changed_plan",
-        )
     live = find_workers(run_dir, ranks=executor.waits)
     if live and restart and not take_over:
         raise ConfigError(
@@ -253,24 +261,23 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
             code="locked",
         )
     joins = bool(live) and not restart
-    jobs = executor.find_jobs(run_dir, joins=joins, take_over=take_over)
+    if executor.waits and not joins:
+        require_no_jobs(run_dir, take_over=take_over)
+    jobs = executor.find_jobs(run_dir)
+    if jobs is None:
+        return
     if joins or jobs:
-        _require_same_configuration(config, [*live, *map(str, jobs)])
+        theirs, ours = (yaml.safe_load(text) for text in (read_stored(run_dir.config), to_yaml(config)))
+        changed = [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]
+        if changed:
+            raise ConfigError(
+                f"{describe_workers([*live, *map(str, jobs)])} at work on this run with another configuration "
+                f"({', '.join(changed)} in {run_dir.config}): wait until it ends, or choose another run_dir",
+                code="locked",
+            )
     else:
         write_atomic(run_dir.config, to_yaml(config))
     executor.begin(run_dir, given, jobs, joins=joins)
-
-
-def _require_same_configuration(config: Config, live: Sequence[str]) -> None:
-    """Raise ConfigError where a run is to be joined that has another configuration, but for its executor."""
-    path = RunDir(Path(config.run_dir)).config
-    theirs, ours = (yaml.safe_load(text) for text in (read_stored(path), to_yaml(config)))
-    if changed := [key for key in sorted(theirs | ours) if key != "executor" and theirs.get(key) != ours.get(key)]:
-        raise ConfigError(
-            f"{describe_workers(live)} at work on this run with another configuration ({', '.join(changed)} in "
-            f"{path}): wait until it ends, or choose another run_dir",
-            code="locked",
-        )
 
 
 def _run_stages(
@@ -287,13 +294,13 @@ def _run_stages(
     chosen = make_stages(config, stages)
     if restart and stages:
         # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
-        kinds = stages_of(config)
+        kinds = choose_stages(config)
         for stage in make_stages(config, kinds[kinds.index(stages[0]) :]):
             stop_ranks(stage)
         for stage in chosen:
             mark_to_begin_anew(stage)
     for stage in chosen:
-        if stage.reads_rejects:
+        if "*" in stage.after:
             _merge_rejects(config)
         try:
             result = run_stage(
@@ -307,6 +314,9 @@ def _run_stages(
         results.append((stage, result))
         if not result.ok:
             break
+        if all(one.dir.is_finished() for one in chosen if one.reserves[1]):
+            # The checker looks at a dataset that is finished.
+            release(chosen)
     return results
 
 
@@ -315,7 +325,7 @@ def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> s
     behind = stages_behind(config, changed.kind)
     begun = {stage.kind for stage in make_stages(config, behind) if any(stage.dir.ledger.glob("*.jsonl"))}
     named = [kind for kind in behind if kind in stages or kind in begun or kind == changed.kind]
-    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(stages_of(config)) else []), "--restart"])
+    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(choose_stages(config)) else []), "--restart"])
 
 
 def _merge_rejects(config: Config) -> None:
@@ -325,7 +335,7 @@ def _merge_rejects(config: Config) -> None:
         if stage.dir.done.exists():
             files.append(stage.dir.rejects)
         elif stage.dir.units.exists():
-            commits = read_ledger(stage.dir, load_plan(stage))
+            commits = read_ledger(stage.dir, stage.dir.read_units())
             files += [stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected]
     merge_files(filter(Path.exists, files), RunDir(Path(config.run_dir)).rejects)
 

@@ -1,7 +1,5 @@
 """Computation of results ahead of their use, in a bounded pool of threads: decoding while a model works."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

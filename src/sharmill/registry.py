@@ -8,25 +8,21 @@ A name in a configuration is one of three kinds:
 - ``python:package.module:Class``, anything that can be imported.
 
 An implementation is imported when it is asked for, and no sooner. The contracts that implementations meet are in
-``sharmill.engine.stage``, ``sharmill.executors.base``, ``sharmill.sources``, ``sharmill.models`` and
+``sharmill.engine.stage``, ``sharmill.executors.local``, ``sharmill.sources``, ``sharmill.models`` and
 ``sharmill.export.run``.
 """
 
-from __future__ import annotations
-
 import difflib
-import functools
-import importlib
 import importlib.util
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
 
-from sharmill.errors import ConfigError, first_line
+from sharmill.errors import ConfigError, one_line, refuse
 
 _IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -45,14 +41,12 @@ class Registry:
         kind: what they are, for messages, such as ``codec``.
         group: the group of the entry points with which other packages add theirs.
         own: sharmill's own: name -> ``module:attribute``.
-        removed: names of earlier versions: name -> what to use instead.
         base: the class that implementations derive from, as ``module:attribute``; nothing where they are no classes.
     """
 
     kind: str
     group: str
     own: Mapping[str, str]
-    removed: Mapping[str, str] = field(default_factory=dict)
     base: str = ""
 
     def names(self) -> list[str]:
@@ -87,12 +81,15 @@ class Registry:
         found = {entry.value: entry for entry in entry_points(group=self.group, name=name)}
         if len(found) > 1:
             raise ConfigError(
-                f"{' and '.join(sorted(found))} are both declared as the {self.kind} {name!r}: uninstall one of the "
-                "packages, or write python:package.module:Class",
+                f"{' and '.join(sorted(found))} are both declared as the {self.kind} {name!r}: uninstall "
+                "one of the packages, or write python:package.module:Class",
                 code="bad_plugin",
             )
         if not found:
-            raise ConfigError(self._unknown(name), code="unknown_name")
+            names, this = self.names(), f"{self.kind} {name!r}"
+            hint = nearest(name.lower(), names, otherwise="")
+            unknown = f"there is no {this}: valid are {', '.join(names)} and python:package.module:Class{hint}"
+            raise ConfigError(explain_removal(f"the {this}") or unknown, code="unknown_name")
         return next(iter(found.values()))
 
     def load(self, name: str) -> Any:
@@ -106,7 +103,7 @@ class Registry:
         if name.startswith("python:"):
             add_current_folder()
         try:
-            module = importlib.import_module(entry.module)
+            return entry.load()
         except ImportError as error:
             raise ConfigError(
                 f"the {self.kind} {name!r} cannot be imported: {error}; install the package that it is in, or put its "
@@ -115,13 +112,9 @@ class Registry:
             ) from error
         except Exception as error:  # a module of another package may do anything
             raise ConfigError(
-                f"the {self.kind} {name!r} cannot be imported: {type(error).__name__}: {first_line(error)}",
+                f"the {self.kind} {name!r} cannot be imported: {type(error).__name__}: {one_line(error)}",
                 code="bad_plugin",
             ) from error
-        try:
-            return functools.reduce(getattr, entry.attr.split("."), module)
-        except AttributeError as error:
-            raise ConfigError(f"the {self.kind} {name!r} cannot be imported: {error}", code="bad_plugin") from error
 
     def load_class(self, name: str) -> Any:
         """Import and return the class of a name.
@@ -130,10 +123,13 @@ class Registry:
             ConfigError: as of ``load``, or it is not derived from the base (``bad_plugin``).
         """
         found, (module, base) = self.load(name), self.base.split(":")
-        if not (isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), base))):
-            raise ConfigError(f"the {self.kind} {name!r} is no class derived from {module}.{base}", code="bad_plugin")
-        if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            raise ConfigError(f"the {self.kind} {name!r} has no {' and no '.join(missing)}", code="bad_plugin")
+        is_derived = isinstance(found, type) and issubclass(found, getattr(importlib.import_module(module), base))
+        missing = sorted(getattr(found, "__abstractmethods__", ()))
+        refuse(
+            (not is_derived, f"the {self.kind} {name!r} is no class derived from {module}.{base}"),
+            (missing, f"the {self.kind} {name!r} has no {' and no '.join(missing)}"),
+            code="bad_plugin",
+        )
         return found
 
     def can_load(self, name: str) -> bool:
@@ -159,12 +155,30 @@ class Registry:
         spec = importlib.util.find_spec(entry.module)
         return checksum(Path(spec.origin)) if spec is not None and spec.origin else ""
 
-    def _unknown(self, name: str) -> str:
-        if name in self.removed:
-            return f"the {self.kind} {name!r} was removed: {self.removed[name]}"
-        names = self.names()
-        hint = nearest(name.lower(), names, otherwise="")
-        return f"there is no {self.kind} {name!r}: valid are {', '.join(names)} and python:package.module:Class{hint}"
+
+# Names that earlier versions had, and what to use instead.
+REMOVED: Final = {
+    "the codec 'untrained'": "its codes meant nothing; use builtin",
+    "the command 'certify'": "validate --recheck-codes SHARE tells how far codes differ",
+    "the command 'completion'": 'eval "$(_SHARMILL_COMPLETE=bash_source sharmill)" in ~/.bashrc completes commands; '
+    "zsh_source and fish_source are for other shells",
+    "the option 'manifest --restart'": "every call begins anew; --force replaces FILE",
+    "the option '--ray-address'": "cancel tells a Ray job to end by a mark in the run directory",
+    "the option '--simulate'": "a plan is for the ranks of its configuration, such as sharmill plan CONFIG "
+    "executor.workers=1024",
+    "the key 'encode.compile'": "codecs run as they are; leave the key out",
+    "the key 'executor.mixed_versions'": "restore the versions that the stage was begun with, or begin it anew with "
+    "--restart",
+    "the key 'executor.mixed_devices'": "a stage keeps to the kind of device that it was begun on; leave the key out",
+    "the key 'submit_ahead'": "leave the key out; the jobs of a stage are submitted when it is planned",
+    "the key 'metrics.tensorboard'": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or "
+    "--prometheus FILE",
+}
+
+
+def explain_removal(name: str) -> str:
+    """Return the sentence about a name of earlier versions that says what to use instead; "" of any other."""
+    return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else ""
 
 
 def nearest(name: str, valid: list[str], otherwise: str | None = None) -> str:
@@ -190,7 +204,7 @@ STAGES: Final = Registry(
         "write": "sharmill.write.stage:WriteStage",
         "survey": "sharmill.encode.survey:SurveyStage",
         "encode": "sharmill.encode.stage:EncodeStage",
-        "assemble": "sharmill.encode.assemble:AssembleStage",
+        "assemble": "sharmill.encode.stage:AssembleStage",
         "validate": "sharmill.validate.stage:ValidateStage",
     },
     base="sharmill.engine.stage:Stage",
@@ -199,7 +213,7 @@ EXECUTORS: Final = Registry(
     "executor",
     "sharmill.executors",
     {"local": "sharmill.executors.local:LocalExecutor", "ray": "sharmill.executors.ray:RayExecutor"},
-    base="sharmill.executors.base:ConfiguredExecutor",
+    base="sharmill.executors.local:ConfiguredExecutor",
 )
 DEFAULT_EXECUTOR: Final = "local"
 STAGE_ALIASES: Final = {"stage1": "match", "stage2": "write", "stage3": "encode"}
@@ -208,15 +222,15 @@ SOURCES: Final = Registry(
     "sharmill.sources",
     {
         "nemo": "sharmill.sources.nemo:NemoSource",
-        "nemo_tarred": "sharmill.sources.nemo_tarred:NemoTarredSource",
-        "webdataset": "sharmill.sources.webdataset:WebDatasetSource",
-        "wenet": "sharmill.sources.wenet:WenetSource",
+        "nemo_tarred": "sharmill.sources.tars:NemoTarredSource",
+        "webdataset": "sharmill.sources.tars:WebDatasetSource",
+        "wenet": "sharmill.sources.tars:WenetSource",
         "lhotse": "sharmill.sources.lhotse:LhotseSource",
         "kaldi": "sharmill.sources.kaldi:KaldiSource",
         "annotated": "sharmill.sources.annotated:AnnotatedSource",
         "table": "sharmill.sources.table:TableSource",
         "folder": "sharmill.sources.folder:FolderSource",
-        "lhotse_shar": "sharmill.sources.lhotse_shar:LhotseSharSource",
+        "lhotse_shar": "sharmill.sources.lhotse:LhotseSharSource",
         "parquet": "sharmill.sources.parquet:ParquetSource",
     },
     base="sharmill.sources:Source",
@@ -224,31 +238,30 @@ SOURCES: Final = Registry(
 ENCODERS: Final = Registry(
     "speaker encoder",
     "sharmill.encoders",
-    {"resemblyzer": "sharmill.models.resemblyzer:Resemblyzer", "nemo": "sharmill.models.nemo:NemoEncoder"},
+    {"resemblyzer": "sharmill.models.families:Resemblyzer", "nemo": "sharmill.models.families:NemoEncoder"},
 )
 CODECS: Final = Registry(
     "codec",
     "sharmill.codecs",
     {
-        "builtin": "sharmill.models.builtin:BuiltinCodec",
-        "nemo": "sharmill.models.nemo:NemoCodec",
-        "transformers": "sharmill.models.transformers:TransformersCodec",
+        "builtin": "sharmill.models.families:BuiltinCodec",
+        "nemo": "sharmill.models.families:NemoCodec",
+        "transformers": "sharmill.models.families:TransformersCodec",
     },
-    removed={"untrained": "its codes meant nothing; use builtin"},
 )
-EXPORTS: Final = Registry("form of export", "sharmill.exports", {"nemo_codes": "sharmill.export.nemo_codes:NemoCodes"})
+EXPORTS: Final = Registry("form of export", "sharmill.exports", {"nemo_codes": "sharmill.export.run:NemoCodes"})
 SECTIONS: Final = Registry(
     "section of the report",
     "sharmill.sections",
     {
-        "funnel": "sharmill.report.accounts:FUNNEL",
-        "listening": "sharmill.report.listening:SECTION",
+        "funnel": "sharmill.report.contents:FUNNEL",
+        "listening": "sharmill.report.listening:LISTENING",
         "contents": "sharmill.report.contents:CONTENTS",
-        "voices": "sharmill.report.voices:SECTION",
+        "pilot": "sharmill.report.contents:PILOT",
+        "voices": "sharmill.report.contents:VOICES",
         "codes": "sharmill.report.contents:CODES",
-        "pilot": "sharmill.report.pilot:SECTION",
         "work": "sharmill.report.contents:WORK",
-        "card": "sharmill.report.accounts:CARD",
+        "card": "sharmill.report.contents:CARD",
     },
 )
 
@@ -258,8 +271,6 @@ def require_package(package: str, *, extra: str | None = None) -> None:
 
     The extra is called like the package unless ``extra`` says otherwise.
     """
+    problem = f"the package {package} is not installed: run pip install 'sharmill[{extra or package}]'"
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"the package {package} is not installed: run pip install 'sharmill[{extra or package}]'",
-            code="missing_package",
-        )
+        raise ConfigError(problem, code="missing_package")

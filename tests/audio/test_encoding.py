@@ -1,7 +1,5 @@
 """Encoding of samples: what comes back, the same bytes every time, and what a format cannot hold."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys
@@ -10,23 +8,12 @@ import time
 import numpy as np
 import pytest
 import soundfile as sf
-from support.audio import container, reason_of, speech_like
-from support.errors import raises
+from support.audio import reason_of, speech_like
+from support.project import raises
 
-from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.encoding import ENCODERS, check_encoder, encode
+from sharmill.audio.decoder import ENCODERS, AudioInfo, check_encoder, encode
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.errors import ConfigError
-
-
-def test_16_bit_samples_survive_flac_and_wav():
-    every_value = (np.arange(-32768, 32768) / 32768).astype(np.float32)
-    source, _ = decode_bytes(container(every_value, 16000, "FLAC", "PCM_16"))
-    np.testing.assert_array_equal(source, every_value)
-    for format in ("flac", "wav"):
-        decoded, rate = decode_bytes(encode(source, 16000, format))
-        assert rate == 16000
-        np.testing.assert_array_equal(decoded, every_value)
 
 
 def test_flac_has_the_bytes_that_libsndfile_makes_of_floats():
@@ -46,15 +33,6 @@ def test_encoders_keep_rate_and_number_of_samples(format, rate, num_samples):
     assert len(decode_bytes(data)[0]) == num_samples
 
 
-@pytest.mark.parametrize("format", ["mp3", "opus"])
-def test_lossy_encoders_keep_the_samples_in_place(format):
-    samples = speech_like(32000, 16000)
-    decoded, _ = decode_bytes(encode(samples, 16000, format))
-    middle = slice(8000, 24000)
-    products = {lag: float(samples[middle] @ np.roll(decoded, -lag)[middle]) for lag in range(-50, 51)}
-    assert max(products, key=products.__getitem__) == 0
-
-
 @pytest.mark.parametrize("format", ENCODERS)
 def test_overshoot_is_clipped(format):
     samples = 3 * speech_like(16000, 16000)
@@ -68,7 +46,7 @@ def test_overshoot_is_clipped(format):
 def test_encoders_write_the_same_bytes_in_every_process_and_at_every_time():
     script = """
 import hashlib, sys, numpy as np
-from sharmill.audio.encoding import ENCODERS, encode
+from sharmill.audio.decoder import ENCODERS, encode
 samples = np.random.default_rng(0).uniform(-0.5, 0.5, 50000).astype(np.float32)
 for format in ENCODERS:
     print(format, hashlib.sha256(encode(samples, 16000, format)).hexdigest())

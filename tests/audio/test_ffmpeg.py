@@ -1,7 +1,6 @@
-"""Formats that FFmpeg decodes: headers, samples and segments; damage, tricks, and files that are something else."""
+"""Audio that libsndfile does not read: by FFmpeg, and SPHERE by sph2pipe."""
 
-from __future__ import annotations
-
+import io
 import re
 import struct
 import sys
@@ -9,15 +8,67 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.audio import read, reason_of, speech_like, write
-from support.compressed import FORMS, Form, encode, film, some_samples
+import soundfile as sf
+from support.audio import FORMS, encode, read, reason_of, some_samples, speech_like, write
 
-from sharmill.audio import ffmpeg
+from sharmill.audio.decoder import AudioBytes
+from sharmill.audio.ffmpeg import Sph2pipeDecoder
 from sharmill.audio.files import decode_bytes, probe, probe_bytes
 from sharmill.errors import RejectRecord
 
 pytest.importorskip("av")
+
+
 FORM = {form.name: form for form in FORMS}
+
+
+def film() -> bytes:
+    """An MP4 that has pictures and no sound."""
+    import av
+
+    stream = io.BytesIO()
+    with av.open(stream, "w", format="mp4") as out:
+        track = out.add_stream("mpeg4", rate=10)
+        track.width = track.height = 32
+        track.pix_fmt = "yuv420p"
+        for number in range(20):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), number, dtype=np.uint8), format="rgb24")
+            out.mux(track.encode(frame))
+        out.mux(track.encode(None))
+    return stream.getvalue()
+
+
+def sphere(samples: np.ndarray, rate: int, coding: str) -> bytes:
+    """A SPHERE file (NIST) of values (n, channels) that version 2 of shorten has compressed, as differences.
+
+    It is an encoder of the little that tests need: one block, and numbers in Rice's code.
+    """
+    channels, num_bytes = samples.shape[1], 1 if coding == "ulaw" else 2
+    coding += ",embedded-shorten-v2.00"
+    header = (
+        f"NIST_1A\n   1024\nchannel_count -i {channels}\nsample_count -i {len(samples)}\nsample_rate -i {rate}\n"
+        f"sample_n_bytes -i {num_bytes}\nsample_byte_format -s{num_bytes} {'10'[2 - num_bytes :]}\n"
+        f"sample_sig_bits -i {8 * num_bytes}\nsample_coding -s{len(coding)} {coding}\nend_head\n"
+    )
+    bits = "".join(_number(value) for value in (8 if num_bytes == 1 else 3, channels, len(samples), 0, 0, 0))
+    for channel in samples.astype(np.int64).T:
+        differences = np.diff(channel, prepend=0)
+        bits += _rice(1, 2) + _rice(9, 3)
+        bits += "".join(_rice(2 * value if value >= 0 else -2 * value - 1, 10) for value in differences.tolist())
+    bits += _rice(4, 2)
+    bits += "0" * (-len(bits) % 32)
+    return header.encode().ljust(1024) + b"ajkg\x02" + int(bits, 2).to_bytes(len(bits) // 8, "big")
+
+
+def _rice(value: int, bits: int) -> str:
+    low = f"{value & ((1 << bits) - 1):0{bits}b}" if bits else ""
+    return "0" * (value >> bits) + "1" + low
+
+
+def _number(value: int) -> str:
+    return _rice(value.bit_length(), 2) + _rice(value, value.bit_length())
+
+
 REJECTED = {"unreadable_audio", "duration_mismatch", "empty_audio"}
 
 
@@ -38,7 +89,7 @@ def outcome(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=[form.name for form in FORMS])
-def test_header_and_segments_are_those_of_the_whole(tmp_path, form):
+def test_header_and_samples_are_those_of_the_whole(tmp_path, form):
     path = write(tmp_path / "a.wav", encode(form))
     info = probe(path)
     assert (info.format, info.channels, info.exact_seeks, info.common) == (form.format, form.channels, False, False)
@@ -50,22 +101,7 @@ def test_header_and_segments_are_those_of_the_whole(tmp_path, form):
     assert seconds - 0.05 <= len(whole) / rate <= seconds + 0.15
     if form.error is not None:
         np.testing.assert_allclose(whole, some_samples(form), rtol=0, atol=form.error)
-    for start, count in [(0, 500), (len(whole) - 37, 37), (4321, 15000)]:
-        np.testing.assert_array_equal(read(path, start, count, channel)[0], whole[start : start + count])
     np.testing.assert_array_equal(decode_bytes(path.read_bytes(), 777, channel=channel)[0], whole[777:])
-
-
-def test_several_channels_need_a_choice():
-    data = encode(FORM["m4a of two channels"])
-    assert reason_of(decode_bytes, data) == "unsupported_channels"
-    both = [decode_bytes(data, channel=channel)[0] for channel in (0, 1)]
-    assert np.abs(both[0] - both[1]).max() > 0.1
-    np.testing.assert_allclose(decode_bytes(data, channel="downmix")[0], (both[0] + both[1]) / 2, atol=1e-7)
-
-
-def test_of_several_audio_streams_the_first_is_taken():
-    form = FORM["alac"]
-    np.testing.assert_array_equal(decode_bytes(encode(form, streams=2))[0], decode_bytes(encode(form))[0])
 
 
 def test_without_pyav_the_reject_says_what_to_install(monkeypatch):
@@ -113,12 +149,6 @@ def test_unknown_codec():
     assert "codec" in detail_of(probe_bytes, data.replace(b"mp4a", b"xxxx"))
 
 
-def test_no_bytes_and_no_samples():
-    assert reason_of(probe_bytes, b"") == "empty_audio"
-    assert reason_of(probe_bytes, b"#!AMR\n") in ("empty_audio", "unreadable_audio")
-    assert reason_of(probe_bytes, encode(FORM["m4a"])[:40]) == "unreadable_audio"
-
-
 PLAYLISTS = {
     "hls": b"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{path}\n#EXT-X-ENDLIST\n",
     "concat": b"ffconcat version 1.0\nfile '{path}'\n",
@@ -153,17 +183,6 @@ def test_samples_in_another_file_are_not_fetched(tmp_path):
     assert read(song)[0].any()
 
 
-def test_samples_that_are_not_finite():
-    form = FORM["mka of floats"]
-    data = bytearray(encode(form))
-    sound = np.float32(some_samples(form)[20000:20100])
-    place = data.find((np.round(sound * 32767).astype(np.float32) / 32768)[:4].tobytes())
-    assert place > 0
-    data[place : place + 4] = struct.pack("<f", np.nan)
-    assert reason_of(decode_bytes, bytes(data)) == "non_finite_audio"
-
-
-@pytest.mark.xdist_group("memory, threads, descriptors")
 @pytest.mark.parametrize("box", [b"stsz", b"stts", b"stsc", b"stco"])
 def test_huge_tables_take_no_memory_and_no_time(box):
     data = bytearray(encode(FORM["m4a"]))
@@ -181,14 +200,96 @@ def peak_of_memory() -> int:
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
-def test_more_samples_than_bytes_can_hold(monkeypatch):
-    monkeypatch.setattr(ffmpeg, "_ALWAYS_ALLOWED_SAMPLES", 0)
-    monkeypatch.setattr(ffmpeg, "_MAX_SAMPLES_PER_BYTE", 1)
-    assert "cannot hold" in detail_of(probe_bytes, encode(FORM["amr"], speech_like(8000 * 20, 8000)))
+RATE, COUNT = 8000, 20077
 
 
-def test_names_do_not_matter(tmp_path):
-    data = encode(Form("m4a", "ipod", "aac", "aac"))
-    expected = probe_bytes(data)
-    for name in ("a.mp3", "a.raw", "a.sph", "a"):
-        assert probe(write(tmp_path / name, data)) == expected
+STAND_IN = """#!/bin/sh
+# A stand-in for sph2pipe: it copies a WAV, and notes its arguments.
+echo "$@" > {folder}/arguments
+[ "$1 $2 $3" = "-p -f wav" ] && [ -f "$4" ] || exit 9
+{does}
+"""
+
+
+@pytest.fixture
+def mu_law() -> bytes:
+    """A SPHERE file of mu-law in shorten's type 8; the stand-in does not look into it."""
+    return sphere(np.zeros((COUNT, 1)), RATE, "ulaw")
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Returns a function: shell commands -> puts a stand-in for sph2pipe on PATH, and returns the samples it gives."""
+    samples = (speech_like(COUNT, RATE) * 32767).astype(np.int16)
+    sf.write(tmp_path / "decompressed.wav", samples, RATE)
+
+    def make(does: str = "cat {folder}/decompressed.wav") -> np.ndarray:
+        program = tmp_path / "bin/sph2pipe"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(STAND_IN.format(folder=tmp_path, does=does.format(folder=tmp_path)))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+        return samples.astype(np.float32) / 32768
+
+    return make
+
+
+def test_mu_law_goes_through_sph2pipe(mu_law, stand_in, tmp_path):
+    expected = stand_in()
+    info = probe_bytes(mu_law)
+    assert (info.sampling_rate, info.num_samples, info.channels, info.format) == (RATE, COUNT, 1, "shn")
+    assert not (tmp_path / "arguments").exists()
+    np.testing.assert_array_equal(decode_bytes(mu_law)[0], expected)
+    np.testing.assert_array_equal(decode_bytes(mu_law, 5000, 4001)[0], expected[5000:9001])
+
+
+def test_the_name_of_a_file_is_no_argument(mu_law, stand_in, tmp_path, monkeypatch):
+    expected = stand_in()
+    monkeypatch.chdir(tmp_path)
+    for name in ("-f.sph", "$(touch x).sph", "a b;c.sph"):
+        np.testing.assert_array_equal(read(write(Path(name), mu_law))[0], expected)
+        assert name not in (tmp_path / "arguments").read_text()
+    assert not (tmp_path / "x").exists()
+
+
+def test_without_sph2pipe_the_record_is_rejected_with_the_remedy(mu_law, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RejectRecord, match="install sph2pipe") as caught:
+        decode_bytes(mu_law)
+    assert caught.value.reason == "unreadable_audio"
+
+
+@pytest.mark.parametrize(
+    ("does", "reason", "said"),
+    [
+        ("echo cannot read >&2; exit 3", "unreadable_audio", "ended with status 3: cannot read"),
+        ("echo no audio", "unreadable_audio", "as sph2pipe gives it"),
+        ("true", "unreadable_audio", "as sph2pipe gives it"),
+        ("head -c 30000 {folder}/decompressed.wav", "duration_mismatch", f"of {COUNT} samples"),
+    ],
+)
+def test_what_goes_wrong_in_it_rejects_the_record(mu_law, stand_in, does, reason, said):
+    stand_in(does)
+    with pytest.raises(RejectRecord, match=said) as caught:
+        decode_bytes(mu_law)
+    assert caught.value.reason == reason
+
+
+def test_one_that_does_not_end_is_ended(mu_law, stand_in):
+    stand_in("exec sleep 60")
+    decoder = Sph2pipeDecoder(AudioBytes("a.sph", mu_law), timeout=0.5)
+    with pytest.raises(RejectRecord, match=r"within 0\.5 s"):
+        decoder.read(COUNT)
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_pcm_goes_through_ffmpeg(channels):
+    pcm = (speech_like(COUNT, RATE) * 32767).astype(np.int16)
+    pcm = np.stack([pcm, pcm[::-1]][:channels], axis=1)
+    data = sphere(pcm, RATE, "pcm")
+    info = probe_bytes(data)
+    assert (info.sampling_rate, info.num_samples, info.channels, info.format) == (RATE, COUNT, channels, "shn")
+    channel = None if channels == 1 else 1
+    expected = pcm[:, -1].astype(np.float32) / 32768
+    np.testing.assert_array_equal(decode_bytes(data, channel=channel)[0], expected)
+    np.testing.assert_array_equal(decode_bytes(data, 5000, 4001, channel)[0], expected[5000:9001])

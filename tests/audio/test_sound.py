@@ -1,14 +1,20 @@
-"""Measures of the sound of segments."""
+"""Measures of the sound of segments, and resampling."""
 
-from __future__ import annotations
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from decimal import ROUND_HALF_UP
 
 import numpy as np
 import pytest
 import soxr
-from support.errors import raises
+import torch
+from hypothesis import given, settings, strategies as st
+from support.audio import RATES, container, read, speech_like, write
+from support.project import examples
 
-from sharmill.audio.sound import Sound, measure_sound
-from sharmill.errors import UnitFailed
+from sharmill.audio.resample import resample, resampled_length, segment_bounds
+from sharmill.audio.sound import measure_sound
+from sharmill.errors import RejectRecord
 
 
 def babble(rate: int, seconds: float = 4.0, seed: int = 0) -> np.ndarray:
@@ -58,34 +64,101 @@ def test_audio_of_a_lower_rate_has_its_bandwidth(top):
     assert top / 1000 - 0.7 < found < top / 1000
 
 
-def test_noise_above_the_speech_is_no_bandwidth():
-    noise = np.random.default_rng(1).normal(0, 0.001, 64000).astype(np.float32)
-    assert measure_sound(low_passed(babble(16000), 16000, 4000) + noise, 16000).bandwidth < 4
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    offset=st.floats(0, 1e5),
+    duration=st.one_of(st.floats(0, 1e4), st.integers(0, 10**7).map(lambda n: n / 1000)),
+    rate=st.sampled_from(RATES),
+)
+def test_segment_bounds_round_like_lhotse(offset, duration, rate):
+    from lhotse.utils import compute_num_samples
+
+    expected = tuple(compute_num_samples(seconds, rate, ROUND_HALF_UP) for seconds in (offset, duration))
+    assert segment_bounds(offset, duration, rate) == expected
 
 
-@pytest.mark.parametrize("samples", [np.zeros(0), np.zeros(10), np.zeros(16000)], ids=["none", "ten", "a second"])
-def test_silence_has_no_bandwidth(samples):
-    found = measure_sound(samples.astype(np.float32), 16000)
-    assert (found.bandwidth, found.loudness, found.silence) == (0, -120, 1)
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf")])
+@pytest.mark.parametrize("times", [lambda bad: (bad, 1.0), lambda bad: (0.0, bad)], ids=["offset", "duration"])
+def test_segment_bounds_refuse_what_is_no_time(bad, times):
+    with pytest.raises(ValueError, match="not a segment"):
+        segment_bounds(*times(bad), 8000)
 
 
-@pytest.mark.parametrize("rate", [100, 4000, 192000])
-@pytest.mark.parametrize("level", [1e-6, 1e30])
-def test_any_rate_and_level_can_be_packed(rate, level):
-    samples = (babble(16000)[:8000] * level).astype(np.float32)
-    found = Sound.unpack(measure_sound(samples, rate).pack())
-    assert np.isfinite(found).all()
-    assert 0 <= found.bandwidth < max(rate / 2000, 1)
+@pytest.fixture
+def one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-def test_what_is_packed_has_a_fixed_width():
-    found = [measure_sound(babble(16000) * level, 16000) for level in (0.001, 1, 10)]
-    assert {len(one.pack()) for one in found} == {16}
-    for one in found:
-        assert Sound.unpack(one.pack()) == pytest.approx(one, abs=0.01)
+@pytest.mark.parametrize("from_rate", RATES)
+def test_resample_equals_lhotse_bit_for_bit(tmp_path, one_torch_thread, from_rate):
+    from lhotse import Recording
+
+    path = write(tmp_path / "a.wav", container(speech_like(12345, from_rate), from_rate, "WAV", "FLOAT"))
+    samples, _ = read(path)
+    for to_rate in RATES:
+        expected = Recording.from_file(path).resample(to_rate).load_audio()[0]
+        resampled = resample(samples, from_rate, to_rate)
+        assert resampled.dtype == np.float32
+        np.testing.assert_array_equal(resampled, expected)
 
 
-@pytest.mark.parametrize("text", ["", "x", "AAAA", "A" * 20, "é" * 16])
-def test_damaged_measures_are_an_error(text):
-    with raises(UnitFailed, "damaged_run_dir", "the measures of a segment are damaged"):
-        Sound.unpack(text)
+def test_resample_does_not_depend_on_threads():
+    import torch
+
+    before = torch.get_num_threads()
+    samples = speech_like(30000, 16000)
+    results = set()
+    try:
+        for num_threads in (1, 2, 3, 8):
+            torch.set_num_threads(num_threads)
+            results.add(hashlib.sha256(b"".join(resample(samples, 16000, r) for r in RATES)).hexdigest())
+            assert torch.get_num_threads() == num_threads
+    finally:
+        torch.set_num_threads(before)
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(resample, samples, 16000, 22050) for _ in range(20)]
+        assert len({job.result().tobytes() for job in jobs}) == 1
+    assert len(results) == 1
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.integers(0, 30000), st.sampled_from(RATES), st.sampled_from(RATES))
+def test_resampled_length_is_what_resample_returns(num_samples, from_rate, to_rate):
+    resampled = resample(np.zeros(num_samples, dtype=np.float32), from_rate, to_rate)
+    assert len(resampled) == resampled_length(num_samples, from_rate, to_rate)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.integers(1, 10**9), st.sampled_from(RATES), st.sampled_from(RATES))
+def test_resampled_length_is_that_of_lhotse(num_samples, from_rate, to_rate):
+    from lhotse import Recording
+
+    recording = Recording("a", [], from_rate, num_samples, num_samples / from_rate, channel_ids=[0])
+    assert recording.resample(to_rate).num_samples == resampled_length(num_samples, from_rate, to_rate)
+
+
+def error_db(resampling: str, frequency: float) -> float:
+    """The error of a tone resampled from 22.05 to 16 kHz, against the tone at 16 kHz, away from the ends."""
+    tones = [np.sin(2 * np.pi * frequency * np.arange(2 * rate) / rate).astype(np.float32) for rate in (22050, 16000)]
+    found, expected = resample(tones[0], 22050, 16000, resampling)[4000:28000], tones[1][4000:28000]
+    return 10 * np.log10(np.square(found - expected).mean() / np.square(expected).mean())
+
+
+@pytest.mark.parametrize(("resampling", "worst"), [("soxr", -100), ("kaiser", -85), ("sinc", -50)])
+def test_what_an_encoder_hears_has_the_error_that_the_documentation_says(resampling, worst):
+    assert max(error_db(resampling, frequency) for frequency in (100, 1000, 4000)) < worst
+    assert (error_db(resampling, 7000) < -60) == (resampling != "sinc")
+
+
+@pytest.mark.parametrize("resampling", ["soxr", "kaiser", "sinc"])
+def test_resampling_for_an_encoder_leaves_its_input_and_equal_rates_alone(resampling):
+    samples = speech_like(1000, 16000)
+    samples.flags.writeable = False
+    assert resample(samples, 16000, 16000, resampling) is samples
+    found = resample(samples, 16000, 8000, resampling)
+    assert (found.dtype, len(found)) == (np.float32, 500)
+    with pytest.raises(RejectRecord, match=r"^unsupported_rate: 44101 Hz"):
+        resample(samples, 44101, 16000, resampling)

@@ -4,8 +4,6 @@ Each row runs in a process of its own, on one thread of each library unless the 
 median of the rounds; behind a ratio stand the lowest and the highest of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

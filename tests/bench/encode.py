@@ -1,7 +1,5 @@
 """Rows of the stages survey, encode and assemble, beside their model alone and the published way."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from support.models import nemo_codec_config, save_nemo_codec
-from support.shar import Project
+from support.project import Project
 
 from bench.rows import Case, row
 from bench.speech import in_batches, load, model_seconds, write_corpus
-from sharmill.models import load_codec, make_deterministic
-from sharmill.models.protocols import Codec
+from sharmill.models import Codec, load_codec, make_deterministic
 
 RATE = 22050
 # Of 8, 10 and 30 padded seconds the fastest on one thread of a CPU.
@@ -32,7 +29,7 @@ class _Written:
     checkpoint: Path
 
     @classmethod
-    def make(cls, folder: Path, tiny: bool) -> _Written:
+    def make(cls, folder: Path, tiny: bool) -> "_Written":
         make_deterministic("cpu")
         project = Project(folder)
         project.records = write_corpus(folder, 6 if tiny else 16, rate=RATE)

@@ -1,23 +1,32 @@
-"""Rows of planning for millions of records: time, and peak memory above what the process had before."""
+"""Rows of what passes before any work is done: starts of commands and ranks, and plans for millions of records.
 
-from __future__ import annotations
+Of plans: time, and peak memory above what the process had before.
+"""
 
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from support.models import save_titanet
+from support.project import Project, voice
 
 from bench.rows import Case, records, row, with_peak
 from sharmill.config import Config, to_config
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.segments import PLACE
 from sharmill.encode.stage import EncodeStage
-from sharmill.encode.survey import SurveyStage, merge_tables
-from sharmill.engine.stage import Stage
+from sharmill.encode.survey import PLACE, SurveyStage, merge_tables
+from sharmill.engine.progress import RankProgress
+from sharmill.engine.run import Listener, run_stage
+from sharmill.engine.stage import Commit, Stage, Unit
+from sharmill.executors.local import LocalExecutor
 from sharmill.match.stage import MatchStage, matched_manifest
-from sharmill.prepare.ids import HASH_FIELDS, find_suspects
-from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.prepare.stage import HASH_FIELDS, Ids, PrepareStage, prepared_manifest
 from sharmill.write.stage import WriteStage
 
 RECORDS_PER_SPEAKER = 50
@@ -51,14 +60,14 @@ def write_hashes(path: Path, num_records: int) -> None:
         for begin in range(0, num_records, HASHES_AT_ONCE):
             part = np.empty(min(HASHES_AT_ONCE, num_records - begin), HASH_FIELDS)
             for name in HASH_FIELDS.names or ():
-                part[name] = rng.integers(0, 2**64 - 1, len(part), dtype=np.uint64, endpoint=True)
+                part[name] = rng.integers(0, 2**64 - 1, part[name].shape, dtype=np.uint64, endpoint=True)
             part[99::100] = part[98::100][: len(part[99::100])]
             stream.write(part.data)
 
 
 def find_duplicates(path: Path) -> int:
     """Find duplicates and ambiguous ids among the hashes of all records, as the end of prepare does."""
-    return int(find_suspects(np.fromfile(path, HASH_FIELDS)).repeated.sum())
+    return int(Ids.of(np.fromfile(path, HASH_FIELDS)).duplicates.sum())
 
 
 def plan_match(path: Path) -> int:
@@ -118,7 +127,7 @@ def merge_survey(path: Path) -> int:
     tables = sorted((path.parent / "tables").iterdir())
     num_records = sum(np.load(table, mmap_mode="r").shape[1] for table in tables)
     merge_tables(tables, (2, num_records), survey.segments_file, survey.numbers_file)
-    return len(survey.segments())
+    return len(np.load(survey.segments_file, mmap_mode="r"))
 
 
 def plan_encode(path: Path) -> int:
@@ -157,3 +166,66 @@ def _add_row(name: str, step: Callable[[Path], int]) -> None:
 
 for _name, _step in STEPS.items():
     _add_row(_name, _step)
+
+
+def _run(*arguments: str) -> None:
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+@row("start help", baseline="an empty Python", targets={"wall": "<= 0.2"}, inverse=True)
+def help_page(folder: Path, tiny: bool) -> Case:
+    """``sharmill --help``."""
+    return Case(
+        amount=1, unit="starts", by="wall",
+        ours=lambda: _run("-m", "sharmill", "--help"), baseline=lambda: _run("-c", "pass"),
+    )  # fmt: skip
+
+
+class _Starts(Listener):
+    """The seconds from the start of a stage to each rank's being ready for its first unit."""
+
+    def __init__(self) -> None:
+        self.ready: list[float] = []
+
+    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
+        self._began = time.perf_counter()
+
+    def looked(self, ranks: Sequence[RankProgress]) -> None:
+        num_new = sum(rank.ready > 0 for rank in ranks) - len(self.ready)
+        self.ready += [time.perf_counter() - self._began] * num_new
+
+
+@row(
+    "start rank",
+    targets={"seconds of the first rank": "<= 8", "seconds of the further rank": "<= 3"},
+)
+def rank(folder: Path, tiny: bool) -> Case:
+    """Ranks of match with a NeMo encoder to their first unit, all on one core: one alone, and two."""
+    project = Project(folder)
+    for number in range(12):
+        project.add(f"{number}.wav", voice(2.0, seed=number), speaker=f"s{number}")
+        project.add(f"{number}b.wav", voice(2.0, seed=number), speaker=f"s{number}")
+    encoder = "resemblyzer" if tiny else f"nemo:{save_titanet(folder / 'titanet.nemo')}"
+    match: dict[str, Any] = {"encoder": encoder, "min_similarity": -1.0, "min_duration": 0.0, "unit_seconds": 4.0}
+    config = project.configure(match=match)
+    project.prepare(config)
+
+    def seconds_of(num_ranks: int) -> list[float]:
+        starts = _Starts()
+        executor = LocalExecutor(num_ranks, device="cpu")
+        stage = MatchStage(config)
+        # A rank with a limit of time is a process of its own, even where it is the only one.
+        stage.unit_time_limit = 3600.0
+        assert run_stage(stage, executor, starts, max_reject_fraction=1.0, restart=True).ok
+        return starts.ready
+
+    def ours() -> dict[str, float]:
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
+        try:
+            (alone,), several = seconds_of(1), seconds_of(2)
+        finally:
+            os.sched_setaffinity(0, cores)
+        return {"seconds of the first rank": alone, "seconds of the further rank": several[-1] - alone}
+
+    return Case(amount=3, unit="ranks", by="wall", ours=ours)

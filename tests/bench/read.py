@@ -1,23 +1,26 @@
 """Rows of the reader: the fields of a dataset as cuts, beside ``CutSet.from_shar`` on the same shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from lhotse import CutSet
-from support.reader import make_dataset
+from support.project import make_bare_dataset
 
 from bench.rows import Case, row
 from bench.speech import RATE, clip
-from sharmill.audio.encoding import encode
+from sharmill.audio.decoder import encode
 from sharmill.shar import open_shar
-from sharmill.shar.arrays import array_to_bytes
-from sharmill.shar.cut_lines import write_cuts
-from sharmill.shar.items import FieldWriter, Item
-from sharmill.shar.lhotse_json import array_json, recording_json, temporal_array_json
+from sharmill.shar.items import (
+    FieldWriter,
+    Item,
+    array_json,
+    array_to_bytes,
+    recording_json,
+    temporal_array_json,
+    write_cuts,
+)
 
 FRAME_SHIFT, CODEBOOKS = 0.02, 8
 AUDIO, CODES = ("target_audio", "context_audio"), ("target_codes", "context_codes")
@@ -128,5 +131,5 @@ def decoded_audio(folder: Path, tiny: bool) -> Case:
 @row("read first cut of 10,000 shards", targets={"wall": "<= 0.1"})
 def first_cut(folder: Path, tiny: bool) -> Case:
     """The time to the first cut, shuffled; of two cuts in each shard."""
-    dataset = make_dataset(folder, [2] * (10 if tiny else 10_000))
+    dataset = make_bare_dataset(folder, [2] * (10 if tiny else 10_000))
     return Case(amount=1, unit="starts", by="wall", ours=lambda: next(iter(open_shar(dataset, shuffle=True))) and None)

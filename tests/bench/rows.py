@@ -5,8 +5,6 @@ Since other work on the machine distorts times, a ratio is that of the two runs 
 the median over its rounds.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 import resource
@@ -193,31 +191,19 @@ def table_line(row: Row, found: dict[str, Any]) -> str:
     what = f"**{row.name}**: {row.what}"
     if "error" in found:
         return f"| {what} | {found['error']} | | | | |"
+    ours, ratio = found["ours"], ""
+    if "ratio" in found:
+        ratio = f"{found['ratio']:.2f} ({found['ratios'][0]:.2f} to {found['ratios'][-1]:.2f})"
+    work = f"{found['amount']:,.4g} {found['unit']}, {found['amount'] / ours[found['by']]:,.4g} a second"
+    figures = ", ".join([_times(ours), work, *(f"{name} {value:,.4g}" for name, value in ours["figures"].items())])
+    targets = "; ".join(
+        f"{name} {one['target']}: {'met' if one['met'] else 'not met'}"
+        + ("" if name == "ratio" else f" ({one['value']:.3g})")
+        for name, one in found["targets"].items()
+    )
     theirs = _times(found["baseline"]) if "baseline" in found else ""
-    ours = ", ".join([_times(found["ours"]), *_figures(found)])
-    return f"| {what} | {row.baseline} | {_ratio(found)} | {ours} | {theirs} | {'; '.join(_targets(found))} |"
-
-
-def _ratio(found: dict[str, Any]) -> str:
-    if "ratio" not in found:
-        return ""
-    lowest, highest = found["ratios"][0], found["ratios"][-1]
-    return f"{found['ratio']:.2f} ({lowest:.2f} to {highest:.2f})"
+    return f"| {what} | {row.baseline} | {ratio} | {figures} | {theirs} | {targets} |"
 
 
 def _times(way: dict[str, Any]) -> str:
     return f"{way['processor']:.3f} s of processors ({way['system']:.3f} system), {way['wall']:.3f} s wall"
-
-
-def _figures(found: dict[str, Any]) -> list[str]:
-    ours = found["ours"]
-    work = f"{found['amount']:,.4g} {found['unit']}, {found['amount'] / ours[found['by']]:,.4g} a second"
-    return [work, *(f"{name} {value:,.4g}" for name, value in ours["figures"].items())]
-
-
-def _targets(found: dict[str, Any]) -> list[str]:
-    return [
-        f"{name} {one['target']}: {'met' if one['met'] else 'not met'}"
-        + ("" if name == "ratio" else f" ({one['value']:.3g})")
-        for name, one in found["targets"].items()
-    ]

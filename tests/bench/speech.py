@@ -1,7 +1,5 @@
 """Seeded audio of the benchmarks, and what a stage did with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +9,9 @@ import librosa
 import numpy as np
 import soundfile as sf
 import torch
-from support.manifests import speaker_tag
+from support.project import speaker_tag
 
-from sharmill.models.protocols import pad, padded_batches
+from sharmill.models.batches import pad, padded_batches
 
 RATE = 16000
 

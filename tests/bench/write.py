@@ -1,23 +1,16 @@
 """Rows of the stage write: a matched manifest to shards, beside ``CutSet.to_shar`` with the same fields."""
 
-from __future__ import annotations
-
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
-from support.shar import Project, run
+from support.project import Project, run
 
 from bench.rows import Case, row
 from bench.speech import write_corpus
-from sharmill.audio.roots import AudioRoots
-from sharmill.audio.segments import SegmentReader
 from sharmill.manifest import Utterance
-from sharmill.match.stage import matched_manifest
-from sharmill.write.config import WriteConfig
-from sharmill.write.stage import WriteStage
+from sharmill.write.stage import WriteConfig, WriteStage
 
 TO_SHAR = "lhotse's `to_shar`"
 
@@ -35,8 +28,7 @@ def case(folder: Path, tiny: bool, *, suffix: str, near: bool = False) -> Case:
     )
     numbers = np.arange(len(project.records))
     contexts = (numbers ^ 1 if near else np.random.default_rng(2).permutation(numbers)).tolist()
-    utterances = project.match_by_hand(config, contexts)
-    note_audio(matched_manifest(config), utterances, SegmentReader(AudioRoots.of([project.root])))
+    utterances = project.match_by_hand(config, contexts, noted=True)
     shar = folder / "lhotse"
 
     def ours() -> None:
@@ -52,18 +44,8 @@ def case(folder: Path, tiny: bool, *, suffix: str, near: bool = False) -> Case:
         for made in (project.dataset, shar):
             shutil.rmtree(made, ignore_errors=True)
 
-    seconds = sum(u.duration + u.context.segment.duration for u in utterances if u.context)
+    seconds = sum(u.segment.duration + u.context.segment.duration for u in utterances if u.context)
     return Case(amount=seconds / 3600, unit="hours of audio", ours=ours, baseline=theirs, before=before)
-
-
-def note_audio(manifest: Path, utterances: list[Utterance], reader: SegmentReader) -> None:
-    """Note about each file what the stage match notes when it decodes it."""
-    notes = {utterance.segment: reader.read(utterance.segment).notes for utterance in utterances}
-    for utterance in utterances:
-        assert utterance.context is not None
-        segment = replace(utterance.context.segment, notes=notes[utterance.context.segment])
-        utterance.notes, utterance.context = notes[utterance.segment], replace(utterance.context, segment=segment)
-    manifest.write_bytes(b"".join(utterance.to_json() + b"\n" for utterance in utterances))
 
 
 def cut_of(utterance: Utterance, root: Path) -> MonoCut:

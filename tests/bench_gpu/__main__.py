@@ -3,8 +3,6 @@
 The rows run until a deadline; each line is printed as it is found, and all are kept as JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -21,8 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench_gpu.models import save_models
-from bench_gpu.rows import Bench, Line, all_rows
+from bench_gpu.rows import Bench, Line, all_rows, save_models
 from sharmill.errors import DeviceError
 from sharmill.models import make_deterministic
 from sharmill.models.device import check_device, driver_version

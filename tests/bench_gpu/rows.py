@@ -3,8 +3,6 @@
 Each yields lines of figures as it finds them, so that what a deadline cuts off is the rest.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,33 +17,45 @@ import numpy as np
 import soundfile as sf
 import soxr
 import torch
+from bench.encode import save_codec
 from bench.speech import in_batches, write_corpus
-from support.shar import Project, codec_stages, voice
+from support.models import save_mimi, save_titanet
+from support.project import Project, codec_stages, voice
+from transformers import MimiConfig
 
-from bench_gpu.models import CODEC, ENCODER
-from sharmill.engine.claims import Rank
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult
-from sharmill.engine.run import Unlocked, run_stage
-from sharmill.engine.stage import Processor, Stage
+from sharmill.engine.run import Listener, Unlocked, run_stage
+from sharmill.engine.stage import Processor, Stage, StageResult
 from sharmill.engine.state import begin_round
-from sharmill.engine.work import work
+from sharmill.engine.work import Rank, work
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.host import usable_cores
 from sharmill.match.select import select_context
 from sharmill.match.stage import MatchStage
 from sharmill.models import load_codec, load_speaker_encoder
-from sharmill.models.measure import measure_model
-from sharmill.models.memory import measure_peak
-from sharmill.models.protocols import pad
+from sharmill.models.batches import pad
+from sharmill.models.memory import measure_model, measure_peak
 
 RATE = 22050
 # Of a large dataset.
 UNIT_SECONDS = 1200.0
 # Of the time of a stage that its model should take: the target.
 LEAST_SHARE = 0.9
+ENCODER = "speaker encoder in TitaNet-large's sizes"
+CODEC = "codec of NeMo's kind and size"
 Line = dict[str, Any]
+
+
+def save_models(folder: Path, *, is_small: bool) -> dict[str, str]:
+    """Write models of real size with random weights, or small ones; return their names by what the rows call them.
+
+    Mimi of real size has the defaults of its configuration, which are those of kyutai/mimi.
+    """
+    filters, last_filters, channels = (64, 128, 2) if is_small else (1024, 3072, 48)
+    encoder = save_titanet(folder / "titanet.nemo", filters=filters, last_filters=last_filters)
+    codec = save_codec(folder / "codec.nemo", base_channels=channels)
+    mimi = save_mimi(folder / "mimi", **({} if is_small else MimiConfig().to_dict()))
+    return {ENCODER: f"nemo:{encoder}", CODEC: f"nemo:{codec}", "Mimi": f"transformers:{mimi}"}
 
 
 @dataclass(frozen=True)

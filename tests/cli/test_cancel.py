@@ -1,7 +1,5 @@
 """`sharmill cancel`: it ends what is at work in a run directory, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,26 +7,37 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from support.paths import REPOSITORY
-from support.pipelines import run_sharmill
+from support.project import REPOSITORY, run_sharmill
 from support.toy_stage import ToyStage, wait_until
 
-from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import End, Given, RunDir
 from sharmill.engine.state import find_workers
-from sharmill.files.locks import FolderLock, lock_owner
+from sharmill.files.locks import lock_owner
 
 _HOLD = """
-import signal, sys, time
+import sys, time
 from pathlib import Path
+from sharmill.engine.stage import RunDir
+from sharmill.files import host
 from sharmill.files.locks import FolderLock
-signal.signal(signal.SIGTERM, signal.default_int_handler)
+if len(sys.argv) > 2:
+    host.this_kernel = lambda: sys.argv[2]
 try:
-    with FolderLock(Path(sys.argv[1])):
+    with FolderLock(Path(sys.argv[1])) as lock:
+        lock.must_end = lambda: RunDir(Path(sys.argv[1])).is_cancelled()
         time.sleep(120)
 except KeyboardInterrupt:
     print("ended")
 """
+
+
+@contextmanager
+def ended(process):
+    """Ends a process in any case: one that a failed test leaves would be waited for without end."""
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 @pytest.fixture
@@ -39,26 +48,14 @@ def run_dir(tmp_path):
 
 
 def cancel(run_dir, *options, environment=None):
-    return run_sharmill("cancel", str(run_dir), *options, **({} if environment is None else {"env": environment}))
+    return run_sharmill("cancel", str(run_dir), *options, status=None, env=environment)
 
 
-def hold(run_dir, script):
+@pytest.mark.parametrize("kernel", [[], ["another"]], ids=["of this machine", "of another"])
+def test_a_process_that_holds_the_lock_ends_and_leaves_it(run_dir, kernel):
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY / "src")}
-    return subprocess.Popen([sys.executable, "-c", script, run_dir], stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def test_a_process_that_ends_without_leaving_its_lock_has_ended(run_dir):
-    script = _HOLD.replace("default_int_handler", "SIG_DFL")
-    assert script != _HOLD
-    with hold(run_dir, script) as holder:
-        wait_until(lambda: lock_owner(run_dir))
-        done = cancel(run_dir)
-        assert (done.returncode, done.stderr) == (0, "")
-    assert lock_owner(run_dir).pid == holder.pid
-
-
-def test_a_process_of_this_machine_ends_and_leaves_the_lock(run_dir):
-    with hold(run_dir, _HOLD) as holder:
+    command = [sys.executable, "-c", _HOLD, run_dir, *kernel]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as holder, ended(holder):
         wait_until(lambda: lock_owner(run_dir))
         done = cancel(run_dir)
         assert (done.returncode, done.stderr) == (0, "")
@@ -71,34 +68,13 @@ def test_where_nothing_is_at_work_it_says_so(run_dir):
     done = cancel(run_dir)
     assert (done.returncode, done.stderr) == (0, "")
     assert "nothing is at work" in " ".join(done.stdout.split())
-    assert read_end(RunDir(run_dir)) is None
+    assert RunDir(run_dir).read_end() is None
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
     done = cancel(tmp_path)
     assert done.returncode == 2
     assert "is not a run directory" in done.stderr
-
-
-@contextmanager
-def locked_on_another_host(run_dir, job=""):
-    with FolderLock(run_dir):
-        (record,) = (run_dir / ".sharmill-lock").iterdir()
-        owner = json.loads(record.read_bytes()) | {"host": "node7", "kernel": "another", "pid": 77, "job": job}
-        record.write_text(json.dumps(owner))
-        yield
-
-
-@pytest.mark.parametrize(
-    ("job", "advice"), [("", "on that host: kill -TERM 77"), ("SLURM job 99", "scancel 99")], ids=["process", "job"]
-)
-def test_a_process_of_another_machine_is_named(run_dir, job, advice):
-    with locked_on_another_host(run_dir, job):
-        done = cancel(run_dir)
-    assert done.returncode == 2
-    assert "process 77 of" in done.stderr
-    assert "node7" in done.stderr
-    assert advice in done.stderr
 
 
 @pytest.fixture
@@ -125,7 +101,7 @@ def jobs(run_dir, tmp_path_factory):
     paths = RunDir(run_dir)
     paths.id.write_text("feedfeedfeedfeed")
     paths.jobs.mkdir()
-    begin_run(paths, Given(stages=["prepare"], command="sharmill submit c", cluster="here"))
+    paths.begin(Given(stages=["prepare"], command="sharmill submit c", cluster="here"))
     return folder, os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
@@ -133,33 +109,22 @@ def jobs(run_dir, tmp_path_factory):
 def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs, has_failed):
     folder, environment = jobs
     if has_failed:
-        note_end(RunDir(run_dir), End(state="failed", message="units failed"))
+        RunDir(run_dir).note_end(End(state="failed", message="units failed"))
     done = cancel(run_dir, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
     assert (folder / "asked").read_text().splitlines() == ["12 13 14", "15"]
-    end = read_end(RunDir(run_dir))
+    end = RunDir(run_dir).read_end()
     assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
 
 
 def test_a_lock_that_an_advance_job_left_when_it_was_killed_on_another_host_runs_out(run_dir, jobs):
     """While its process goes on it still writes, so that no claim may go."""
-    with locked_on_another_host(run_dir, "SLURM job 13"):
-        (record,) = (run_dir / ".sharmill-lock").iterdir()
-        left = json.loads(record.read_bytes()) | {"lease_seconds": 0.5}
-    record.parent.mkdir()
-    record.write_text(json.dumps(left))
+    (run_dir / ".sharmill-lock").mkdir()
+    left = {"host": "node7", "kernel": "another", "pid": 77, "job": "SLURM job 13", "lease_seconds": 0.5}
+    (run_dir / ".sharmill-lock/owner-1.json").write_text(json.dumps(left))
     assert cancel(run_dir, environment=jobs[1]).returncode == 0
     assert lock_owner(run_dir) is None
-
-
-@contextmanager
-def ended(process):
-    """Ends a process in any case: one that a failed test leaves would be waited for without end."""
-    try:
-        yield
-    finally:
-        process.kill()
 
 
 _WORK = """
@@ -168,7 +133,6 @@ from pathlib import Path
 from support.toy_stage import ToyStage
 from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.state import driven_round
 from sharmill.errors import FatalError
 stage = ToyStage(Path(sys.argv[1]))
@@ -177,7 +141,7 @@ make_fence(stage)
 with driven_round(stage, units, 1):
     try:
         while True:
-            require_not_cancelled(stage.run_dir)
+            stage.run_dir.require_not_cancelled()
             time.sleep(0.1)
     except FatalError as error:
         print(error)

@@ -1,30 +1,15 @@
 """`sharmill submit --dry-run`: every dataset is shown or named, whatever the others are like."""
 
-from __future__ import annotations
-
 import json
 import re
-import signal
 
 import pytest
-from support.shar import Project, voice
+from support.project import Project
 
-from sharmill.cli.main import main
 from sharmill.config import to_yaml
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import Submitted
+from sharmill.engine.stage import Submitted
 from sharmill.errors import ConfigError
-from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.executor import SlurmExecutor
-from sharmill.pipeline import run_dataset
-
-
-@pytest.fixture(autouse=True)
-def _own_signals():
-    """``main`` sets the handler of SIGTERM for its process, which here is that of the tests."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +25,7 @@ def make_config(tmp_path):
     def make(name: str):
         folder = tmp_path / name
         folder.mkdir()
-        project = Project(folder)
-        for number in range(2):
-            project.add(f"{number}.wav", voice(0.2, seed=number), speaker="s")
+        project = Project(folder).add_voices([0.2] * 2, "{}.wav", speaker="s")
         config = project.configure(match=None)
         path = folder / "config.yaml"
         path.write_bytes(to_yaml(config))
@@ -51,22 +34,11 @@ def make_config(tmp_path):
     return make
 
 
-def show(capsys, *arguments, stage="prepare") -> tuple[int, str, str]:
-    return submit(capsys, stage, *arguments, "--dry-run")
-
-
-def submit(capsys, *arguments) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["submit", *map(str, arguments)])
-    shown = capsys.readouterr()
-    return ended.value.code, shown.out, shown.err
-
-
-def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(make_config, capsys, tmp_path):
+def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(make_config, call, tmp_path):
     profile = tmp_path / "profile.yaml"
     profile.write_text("driver_units: 0\ncpu: {max_ranks: 9}\n")
     codecs = "encode.codecs=[{name: b, model: builtin}]"
-    status, out, _ = show(capsys, make_config("a")[1], codecs, "--profile", profile, stage="all")
+    status, out, _ = call("submit", "all", make_config("a")[1], codecs, "--profile", profile, "--dry-run")
     assert status == 0
     assert "prepare: 1 units (2 records) on 1 cpu ranks; at most 1 run at once" in " ".join(out.split())
     assert re.findall("--dependency=.*", out) == ["--dependency=afterany:RANKS", "--dependency=afternotok:ADVANCE"]
@@ -77,44 +49,20 @@ def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(mak
     ]  # fmt: skip
 
 
-def test_datasets_share_the_ranks_that_run_at_once(make_config, capsys, tmp_path):
+def test_datasets_share_the_ranks_that_run_at_once(make_config, call, tmp_path):
     profile = tmp_path / "profile.yaml"
     configs = [make_config(name)[1] for name in ("a", "b")]
     own = "cpu: {max_ranks: 9}\nstages: {prepare: {max_parallel: 8}}\ndriver_units: 0\n"
     for total, at_once in (("4", 2), ("3", 1), ("1", 1), ("null", 2)):
         profile.write_text(f"{own}max_parallel_all: {total}\n")
-        _, out, _ = show(capsys, *configs, "prepare.unit_records=1", "--profile", profile)
+        _, out, _ = call("submit", "prepare", *configs, "prepare.unit_records=1", "--profile", profile, "--dry-run")
         assert re.findall(r"#SBATCH --array=0-1%(\d+)", out) == [str(at_once)] * 2
 
 
-def test_the_script_of_the_advance_job_that_does_few_units_itself_is_shown(make_config, capsys):
-    status, out, _ = show(capsys, make_config("a")[1])
-    assert status == 0
-    assert "1 units in the advance job itself" in out
-    assert out.count("#!/bin/bash") == 2
-    assert re.findall("--dependency=.*", out) == ["--dependency=afternotok:ADVANCE"]
-
-
-def test_one_that_is_bad_hides_no_other(make_config, capsys):
+def test_json_of_what_would_be_submitted(make_config, call):
     (bad, path), (_, good) = make_config("a"), make_config("b")
     (bad_root := type(path)(bad.sources[0].audio_root)).rename(bad_root.with_name("moved"))
-    status, out, err = show(capsys, path, good)
-    assert status == 2
-    assert "audio_root" in err
-    assert out.count("#!/bin/bash") == 2
-
-
-def test_one_that_is_finished_is_named(make_config, capsys):
-    config, path = make_config("a")
-    assert run_dataset(config, Listener(), stages=["prepare"], executor=LocalExecutor(1)).ok
-    status, out, _ = show(capsys, path)
-    assert (status, out.split(": ")[-1]) == (0, "no unit is left to be submitted\n")
-
-
-def test_json_of_what_would_be_submitted(make_config, capsys):
-    (bad, path), (_, good) = make_config("a"), make_config("b")
-    (bad_root := type(path)(bad.sources[0].audio_root)).rename(bad_root.with_name("moved"))
-    status, out, _ = show(capsys, path, good, "--json")
+    status, out, _ = call("submit", "prepare", path, good, "--json", "--dry-run")
     first, second = json.loads(out)
     assert status == 2
     assert (first["name"], first["code"]) == (bad.name, "missing_input")
@@ -123,7 +71,7 @@ def test_json_of_what_would_be_submitted(make_config, capsys):
     assert second["balance"][0] == "1 units in the advance job itself, on 1 workers"
 
 
-def test_json_of_runs_has_their_state_or_their_error(make_config, capsys, monkeypatch):
+def test_json_of_runs_has_their_state_or_their_error(make_config, call, monkeypatch):
     (config, one), (_, other) = make_config("a"), make_config("b")
 
     def start(run):
@@ -132,7 +80,7 @@ def test_json_of_runs_has_their_state_or_their_error(make_config, capsys, monkey
         raise ConfigError("no", code="bad_usage")
 
     monkeypatch.setattr(SlurmExecutor, "start", start)
-    status, out, _ = submit(capsys, "prepare", one, other, "--json")
+    status, out, _ = call("submit", "prepare", one, other, "--json")
     first, second = json.loads(out)
     assert status == 2
     assert (first["state"], first["message"], first["jobs"]) == ("waiting", "submitted", ["7", "8"])

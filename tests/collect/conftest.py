@@ -1,7 +1,5 @@
 """One import of lhotse, and so of torch, for the processes of all recipes."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing import forkserver
 
@@ -10,5 +8,5 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_lhotse():
-    multiprocessing.set_forkserver_preload(["lhotse.recipes", "sharmill.collect.complete"])
+    multiprocessing.set_forkserver_preload(["lhotse.recipes", "sharmill.collect.manifest"])
     forkserver.ensure_running()

@@ -1,9 +1,6 @@
 """Manifests of folders, tables and manifests, made from headers, with what cannot be used named."""
 
-from __future__ import annotations
-
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,22 +10,17 @@ from pathlib import Path
 import pytest
 import soundfile as sf
 import yaml
-from support.errors import raises
-from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
-from support.paths import DATA
+from support.project import make_record, raises, write_lines, write_tone
 
-from sharmill.cli.main import main
 from sharmill.collect.manifest import ManifestOptions, make_manifest
+from sharmill.engine.run import Listener
 from sharmill.errors import ConfigError, FatalError
 from sharmill.sources import folder as folder_source
 
 
-def make(*sources, output, workers=1, force=False, progress=lambda records, rejects: None, **options):
+def make(*sources, output, workers=1, listener=None, **options):
     """Makes a manifest and returns its records."""
-    make_manifest(
-        list(map(str, sources)), str(output), ManifestOptions(**options), workers=workers, force=force,
-        progress=progress,
-    )  # fmt: skip
+    make_manifest(list(map(str, sources)), str(output), ManifestOptions(**options), workers=workers, listener=listener)
     return read(output)
 
 
@@ -77,23 +69,6 @@ def test_a_folder_with_texts_and_speakers(speech, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"speech", "m.json", "m.info.yaml"}
 
 
-def test_without_a_speaker_the_language_is_kept_beside(speech, tmp_path):
-    records = make(speech, output=tmp_path / "m.json", keys={"language": "de"})
-    assert records[0] == {"audio_filepath": "anna/one.wav", "duration": 1.0, "text": "Good day.", "lang": "de"}
-
-
-def test_two_folders_have_their_common_folder_as_root(speech, tmp_path):
-    records = make(speech / "ben", speech / "anna", output=tmp_path / "m.json", keys={"speaker": "{path[0]}"})
-    assert [record["audio_filepath"] for record in records] == ["ben/three.wav", "anna/one.wav", "anna/two.flac"]
-    assert [record["speaker"].split()[-2] for record in records] == ["Speaker:ben", "Speaker:anna", "Speaker:anna"]
-
-
-def test_an_outer_root(speech, tmp_path):
-    records = make(speech, output=tmp_path / "m.json", audio_root=str(tmp_path))
-    assert records[0]["audio_filepath"] == "speech/anna/one.wav"
-    assert info(tmp_path / "m.json")["audio_root"] == str(tmp_path)
-
-
 def test_a_table(speech, tmp_path):
     table = speech / "metadata.csv"
     table.write_text("anna/one|as printed|Good day.\nben/none|missing|x\nanna/one|too few\n")
@@ -107,7 +82,7 @@ def test_a_table(speech, tmp_path):
 
 
 def test_a_manifest_is_completed(speech, tmp_path):
-    manifest = write_manifest(tmp_path / "in.json", [
+    manifest = write_lines(tmp_path / "in.json", [
         make_record(audio_filepath="anna/one.wav", duration=..., cer=0.1),
         make_record(audio_filepath=str(speech / "ben/three.wav"), duration=0.45, speaker=7),
         make_record(audio_filepath="anna/one.wav", offset=0.25, duration=...),
@@ -185,7 +160,7 @@ def test_audio_of_several_channels(tmp_path):
 @pytest.fixture
 def long_manifest(speech, tmp_path):
     """A manifest of 2,600 records of one file, every 13th of which goes beyond its end."""
-    return write_manifest(
+    return write_lines(
         tmp_path / "long.json",
         [make_record(audio_filepath="speech/anna/one.wav", offset=i % 13 / 12, duration=..., text=f"text {i}", n=i)
          for i in range(2600)],
@@ -203,30 +178,23 @@ def test_the_bytes_do_not_depend_on_workers(long_manifest, tmp_path):
     assert made[0] == made[1]
 
 
-def test_a_worker_that_is_killed_ends_with_one_line(long_manifest, tmp_path):
-    def kill_one(records, rejects):
-        multiprocessing.active_children()[0].kill()
-
-    with raises(FatalError, "process_ended", "killed"):
-        make(long_manifest, output=tmp_path / "out/m.json", workers=2, progress=kill_one)
-    assert list((tmp_path / "out").iterdir()) == []
-    assert multiprocessing.active_children() == []
+class Interrupted(Listener):
+    def unit_done(self, unit, commit):
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interruption_leaves_nothing(workers, long_manifest, tmp_path):
-    def interrupt(records, rejects):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        make(long_manifest, output=tmp_path / "out/m.json", workers=workers, progress=interrupt)
+        make(long_manifest, output=tmp_path / "out/m.json", workers=workers, listener=Interrupted())
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_killed_run_leaves_no_file_and_the_next_begins_anew(long_manifest, tmp_path):
     script = (
-        "import os, sys; from sharmill.collect.manifest import *; make_manifest(sys.argv[1:2], sys.argv[2], "
-        "ManifestOptions(), workers=2, progress=lambda records, rejects: os.kill(os.getpid(), 9))"
+        "import os, sys; from sharmill.collect.manifest import *; "
+        "Listener.unit_done = lambda *_: os.kill(os.getpid(), 9); make_manifest(sys.argv[1:2], "
+        "sys.argv[2], ManifestOptions(), workers=2)"
     )
     output = tmp_path / "out/m.json"
     # Its end is seen where its workers, which have its output too, have ended.
@@ -246,17 +214,6 @@ def test_what_is_there_is_replaced_only_by_force(name, speech, tmp_path):
     assert (tmp_path / name).read_text() == "mine"
     assert len(make(speech, **given, force=True)) == 3
     assert {path.name for path in tmp_path.iterdir()} == {"speech", "m.json", "m.info.yaml", "words.txt"}
-
-
-def test_an_option_that_was_removed_says_what_to_do(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["manifest", "speech", "-o", "m.json", "--restart"])
-    assert end.value.code == 2
-    assert "--force" in capsys.readouterr().err
-
-
-def test_a_folder_that_is_missing_is_made(speech, tmp_path):
-    assert len(make(speech, output=tmp_path / "new/folder/m.json")) == 3
 
 
 def test_where_nothing_can_be_used_there_is_no_manifest(tmp_path):
@@ -293,7 +250,7 @@ def test_wrong_arguments_end_before_any_work(sources, options, code, names, spee
     Path("empty").mkdir()
     Path("no_table.csv").write_text("a,b\n1,2\n")
     Path("array.json").write_text("[]")
-    write_manifest(Path("in.json"), [make_record()])
+    write_lines(Path("in.json"), [make_record()])
     with raises(ConfigError, code, *names):
         make(*sources, output=Path("out/m.json"), **options)
     assert not Path("out/m.json").exists()
@@ -302,25 +259,6 @@ def test_wrong_arguments_end_before_any_work(sources, options, code, names, spee
 def test_the_output_is_no_folder_and_no_source(speech, tmp_path):
     with raises(ConfigError, "bad_usage", str(speech)):
         make(speech, output=speech)
-    manifest = write_manifest(tmp_path / "in.json", [make_record()])
+    manifest = write_lines(tmp_path / "in.json", [make_record()])
     with raises(ConfigError, "bad_usage", "in.json"):
         make(manifest, output=manifest, force=True)
-
-
-@pytest.mark.skipif(not DATA.exists(), reason="the shared speech data is not here")
-def test_real_speech_from_the_folder_alone(tmp_path):
-    corpus = DATA / "librispeech_10x10"
-    given = {record["audio_filepath"]: record for record in read(corpus / "manifest.json")}
-    output = tmp_path / "m.json"
-    keys = {"speaker": "{path[0]}", "language": "en", "dataset": "LibriSpeech"}
-    records = make(corpus / "audio", output=output, keys=keys)
-    assert [record["audio_filepath"] for record in records] == sorted(given)
-    for record in records:
-        header = sf.info(corpus / "audio" / record["audio_filepath"])
-        assert record["duration"] == header.frames / header.samplerate
-        of_before = given[record["audio_filepath"]]
-        # Its durations are rounded.
-        assert record["duration"] == pytest.approx(of_before["duration"], abs=1e-4)
-        assert record["speaker"] == of_before["speaker"]
-    prepared = run_prepare(config_for(tmp_path, [(output, corpus / "audio")], prepare={"require_text": False}))
-    assert (len(prepared.kept), prepared.rejects) == (100, [])

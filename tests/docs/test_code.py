@@ -1,4 +1,4 @@
-"""The README and the pages of docs: their code runs, their commands exist, their links lead somewhere.
+"""The README, the pages of docs, docstrings and the list of abilities: code runs, commands, links and names exist.
 
 - ``python`` blocks run in their order, a page at a time, in a folder with small datasets under the names of the pages.
 - ``sh`` blocks run line by line in the same folder.
@@ -6,8 +6,9 @@
 - Lines of other blocks that begin with a command are not run, but command, options and files must exist.
 """
 
-from __future__ import annotations
-
+import ast
+import doctest
+import importlib
 import json
 import os
 import re
@@ -20,9 +21,9 @@ from typing import Any
 import click
 import pytest
 import yaml
-from support.manifests import speaker_tag
-from support.paths import REPOSITORY
-from support.shar import put, voice
+from support.project import REPOSITORY, TESTS, Project, voice, write_lines
+
+from sharmill.cli.main import cli
 
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -62,16 +63,13 @@ def folder(built, many, tmp_path, monkeypatch):
 @pytest.fixture
 def speech(folder):
     """``my/manifest.json`` and ``my/audio``: six utterances of two speakers, in files named as LibriSpeech's are."""
-    records = []
+    project = Project(folder / "my")
     for number in range(6):
         speaker, seconds = 80 + number % 2, 3.2 + 0.1 * number
+        samples = voice(seconds, pitch=100 + 40 * (number % 2), seed=number)
         name = f"{speaker}/{speaker}-1-{number:02}.flac"
-        put(folder / "my/audio" / name, voice(seconds, pitch=100 + 40 * (number % 2), seed=number))
-        # The lengths in the file are whole samples.
-        duration = round(seconds * 16000) / 16000
-        text = f"number {number}"
-        records.append({"audio_filepath": name, "duration": duration, "text": text, "speaker": speaker_tag(speaker)})
-    (folder / "my/manifest.json").write_text("".join(json.dumps(record) + "\n" for record in records))
+        project.add(name, samples, speaker=speaker, text=f"number {number}")
+    write_lines(folder / "my/manifest.json", project.records)
 
 
 @pytest.fixture
@@ -79,14 +77,15 @@ def commands(folder):
     """The environment of a shell: ``sharmill`` and ``python`` are those of this interpreter, also as .venv/bin/..."""
     bin_folder = folder / ".venv" / "bin"
     bin_folder.mkdir(parents=True)
-    for name, arguments in (("python", ""), ("sharmill", "-m sharmill")):
-        script = bin_folder / name
-        script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments} "$@"\n')
-        script.chmod(0o755)
-    # Stands in for SLURM's own, where that is installed and has no controller: `sharmill doctor` would find it so.
-    controller = bin_folder / "scontrol"
-    controller.write_text("#!/bin/sh\necho 'the controller of the tests is UP'\n")
-    controller.chmod(0o755)
+    python = shlex.quote(sys.executable)
+    for name, line in (
+        ("python", f'exec {python} "$@"'),
+        ("sharmill", f'exec {python} -m sharmill "$@"'),
+        # Stands in for SLURM's own, where that is installed and has no controller: `sharmill doctor` would find it so.
+        ("scontrol", "echo 'the controller of the tests is UP'"),
+    ):
+        (bin_folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (bin_folder / name).chmod(0o755)
     return os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
 
@@ -133,12 +132,6 @@ def test_yaml_and_json_of_the_pages_are_read(page):
         assert [json.loads(line) for line in text.splitlines()]
 
 
-def test_toml_of_the_pages_is_read():
-    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-    tables = [tomllib.loads(text) for page in PAGES for _, text in blocks(page, "toml")]
-    assert tables[0]["project"]["entry-points"]["sharmill.stages"]
-
-
 @pytest.mark.parametrize("page", pages_with(""))
 def test_commands_that_are_not_run_exist(page):
     for _, text in blocks(page, ""):
@@ -148,8 +141,6 @@ def test_commands_that_are_not_run_exist(page):
 
 def check_command(words: list[str]) -> None:
     """Assert that a command, its options and the files that it names exist."""
-    from sharmill.cli.main import cli
-
     if not words:
         return
     if words[0] == "make":
@@ -183,9 +174,46 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-def test_the_readme_is_short():
-    lines = README.read_text().splitlines()
-    assert len(lines) <= 150
-    assert max(map(len, lines)) <= 120
-    assert "make demo" in README.read_text()
-    assert "make test" in README.read_text()
+STOPS = sorted(set(re.findall(r"`([\w/]+\.py):([\w.]+)`", (REPOSITORY / "docs/architecture.md").read_text())))
+
+
+def test_there_are_walks():
+    assert len(STOPS) > 30
+
+
+@pytest.mark.parametrize(("file", "name"), STOPS, ids=":".join)
+def test_the_names_in_the_walks_of_the_architecture_are_defined(file, name):
+    body = ast.parse((REPOSITORY / "src/sharmill" / file).read_text()).body
+    for part in name.split("."):
+        found = [node for node in body if getattr(node, "name", None) == part]
+        assert found, f"{file} does not define {name}"
+        body = getattr(found[0], "body", [])
+
+
+ABILITIES = [line for line in (TESTS / "ABILITIES.md").read_text().splitlines() if line.startswith("- ")]
+
+
+@pytest.mark.parametrize("line", ABILITIES)
+def test_the_tests_that_show_an_ability_are_there(line):
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", line)
+    assert named
+    for path, name in named:
+        assert f"def {name or 'test_'}" in (REPOSITORY / path).read_text(), path
+
+
+SOURCE = REPOSITORY / "src"
+# Examples that need a large dataset or a cluster say +SKIP; the pages show the same on small ones.
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+    for path in SOURCE.rglob("*.py")
+    if re.search(r"^ *>>> (?!.*SKIP)", path.read_text(), re.MULTILINE)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_examples_in_docstrings_run(name, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0
+    assert found.failed == 0

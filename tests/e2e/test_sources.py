@@ -1,38 +1,19 @@
 """Speech from where it lies, through the real stages to a validated dataset."""
 
-from __future__ import annotations
-
-import csv
 import gzip
 import json
 
 import numpy as np
-import pytest
-from support.paths import DATA
-from support.pipelines import digest
-from support.shar import run, voice
+from support.project import check_dataset, voice
 
-from sharmill.config import to_config
-from sharmill.engine.listener import Listener
-from sharmill.engine.rundir import RunDir
-from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
 from sharmill.validate.accounts import ExpectedRecords
-from sharmill.validate.stage import ValidateStage
-
-STAGES = ["prepare", "match", "write", "validate"]
-
-real_speech = pytest.mark.skipif(
-    not DATA.is_dir(), reason="needs real speech in ../shared/data, which is not in the repository"
-)
 
 
 def check(project, config, folder):
     """The findings of a deep check against the sources of a configuration."""
     against = ExpectedRecords(sources=tuple(config.sources), rejects=(str(project.run_dir / "prepare/rejects.jsonl"),))
-    stage = ValidateStage(project.dataset, RunDir(folder), deep=True, against=against)
-    assert run(stage).ok
-    return list(stage.findings())
+    return check_dataset(project.dataset, folder, against, deep=True).findings
 
 
 def test_channels_of_one_file(project, tmp_path):
@@ -108,82 +89,3 @@ def test_lhotse_kaldi_and_annotations_of_one_call(project, tmp_path):
         "malformed",
     ]  # fmt: skip
     assert check(project, config, tmp_path / "check") == []
-
-
-def build(folder, source, **changes):
-    """The files of the validated dataset of one source."""
-    values = {
-        "name": "real",
-        "run_dir": str(folder / "run"),
-        "dataset_dir": str(folder / "dataset"),
-        "sources": [source],
-        "write": {"shard_size": 30},
-        "encode": {"codecs": []},
-        "validate": {"deep": True, "against_sources": True},
-        "executor": {"workers": 1},
-    }
-    result = run_dataset(to_config(values | changes, "test"), Listener(), stages=STAGES)
-    assert result.ok
-    assert result.num_errors == 0
-    return digest(folder / "dataset")
-
-
-def records_of(name):
-    return [json.loads(line) for line in (DATA / name / "manifest.json").read_text().splitlines()]
-
-
-@real_speech
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_nemos_documented_line_makes_the_same_dataset_as_speaker_tags(tmp_path):
-    audio = str(DATA / "librispeech_10x10/audio")
-    plain = build(tmp_path / "plain", {"manifest": str(DATA / "librispeech_10x10/manifest.json"), "audio_root": audio})
-    lines = [
-        json.dumps(
-            {"audio_filepath": f"{audio}/{record['audio_filepath']}"} | {k: record[k] for k in ("text", "duration")}
-        )
-        for record in records_of("librispeech_10x10")
-    ]
-    for shard in range(2):
-        (tmp_path / f"manifest_{shard}.json").write_text("".join(line + "\n" for line in lines[shard * 50 :][:50]))
-    source = {"manifest": str(tmp_path / "manifest__OP_0..1_CL_.json"), "audio_root": audio, "speaker": "{path[0]}",
-              "language": "en", "dataset": "LibriSpeech"}  # fmt: skip
-    assert build(tmp_path / "documented", source) == plain
-
-
-def contents(folder):
-    """The texts, speakers and samples of the cuts of a dataset and of their contexts."""
-    return [
-        (
-            cut.supervisions[0].text,
-            cut.supervisions[0].speaker,
-            cut.supervisions[0].custom["context_audio_text"],
-            cut.load_target_audio().tobytes(),
-            cut.load_context_audio().tobytes(),
-        )
-        for cut in open_shar(folder / "dataset")
-    ]
-
-
-@real_speech
-@pytest.mark.e2e
-@pytest.mark.slow
-def test_segments_of_long_recordings_from_a_table(tmp_path):
-    records = records_of("ami_segments")
-    audio = str(DATA / "ami_segments/audio")
-    with (tmp_path / "segments.tsv").open("w", newline="") as stream:
-        writer = csv.writer(stream, delimiter="\t")
-        writer.writerow(["meeting", "begin", "duration", "speaker", "text"])
-        for record in records:
-            name = record["speaker"].split("Speaker:")[1].split()[0]
-            writer.writerow([record["audio_filepath"][:-4], record["offset"], record["duration"], name, ""])
-    source = {"type": "table", "table": str(tmp_path / "segments.tsv"), "audio_root": audio, "delimiter": "\t",
-              "columns": {"offset": "begin"}, "audio": "{meeting}.wav", "language": "en", "dataset": "AMI"}  # fmt: skip
-    limits = {"prepare": {"require_text": False}, "match": {"min_duration": 1.0}, "max_reject_fraction": 1.0}
-    plain = build(
-        tmp_path / "plain", {"manifest": str(DATA / "ami_segments/manifest.json"), "audio_root": audio}, **limits
-    )
-    made = build(tmp_path / "table", source, **limits)
-    assert {file for file in plain if "audio/" in file and made[file] != plain[file]} == set()
-    assert len(contents(tmp_path / "table")) > 10
-    assert contents(tmp_path / "table") == contents(tmp_path / "plain")

@@ -1,23 +1,24 @@
-"""Codecs that find no memory: what torch raises is put in, and the run ends with one line that says what to set."""
-
-from __future__ import annotations
+"""Codecs that find no memory, and segments that are too long for a device: cut where that gives the same codes."""
 
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from support.errors import raises
-from support.shar import ToyCodec, codec_stages, loading, run, voice
+from support.project import ToyCodec, codec_stages, lines, loading, raises, run, voice
 
 from sharmill.encode.config import EncodeConfig
 from sharmill.errors import FatalError, UnitFailed
+from sharmill.models import load_codec
+from sharmill.shar import open_shar
+
+LACK = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 class SmallDevice(ToyCodec):
     """A codec on a device with memory for so many samples at once."""
 
-    def __init__(self, samples: int, error: Exception) -> None:
+    def __init__(self, samples: int, error: Exception = LACK) -> None:
         super().__init__()
         self.samples, self.error = samples, error
 
@@ -28,69 +29,51 @@ class SmallDevice(ToyCodec):
 
 
 @pytest.fixture
-def config(project):
-    """Six cuts of one second in three shards."""
-    for number in range(6):
-        project.add(f"{number}.flac", voice(1.0, pitch=150 + 30 * number, seed=number), number=number)
-    return project.write([1, 0, 0, 0, 0, 0], write={"shard_size": 2, "order": "manifest"})
+def make_config(project):
+    """Returns a function: seconds of cuts -> the configuration of a dataset of them, two in a shard."""
+
+    def make(*seconds):
+        for number, duration in enumerate(seconds):
+            project.add(f"{number}.flac", voice(duration, pitch=150 + 30 * number, seed=number), number=number)
+        contexts = [1, *[0] * (len(seconds) - 1)]
+        return project.write(contexts, write={"shard_size": 2, "order": "manifest"})
+
+    return make
 
 
 def encode(config, codec, **options):
-    """The result of the stage that takes segments through the codec."""
-    config = config.with_section(dataclasses.replace(config.section(EncodeConfig), unit_seconds=2.0, **options))
+    """The result of the stage that takes segments through the codec; where it is done their codes are in the dataset.
+
+    ``options`` are keys of the section encode.
+    """
+    config = config.with_section(dataclasses.replace(config.section(EncodeConfig), **options))
     with loading(codec):
-        survey, stage, _ = codec_stages(config, "toy")
+        survey, stage, assemble = codec_stages(config)
         assert run(survey).ok
-        return run(stage)
+        result = run(stage)
+        if result.ok:
+            assert run(assemble).ok
+    return result
 
 
 @pytest.mark.parametrize("error", [
-    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    LACK,
     RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
 ])  # fmt: skip
-def test_where_nothing_fits_the_stage_stops_and_says_what_to_set(config, error):
+def test_where_nothing_fits_the_stage_stops_and_says_what_to_set(make_config, error):
     with raises(FatalError, "out_of_memory", "lower encode.batch_seconds below", "a batch of"):
-        encode(config, SmallDevice(16000, error))
+        encode(make_config(*[1.0] * 6), SmallDevice(16000, error), unit_seconds=2.0)
 
 
-@pytest.fixture
-def config_with_a_long_one(project):
-    """As ``config``, but the last cut has four seconds."""
-    for number, seconds in enumerate([1.0] * 5 + [4.0]):
-        project.add(f"{number}.flac", voice(seconds, pitch=150 + 30 * number, seed=number), number=number)
-    return project.write([1, 0, 0, 0, 0, 0], write={"shard_size": 2, "order": "manifest"})
-
-
-LACK = torch.cuda.OutOfMemoryError("CUDA out of memory.")
-
-
-def test_a_segment_too_long_for_the_device_costs_its_unit_alone_and_a_larger_device_does_the_rest(
-    config_with_a_long_one,
-):
-    result = encode(config_with_a_long_one, SmallDevice(40000, LACK), batch_seconds=2.0)
-    (failure,) = result.failures.values()
+def test_a_segment_too_long_for_the_device_costs_its_unit_alone_and_a_larger_device_does_the_rest(make_config):
+    config = make_config(*[1.0] * 5, 4.0)
+    (failure,) = encode(config, SmallDevice(40000), unit_seconds=2.0, batch_seconds=2.0).failures.values()
     for part in ("its 4 s do not fit", "at byte", "all other units go on", "with more memory"):
         assert part in failure.message
-    larger = SmallDevice(80000, LACK)
-    assert encode(config_with_a_long_one, larger, batch_seconds=2.0).ok
+    larger = SmallDevice(80000)
+    assert encode(config, larger, unit_seconds=2.0, batch_seconds=2.0).ok
     assert [max(batch) for batch in larger.batches] == [64000]
-
-
-def test_segments_that_cannot_fit_are_named_before_their_unit_is_decoded(config_with_a_long_one, monkeypatch):
-    monkeypatch.setattr("sharmill.encode.codec_batches.require_room", lambda *arguments: 3.5)
-    codec = ToyCodec()
-    result = encode(config_with_a_long_one, codec, batch_seconds=2.0)
-    (failure,) = result.failures.values()
-    assert "1 of 1 segments are longer than the 4 s that fit" in failure.message
-    assert "the longest, of 4 s, is in" in failure.message
-    assert sum(len(batch) for batch in codec.batches) == 5
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory(config):
-    device = SmallDevice(0, RuntimeError("CUDA error: an illegal memory access was encountered"))
-    result = encode(config, device)
-    assert {"illegal memory access" in failure.message for failure in result.failures.values()} == {True}
 
 
 class NanCodec(ToyCodec):
@@ -102,9 +85,43 @@ class NanCodec(ToyCodec):
         return super().encode(audio, num_samples)
 
 
-def test_a_segment_whose_codes_are_not_finite_costs_its_unit_alone_and_is_named(config_with_a_long_one):
-    result = encode(config_with_a_long_one, NanCodec(), batch_seconds=8.0)
-    (failure,) = result.failures.values()
+def test_a_segment_whose_codes_are_not_finite_costs_its_unit_alone_and_is_named(make_config):
+    config = make_config(*[1.0] * 5, 4.0)
+    (failure,) = encode(config, NanCodec(), unit_seconds=2.0, batch_seconds=8.0).failures.values()
     assert "outside its 64 (segments " in failure.message
     assert "recording.000002.tar at byte" in failure.message
-    assert encode(config_with_a_long_one, ToyCodec(), batch_seconds=8.0).ok
+    assert encode(config, ToyCodec(), unit_seconds=2.0, batch_seconds=8.0).ok
+
+
+@pytest.fixture
+def codec(monkeypatch):
+    """The builtin codec, on a device that has no memory for more than 31 s at once."""
+    codec = load_codec("builtin")
+    codec.whole, codec.lengths = codec.encode, []
+
+    def encode(audio, num_samples):
+        codec.lengths.append([round(n / 16000, 1) for n in num_samples.tolist()])
+        if audio.numel() > 31 * 16000:
+            raise LACK
+        return codec.whole(audio, num_samples)
+
+    monkeypatch.setattr(codec, "encode", encode)
+    return codec
+
+
+def test_a_segment_too_long_for_the_device_is_cut_and_has_the_codes_of_the_whole(project, make_config, codec):
+    config = make_config(1.0, 70.0)
+    assert encode(config, codec).ok
+    assert codec.lengths == [[30.0], [30.0], [30.0], [1.0]]
+    (commit,) = [one for path in codec_stages(config)[1].dir.path.glob("**/ledger/*.jsonl") for one in lines(path)]
+    assert (commit["stats"]["encoded_seconds"], commit["stats"]["padded_seconds"]) == (71.0, 71.0)
+    (long,) = [cut for cut in open_shar(project.dataset) if cut.duration > 60]
+    audio = torch.from_numpy(long.load_custom("target_audio"))
+    assert (long.target_codes.load() == codec.whole(audio, torch.tensor([audio.shape[1]]))[0].numpy()).all()
+
+
+def test_one_of_a_codec_that_sees_all_of_its_audio_is_named_with_what_to_do(make_config, codec, monkeypatch):
+    monkeypatch.setattr(codec, "find_reach", lambda: None)
+    (failure,) = encode(make_config(1.0, 70.0), codec).failures.values()
+    for part in ("its 70 s do not fit", "all other units go on", "a device with more memory"):
+        assert part in failure.message

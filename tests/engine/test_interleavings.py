@@ -1,32 +1,27 @@
 """What becomes of units in any order of steps: ranks and drivers on hosts that see each other's files late.
 
-The functions of the engine are the real ones, on a real folder; see ``support.shared_disk`` for what hosts see of it. A
-search for an order that breaks a property is worth as much as the mistakes that it finds: some are made on purpose.
+The functions of the engine are the real ones, on a real folder; see ``engine.simulated_run`` for what hosts see of
+it. A search for an order that breaks a property is worth as much as the mistakes that it finds: some are made on
+purpose. At the end are slots that are bad.
 """
 
-from __future__ import annotations
-
 import math
-import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
-from support.properties import examples
-from support.shared_disk import Fault, Host
-from support.simulated_run import SimulatedStage, simulate
+from engine.simulated_run import Fault, Host, SimulatedStage, simulate
+from greenlet import getcurrent
+from hypothesis import Phase, given, settings, strategies as st
+from support.project import examples
 
-from sharmill.engine.claims import Claims
-from sharmill.engine.ledger import find_outstanding, read_ledger
+from sharmill.engine.plan import find_outstanding, read_ledger
+from sharmill.engine.stage import Commit
 from sharmill.engine.state import StageState
-from sharmill.engine.unit import Commit
+from sharmill.engine.work import Claims
 from sharmill.errors import SharmillError
-from sharmill.files.staging import PublishedFile, Staging
-from sharmill.files.storage import checksum
-from sharmill.files.stored import RecordLog
+from sharmill.files.storage import PublishedFile, RecordLog, Staging, checksum
 
 MOST_LATE = 55.0
 FOLDERS = ("claims", "attempts", "progress", "ledger", "first", "last")
@@ -122,7 +117,7 @@ def take_over_without_asking(monkeypatch):
 
 def finish_without_lock(monkeypatch):
     lock = SimpleNamespace(released=nullcontext)
-    monkeypatch.setattr("support.simulated_run.locked", lambda *arguments, **options: nullcontext(lock))
+    monkeypatch.setattr("engine.simulated_run.locked", lambda *arguments, **options: nullcontext(lock))
 
 
 def finish_before_all_is_seen(monkeypatch):
@@ -141,17 +136,17 @@ def count_leases_by_the_clock_of_others(monkeypatch):
 
 def commit_before_publishing(monkeypatch):
     publish, clear, append = Staging.publish, Staging.clear, RecordLog.append
-    later = threading.local()
+    later = {}
 
     def publish_later(staging, names):
-        later.publish = lambda: (publish(staging, names), clear(staging))
+        later[getcurrent()] = lambda: (publish(staging, names), clear(staging))
         paths = {name: staging.path(name) for name in names}
         return [PublishedFile(name, path.stat().st_size, checksum(path)) for name, path in paths.items()]
 
     def append_first(log, record, *, synced=False):
         append(log, record, synced=synced)
         if isinstance(record, Commit):
-            later.publish()
+            later[getcurrent()]()
 
     monkeypatch.setattr(Staging, "publish", publish_later)
     monkeypatch.setattr(Staging, "clear", lambda staging: None)
@@ -169,3 +164,23 @@ def test_the_search_finds_a_mistake(tmp_path_factory, monkeypatch, mistake):
     mistake(monkeypatch)
     with pytest.raises((AssertionError, OSError, SharmillError)):
         search(tmp_path_factory, max_examples=MOST_EXAMPLES, phases=[Phase.generate])
+
+
+@pytest.mark.parametrize("num_units", [1, 7])
+def test_where_every_slot_is_bad_the_stage_ends(tmp_path, num_units):
+    run = simulate(tmp_path, [Host(f"h/rank {number}", good_for=0) for number in range(2)], units=num_units)
+    assert run.results[0].failures.keys() == set(range(num_units))
+    assert run.commits() == {}
+    # Ten different units tell that a slot is bad; fewer are given up, since nothing else could tell.
+    assert run.attempts().slots_out() == {}
+
+
+@pytest.mark.parametrize("is_useful", [False, True])
+def test_a_host_with_three_bad_slots_is_taken_out_unless_others_of_it_work(tmp_path, is_useful):
+    ranks = [Host(f"bad/rank {number}", good_for=0) for number in range(3)]
+    ranks += [Host("bad/rank 3")] if is_useful else []
+    run = simulate(tmp_path, [*ranks, Host("good/rank 4")], units=40)
+    assert run.attempts().is_out("bad/rank 0")
+    assert run.attempts().is_out("bad/rank 3") is not is_useful
+    assert not run.attempts().is_out("good/rank 4")
+    assert run.commits().keys() == set(range(40))

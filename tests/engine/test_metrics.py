@@ -1,7 +1,5 @@
 """Curves are written where they are asked for, and never cost a run."""
 
-from __future__ import annotations
-
 import os
 import pty
 import socket
@@ -14,8 +12,8 @@ from unittest import mock
 import pytest
 
 from sharmill.config import MetricsConfig
-from sharmill.engine.metrics import MetricsLog
-from sharmill.engine.unit import Commit, make_unit
+from sharmill.engine.progress import MetricsLog
+from sharmill.engine.stage import Commit, make_unit
 
 
 def commit_of(unit, rejects):

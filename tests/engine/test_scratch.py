@@ -1,33 +1,44 @@
 """Scratch folders, in which ranks write before they publish."""
 
-from __future__ import annotations
-
-import errno
+import multiprocessing
 import os
 import socket
+import stat
 import subprocess
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.errors import raises
-from support.full_scratch import WatchedStage
-from support.toy_stage import output_bytes, run
+from support.project import raises
+from support.toy_stage import ToyStage, output_bytes, run
 
-from sharmill.errors import DeviceError, FatalError
-from sharmill.files.staging import STAGING_NAME, Staging
+from sharmill.errors import DeviceError
+from sharmill.files.storage import Staging
 
 
 @pytest.fixture
 def scratch(tmp_path, monkeypatch):
     folder = tmp_path / "scratch"
     folder.mkdir()
+    # The server from which it is forked has the environment of this moment.
+    forked = multiprocessing.get_context("forkserver").Process(target=bool)
+    forked.start()
+    forked.join()
     monkeypatch.setenv("NODE_DISK", str(folder))
     return folder
 
 
-def make_stage(folder, scratch="$NODE_DISK") -> WatchedStage:
-    stage = WatchedStage(folder)
+class WatchedStage(ToyStage):
+    """Notes where its units are written."""
+
+    def work(self, unit, staging, advance):
+        folder = staging.path(f"first/{unit.index:06d}.txt").parent
+        self.mark("written", f"{folder.parent} {stat.S_IMODE(folder.stat().st_mode):o}")
+        return super().work(unit, staging, advance)
+
+
+def make_stage(folder, scratch="$NODE_DISK", **options):
+    stage = WatchedStage(folder, **options)
     stage.scratch = scratch
     return stage
 
@@ -43,39 +54,20 @@ def test_units_are_written_there_and_the_bytes_are_the_same(tmp_path, scratch):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_where_it_is_full_for_all_ranks_it_is_named_and_left_empty(tmp_path, scratch, workers):
-    stage = make_stage(tmp_path)
-    stage.full = 2
     full = f"cannot write {scratch}/sharmill-rank-"
     with raises(DeviceError, "disk", full, f"on {socket.gethostname()}: No space left on device", "make room"):
-        run(stage, workers)
+        run(make_stage(tmp_path, behaviour={2: "full"}), workers)
     assert list(scratch.iterdir()) == []
-    stage.full = -1
-    assert run(stage)[0].ok
+    assert run(make_stage(tmp_path))[0].ok
 
 
 def test_a_rank_that_finds_it_full_is_given_up_alone(tmp_path, scratch):
-    stage = make_stage(tmp_path)
-    stage.full, stage.once = 2, True
+    stage = make_stage(tmp_path, behaviour={2: "full_once"})
     result, heard = run(stage, 2)
     assert (result.ok, heard.failed) == (True, {})
-    assert stage.attempts()[2] == 1
+    assert stage.attempts()[2] == 2
     [sentence] = result.given_up
     assert "No space left on device" in sentence
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_one_in_which_nothing_can_be_made_is_an_error_of_its_node(tmp_path, scratch, number, monkeypatch):
-    make = Path.mkdir
-
-    def refuse(path, *arguments, **options):
-        if path.parent == scratch:
-            raise OSError(number, os.strerror(number))
-        make(path, *arguments, **options)
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with raises(DeviceError, "disk", f"cannot write {scratch}/", os.strerror(number)) as caught:
-        run(make_stage(tmp_path))
-    assert caught.value.place == socket.gethostname()
 
 
 @pytest.mark.parametrize("name", ["$NO_SUCH_VARIABLE", "/no/such/folder", "relative"])
@@ -98,21 +90,9 @@ def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, s
     # In a container with the same host name, the number of a process that is at work may be none here.
     with mock.patch("socket.gethostname", return_value="other-host"):
         elsewhere = make_folder(ended.pid)
-    with mock.patch("sharmill.files.staging.this_kernel", return_value="the same boot/another PID namespace"):
+    with mock.patch("sharmill.files.storage.this_kernel", return_value="the same boot/another PID namespace"):
         in_container = make_folder(ended.pid)
     foreign = scratch / gone.name.rpartition("-")[0]  # the name of no process
     foreign.mkdir()
     assert run(make_stage(tmp_path))[0].ok
     assert set(scratch.iterdir()) == {alive, elsewhere, in_container, foreign}
-
-
-def test_a_copy_that_does_not_fit_beside_the_dataset_leaves_nothing(tmp_path, scratch, monkeypatch):
-    def copy(source, goal, **options):
-        goal.write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("sharmill.files.staging.shutil.copyfile", copy)
-    stage = make_stage(tmp_path)
-    with raises(FatalError, "disk", f"cannot write {stage.root}:"):
-        run(stage)
-    assert list((stage.root / STAGING_NAME).rglob("*.txt")) == []

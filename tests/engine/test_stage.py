@@ -1,13 +1,9 @@
 """Stages of other packages: their records are accounted for, and what they do not declare is said in a line."""
 
-from __future__ import annotations
-
 import pytest
-from support.errors import raises
-from support.packages import add_distribution
-from support.shar import Project, voice
+from support.project import Project, add_distribution, raises
 
-from sharmill.engine.listener import Listener
+from sharmill.engine.run import Listener
 from sharmill.errors import ConfigError
 from sharmill.pipeline import run_dataset
 
@@ -16,7 +12,7 @@ from dataclasses import dataclass
 
 from sharmill.config import StageSection
 from sharmill.engine.stage import Processor, Stage, add_up
-from sharmill.engine.unit import Output, make_unit
+from sharmill.engine.stage import Output, make_unit
 from sharmill.manifest import Reject
 
 
@@ -56,9 +52,7 @@ class TallyProcessor(Processor):
 def configure(tmp_path, monkeypatch):
     """Returns a function: replaced text of the package, and its section -> configuration of three recordings."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    project = Project(tmp_path)
-    for number in range(3):
-        project.add(f"{number}.flac", voice(0.4, seed=number))
+    project = Project(tmp_path).add_voices([0.4] * 3)
 
     def configure(old="", new="", section=None, module="tally_stage"):
         add_distribution(tmp_path / "site", "tally", "1.0", f"[sharmill.stages]\ntally = {module}:Tally\n")

@@ -1,23 +1,19 @@
 """The programs in examples/ and pipelines/ run as their first lines say."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
 import subprocess
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
-import yaml
-from support.manifests import speaker_tag
-from support.paths import REPOSITORY
-from support.shar import put, voice
+from support.models import write_conversations
+from support.project import REPOSITORY, put, raises, speaker_tag, voice, write_config, write_lines
 
+from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.index import read_dataset
+from sharmill.shar.layout import read_dataset
 
 
 def run(program: str, *arguments, status: int = 0) -> str:
@@ -39,25 +35,18 @@ def speech(tmp_path):
         (tmp_path / "audio" / name).with_suffix(".txt").write_text(f"number {number}\n")
         tag = speaker_tag(speaker)
         records.append({"audio_filepath": name, "duration": seconds, "text": f"number {number}", "speaker": tag})
-    (tmp_path / "manifest.json").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(tmp_path / "manifest.json", records)
     return tmp_path
 
 
 @pytest.fixture
 def config(speech):
     """A configuration for ``speech``, with the codec of ``examples/own_codec.py``."""
-    values = {
-        "name": "small",
-        "run_dir": str(speech / "run"),
-        "dataset_dir": str(speech / "dataset"),
-        "sources": [{"manifest": str(speech / "manifest.json"), "audio_root": str(speech / "audio")}],
-        "write": {"shard_size": 4},
-        "encode": {"codecs": [{"name": "level", "model": "python:own_codec:LevelCodec"}]},
-        "executor": {"workers": 1},
-    }
-    path = speech / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    codec = {"name": "level", "model": "python:own_codec:LevelCodec"}
+    return write_config(
+        speech, speech / "manifest.json", speech / "audio", prepare={}, match={}, write={"shard_size": 4},
+        encode={"codecs": [codec]},
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -94,16 +83,6 @@ def test_a_recipe_names_what_is_wrong_with_the_configuration(config):
     assert "min_duration" in run("pipelines/prepare_manifest.py", config, "prepare.min_duration=-1", status=2)
 
 
-@pytest.mark.parametrize("recipe", ["build_dataset", "validate_shards"])
-def test_a_recipe_without_arguments_says_what_it_wants(recipe):
-    assert f"python pipelines/{recipe}.py" in run(f"pipelines/{recipe}.py", status=2)
-
-
-@pytest.mark.slow
-def test_plain_lhotse_reads_a_dataset(built):
-    assert run("examples/read_with_lhotse.py", built.dataset).startswith("7 cuts, ")
-
-
 @pytest.mark.slow
 def test_training_goes_on_with_the_cuts_that_are_left(built, tmp_path):
     def ids(printed: str) -> list[str]:
@@ -114,22 +93,6 @@ def test_training_goes_on_with_the_cuts_that_are_left(built, tmp_path):
     assert len(first) == 4
     # Seven cuts in an epoch: the first three after the stop are those that are left of it.
     assert sorted(first + second[:3]) == sorted(cut.id for cut in open_shar(built.dataset, ["target_codes"]))
-
-
-def test_a_checkpoint_that_cannot_be_finished_leaves_the_one_before(built, tmp_path):
-    checkpoint = tmp_path / "checkpoint.pt"
-    train = runpy.run_path(str(REPOSITORY / "examples/train.py"))["main"]
-    train(str(built.dataset), checkpoint, 1)
-    before = checkpoint.read_bytes()
-
-    def write_half(state, target):
-        (target if hasattr(target, "write") else checkpoint.open("wb")).write(b"half")
-        raise KeyboardInterrupt
-
-    with mock.patch("torch.save", write_half), pytest.raises(KeyboardInterrupt):
-        train(str(built.dataset), checkpoint, 1)
-    assert checkpoint.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [checkpoint]
 
 
 @pytest.mark.slow
@@ -146,3 +109,48 @@ def test_training_with_lightning_goes_on_with_the_cuts_that_are_left_on_two_rank
     assert len(second) == 8
     # Seven cuts in an epoch: the three that were left of it are among the first of the two ranks.
     assert set(first) | set(second[:2] + second[4:6]) == {cut.id for cut in open_shar(built.dataset, ["target_codes"])}
+
+
+write_shar = runpy.run_path(str(REPOSITORY / "examples/conversations.py"))["main"]
+
+
+def test_conversations_have_both_sides_and_the_roles(tmp_path, capsys):
+    manifest = write_conversations(tmp_path, 3)
+    assert write_shar(manifest, tmp_path / "out") == 0
+    assert "3 conversations" in capsys.readouterr().out
+    cuts = list(open_shar(tmp_path / "out"))
+    assert [cut.id for cut in cuts] == ["c0", "c1", "c2"]
+    for number, cut in enumerate(cuts):
+        user, agent = voice(2 + 0.1 * number, seed=number), voice(2 + 0.1 * number, seed=50 + number)
+        assert np.array_equal(cut.load_audio()[0], user)
+        assert np.array_equal(cut.load_target_audio()[0], agent)
+        turns = [(one.speaker, one.start, one.text) for one in cut.supervisions]
+        assert turns == [("user", 0.0, f"question {number}"), ("assistant", 1.0, f"answer {number}")]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"turns": []}, "no turns"),
+        ({"turns": [{"role": "robot", "start": 0, "duration": 1, "text": "x"}]}, "robot"),
+        ({"turns": [{"role": "user", "start": 1.5, "duration": 1, "text": "x"}]}, "turn 0"),
+        ({"turns": [{"role": "user", "start": 0, "duration": 1}]}, "text"),
+        ({"agent_audio_filepath": "short.wav"}, "one length"),
+        ({"user_audio_filepath": "missing.wav"}, "missing.wav"),
+    ],
+)
+def test_a_bad_conversation_is_named_and_nothing_is_left(tmp_path, change, named):
+    manifest = write_conversations(tmp_path, 2)
+    put(tmp_path / "short.wav", voice(1.0))
+    first, second = map(json.loads, manifest.read_text().splitlines())
+    manifest.write_text(json.dumps(first) + "\n" + json.dumps(second | change) + "\n")
+    before = sorted(tmp_path.iterdir())
+    with raises(ConfigError, "bad_manifest", "line 2", named):
+        write_shar(manifest, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_conversations_into_a_folder_that_is_there_are_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    with raises(ConfigError, "foreign_output", "out"):
+        write_shar(write_conversations(tmp_path, 1), tmp_path / "out")

@@ -1,7 +1,5 @@
 """What every executor promises, whatever ranks, slots and units do: on this machine, on a real SLURM and a real Ray."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -11,30 +9,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.full_scratch import WatchedStage
 from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
-from support.toy_stage import RecordingListener, SleepyStage, ToyStage, is_running, output_bytes, wait_until
-from support.toy_stage import run as run_locally
+from support.toy_stage import RecordingListener, ToyStage, is_running, output_bytes, run as run_locally, wait_until
 
-from sharmill.engine.attempts import Attempts
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
-from sharmill.engine.plan import load_plan
+from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
-from sharmill.engine.run import Executor, locked, run_stage
-from sharmill.engine.run_notes import End as RunEnd
-from sharmill.engine.run_notes import Given, begin_run, note_end
-from sharmill.engine.stage import Advance
-from sharmill.engine.state import find_live, find_workers
-from sharmill.engine.unit import Output, Unit
+from sharmill.engine.run import Executor, locked, reserved, run_stage
+from sharmill.engine.stage import End as RunEnd, Given, StageResult, Submitted
+from sharmill.engine.state import Attempts, find_live, find_workers
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor
-from sharmill.executors.signals import ended_by_sigterm
-from sharmill.executors.slurm.queue import wait_for_end
-from sharmill.files.staging import Staging
-from sharmill.files.stored import decode_stored, read_stored_lines
+from sharmill.executors.slurm.executor import wait_for_end
+from sharmill.files.host import ended_by_sigterm
 
 
 @dataclass
@@ -52,9 +41,14 @@ class End:
 Run = Callable[[ToyStage, int], End]
 
 
+def loop(*values: Any) -> Any:
+    """A case that only the local executor runs."""
+    return pytest.param(*values, marks=pytest.mark.loop)
+
+
 def _run_stage(stage: ToyStage, executor: Executor) -> End:
     try:
-        with locked(stage.run_dir, wait_seconds=60.0) as lock:
+        with locked(stage.run_dir, wait_seconds=60.0) as lock, reserved(stage.run_dir, [stage], restart=False):
             result: StageResult = run_stage(
                 stage, executor, RecordingListener(), max_reject_fraction=0.5, unlocked=lock.released
             )
@@ -73,9 +67,7 @@ def _on_slurm(stage: ToyStage, ranks: int) -> End:
         cancel_all(run.run_dir)
     if not stage.dir.failures.exists():
         return End("" if end.state == "done" else end.message)
-    lines = read_stored_lines(stage.dir.failures)
-    failures = [decode_stored(stage.dir.failures, line, FailedAttempt) for line in lines]
-    return End(failures={error.index: error.message for error in failures})
+    return End(failures={error.index: error.message for error in stage.dir.read_failures()})
 
 
 @pytest.fixture(
@@ -88,6 +80,8 @@ def _on_slurm(stage: ToyStage, ranks: int) -> End:
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Returns a function: a stage, on so many ranks at most -> how it ended. No rank may be left behind."""
     stages = []
+    if request.param != "local" and request.node.get_closest_marker("loop"):
+        pytest.skip("n/a: the loop of the ranks is the same on this executor")
     if request.param == "slurm" and (reason := why_no_cluster()):
         pytest.skip(reason)
     if request.param == "ray":
@@ -152,68 +146,14 @@ def whole(tmp_path: Path) -> Callable[[int], dict[str, bytes]]:
     return whole
 
 
-def rank_number() -> int:
-    """The number of the rank that this process is."""
-    return int(multiprocessing.current_process().name.rpartition("-")[2])
-
-
-class BadRank(SleepyStage):
-    """On rank 1 each unit fails from its third on; the others take their time."""
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if rank_number() == 1:
-            self.mark("on-1", str(unit.index))
-            if len(self.marked("on-1")) > 2:
-                raise ValueError("the codec is broken here")
-        return super().work(unit, staging, advance)
-
-
-class BadDevice(ToyStage):
-    """Rank 1 can never be set up."""
-
-    def load(self, device: str) -> None:
-        super().load(device)
-        if rank_number() == 1:
-            raise RuntimeError("unable to find an engine to execute this computation")
-        wait_until(lambda: len(self.pids()) > 1)
-
-
-class FrozenRank(ToyStage):
-    """The first rank that comes to unit 2 is stopped in the middle of it, as by a disk that stands still."""
-
-    lease_seconds = 4.0
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if unit.index == 2 and not self.marked("frozen"):
-            self.mark("frozen")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().work(unit, staging, advance)
-
-
-class EndsItsSupervisor(ToyStage):
-    """The first rank that comes to unit 2 kills or stops the process that starts the ranks, and itself."""
-
-    lease_seconds = 8.0
-    number = signal.SIGKILL
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if unit.index == 2 and not self.marked("ended"):
-            self.mark("ended")
-            # The server that ranks are forked from is between them.
-            status = Path(f"/proc/{os.getppid()}/stat").read_text()
-            os.kill(int(status.rpartition(")")[2].split()[1]), self.number)
-            os.kill(os.getpid(), self.number)
-        return super().work(unit, staging, advance)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [loop(1), 2, loop(5)])
 def test_any_number_of_ranks_gives_the_same_bytes(run, tmp_path, whole, ranks):
     stage = ToyStage(tmp_path, units=12)
     assert run(stage, ranks).ok
     assert output_bytes(stage) == whole(12)
 
 
-@pytest.mark.parametrize("does", ["kill_once", "raise_once", "memory_once", "segfault_once"])
+@pytest.mark.parametrize("does", ["kill_once", loop("raise_once"), loop("memory_once"), loop("segfault_once")])
 def test_what_befalls_a_rank_once_costs_one_attempt(run, tmp_path, whole, does):
     stage = ToyStage(tmp_path, behaviour={2: does})
     assert run(stage, 2).ok
@@ -222,7 +162,7 @@ def test_what_befalls_a_rank_once_costs_one_attempt(run, tmp_path, whole, does):
 
 
 @pytest.mark.parametrize(
-    ("does", "how"), [("raise:a bad day", "a bad day"), ("kill", "SIGKILL"), ("hold_gil", "unit_time_limit")]
+    ("does", "how"), [loop("raise:a bad day", "a bad day"), loop("kill", "SIGKILL"), ("hold_gil", "unit_time_limit")]
 )
 def test_a_bad_unit_is_given_up_and_named_and_the_others_are_done(run, tmp_path, does, how):
     stage = ToyStage(tmp_path, behaviour={2: does})
@@ -232,57 +172,65 @@ def test_a_bad_unit_is_given_up_and_named_and_the_others_are_done(run, tmp_path,
     assert list(end.failures) == [2], end
     assert how in end.failures[2]
     assert 3 <= stage.attempts()[2] <= 4
-    assert sorted(read_ledger(stage.dir, load_plan(stage))) == [0, 1, 3, 4, 5]
+    if does == "hold_gil":
+        assert "in _do_hold_gil" in "".join(path.read_text() for path in stage.dir.logs.glob("rank-*.log"))
+    assert sorted(read_ledger(stage.dir, stage.dir.read_units())) == [0, 1, 3, 4, 5]
 
 
 def test_a_rank_that_turns_bad_costs_no_unit(run, tmp_path, whole):
-    stage = BadRank(tmp_path, units=14, seconds=0.3)
+    stage = ToyStage(tmp_path, units=14, seconds=0.3, everywhere="fail_on_rank_1")
     end = run(stage, 3)
     assert end.ok, end
     assert output_bytes(stage) == whole(14)
 
 
 def test_a_rank_that_cannot_be_set_up_costs_no_unit(run, tmp_path, whole):
-    stage = BadDevice(tmp_path, units=8)
+    stage = ToyStage(tmp_path, units=8, setup_does="refuse_rank_1")
     end = run(stage, 2)
     assert end.ok, end
     assert output_bytes(stage) == whole(8)
 
 
-def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, whole, request):
-    stage = FrozenRank(tmp_path)
+def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, whole):
+    stage = ToyStage(tmp_path, behaviour={2: "kill_once:SIGSTOP"})
+    stage.lease_seconds = 4.0
     end = run(stage, 2)
     assert end.ok, end
-    # SLURM wakes what it cancels: the rank may go on with its unit for a moment.
-    assert 1 <= stage.attempts()[2] <= (2 if "slurm" in request.node.name else 1)
+    assert stage.attempts()[2] == 2
     assert output_bytes(stage) == whole(6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_supervisor_that_is_killed_or_stands_still_costs_only_its_attempts(run, tmp_path, whole, request, number):
     if "local" in request.node.name:
         pytest.skip("n/a: the run itself is the supervisor")
-    stage = EndsItsSupervisor(tmp_path)
-    stage.number = number
+    stage = ToyStage(tmp_path, behaviour={2: f"end_supervisor_once:{number}"})
+    stage.lease_seconds = 8.0
     end = run(stage, 2)
     assert end.ok, end
-    assert stage.marked("ended") == [""]
+    assert stage.marked("once-unit-2") == [""]
     assert output_bytes(stage) == whole(6)
 
 
 @pytest.mark.parametrize(
-    ("does", "names"),
-    [("config", "model 'x' is unknown; use 'y'"), ("fatal", "the disk is full"), ("import", "no_such_module_at_all")],
+    ("where", "does", "names"),
+    [
+        ("setup_does", "config", "model 'x' is unknown; use 'y'"),
+        ("everywhere", "import", "no_such_module_at_all"),
+        loop("setup_does", "fatal", "the disk is full"),
+        loop("everywhere", "config", "model 'x' is unknown; use 'y'"),
+        loop("everywhere", "fatal", "the disk is full"),
+    ],
 )
-@pytest.mark.parametrize("where", ["setup_does", "everywhere"])
-def test_what_all_ranks_would_meet_ends_the_stage_and_is_named(run, tmp_path, does, names, where):
+def test_what_all_ranks_would_meet_ends_the_stage_and_is_named(run, tmp_path, where, does, names):
     stage = ToyStage(tmp_path, **{where: does})
     end = run(stage, 2)
     assert names in end.message, end
     assert max(stage.attempts().values(), default=0) <= 2
-    assert read_ledger(stage.dir, load_plan(stage)) == {}
+    assert read_ledger(stage.dir, stage.dir.read_units()) == {}
 
 
+@pytest.mark.loop
 def test_where_every_unit_fails_on_every_rank_the_stage_ends_and_names_units(run, tmp_path):
     stage = ToyStage(tmp_path, units=24, everywhere="raise:no such voice")
     end = run(stage, 2)
@@ -290,18 +238,10 @@ def test_where_every_unit_fails_on_every_rank_the_stage_ends_and_names_units(run
     assert "no rank can work on units" in end.message
 
 
-def test_what_was_given_up_is_tried_again_by_the_next_run(run, tmp_path, whole):
-    stage = ToyStage(tmp_path, behaviour={2: "raise"})
-    assert list(run(stage, 2).failures) == [2]
-    again = ToyStage(tmp_path)
-    assert run(again, 2).ok
-    assert output_bytes(again) == whole(6)
-
-
 def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
     """Another executor may join as well: here it is the local one, in a process of its own."""
-    stage = SleepyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
-    joining = SleepyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
+    stage = ToyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
+    joining = ToyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(run, stage, 1)
         wait_until(lambda: stage.pids())
@@ -314,18 +254,18 @@ def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
 
 
 def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole):
-    stage = SleepyStage(tmp_path, units=60, seconds=0.6)
+    stage = ToyStage(tmp_path, units=60, seconds=0.6)
     with ThreadPoolExecutor(1) as pool:
         cancelled = pool.submit(run, stage, 2)
         wait_until(lambda: len(stage.attempts()) > 3)
-        note_end(stage.run_dir, RunEnd(state="cancelled", message="cancelled by ada"))
+        stage.run_dir.note_end(RunEnd(state="cancelled", message="cancelled by ada"))
         began = time.monotonic()
         assert "cancelled by ada" in cancelled.result().message
     assert time.monotonic() - began < 60
     assert find_live(stage.dir) == []
-    assert len(read_ledger(stage.dir, load_plan(stage))) < 60
-    begin_run(stage.run_dir, Given(stages=["toy"]))
-    assert run(SleepyStage(tmp_path, units=60), 2).ok
+    assert len(read_ledger(stage.dir, stage.dir.read_units())) < 60
+    stage.run_dir.begin(Given(stages=["toy"]))
+    assert run(ToyStage(tmp_path, units=60), 2).ok
     assert output_bytes(stage) == whole(60)
 
 
@@ -355,6 +295,7 @@ def test_live_ranks_are_named_as_long_as_they_are_at_work(run, tmp_path):
     assert find_workers(stage.run_dir) == []
 
 
+@pytest.mark.loop
 def test_a_run_directory_that_was_moved_goes_on(run, tmp_path, whole):
     assert list(run(ToyStage(tmp_path / "first", behaviour={2: "raise"}), 2).failures) == [2]
     (tmp_path / "first").rename(tmp_path / "second")
@@ -362,23 +303,4 @@ def test_a_run_directory_that_was_moved_goes_on(run, tmp_path, whole):
     before = stage.attempts()
     assert run(stage, 2).ok
     assert stage.attempts() - before == {2: 1}
-    assert output_bytes(stage) == whole(6)
-
-
-def test_two_datasets_at_once_do_not_meet(run, tmp_path, whole):
-    """The other one is run by the local executor, in a process of its own."""
-    stages = [SleepyStage(tmp_path / name, units=8, seconds=0.2) for name in ("one", "other")]
-    other = _start_locally(stages[1])
-    assert run(stages[0], 2).ok
-    other.join()
-    assert other.exitcode == 0
-    assert [output_bytes(stage) for stage in stages] == [whole(8)] * 2
-
-
-def test_a_full_disk_ends_the_stage_and_the_same_command_goes_on_when_there_is_room(run, tmp_path, whole):
-    stage = WatchedStage(tmp_path)
-    stage.full = 2
-    assert "No space left on device" in run(stage, 2).message
-    stage.full = -1
-    assert run(stage, 2).ok
     assert output_bytes(stage) == whole(6)

@@ -1,7 +1,5 @@
 """Clusters and nodes of Ray that do not answer or come up at once, or are not this user's; Ray is a stand-in here."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -9,7 +7,7 @@ import sys
 from unittest.mock import Mock
 
 import pytest
-from support.errors import raises
+from support.project import raises
 
 from sharmill.errors import ConfigError
 from sharmill.executors import ray_node
@@ -57,15 +55,16 @@ def join(monkeypatch):
         yield join
 
 
-def test_a_cluster_that_does_not_answer_at_once_is_asked_again(join):
-    ray = join([RuntimeError("failed to get node info"), RuntimeError("failed to get node info"), None])
-    assert (ray.init.call_count, ray.shutdown.call_count) == (3, 2)
-
-
 @pytest.mark.parametrize("errors", [[RuntimeError("no node info")] * 3, [ConnectionError("nobody is there")]])
 def test_a_cluster_that_never_answers_is_named(join, errors):
     with raises(ConfigError, "no_cluster", "no Ray cluster at 127.0.0.1:", str(errors[0])):
         join(errors)
+
+
+def test_without_ray_the_message_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with raises(ConfigError, "missing_package", "sharmill[ray]"):
+        connect("127.0.0.1:1023")
 
 
 class TestAuto:

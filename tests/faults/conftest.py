@@ -1,9 +1,7 @@
 """The small run whose stages are killed, and whose disk fails."""
 
-from __future__ import annotations
-
 import pytest
-from support.small_run import SmallRun
+from faults.runs import SmallRun
 
 
 @pytest.fixture(scope="session")

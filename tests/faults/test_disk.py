@@ -1,18 +1,21 @@
 """A disk that fails, fills up or turns read-only in the middle of every stage.
 
 A run on it ends with one clear line, or does what could not be done at the second attempt; nothing half published is
-ever seen, and a relaunch on a good disk brings the same bytes.
+ever seen, and a relaunch on a good disk brings the same bytes. See ``faults/failing_disk`` for what counts as an
+operation and how it may fail.
 """
 
-from __future__ import annotations
-
+import errno
 import os
 import random
+import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from support.disk import KINDS, READ_KINDS, FaultyDisk, relaunch, trouble
-from support.small_run import STAGES
+from faults.runs import STAGES, SmallRun
+from support.project import REPOSITORY, TESTS
 
 # Many whole launches a test.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -21,6 +24,103 @@ SEED = 20
 # Every launch reads so often: what the stage begins with, its plan, its ledger.
 _FEWEST_READS = 4
 _PASSING = ("stale", "glitch")
+
+# The error of each kind of fault; a kill has none.
+_ERRNOS = {
+    "glitch": errno.EIO, "dead": errno.EIO, "full": errno.ENOSPC, "quota": errno.EDQUOT, "readonly": errno.EROFS,
+    "fsync": errno.EIO, "unreadable": errno.EIO, "stale": errno.ESTALE, "kill": 0,
+}  # fmt: skip
+KINDS = tuple(_ERRNOS)
+# Those that strike reads.
+READ_KINDS = ("unreadable", "stale")
+# With these, nothing can be removed either: what is left aside stays until the relaunch.
+_NOTHING_GOES = ("dead", "readonly", "kill")
+_OK, _FAILED, _WRONG_USE, _KILLED = 0, 1, 2, -9
+
+
+class FaultyDisk:
+    """The disk below a folder, in runs whose Python has ``failing_disk`` in its path."""
+
+    def __init__(self, folder: Path) -> None:
+        self._count = folder / "count"
+        self._log = folder / "log"
+        self._counts: dict[tuple[str, bool], int] = {}
+
+    def run(self, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1) -> subprocess.CompletedProcess[str]:
+        """Run a stage to its end, or to the error's, in Python processes on this disk."""
+        for path in (self._count, self._log, self._count.with_suffix(".failed")):
+            path.unlink(missing_ok=True)
+        values = {"FOLDER": f"{run.work}/", "KIND": kind, "AT": at, "COUNT": self._count, "LOG": self._log,
+                  "ERRNO": _ERRNOS.get(kind, 0)}  # fmt: skip
+        settings = {f"FAULTY_DISK_{key}": str(value) for key, value in values.items()}
+        path = ":".join(map(str, (TESTS / "faults/failing_disk", TESTS, REPOSITORY / "src")))
+        return run.run(stage, workers, env=os.environ | settings | {"PYTHONPATH": path})
+
+    def operations(self) -> list[str]:
+        """The operations of the last run that failed, or all of them if none should: a name and a path each."""
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        return [line.split(" ", 1)[1] for line in lines]
+
+    def count(self, run: SmallRun, stage: str, kind: str) -> int:
+        """At how many operations the fault can occur in the stage. It is put back to its beginning."""
+        run.restore(stage)
+        key = stage, kind in READ_KINDS
+        if key not in self._counts:
+            # What comes after the last operation of a run never fails.
+            assert self.run(run, stage, "unreadable" if key[1] else "none", sys.maxsize).returncode == _OK
+            self._counts[key] = self._count.stat().st_size
+            run.restore(stage)
+        return self._counts[key]
+
+
+def trouble(
+    disk: FaultyDisk, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1
+) -> tuple[str, int, list[str]]:
+    """Run a stage from where it stands, with one fault.
+
+    Returns:
+        The first operation that failed, or nothing if the run was over before; its exit status; and what should not
+        have happened.
+    """
+    earlier = run.leftovers()
+    outcome = disk.run(run, stage, kind, at, workers)
+    failed = disk.operations()
+    problems = check_message(outcome, kind)
+    if outcome.returncode == _OK:
+        problems += run.differences(stage)
+    elif kind not in _NOTHING_GOES:
+        problems += [f"{name} is left over" for name in run.leftovers() if name not in earlier]
+    try:
+        run.check_readers(stage)
+    except Exception as error:  # noqa: BLE001 - whatever a reader meets is the outcome
+        problems.append(f"a reader gets {error!r}")
+    return failed[0].replace(f"{run.work}/", "") if failed else "", outcome.returncode, problems
+
+
+def relaunch(run: SmallRun, stage: str) -> list[str]:
+    """Runs the stage on a good disk; what is wrong then."""
+    outcome = run.run(stage)
+    wrong = [] if outcome.returncode == _OK else [f"the relaunch ends with {outcome.returncode}: {outcome.stderr}"]
+    return wrong + run.differences(stage)
+
+
+def check_message(outcome: subprocess.CompletedProcess[str], kind: str) -> list[str]:
+    """What is wrong with how a run ended: one line says what failed and why, and the exit status agrees."""
+    status, name = outcome.returncode, os.strerror(_ERRNOS[kind])
+    if status == _OK:
+        return []
+    if kind == "kill":
+        return [] if status == _KILLED else [f"the exit status is {status}"]
+    if status not in (_FAILED, _WRONG_USE):
+        return [f"the exit status is {status}: {outcome.stderr}"]
+    lines = outcome.stderr.strip().splitlines()
+    units = re.findall(r"unit \d+ failed: .*", outcome.stdout)
+    if not lines and status == _FAILED and units:
+        return [] if all(name in " ".join(outcome.stdout.split()) for _ in units) else [f"unclear: {outcome.stdout}"]
+    if len(lines) != 1 or not lines[0].startswith("Error: ") or name not in lines[0]:
+        return [f"no single clear line: {outcome.stderr}"]
+    before_any_work = "cannot write to " in lines[0]
+    return [] if (status == _WRONG_USE) == before_any_work else [f"the exit status is {status}: {lines[0]}"]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +139,9 @@ def test_faults_one_after_the_other(small_run, faulty_disk, stage):
     # Last, since a further attempt may outlast it.
     for kind in (*rng.sample(ending, len(ending)), rng.choice(_PASSING)):
         at = rng.randint(1, _FEWEST_READS if kind in READ_KINDS else reach)
-        found = trouble(faulty_disk, small_run, stage, kind, at)
-        assert found.hit
-        assert found.problems == []
-        assert found.status != 0 or kind in _PASSING
+        hit, status, problems = trouble(faulty_disk, small_run, stage, kind, at)
+        assert (bool(hit), problems) == (True, [])
+        assert status != 0 or kind in _PASSING
     assert relaunch(small_run, stage) == []
 
 
@@ -50,9 +149,9 @@ def test_faults_one_after_the_other(small_run, faulty_disk, stage):
 def test_the_last_operations_of_a_stage_fail(small_run, faulty_disk, from_end, kind):
     """Those by which a stage, and the dataset, become finished."""
     at = faulty_disk.count(small_run, "write", kind) - 4 * from_end
-    found = trouble(faulty_disk, small_run, "write", kind, at)
-    assert found.hit or kind == "full"
-    assert found.problems == []
+    hit, _, problems = trouble(faulty_disk, small_run, "write", kind, at)
+    assert hit or kind == "full"
+    assert problems == []
     assert relaunch(small_run, "write") == []
 
 
@@ -62,9 +161,9 @@ def test_a_process_that_cannot_open_its_log_ends_the_stage_in_one_line(small_run
     faulty_disk.run(small_run, "write", "none", 1, workers=2)
     first = next(n for n, name in enumerate(faulty_disk.operations(), start=1) if name.endswith("logs/driver.log"))
     small_run.restore("write")
-    found = trouble(faulty_disk, small_run, "write", "readonly", first + later, workers=2)
-    assert found.hit.startswith(f"open run/write/logs/{log}")
-    assert (found.status, found.problems) == (1, [])
+    hit, status, problems = trouble(faulty_disk, small_run, "write", "readonly", first + later, workers=2)
+    assert hit.startswith(f"open run/write/logs/{log}")
+    assert (status, problems) == (1, [])
     assert relaunch(small_run, "write") == []
 
 

@@ -1,50 +1,42 @@
 """The cores of this host that a process may use."""
 
-from __future__ import annotations
-
 import pytest
 
 from sharmill.files import host
 from sharmill.files.host import limit_cores, usable_cores
-from sharmill.models import make_deterministic
 
 
-class TestCores:
-    @pytest.fixture(autouse=True)
-    def _machine(self, tmp_path, monkeypatch):
-        """A machine of eight cores; this process is in the control group a/b, and in job of those of version 1."""
-        monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
-        monkeypatch.setattr(host, "_own_cores", None)
-        (tmp_path / "self").mkdir()
-        (tmp_path / "self/cgroup").write_text("4:cpu,cpuacct:/job\n3:memory:/job\n0::/a/b\n")
+@pytest.fixture(autouse=True)
+def _machine(tmp_path, monkeypatch):
+    """A machine of eight cores; this process is in the control group a/b, and in job of those of version 1."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(host, "_own_cores", None)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/cgroup").write_text("4:cpu,cpuacct:/job\n3:memory:/job\n0::/a/b\n")
 
-    @pytest.mark.parametrize(
-        ("files", "cores"),
-        [
-            ({}, 8),
-            ({"a/cpu.max": "max 100000", "a/b/cpu.max": "max 100000"}, 8),
-            ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
-            ({"a/cpu.max": "600000 100000", "a/b/cpu.max": "250000 100000"}, 2),
-            ({"a/cpu.max": "50000 100000"}, 1),
-            # Control groups of version 1.
-            ({"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 8),
-            ({"cpu/job/cpu.cfs_quota_us": "350000", "cpu/job/cpu.cfs_period_us": "100000"}, 3),
-        ],
-    )
-    def test_are_those_of_the_affinity_and_of_the_quotas(self, tmp_path, files, cores):
-        for name, text in files.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(text + "\n")
-        assert usable_cores(tmp_path, tmp_path) == cores
 
-    def test_of_a_rank_are_its_share_of_them(self, tmp_path):
-        limit_cores(3)
-        assert usable_cores(tmp_path, tmp_path) == 3
-        limit_cores(30)
-        assert usable_cores(tmp_path, tmp_path) == 8
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"a/cpu.max": "max 100000", "a/b/cpu.max": "max 100000"}, 8),
+        ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "max 100000"}, 3),
+        ({"a/cpu.max": "600000 100000", "a/b/cpu.max": "250000 100000"}, 2),
+        ({"a/cpu.max": "50000 100000"}, 1),
+        # Control groups of version 1.
+        ({"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 8),
+        ({"cpu/job/cpu.cfs_quota_us": "350000", "cpu/job/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
+def test_cores_are_those_of_the_affinity_and_of_the_quotas(tmp_path, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert usable_cores(tmp_path, tmp_path) == cores
 
-    @pytest.mark.parametrize(("device", "cores", "threads"), [("cpu", 8, 1), ("cuda", 8, 8), ("cuda", 64, 16)])
-    def test_threads_that_decode_for_a_gpu_follow_them(self, device, cores, threads, monkeypatch):
-        monkeypatch.setattr("torch.set_num_threads", lambda number: None)
-        monkeypatch.setattr("sharmill.models.arithmetic.usable_cores", lambda: cores)
-        assert make_deterministic(device) == threads
+
+def test_cores_of_a_rank_are_its_share_of_them(tmp_path):
+    limit_cores(3)
+    assert usable_cores(tmp_path, tmp_path) == 3
+    limit_cores(30)
+    assert usable_cores(tmp_path, tmp_path) == 8

@@ -1,11 +1,8 @@
 """Locks on folders: two processes are never both inside, the dead do not block, and messages say who is inside."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +11,9 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from support.errors import raises
-from support.paths import REPOSITORY
+from support.project import REPOSITORY, raises
 
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError
 from sharmill.files.locks import LOCK_NAME, FolderLock
 
 
@@ -79,105 +75,78 @@ def test_processes_that_take_over_from_the_dead_are_never_both_inside(tmp_path, 
     assert left_over(tmp_path) == []
 
 
-class TestTheDead:
-    def test_on_this_host_are_taken_over_at_once(self, tmp_path, start):
-        holder = start()
-        holder.kill()
-        holder.wait()
-        began = time.monotonic()
-        with FolderLock(tmp_path):
-            assert time.monotonic() - began < 5
-
-    def test_of_another_host_are_taken_over_after_a_lease_and_not_before(self, tmp_path, start):
-        holder = start("node7", lease=2)
-        holder.kill()
-        holder.wait()
-        began = time.monotonic()
-        with FolderLock(tmp_path):
-            assert time.monotonic() - began >= 2
-        assert "node7" not in str(left_over(tmp_path))
-
-    def test_whose_number_another_process_has_by_now(self, tmp_path, start):
-        holder = start()
-        (record,) = (tmp_path / LOCK_NAME).iterdir()
-        record.write_text(json.dumps(json.loads(record.read_text()) | {"started": 1}))
-        with FolderLock(tmp_path):
-            assert holder.poll() is None
-
-    def test_whose_record_a_power_cut_has_torn(self, tmp_path):
-        (tmp_path / LOCK_NAME).mkdir()
-        (tmp_path / LOCK_NAME / "owner-1.json").write_bytes(b"")
-        with FolderLock(tmp_path, lease_seconds=0.5):
-            pass
-
-    def test_who_were_killed_while_they_entered_or_left(self, tmp_path):
-        (tmp_path / f"{LOCK_NAME}.0").mkdir()
-        (tmp_path / f"{LOCK_NAME}.0" / "owner-0.json").touch()
-        (tmp_path / LOCK_NAME).mkdir()
-        with FolderLock(tmp_path):
-            pass
-        assert left_over(tmp_path) == []
+def test_the_dead_on_this_host_are_taken_over_at_once(tmp_path, start):
+    holder = start()
+    holder.kill()
+    holder.wait()
+    began = time.monotonic()
+    with FolderLock(tmp_path):
+        assert time.monotonic() - began < 5
 
 
-class TestTheLiving:
-    @pytest.mark.slow
-    def test_of_another_host_keep_their_lock_for_many_leases(self, tmp_path, start):
-        holder = start("node7", lease=1.5)
-        for _ in range(3):
-            with raises(ConfigError, "locked", "node7"):
-                FolderLock(tmp_path, wait_seconds=2).__enter__()
-        assert holder.communicate("")[0] == ""
-        assert holder.returncode == 0
-
-    def test_whose_clock_is_wrong_keep_it(self, tmp_path, start):
-        start("node7", lease=3)
-        (record,) = (tmp_path / LOCK_NAME).iterdir()
-        os.utime(record, (0, 0))
-        with raises(ConfigError, "locked"):
-            FolderLock(tmp_path).__enter__()
-
-    def test_who_lost_it_are_interrupted_and_say_so(self, tmp_path, start):
-        holder = start("node7", lease=1)
-        holder.send_signal(signal.SIGSTOP)
-        with FolderLock(tmp_path):
-            holder.send_signal(signal.SIGCONT)
-            # Its input stays open: only the lock's loss ends it.
-            holder.wait(timeout=60)
-        printed = holder.stdout.read()
-        assert holder.returncode == 1
-        assert printed.startswith(f"locked {tmp_path / LOCK_NAME}")
-        assert left_over(tmp_path) == []
-
-    def test_lose_it_where_somebody_removes_the_folder(self, tmp_path):
-        with raises(FatalError, "locked"), FolderLock(tmp_path):
-            shutil.rmtree(tmp_path / LOCK_NAME)
+def test_the_dead_of_another_host_are_taken_over_after_a_lease_and_not_before(tmp_path, start):
+    holder = start("node7", lease=2)
+    holder.kill()
+    holder.wait()
+    began = time.monotonic()
+    with FolderLock(tmp_path):
+        assert time.monotonic() - began >= 2
+    assert "node7" not in str(left_over(tmp_path))
 
 
-class TestMessages:
-    def test_name_file_process_user_host_and_time(self, tmp_path, start):
-        holder = start()
-        (record,) = (tmp_path / LOCK_NAME).iterdir()
-        owner = f"process {holder.pid} of {getpass.getuser()} on {socket.gethostname()}, since "
-        with raises(ConfigError, "locked", str(record), owner + time.strftime("%Y-%m-%d", time.gmtime())):
-            FolderLock(tmp_path).__enter__()
+def test_the_dead_whose_number_another_process_has_by_now(tmp_path, start):
+    holder = start()
+    (record,) = (tmp_path / LOCK_NAME).iterdir()
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"process_started": 1}))
+    with FolderLock(tmp_path):
+        assert holder.poll() is None
 
-    @pytest.mark.parametrize(
-        ("variable", "value", "job"),
-        [
-            ("SLURM_JOB_ID", "4711", "SLURM job 4711"),
-            ("RAY_JOB_CONFIG_JSON_ENV_VAR", '{"metadata": {"job_submission_id": "ray-1"}}', "Ray job ray-1"),
-        ],
-    )
-    def test_name_the_job(self, tmp_path, start, variable, value, job):
-        start(**{variable: value})
-        with raises(ConfigError, "locked", f"on {socket.gethostname()} ({job}), since"):
-            FolderLock(tmp_path).__enter__()
 
-    def test_files_of_nobody_are_named_after_a_lease(self, tmp_path):
-        (tmp_path / LOCK_NAME).mkdir()
-        (tmp_path / LOCK_NAME / "notes.txt").touch()
-        with raises(ConfigError, "locked", LOCK_NAME, "nobody"):
-            FolderLock(tmp_path, lease_seconds=0.5).__enter__()
+@pytest.mark.slow
+def test_the_living_of_another_host_keep_their_lock_for_many_leases(tmp_path, start):
+    holder = start("node7", lease=1.5)
+    for _ in range(3):
+        with raises(ConfigError, "locked", "node7"):
+            FolderLock(tmp_path, wait_seconds=2).__enter__()
+    assert holder.communicate("")[0] == ""
+    assert holder.returncode == 0
+
+
+def test_the_living_whose_clock_is_wrong_keep_it(tmp_path, start):
+    start("node7", lease=3)
+    (record,) = (tmp_path / LOCK_NAME).iterdir()
+    os.utime(record, (0, 0))
+    with raises(ConfigError, "locked"):
+        FolderLock(tmp_path).__enter__()
+
+
+def test_the_living_who_lost_it_are_interrupted_and_say_so(tmp_path, start):
+    holder = start("node7", lease=1)
+    holder.send_signal(signal.SIGSTOP)
+    with FolderLock(tmp_path):
+        holder.send_signal(signal.SIGCONT)
+        # Its input stays open: only the lock's loss ends it.
+        holder.wait(timeout=60)
+    printed = holder.stdout.read()
+    assert holder.returncode == 1
+    assert printed.startswith(f"locked {tmp_path / LOCK_NAME}")
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, ""),
+        ({"SLURM_JOB_ID": "4711"}, " (SLURM job 4711)"),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {"job_submission_id": "ray-1"}}'}, " (Ray job ray-1)"),
+    ],
+)
+def test_messages_name_file_process_user_host_job_and_time(tmp_path, start, environment, job):
+    holder = start(**environment)
+    (record,) = (tmp_path / LOCK_NAME).iterdir()
+    owner = f"process {holder.pid} of {getpass.getuser()} on {socket.gethostname()}{job}, since "
+    with raises(ConfigError, "locked", str(record), owner + time.strftime("%Y-%m-%d", time.gmtime())):
+        FolderLock(tmp_path).__enter__()
 
 
 def test_another_users_may_take_over_where_the_folder_is_shared(tmp_path):

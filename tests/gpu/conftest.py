@@ -6,8 +6,6 @@ do the same with the same functions on the CPU. With GPU_REPORT=FILE the figures
 JSON, and printed at the end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache
@@ -70,7 +68,7 @@ def models(tmp_path_factory):
     """Names of models, by kind: those that come with sharmill, and small random ones of every other family."""
     from support.models import nemo_codec_config, save_dac, save_encodec, save_mimi, save_nemo_codec, save_nemo_speaker
 
-    from sharmill.models.nemo_checkpoint import quiet_nemo
+    from sharmill.models.nemo_models import quiet_nemo
 
     root = tmp_path_factory.mktemp("gpu-models")
     with quiet_nemo():

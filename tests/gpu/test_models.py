@@ -1,19 +1,15 @@
 """Every encoder and codec on a device against the CPU, against itself, and fresh against warm."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from support.shar import voice
+from support.project import voice
 
 from sharmill.match.select import select_context
 from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
-from sharmill.models.measure import make_runner
-from sharmill.models.memory import estimate_bytes_per_second, measure_peak
-from sharmill.models.pieces import find_pieces
-from sharmill.models.protocols import pad
-from sharmill.validate.recheck import MAX_DIFFERENT_CODES
+from sharmill.models.batches import find_pieces, pad
+from sharmill.models.memory import BatchRunner
+from sharmill.validate.shard import MAX_DIFFERENT_CODES
 
 ENCODERS = ["resemblyzer", "nemo_speaker", "nemo_speaker_unmasked"]
 CODECS = ["builtin", "nemo_codec", "nemo_codec_noncausal", "encodec", "mimi", "dac"]
@@ -100,9 +96,9 @@ def test_batches_from_pinned_memory_have_the_codes_of_others_as_often_as_it_is_u
 def test_the_estimate_of_memory_beside_the_peak_of_a_larger_batch(device, kind, models, record):
     load = load_speaker_encoder if kind in ENCODERS else load_codec
     model = load(models[kind], device)
-    run = make_runner(model, device)
-    estimated = estimate_bytes_per_second(run, device)
-    measured = measure_peak(lambda: run(30.0), device) / 30.0
+    runner = BatchRunner(model, device)
+    estimated = runner.estimate_bytes_per_second()
+    measured = runner.measure_peak(30.0) / 30.0
     record(estimated_mib_per_second=round(estimated / 2**20, 2), measured=round(measured / 2**20, 2))
     # The audio itself, at least, and no more than half as much again as was estimated.
     assert model.sampling_rate * 4 < estimated

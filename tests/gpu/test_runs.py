@@ -1,7 +1,5 @@
 """Runs on a device: all stages, ranks that share a GPU, a hidden GPU, broken contexts, lack of memory, training."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -9,30 +7,31 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support.errors import raises
 from support.example import make_example, make_speech
-from support.gpu_faults import AssertingStage, BreakingStage
-from support.pipelines import digest, run_sharmill
-from support.toy_stage import run
+from support.project import raises, run_sharmill, snapshot
+from support.toy_stage import GpuStage, run
 
 from sharmill.errors import FatalError, UnitFailed, is_device_error
-from sharmill.executors.devices import visible_gpus
+from sharmill.executors.supervisor import visible_gpus
 from sharmill.models.device import check_device
 from sharmill.models.memory import MemoryGuard
-from sharmill.training.buckets.batch_size import make_budget, tune_batch_sizes
-from sharmill.training.buckets.step_process import Bucket
+
+REAL_MODELS = {
+    "match": {"encoder": "resemblyzer", "unit_seconds": 30.0},
+    "encode": {"codecs": [{"name": "builtin", "model": "builtin"}]},
+}
 
 
 @pytest.mark.slow
 def test_all_stages_and_ranks_that_share_a_gpu_give_the_same_bytes(device, make_config, tmp_path, record):
     workers = (1,) if device == "cpu" else (1, 2 * len(visible_gpus()))
+    models = {} if device == "cpu" else REAL_MODELS
     digests = []
     for number in workers:
         folder = tmp_path / str(number)
-        config = make_config(folder, executor={"workers": number, "device": device})
-        outcome = run_sharmill("run", config)
-        assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-        digests.append(digest(folder / "dataset"))
+        config = make_config(folder, executor={"workers": number, "device": device}, **models)
+        run_sharmill("run", config)
+        digests.append(snapshot(folder / "dataset"))
     (codec,) = json.loads((folder / "dataset/dataset.json").read_text())["codecs"]
     record(ranks=workers, files=len(digests[0]), same_bytes=digests[0] == digests[-1], devices=codec["devices"])
     assert codec["devices"] == [check_device(device)]
@@ -43,8 +42,7 @@ def test_all_stages_and_ranks_that_share_a_gpu_give_the_same_bytes(device, make_
 def test_a_hidden_gpu_is_missed_before_any_work(device, make_config, tmp_path):
     config = make_config(tmp_path, executor={"workers": 1, "device": "cuda"})
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    outcome = run_sharmill("run", config, env=hidden)
-    assert outcome.returncode == 2
+    outcome = run_sharmill("run", config, env=hidden, status=2)
     assert "torch cannot use the GPU" in outcome.stderr
     assert not (tmp_path / "run/prepare").exists()
     check_device(device)
@@ -53,9 +51,9 @@ def test_a_hidden_gpu_is_missed_before_any_work(device, make_config, tmp_path):
 @pytest.mark.slow
 def test_a_device_side_assert_costs_its_unit_alone(device, tmp_path, monkeypatch, record):
     if device == "cpu":
-        monkeypatch.setattr("sharmill.executors.devices.visible_gpus", lambda: ("0",))
-    kind = BreakingStage if device == "cpu" else AssertingStage
-    result, heard = run(kind(tmp_path, units=3, always=(1,)), "auto")
+        monkeypatch.setattr("sharmill.executors.supervisor.visible_gpus", lambda: ("0",))
+    does = "break" if device == "cpu" else "assert"
+    result, heard = run(GpuStage(tmp_path, units=3, behaviour={1: does}), "auto")
     record(message=result.failures[1].message[:80], done=sorted(heard.done))
     assert "device-side assert" in result.failures[1].message
     assert sorted(heard.done) == [0, 2]
@@ -95,14 +93,6 @@ def test_after_a_lack_of_memory_the_device_works_on(device, record):
     record(message=messages[-1])
     with guard.batch(1.0, 1):
         assert check_device(device)
-
-
-@pytest.mark.slow
-def test_tune_batch_finds_the_largest_batch_of_a_real_model(device, record):
-    budget = make_budget(device, 0.9, 3 << 30)
-    found = tune_batch_sizes("support.steps:SpeechStep", [Bucket(2.0), Bucket(8.0)], budget, max_batch_size=2)
-    record(batch_sizes=found)
-    assert found == [2, 2]
 
 
 @pytest.mark.slow

@@ -1,27 +1,72 @@
-"""``sharmill inspect``."""
-
-from __future__ import annotations
+"""``sharmill inspect`` and ``sharmill decode``."""
 
 import json
+from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
-from support.shar import ToyCodec, copy, voice
+import soundfile as sf
+import torch
+from support import damage as do
+from support.fields import add_fields, score_of, voice_of
+from support.project import Project, ToyCodec, copy, raises, voice
 
-from sharmill.inspect.describe import waveform
-from sharmill.inspect.stored import find_cut
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.inspect.cuts import choose_codec, decode_stored_codes, find_cut
+from sharmill.models import find_recorded_codec
 from sharmill.shar import open_shar
-from sharmill.shar.items import FieldWriter, Item, read_field
+from sharmill.shar.items import array_to_bytes
+from sharmill.shar.layout import CodecRecord, read_dataset
+
+HOSTILE = "\x1b[31mred\x07 <script>alert(1)</script> [bold]x[/bold] \u202eabc\nnew line"
+
+
+class DecodingToy(ToyCodec):
+    """A toy codec whose audio is a level for each frame: the first codebook in steps of 1/50."""
+
+    decoded_sampling_rate = 16000
+
+    def decode(self, codes, num_frames):
+        return codes[:, 0].repeat_interleave(self.samples_per_frame, dim=1).to(torch.float32) / 50
+
+
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory):
+    """A dataset of five cuts in two shards, with codes of ``toy``; not to be changed by tests."""
+    project = Project(tmp_path_factory.mktemp("looked_at"))
+    for number in range(5):
+        samples = voice(1.0 + 0.125 * number, pitch=150 + 20 * number, seed=number)
+        project.add(f"utt{number}.flac", samples, text=HOSTILE if number == 3 else f"sentence {number}")
+    project.encode(project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0}))
+    return project.dataset
+
+
+@pytest.fixture
+def toy():
+    """The codec that made the codes is what is loaded, whatever its name."""
+    with mock.patch("sharmill.models.load_codec", return_value=DecodingToy()) as load:
+        yield load
+
 
 CUT = "cut-rec-utt1-0.00-1.12"
+TARGETS, CODES = "target_audio/recording.000000.tar", "codes_toy/target_codes/codes.000000.tar"
 
 
-def test_a_dataset_in_a_few_lines(looked_at, call):
-    status, out, _ = call("inspect", looked_at)
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ([], ["5 cuts in 2 shards", "target_audio, context_audio", "3 codebooks of 64", "50 frames per second",
+              "its codes mean nothing", "--shard 0"]),
+        ([CUT], ["cut 1 of shard 0", "supervisions.0.custom.context_speaker_similarity", "0.75", "sentence 1",
+                 "target_audio: (18000,) at 16000 Hz, 1.125 s of flac", "context_audio: (20000,) at 16000 Hz",
+                 "codes_toy/target_codes: (3, 57) int16, codebooks and frames"]),
+    ],
+)  # fmt: skip
+def test_a_dataset_in_a_few_lines_and_a_cut_in_full(looked_at, call, arguments, shown):
+    status, out, _ = call("inspect", looked_at, *arguments)
     assert status == 0
-    for shown in ("5 cuts in 2 shards", "target_audio, context_audio", "3 codebooks of 64", "50 frames per second",
-                  "its codes mean nothing", "--shard 0"):  # fmt: skip
-        assert shown in out
+    assert [words for words in shown if words not in out] == []
 
 
 def test_the_table_of_a_shard(looked_at, call):
@@ -32,26 +77,6 @@ def test_the_table_of_a_shard(looked_at, call):
     assert row.rstrip().endswith("sentence 1")
     assert "cuts: cuts/cuts.000000.jsonl.gz" in out
     assert "utt3" not in out.split("cuts/cuts")[0].replace("context", "")
-
-
-def test_a_cut_in_full(looked_at, call):
-    status, out, _ = call("inspect", looked_at, CUT)
-    assert status == 0
-    assert "cut 1 of shard 0" in out
-    stored = find_cut(looked_at, CUT)
-    assert len(out.splitlines()) > 30
-    for shown in ("supervisions.0.custom.context_speaker_similarity", "0.75", "sentence 1",
-                  "target_audio: (18000,) at 16000 Hz, 1.125 s of flac", "context_audio: (20000,) at 16000 Hz",
-                  "codes_toy/target_codes: (3, 57) int16, codebooks and frames"):  # fmt: skip
-        assert shown in out
-    assert stored.cut["supervisions"][0]["text"] == "sentence 1"
-
-
-def test_each_cut_is_found_with_its_own_items(looked_at):
-    for cut in open_shar(looked_at):
-        stored = find_cut(looked_at, cut.id)
-        assert stored.items["target_audio"].metadata["num_samples"] == cut.target_audio.num_samples
-        assert (stored.shard, stored.number) == divmod(int(cut.id[11]), 3)
 
 
 def test_hostile_text_is_shown_as_text_on_one_line(looked_at, call):
@@ -80,38 +105,36 @@ def test_what_is_exported_is_what_is_stored(looked_at, call, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "names"),
+    ("command", "arguments", "names"),
     [
-        (["absent"], 2, ["absent", "--shard"]),
-        (["--shard", 2], 2, ["no shard 2", "2 shards"]),
-        (["--shard", "x"], 2, ["--shard"]),
-        ([CUT, "--shard", 0], 2, ["not both"]),
-        (["--export", "out"], 2, ["--export"]),
-        ([CUT, "--export", "/proc"], 2, ["/proc", "empty"]),
+        ("inspect", ["absent"], ["absent", "--shard"]),
+        ("inspect", ["--shard", 2], ["no shard 2", "2 shards"]),
+        ("inspect", ["--shard", "x"], ["--shard"]),
+        ("inspect", [CUT, "--shard", 0], ["not both"]),
+        ("inspect", ["--export", "out"], ["--export"]),
+        ("inspect", [CUT, "--export", "/proc"], ["/proc", "empty"]),
+        ("decode", ["--cut", "absent", "-o", "x.wav"], ["absent"]),
+        ("decode", ["--cut", CUT, "-o", "x.txt"], ["x.txt", ".wav"]),
+        ("decode", ["--cut", CUT, "-o", "x.wav", "--codec", "other"], ["'other'", "toy"]),
+        ("decode", ["--cut", CUT, "-o", "x.wav", "--codec-model", "builtin"], ["CODEC=MODEL"]),
+        ("decode", ["--cut", CUT, "-o", "x.wav", "--codec-model", "other=builtin"], ["toy=MODEL"]),
+        ("decode", ["-o", "x.wav"], ["--cut"]),
+        ("decode", ["--cut", CUT], ["--output"]),
     ],
 )
-def test_wrong_use_is_one_line(looked_at, call, arguments, status, names):
-    found, out, err = call("inspect", looked_at, *arguments)
-    assert (found, out, err.count("\n")) == (status, "", 1)
+def test_wrong_use_is_one_line(looked_at, toy, call, tmp_path, monkeypatch, command, arguments, names):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call(command, looked_at, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
     for name in names:
         assert name in err
-
-
-def test_a_folder_without_a_dataset_is_one_line(call, tmp_path):
-    status, _, err = call("inspect", tmp_path)
-    assert (status, err.count("\n")) == (2, 1)
-    assert "is not a finished dataset" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_item_does_not_hide_the_others(looked_at, call, tmp_path):
     dataset = copy(looked_at, tmp_path / "damaged")
-    for field, file in (("target_audio", "recording"), ("codes_toy/target_codes", "codes")):
-        path = dataset / field / f"{file}.000000.tar"
-        items = list(read_field(path))
-        items[1] = Item(items[1].cut_id, items[1].extension, b"damaged", items[1].metadata)
-        with FieldWriter(path) as writer:
-            for item in items:
-                writer.add(item)
+    for name in (TARGETS, CODES):
+        do.change_item(name, 1, data=b"damaged")(dataset)
     status, out, _ = call("inspect", dataset, CUT)
     assert status == 0
     assert out.count("cannot be decoded") == 2
@@ -120,18 +143,98 @@ def test_a_damaged_item_does_not_hide_the_others(looked_at, call, tmp_path):
 
 def test_items_of_other_cuts_are_damage(looked_at, call, tmp_path):
     dataset = copy(looked_at, tmp_path / "damaged")
-    path = dataset / "target_audio" / "recording.000000.tar"
-    items = list(read_field(path))
-    with FieldWriter(path) as writer:
-        for item in reversed(items):
-            writer.add(item)
+    do.change_items(TARGETS, lambda items: items[::-1])(dataset)
     status, _, err = call("inspect", dataset, "cut-rec-utt0-0.00-1.00")
     assert (status, err.count("\n")) == (1, 1)
     assert "recording.000000.tar" in err
 
 
-def test_a_waveform_is_as_high_as_its_peaks():
-    samples = np.concatenate([np.zeros(100), np.full(100, 0.01), np.full(100, -1.0)]).astype(np.float32)
-    assert waveform(samples, width=3) == " ▃█"
-    assert waveform(samples[:0]) == ""
-    assert len(waveform(voice(1.0))) == 60
+def test_fields_that_a_stage_has_added_are_shown_and_exported(looked_at, call, tmp_path):
+    dataset = add_fields(copy(looked_at, tmp_path / "dataset"))
+    _, out, _ = call("inspect", dataset)
+    shown = dict(line.strip().split(maxsplit=2)[1:] for line in out.splitlines() if line.startswith("field "))
+    assert shown == {
+        "score": "value of each cut, from 0 to 1, which may be missing, made by scorer",
+        "voices/voice": "array, cut.voice, from -1 to 1, made by voices",
+    }
+    for cut in open_shar(dataset):
+        _, out, _ = call("inspect", dataset, cut.id, "--export", tmp_path / cut.id)
+        score = score_of(cut.id)
+        assert ('score: nothing\n  ""' if score is None else f"score: a value\n  {score}") in out
+        assert f"voices/voice: (4,) float32\n  it begins {voice_of(cut.id)[0]!s}" in out
+        np.testing.assert_array_equal(np.load(tmp_path / cut.id / "voices_voice.npy"), voice_of(cut.id))
+        if score is not None:
+            assert json.loads((tmp_path / cut.id / "score.json").read_text()) == {"score": score}
+
+
+def levels(samples) -> np.ndarray:
+    """What the toy codec makes of the codes of these samples, as long as they are."""
+    return np.repeat(ToyCodec().codes(samples)[0] / 50, 320)[: len(samples)].astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "original"),
+    [([], voice(1.125, pitch=170, seed=1)), (["--context"], voice(1.25, pitch=190, seed=2))],
+)
+def test_the_audio_is_that_of_the_codes_and_as_long_as_the_segment(looked_at, toy, call, tmp_path, options, original):
+    status, out, _ = call("decode", looked_at, "--cut", CUT, "-o", tmp_path / "x.wav", *options)
+    assert status == 0
+    samples, rate = sf.read(tmp_path / "x.wav", dtype="float32")
+    assert rate == 16000
+    assert np.allclose(samples, levels(original), atol=1e-4)
+    assert f"wrote {tmp_path / 'x.wav'}" in out
+    assert "untrained" in out
+
+
+def other_codec():
+    codec = DecodingToy()
+    codec.checksum = "another"
+    return codec
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(ToyCodec, "cannot turn codes into audio"), (other_codec, "another")]
+)  # fmt: skip
+def test_a_codec_that_cannot_decode_or_is_another_than_the_recorded_one_is_one_line(
+    looked_at, call, tmp_path, toy, make, words
+):
+    toy.return_value = make()
+    status, _, err = call("decode", looked_at, "--cut", CUT, "-o", tmp_path / "x.wav")
+    assert (status, err.count("\n")) == (2, 1)
+    assert words in err
+    assert not (tmp_path / "x.wav").exists()
+
+
+def test_codes_outside_the_codebook_are_damage(looked_at, toy, tmp_path):
+    dataset = copy(looked_at, tmp_path / "damaged")
+    do.change_item(CODES, 1, data=array_to_bytes(np.zeros(7, np.int16)))(dataset)
+    record = read_dataset(dataset)
+    with raises(DamagedShard, "damaged_shard", CUT):
+        decode_stored_codes(find_cut(dataset, CUT), record, choose_codec(record, None), ToyCodec())
+
+
+def codec_record(model, trained, name="c"):
+    return CodecRecord(name=name, model=model, checksum="x", trained=trained, sampling_rate=16000,
+                       samples_per_frame=320, num_codebooks=3, codebook_size=64)  # fmt: skip
+
+
+def test_several_codecs_must_be_told_apart(looked_at):
+    both = [codec_record("builtin", True, "a"), codec_record("builtin", True, "b")]
+    record = msgspec.structs.replace(read_dataset(looked_at), codecs=both)
+    with raises(ConfigError, "unknown_codec", "a, b"):
+        choose_codec(record, None)
+    assert choose_codec(record, "b") is both[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ("python:evil:Codec", ("untrusted_model", "python:evil:Codec", "--codec-model c=MODEL")),
+        # Of earlier versions.
+        ("untrained", ("bad_codec", "'c'", "encode with builtin")),
+    ],
+)
+def test_other_models_are_not_loaded_because_a_dataset_names_them(model, error):
+    with raises(ConfigError, *error):
+        find_recorded_codec(codec_record(model, True), None)
+    assert find_recorded_codec(codec_record(model, True), "builtin").name == "builtin"

@@ -1,7 +1,5 @@
 """The training example on a small dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

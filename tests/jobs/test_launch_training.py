@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from pathlib import Path
 
 import launch_training
@@ -53,15 +52,6 @@ def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_pa
     assert {"--nodes=2", "--signal=B:TERM@45", "--exclusive"} <= asked
 
 
-def test_a_dry_run_submits_nothing(config: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch_training.main(["-n", "2", "--dry-run", str(config), "wandb_name=two words"]) == 0
-    assert not sbatch.exists()
-    first, second = capsys.readouterr().out.splitlines()
-    assert "--dependency" not in first
-    assert "--dependency=afterany:JOB_BEFORE" in second
-    assert "wandb_name=two words" in shlex.split(second), "it can be pasted"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -77,21 +67,4 @@ def test_what_cannot_work_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-    assert not sbatch.exists()
-
-
-def test_a_refusal_of_slurm_is_told(config: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (sbatch.parent / "bin" / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2\nexit 1\n")
-    assert launch_training.main(["-n", "2", str(config)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("Error: ")
-    assert error.endswith("invalid partition\n")
-
-
-def test_elsewhere_than_in_the_repository_it_is_refused(
-    config: Path, sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert launch_training.main(["-n", "2", str(config)]) == 2
-    assert capsys.readouterr().err.startswith("Error: ")
     assert not sbatch.exists()

@@ -1,6 +1,4 @@
-"""The training example in real processes under torchrun: it learns, is killed, and goes on with the same data."""
-
-from __future__ import annotations
+"""The training example in real processes: it learns, is killed, goes on with the same data, and on a mesh of ranks."""
 
 import json
 import os
@@ -8,13 +6,19 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from support.example import make_example, run_ranks
+from train import main
+from train_config import ModelConfig
 
 from sharmill.shar import open_shar
 
@@ -72,8 +76,8 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(
     loader = write_loader(tmp_path, speech, num_workers=2) if data == "NeMo's loader" else None
     options = {"batch_seconds": 1.5, "loader": loader, "seed": None}
     elastic = example("elastic", checkpoint_every=1000, max_steps=1000, **options)
-    # Ranks along tp read nothing with NeMo's loader: the first of them sends its batches.
-    size, tensor_parallel = (2, 1) if loader is None else (4, 2)
+    # Ranks along tp train on the same cuts, of which NeMo's loader reads those of the first alone.
+    size, tensor_parallel = 4, 2
     process = elastic.start("num_workers=2", f"tensor_parallel={tensor_parallel}", ranks=size)
     wait_for(lambda: len(elastic.steps(0)) >= 3, process)
     # As SLURM does it: every process gets the signal, those that read the data too.
@@ -84,6 +88,7 @@ def test_told_to_leave_it_saves_and_goes_on_with_other_ranks_and_workers(
     left_at = elastic.saved_step()
     assert left_at >= 3
     assert f"told to leave at step {left_at}" in printed
+    assert [elastic.ids_by_step(rank) for rank in (0, 2)] == [elastic.ids_by_step(rank) for rank in (1, 3)]
     readers = range(0, size, tensor_parallel)
     before = [cut_id for rank in readers for ids in elastic.ids_by_step(rank).values() for cut_id in ids]
     every = Counter(cut.id for cut in open_shar(speech, []))
@@ -117,3 +122,65 @@ def test_an_error_ends_it_at_once(example, speech: Path, tmp_path: Path, where: 
     printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode != 0
     assert (str(checkpoints) if where == "in a step" else "codes.0000") in printed
+
+
+TOLERANCE = 1e-4
+MODEL = ModelConfig(dim=16, num_layers=2, num_heads=2)
+
+
+def train_rank(config: str, *stages: list[str]) -> None:
+    """Run a rank's trainings one after the other, each with its overrides."""
+    sys.exit(max(main([config, *overrides]) for overrides in stages))
+
+
+def ids_by_step(example, ranks):
+    """The cuts of each step, of these ranks together."""
+    found = {}
+    for rank in ranks:
+        for values in example.steps(rank):
+            found.setdefault(values["step"], Counter()).update(values["ids"])
+    return found
+
+
+def losses(example):
+    return [values["loss"] for values in example.steps(0)]
+
+
+def test_steps_on_two_by_two_ranks_are_those_of_one_also_through_resumes(speech, tmp_path):
+    loader = write_loader(tmp_path, speech, shuffle=True, shuffle_buffer_size=4, num_workers=0, canonical=4)
+    keys = {"loader": loader, "batches_per_step": 4, "validation": str(speech)}
+    keys |= {"validate_every": 13, "checkpoint_every": 100, "keep": 9, "model": asdict(MODEL)}
+    one, mesh = (make_example(tmp_path, name, speech, **keys) for name in ("one", "mesh"))
+    # One rank stops and goes on as often, since data are mixed anew then.
+    run_ranks(train_rank, 1, str(one.config), *([f"max_steps={steps}"] for steps in (20, 23, 26)))
+    for size, *overrides in (
+        (4, "max_steps=20", "tensor_parallel=2", "sequence_parallel=true"),
+        (2, "max_steps=23"),
+        (2, "max_steps=26", "tensor_parallel=2"),
+    ):
+        run_ranks(train_rank, size, str(mesh.config), overrides)
+    # They are logged with four digits.
+    assert len(losses(one)) == 26
+    assert losses(one) == pytest.approx(losses(mesh), abs=1.01 * TOLERANCE)
+    for step in (20, 26):
+        first, second = one.weights(step), mesh.weights(step)
+        differences = {name: float((first[name] - second[name]).abs().max()) for name in first}
+        assert max(differences.values()) <= TOLERANCE, differences
+    first, second = (
+        [json.loads(line) for line in (example.out_dir / "validation.jsonl").read_text().splitlines()]
+        for example in (one, mesh)
+    )
+    assert [values["step"] for values in first] == [13, 26]
+    assert all(values == pytest.approx(other, abs=TOLERANCE) for values, other in zip(first, second, strict=True))
+    assert first[1]["loss"] < first[0]["loss"]
+    # In the first twenty steps ranks 0 and 1 have the same data, and so have 2 and 3.
+    for ranks in ([0, 2], [1, 3]):
+        assert {step: ids for step, ids in ids_by_step(mesh, ranks).items() if step <= 20} == {
+            step: ids for step, ids in ids_by_step(one, [0]).items() if step <= 20
+        }
+    # In bfloat16, sums of parts differ from whole ones in their last digits: of 8 bits.
+    bf16 = ["max_steps=27", "precision=bf16"]
+    run_ranks(train_rank, 1, str(one.config), bf16)
+    run_ranks(train_rank, 4, str(mesh.config), [*bf16, "tensor_parallel=2", "sequence_parallel=true"])
+    assert losses(mesh)[-1] == pytest.approx(losses(one)[-1], rel=0.02)
+    assert {tensor.dtype for tensor in mesh.weights(27).values()} == {torch.float32}

@@ -1,28 +1,48 @@
 """Stage 1 as a whole, on voices whose similarity is known: reasons, limits, choices, units, and what it leaves."""
 
-from __future__ import annotations
-
 import json
-import logging
+import math
 import os
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-import soundfile as sf
-from support.errors import raises
-from support.shar import PitchEncoder, Project, lines, put, run, voice
+import torch
+from support.project import Project, check_dataset, lines, put, raises, run, voice
 
 from sharmill.audio.sound import Sound
-from sharmill.engine.rundir import RunDir
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.manifest import Utterance, records_checksum
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.prepare.stage import PrepareStage
-from sharmill.validate.stage import ValidateStage
 from sharmill.write.stage import WriteStage
+
+
+class PitchEncoder:
+    """The voice is the loudest frequency: one of 1000 f Hz has the angle f, and silence has none."""
+
+    sampling_rate = 16000
+    embedding_size = 2
+    checksum = "pitch"
+
+    def __init__(self) -> None:
+        self.embedded = 0
+
+    def embed(self, audio: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
+        self.embedded += len(audio)
+        rows = [self._row(row[:n]) for row, n in zip(audio, num_samples.tolist(), strict=True)]
+        return torch.tensor(rows, dtype=torch.float32)
+
+    def _row(self, samples: torch.Tensor) -> list[float]:
+        if not bool((samples != 0).any()):
+            return [0.0, 0.0]
+        # Of the same number of points for all, so that equal pitches are equal.
+        angle = float(torch.fft.rfft(samples, 65536).abs().argmax()) * 16000 / 65536 / 1000
+        return [math.cos(angle), math.sin(angle)]
 
 
 def similarity(pitch, other):
@@ -30,13 +50,14 @@ def similarity(pitch, other):
 
 
 def match(project, encoder=None, *, restart=False, speaker_key="speaker", **options):
-    """Runs prepare and match; the records of the matched manifest by file name."""
+    """Runs prepare and match; the records of the matched manifest by file name and, behind it, their offset."""
     config = project.configure(match=options, speaker_key=speaker_key)
     if not (project.run_dir / "prepare").exists():
         project.prepare(config)
     with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder or PitchEncoder()):
         assert run(MatchStage(config), restart=restart).ok
-    return {record["audio_filepath"]: record for record in lines(matched_manifest(config))}
+    records = lines(matched_manifest(config))
+    return {f"{one['audio_filepath']} {one['offset'] or ''}".strip(): one for one in records}
 
 
 def contexts(records):
@@ -66,6 +87,115 @@ def test_the_most_similar_utterance_of_the_group_is_the_context(project):
     assert reasons(project) == {}
 
 
+def of(name, pitch=200, seconds=3.5, seed=None, **keys):
+    """An utterance; those of one seed are copies."""
+    return name, pitch, seconds, seed, keys
+
+
+NEAR = [of("a.wav", 200), of("nearly.wav", 203), of("b.wav", 400)]
+LONG = [of("a.wav", 200, 3.2), of("b.wav", 205, 6.0), of("c.wav", 400, 3.3)]
+TEXTS = [of("a.wav", 200, text="Good day"), of("b.wav", 205, text=" good  DAY"), of("c.wav", 400, text="Good night")]
+WORDS = [
+    of("a.wav", 200, text="One two, three four!"), of("b.wav", 205, text="four THREE nine"),
+    of("c.wav", 300, text="four five six"), of("d.wav", 500, text="..."),
+]  # fmt: skip
+COPIES = [of("a.wav", seed=99), of("copy.wav", seed=99)]
+# Utterances, options, contexts, reasons of the others.
+CHOICES = {
+    "alone in its group": ([of("a.wav"), of("b.wav", speaker="bob")], {}, {}, ["single_utterance_speaker"] * 2),
+    "a speaker of another case": (
+        [of("a.wav", speaker="S1"), of("b.wav", 210, speaker="S1"), of("c.wav", 201, speaker="s1"),
+         of("d.wav", 800, speaker="s1")],
+        {}, {"a.wav": "b.wav", "b.wav": "a.wav", "c.wav": "d.wav", "d.wav": "c.wav"}, [],
+    ),
+    "none is long": ([of("a.wav", seconds=2.9), of("b.wav", seconds=2.9)], {}, {}, ["no_long_context"] * 2),
+    "the only long one": (
+        [of("long.wav", seconds=3.0), of("a.wav", seconds=1.0)], {}, {"a.wav": "long.wav"}, ["no_long_context"],
+    ),
+    "none is too long": (LONG, {}, {"a.wav": "b.wav", "b.wav": "a.wav", "c.wav": "b.wav"}, []),
+    "too long": (LONG, {"max_duration": 4.0}, {"a.wav": "c.wav", "b.wav": "a.wav", "c.wav": "a.wav"}, []),
+    "a voice unlike all others": (
+        [of("a.wav"), of("b.wav", 250), of("far.wav", 1800)], {}, {"a.wav": "b.wav", "b.wav": "a.wav"},
+        ["no_similar_context"],
+    ),
+    "similar enough": (NEAR[::2], {"min_similarity": 0.975}, {"a.wav": "b.wav", "b.wav": "a.wav"}, []),
+    "not similar enough": (NEAR[::2], {"min_similarity": 0.985}, {}, ["no_similar_context"] * 2),
+    "the encoder's own limit": (
+        [of("a.wav", 200), of("b.wav", 980)], {"min_similarity": None}, {}, ["no_similar_context"] * 2,
+    ),
+    "the most similar": (NEAR, {}, {"a.wav": "nearly.wav", "nearly.wav": "a.wav", "b.wav": "nearly.wav"}, []),
+    "nearly a copy": (
+        NEAR, {"max_similarity": 0.999}, {"a.wav": "b.wav", "nearly.wav": "b.wav", "b.wav": "nearly.wav"}, [],
+    ),
+    "all nearly copies": (NEAR, {"max_similarity": 0.9}, {}, ["only_copies"] * 3),
+    "copies": ([*COPIES, of("b.wav", 300)], {}, {"a.wav": "b.wav", "copy.wav": "b.wav", "b.wav": "a.wav"}, []),
+    "copies alone": (COPIES, {}, {}, ["only_copies"] * 2),
+    "copies that are too long": (
+        [*COPIES, of("far.wav", 1800)], {"max_duration": 3.2}, {}, ["no_long_context"] * 3,
+    ),
+    "the same text is allowed": (TEXTS, {}, {"a.wav": "b.wav", "b.wav": "a.wav", "c.wav": "b.wav"}, []),
+    "the same text": (
+        TEXTS, {"exclude_same_text": True}, {"a.wav": "c.wav", "b.wav": "c.wav", "c.wav": "b.wav"}, [],
+    ),
+    "one text only": (TEXTS[:2], {"exclude_same_text": True}, {}, ["no_long_context"] * 2),
+    "half of the words in common": (
+        WORDS, {"max_text_overlap": 0.5}, {"a.wav": "c.wav", "b.wav": "c.wav", "c.wav": "b.wav", "d.wav": "c.wav"}, [],
+    ),
+    "no words in common": (
+        WORDS, {"max_text_overlap": 0.0}, {"a.wav": "d.wav", "b.wav": "d.wav", "c.wav": "d.wav", "d.wav": "c.wav"}, [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_contexts_and_reasons_are_those_of_the_voices_and_the_limits(project, case):
+    utterances, options, expected, rejected = CHOICES[case]
+    for number, (name, pitch, seconds, seed, keys) in enumerate(utterances):
+        project.add(name, voice(seconds, pitch=pitch, seed=number if seed is None else seed), **keys)
+    encoder = PitchEncoder()
+    assert contexts(match(project, encoder, **options)) == expected
+    assert list(reasons(project).values()) == rejected
+    if case in ("alone in its group", "none is long"):
+        assert encoder.embedded == 0
+
+
+class SmallDevice(PitchEncoder):
+    """An encoder on a device with memory for four seconds at once, that says what torch says where there are more."""
+
+    def embed(self, audio, num_samples):
+        if audio.numel() > 64000:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().embed(audio, num_samples)
+
+
+def test_segments_longer_than_a_batch_that_do_not_fit_are_rejected_and_the_others_go_on(project):
+    for number, seconds in enumerate([3.5, 5.0, 3.25, 6.0]):
+        add(project, f"{number}.wav", 200 + number, seconds)
+    assert contexts(match(project, SmallDevice(), batch_seconds=3.5)) == {"0.wav": "2.wav", "2.wav": "0.wav"}
+    assert reasons(project) == dict.fromkeys(("1.wav", "3.wav"), "too_long_for_device")
+
+
+def test_where_no_batch_fits_the_stage_stops_and_says_what_to_set(project):
+    for number in range(4):
+        add(project, f"{number}.wav", 200, speaker=f"s{number // 2}")
+    with raises(FatalError, "out_of_memory", "lower match.batch_seconds below 7"):
+        match(project, SmallDevice(), unit_seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(Path.unlink, "missing_audio"), (partial(os.utime, times=(1, 1)), None)]
+)
+def test_a_file_that_changed_after_prepare_is_rejected_and_nobodys_context(project, change, reason):
+    for name, pitch in (("a.wav", 200), ("b.wav", 203), ("c.wav", 300)):
+        add(project, name, pitch)
+    add(project, "left.wav", 200, speaker="bob")
+    project.prepare(project.configure())
+    change(project.root / "b.wav")
+    found, rejected = contexts(match(project)), reasons(project)
+    assert found["a.wav"] == ("c.wav" if reason else "b.wav")
+    assert rejected == ({"b.wav": reason} if reason else {}) | {"left.wav": "single_utterance_speaker"}
+
+
 def test_the_manifest_is_called_after_the_limits_and_has_the_published_keys(project):
     add(project, "a.wav", 200, text="Hello Dr. B.", normalized_text="hello doctor b", cer=0.01)
     add(project, "b.wav", 210, text="42", normalized_text="forty-two")
@@ -93,54 +223,6 @@ def test_the_manifest_is_called_after_the_limits_and_has_the_published_keys(proj
     assert records["b.wav"]["context_audio_normalized_text"] == "hello doctor b"
 
 
-def test_a_context_without_normalized_text_leaves_none(project):
-    add(project, "a.wav", 200, context_audio_normalized_text="stale", context_audio_text="stale")
-    add(project, "b.wav", 210)
-    record = match(project)["a.wav"]
-    assert "context_audio_normalized_text" not in record
-    assert record["context_audio_text"] == "text of b.wav"
-
-
-def test_the_stem_and_the_limits_are_in_the_name(project):
-    config = project.configure(match={"min_duration": 2, "min_similarity": 0.75})
-    assert matched_manifest(config).name == "small_withContextAudioMinDur2.0MinSSIM0.75.json"
-
-
-def test_an_utterance_alone_in_its_group(project):
-    add(project, "a.wav", 200)
-    add(project, "b.wav", 200, speaker="bob")
-    encoder = PitchEncoder()
-    assert match(project, encoder) == {}
-    assert set(reasons(project).values()) == {"single_utterance_speaker"}
-    assert encoder.embedded == 0
-
-
-def test_a_group_without_a_long_utterance_is_not_even_embedded(project):
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200, seconds=2.9)
-    encoder = PitchEncoder()
-    assert match(project, encoder) == {}
-    assert set(reasons(project).values()) == {"no_long_context"}
-    assert encoder.embedded == 0
-
-
-def test_the_only_long_utterance_has_no_context_but_is_one(project):
-    add(project, "long.wav", 200, seconds=3.0)
-    add(project, "short.wav", 200, seconds=1.0)
-    assert contexts(match(project)) == {"short.wav": "long.wav"}
-    assert reasons(project) == {"long.wav": "no_long_context"}
-
-
-def test_a_voice_unlike_all_others(project):
-    for name, pitch in (("a.wav", 200), ("b.wav", 250), ("far.wav", 1800)):
-        add(project, name, pitch)
-    assert contexts(match(project)) == {"a.wav": "b.wav", "b.wav": "a.wav"}
-    (reject,) = project.rejects("match")
-    assert reject["reason"] == "no_similar_context"
-    assert f"{similarity(1800, 250):.2f}" in reject["detail"]
-    assert "0.6" in reject["detail"]
-
-
 def test_the_threshold_is_the_encoders_own_unless_the_configuration_says_one():
     assert min_similarity(MatchConfig()) == 0.75
     assert min_similarity(MatchConfig(encoder="nemo:titanet_large")) == 0.6
@@ -149,131 +231,31 @@ def test_the_threshold_is_the_encoders_own_unless_the_configuration_says_one():
         min_similarity(MatchConfig(encoder="nemo:ecapa_tdnn"))
 
 
-def test_the_encoders_own_threshold_is_in_the_name_the_limits_and_the_choice(project):
-    for name, pitch in (("a.wav", 200), ("b.wav", 980)):  # a similarity of 0.71
-        add(project, name, pitch)
-    config = project.configure(match={"min_similarity": None})
-    assert matched_manifest(config).name.endswith("MinSSIM0.75.json")
-    assert match(project, min_similarity=None) == {}
-    assert set(reasons(project).values()) == {"no_similar_context"}
-    assert WriteStage(config).identity()["limits"]["min_similarity"] == 0.75
-
-
-@pytest.mark.parametrize(("limit", "count"), [(0.99, 2), (0.999, 0)])
-def test_the_least_similarity_is_the_configurations(project, limit, count):
-    add(project, "a.wav", 200)
-    add(project, "b.wav", 300)
-    assert len(match(project, min_similarity=limit)) == count
-
-
-def test_silence_is_rejected_and_nobodys_context(project):
-    add(project, "a.wav", 200)
-    add(project, "b.wav", 210)
-    project.add("zero.wav", np.zeros(56000, np.float32))
-    project.add("hiss.wav", 0.0009 * np.sign(voice(3.5)), subtype="FLOAT")
-    assert contexts(match(project)) == {"a.wav": "b.wav", "b.wav": "a.wav"}
-    assert reasons(project) == {"zero.wav": "silent_audio", "hiss.wav": "silent_audio"}
-
-
-def add_copies(project, *names, pitch=200):
-    """The same samples under several names, in the format of each."""
-    samples = voice(3.5, pitch=pitch, seed=99)
-    for name in names:
-        project.add(name, samples)
-
-
-def test_a_copy_is_not_the_context_though_nothing_is_as_similar(project):
-    add_copies(project, "a.wav", "copy.wav", "copy.flac")
-    add(project, "b.wav", 300)
-    assert contexts(match(project)) == {
-        "a.wav": "b.wav", "copy.wav": "b.wav", "copy.flac": "b.wav", "b.wav": "a.wav",
-    }  # fmt: skip
-    assert reasons(project) == {}
+def passes_the_check(project, tmp_path, config):
+    """Writes the dataset, and tells whether the checker finds nothing in it."""
+    assert run(WriteStage(config)).ok
+    return not check_dataset(project.dataset, tmp_path / "check", deep=True).findings
 
 
 @pytest.mark.parametrize("audio_format", ["flac", "wav", "original"])
 def test_a_run_with_copies_passes_the_check(project, tmp_path, audio_format):
-    add_copies(project, "a.wav", "copy.wav", "copy.flac")
-    add_copies(project, "c.wav", "d.flac", pitch=330)
+    for name, pitch in (("a.wav", 200), ("copy.wav", 200), ("copy.flac", 200), ("c.wav", 330), ("d.flac", 330)):
+        project.add(name, voice(3.5, pitch=pitch, seed=99))
     match(project)
-    config = project.configure(match={}, write={"audio_format": audio_format})
-    assert run(WriteStage(config)).ok
-    check = ValidateStage(project.dataset, RunDir(tmp_path / "check"), deep=True)
-    assert run(check).ok
-    assert list(check.findings()) == []
+    assert passes_the_check(project, tmp_path, project.configure(match={}, write={"audio_format": audio_format}))
     assert len(lines(project.dataset / "cuts/cuts.000000.jsonl.gz")) == 5
 
 
-def test_a_part_of_a_recording_that_is_a_file_too_is_a_copy(project):
-    samples = voice(3.5, pitch=200, seed=99)
-    project.add("long.wav", np.concatenate([voice(3.5, pitch=420), samples]), offset=3.5, duration=3.5)
-    project.add("part.flac", samples)
-    add(project, "b.wav", 300)
-    assert contexts(match(project)) == {"long.wav": "b.wav", "part.flac": "b.wav", "b.wav": "long.wav"}
-
-
-def test_where_only_copies_are_left_the_reason_says_so(project):
-    add_copies(project, "a.wav", "copy.flac")
-    assert match(project) == {}
-    assert reasons(project) == {"a.wav": "only_copies", "copy.flac": "only_copies"}
-    assert {"copy.flac" in reject["detail"] for reject in project.rejects("match")} == {True, False}
-
-
-def test_a_copy_that_could_not_be_the_context_anyway_is_not_the_reason(project):
-    add_copies(project, "a.wav", "copy.wav")
-    add(project, "far.wav", 1800)
-    assert match(project, max_duration=3.2) == {}
-    assert set(reasons(project).values()) == {"no_long_context"}
-
-
-def test_max_similarity_leaves_out_what_is_nearly_a_copy(project):
-    for name, pitch in (("a.wav", 200), ("nearly.wav", 203), ("b.wav", 400)):
-        add(project, name, pitch)
-    assert contexts(match(project))["a.wav"] == "nearly.wav"
-    found = contexts(match(project, max_similarity=0.999, restart=True))
-    assert found == {"a.wav": "b.wav", "nearly.wav": "b.wav", "b.wav": "nearly.wav"}
-    assert match(project, max_similarity=0.9, restart=True) == {}
-    assert set(reasons(project).values()) == {"only_copies"}
-
-
-def test_a_speaker_of_another_case_is_another_speaker(project):
-    add(project, "a.wav", 200, speaker="S1")
-    add(project, "b.wav", 210, speaker="S1")
-    add(project, "c.wav", 201, speaker="s1")
-    add(project, "d.wav", 800, speaker="s1")
-    assert contexts(match(project)) == {"a.wav": "b.wav", "b.wav": "a.wav", "c.wav": "d.wav", "d.wav": "c.wav"}
-
-
-def replace_file(path, samples):
-    """Other samples, with the size and the time of the file as it was."""
-    status = path.stat()
-    put(path, samples)
-    assert path.stat().st_size == status.st_size
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def test_a_file_of_another_size_than_prepare_saw_is_rejected(project):
-    for name in ("a.wav", "b.wav", "c.wav"):
-        add(project, name, 200)
-    project.prepare(project.configure())
-    put(project.root / "b.wav", voice(3.55))
-    assert contexts(match(project)) == {"a.wav": "c.wav", "c.wav": "a.wav"}
-    assert reasons(project) == {"b.wav": "changed_audio"}
-
-
-def test_a_file_of_another_time_only_is_not(project):
+@pytest.fixture
+def pair(project):
+    """Two utterances that are each other's contexts."""
     for name in ("a.wav", "b.wav"):
         add(project, name, 200)
-    project.prepare(project.configure())
-    os.utime(project.root / "b.wav", (1, 1))
-    assert len(match(project)) == 2
+    return match(project)
 
 
-def test_times_of_files_are_in_no_identity(project):
+def test_times_of_files_are_in_no_identity(project, pair):
     """Files copied to another disk must not make a run begin anew."""
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200)
-    match(project)
     config = project.configure(match={})
     before = [MatchStage(config).identity(), WriteStage(config).identity()]
     for name in ("a.wav", "b.wav"):
@@ -281,49 +263,6 @@ def test_times_of_files_are_in_no_identity(project):
     assert run(PrepareStage(config), restart=True).ok
     match(project)
     assert [MatchStage(config).identity(), WriteStage(config).identity()] == before
-
-
-def test_segments_that_overlap_the_target_are_no_context(project):
-    add(project, "long.wav", 200, seconds=10.0, duration=3.5, offset=0.0)
-    project.add("long.wav", offset=3.0, duration=3.5)
-    project.add("long.wav", offset=6.5, duration=3.5)
-    add(project, "far.wav", 600)
-    config = project.configure()
-    project.prepare(config)
-    with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=PitchEncoder()):
-        assert run(MatchStage(config)).ok
-    found = {
-        r["offset"]: r["context_audio_offset"]
-        for r in lines(matched_manifest(config))
-        if r["audio_filepath"] == "long.wav"
-    }
-    assert found == {0.0: 6.5, 3.0: 6.5, 6.5: 0.0} or found == {0.0: 6.5, 3.0: 6.5, 6.5: 3.0}
-
-
-def test_max_duration_leaves_out_longer_contexts(project):
-    add(project, "a.wav", 200, seconds=3.2)
-    add(project, "b.wav", 205, seconds=6.0)
-    add(project, "c.wav", 400, seconds=3.3)
-    assert contexts(match(project)) == {"a.wav": "b.wav", "b.wav": "a.wav", "c.wav": "b.wav"}
-    limited = contexts(match(project, max_duration=4.0, restart=True))
-    assert limited == {"a.wav": "c.wav", "b.wav": "a.wav", "c.wav": "a.wav"}
-
-
-def test_exclude_same_text_minds_neither_case_nor_spaces(project):
-    add(project, "a.wav", 200, text="Good day")
-    add(project, "b.wav", 205, text=" good  DAY")
-    add(project, "c.wav", 400, text="Good night")
-    assert contexts(match(project))["a.wav"] == "b.wav"
-    assert contexts(match(project, exclude_same_text=True, restart=True)) == {
-        "a.wav": "c.wav", "b.wav": "c.wav", "c.wav": "b.wav",
-    }  # fmt: skip
-
-
-def test_one_text_only_leaves_no_context(project):
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200, text="same")
-    assert match(project, exclude_same_text=True) == {}
-    assert set(reasons(project).values()) == {"no_long_context"}
 
 
 def test_max_group_seeks_contexts_within_the_parts(project):
@@ -353,66 +292,6 @@ def test_sampling_draws_among_the_best_and_always_the_same(project):
     assert contexts(match(project, **options, seed=7, restart=True)) != contexts(drawn)
 
 
-def cut_off(path):
-    path.write_bytes(path.read_bytes()[:20000])
-
-
-def as_nan(path):
-    sf.write(path, np.full(56000, np.nan, np.float32), 16000, subtype="FLOAT")
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda path: path.unlink(), "missing_audio"),
-        (lambda path: path.write_text("no audio"), "unreadable_audio"),
-        (lambda path: path.write_bytes(b""), "empty_audio"),
-        (cut_off, "duration_mismatch"),
-        (as_nan, "non_finite_audio"),
-    ],
-)
-def test_a_file_that_broke_after_prepare_is_rejected_and_nobodys_context(project, damage, reason):
-    for name, pitch in (("a.wav", 200), ("b.wav", 203), ("c.wav", 300)):
-        add(project, name, pitch)
-    project.prepare(project.configure())
-    damage(project.root / "b.wav")
-    assert contexts(match(project)) == {"a.wav": "c.wav", "c.wav": "a.wav"}
-    assert reasons(project) == {"b.wav": reason}
-
-
-def test_who_is_left_alone_by_a_broken_file_says_so(project):
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200)
-    project.prepare(project.configure())
-    (project.root / "b.wav").unlink()
-    assert match(project) == {}
-    assert reasons(project) == {"a.wav": "single_utterance_speaker", "b.wav": "missing_audio"}
-
-
-def test_no_long_context_where_the_long_one_broke(project):
-    add(project, "long.wav", 200)
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200, seconds=1.0)
-    project.prepare(project.configure())
-    (project.root / "long.wav").unlink()
-    assert match(project) == {}
-    assert reasons(project) == {"a.wav": "no_long_context", "b.wav": "no_long_context", "long.wav": "missing_audio"}
-
-
-def test_every_record_ends_once(project):
-    for number in range(10):
-        add(
-            project,
-            f"{number}.wav",
-            200 + 300 * (number % 4),
-            seconds=2.0 + 0.4 * (number % 5),
-            speaker=f"s{number % 3}",
-        )
-    records = match(project)
-    names = [*records, *reasons(project)]
-    assert sorted(names) == sorted(record["audio_filepath"] for record in project.records)
-
-
 def test_the_sound_of_targets_and_contexts_is_noted(project):
     for number in range(2):
         project.add(f"{number}.wav", voice(3.5, pitch=200) / 10**number)
@@ -438,76 +317,6 @@ def test_the_result_does_not_depend_on_the_units(tmp_path):
         match(project, unit_seconds=unit_seconds, choice="sample")
         found.append(records_checksum(next(project.run_dir.glob("manifests/*withContext*"))))
     assert len(set(found)) == 1
-
-
-def test_a_restart_leaves_no_manifest_of_other_limits(project):
-    """The stage write finds its input by the name, which has the limits."""
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200)
-    match(project)
-    others = {"small2_withContextAudioMinDur3.0MinSSIM0.6.json", "small_withContextAudioMinDur3.0MinSSIM0.6_mine.json",
-              "small_withContextAudioMinDur1.0MinSSIM0.6.json"}  # fmt: skip
-    for name in others:
-        (project.run_dir / "manifests" / name).touch()
-    match(project, min_similarity=0.5, restart=True)
-    names = {path.name for path in (project.run_dir / "manifests").glob("*withContext*")}
-    assert names == {"small_withContextAudioMinDur3.0MinSSIM0.5.json", *others}
-    with raises(ConfigError, "stage_not_run", "match"):
-        run(WriteStage(project.configure()))
-
-
-@pytest.mark.parametrize("data", [b"", b'{"match": 1}', None])
-def test_a_restart_needs_no_whole_plan(data, project):
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200)
-    before = match(project)
-    identity = project.run_dir / "match/plan/identity.json"
-    identity.unlink() if data is None else identity.write_bytes(data)
-    assert match(project, restart=True) == before
-
-
-def test_a_restart_removes_nothing_that_a_plan_names_elsewhere(project):
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200)
-    match(project)
-    identity = project.run_dir / "match/plan/identity.json"
-    plan = json.loads(identity.read_bytes())
-    plan["match"]["min_duration"] = "/../../kept"
-    identity.write_text(json.dumps(plan))
-    # Without the folder of this name the path leads nowhere.
-    (project.run_dir / "manifests/small_withContextAudioMinDur").mkdir()
-    kept = project.run_dir / f"keptMinSSIM{plan['match']['min_similarity']}.json"
-    kept.touch()
-    match(project, restart=True)
-    assert kept.exists()
-
-
-def test_a_lost_matched_manifest_is_merged_again(project):
-    for name in ("a.wav", "b.wav"):
-        add(project, name, 200)
-    match(project)
-    path = next(project.run_dir.glob("manifests/*withContext*"))
-    before = path.read_bytes()
-    path.unlink()
-    encoder = PitchEncoder()
-    match(project, encoder)
-    assert path.read_bytes() == before
-    assert encoder.embedded == 0
-
-
-def test_without_prepare_there_is_nothing_to_match(project):
-    add(project, "a.wav", 200)
-    with raises(ConfigError, "stage_not_run", "prepare"):
-        run(MatchStage(project.configure()))
-
-
-def test_an_empty_manifest_gives_an_empty_one(project):
-    project.run_dir.joinpath("manifests").mkdir(parents=True)
-    config = project.configure()
-    (project.run_dir / "manifests/small_prepared.json").write_bytes(b"")
-    result = run(MatchStage(config))
-    assert result.totals.num_in == 0
-    assert matched_manifest(config).read_bytes() == b""
 
 
 def given(name, **keys):
@@ -574,22 +383,7 @@ def test_given_contexts_pass_the_check_of_the_dataset(project, tmp_path):
     for number in range(4):
         add(project, f"{number}.wav", 200 + 10 * number, **given(f"{(number + 2) % 4}.wav"))
     match(project, contexts="given")
-    assert run(WriteStage(project.configure(match={"contexts": "given"}))).ok
-    check = ValidateStage(project.dataset, RunDir(tmp_path / "check"), deep=True)
-    assert run(check).ok
-    assert list(check.findings()) == []
-
-
-def test_texts_that_share_too_many_words_are_no_contexts_of_each_other(project):
-    add(project, "a.wav", 200, text="One two, three four!")
-    add(project, "b.wav", 205, text="four THREE nine")
-    add(project, "c.wav", 300, text="four five six")
-    add(project, "d.wav", 500, text="")
-    project.records[3]["text"] = "..."
-    assert contexts(match(project))["a.wav"] == "b.wav"
-    assert contexts(match(project, max_text_overlap=0.5, restart=True))["a.wav"] == "c.wav"
-    assert contexts(match(project, max_text_overlap=2 / 3, restart=True))["a.wav"] == "b.wav"
-    assert contexts(match(project, max_text_overlap=0.0, restart=True))["a.wav"] == "d.wav"
+    assert passes_the_check(project, tmp_path, project.configure(match={"contexts": "given"}))
 
 
 def test_contexts_come_from_a_random_pool_of_the_speaker_which_the_seed_draws(project):
@@ -606,16 +400,6 @@ def test_contexts_come_from_a_random_pool_of_the_speaker_which_the_seed_draws(pr
     assert contexts(match(project, max_speaker_items=3, seed=7, restart=True)) != contexts(found)
 
 
-def test_the_padding_of_the_batches_is_in_the_commits_and_in_the_log(project, caplog):
-    caplog.set_level(logging.INFO)
-    for number, seconds in enumerate((3.0, 4.0)):
-        add(project, f"{number}.wav", 200, seconds=seconds)
-    match(project)
-    (commit,) = lines(next((project.run_dir / "match").glob("**/ledger/*.jsonl")))
-    assert (commit["stats"]["embedded_seconds"], commit["stats"]["padded_seconds"]) == (7.0, 8.0)
-    assert "7.0 s of audio embedded, 12.50 % of the batches is padding" in caplog.messages
-
-
 @pytest.mark.parametrize(
     ("kind", "named"), [("cpu", []), ("NVIDIA H200, capability 9.0", ["NVIDIA H200, capability 9.0"])]
 )
@@ -627,3 +411,35 @@ def test_the_dataset_names_the_devices_that_chose_its_contexts_where_they_are_no
     assert run(WriteStage(project.configure(speaker_key="speaker", match={}))).ok
     record = json.loads((project.dataset / "dataset.json").read_text())
     assert record.get("match_devices", []) == named
+
+
+def test_segments_that_overlap_the_target_are_no_context(project):
+    add(project, "long.wav", 200, seconds=10.0, duration=3.5, offset=0.0)
+    project.add("long.wav", offset=3.0, duration=3.5)
+    project.add("long.wav", offset=6.5, duration=3.5)
+    add(project, "far.wav", 600)
+    offsets = {name: record["context_audio_offset"] for name, record in match(project).items()}
+    assert (offsets["long.wav"], offsets["long.wav 3.0"]) == (6.5, 6.5)
+    assert offsets["long.wav 6.5"] in (0.0, 3.0)
+
+
+def test_a_lost_matched_manifest_is_merged_again(project, pair):
+    path = next(project.run_dir.glob("manifests/*withContext*"))
+    before = path.read_bytes()
+    path.unlink()
+    encoder = PitchEncoder()
+    match(project, encoder)
+    assert path.read_bytes() == before
+    assert encoder.embedded == 0
+
+
+def test_a_restart_leaves_no_manifest_of_other_limits(project, pair):
+    """The stage write finds its input by the name, which has the limits."""
+    others = {"small2_withContextAudioMinDur3.0MinSSIM0.6.json", "small_withContextAudioMinDur3.0MinSSIM0.6_mine.json"}
+    for name in others:
+        (project.run_dir / "manifests" / name).touch()
+    match(project, min_similarity=0.5, restart=True)
+    names = {path.name for path in (project.run_dir / "manifests").glob("*withContext*")}
+    assert names == {"small_withContextAudioMinDur3.0MinSSIM0.5.json", *others}
+    with raises(ConfigError, "stage_not_run", "match"):
+        run(WriteStage(project.configure()))

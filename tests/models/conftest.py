@@ -1,13 +1,11 @@
 """Checkpoints of small models, built once per session."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
 from support import models
 
-from sharmill.models.nemo_checkpoint import quiet_nemo
+from sharmill.models.nemo_models import quiet_nemo
 
 
 @pytest.fixture(scope="session")

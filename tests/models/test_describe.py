@@ -1,7 +1,5 @@
 """Names, identities and early checks, all without the heavy packages."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json
@@ -11,27 +9,25 @@ import tarfile
 
 import pytest
 import xxhash
-from support.errors import raises
+from support.project import raises
 
 from sharmill.errors import ConfigError
-from sharmill.models import (
-    find_codec,
-    find_speaker_encoder,
-    load_codec,
-    load_speaker_encoder,
-)
+from sharmill.models import find_codec, find_speaker_encoder
+
+
+def write_archive(path, members):
+    with tarfile.open(path, "w:gz" if len(members) == 1 else "w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
 
 
 @pytest.fixture
 def nemo_file(tmp_path):
     """An archive with the member names of a NeMo checkpoint, and an empty configuration."""
-    path = tmp_path / "model.nemo"
-    with tarfile.open(path, "w") as archive:
-        for name, content in (("./model_config.yaml", b"{}"), ("./model_weights.ckpt", b"")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
+    return write_archive(tmp_path / "model.nemo", {"./model_config.yaml": b"{}", "./model_weights.ckpt": b""})
 
 
 @pytest.fixture
@@ -57,131 +53,24 @@ print(sorted({{"torch", "nemo", "transformers", "librosa", "resemblyzer"}} & sys
     assert result.stdout.strip() == "[]"
 
 
-def describe_codec(name):
-    return find_codec(name).identity()
-
-
-def describe_speaker_encoder(name):
-    return find_speaker_encoder(name).identity()
-
-
-def test_resemblyzer_is_identified_by_the_version_of_its_package():
-    assert describe_speaker_encoder("resemblyzer") == {"backend": "resemblyzer", "name": "resemblyzer"}
-    assert "resemblyzer" in find_speaker_encoder("resemblyzer").packages
-
-
-@pytest.mark.parametrize("name", ["nemo:titanet_large", "nemo:nvidia/speakerverification_en_titanet_large"])
-def test_a_pretrained_name_is_its_own_identity(name):
-    assert describe_speaker_encoder(name) == {"backend": "nemo", "name": name}
-
-
 def test_a_nemo_file_is_identified_by_its_bytes(nemo_file):
     expected = {
         "backend": "nemo",
         "name": f"nemo:{nemo_file}",
         "checksum": xxhash.xxh3_64_hexdigest(nemo_file.read_bytes()),
     }
-    assert describe_codec(f"nemo:{nemo_file}") == expected
-    assert describe_speaker_encoder(f"nemo:{nemo_file}") == expected
+    for find in (find_codec, find_speaker_encoder):
+        assert find(f"nemo:{nemo_file}").identity() == expected
 
 
 def test_a_directory_is_identified_by_its_visible_files(encodec_directory):
     name = f"transformers:{encodec_directory}"
-    before = describe_codec(name)
+    before = find_codec(name).identity()
     (encodec_directory / ".cache").mkdir()
     (encodec_directory / ".cache" / "downloaded").write_text("yesterday")
-    assert describe_codec(name) == before
+    assert find_codec(name).identity() == before
     (encodec_directory / "model.safetensors").write_bytes(b"weighty")
-    assert describe_codec(name)["checksum"] != before["checksum"]
-
-
-WRONG_ENCODERS = [
-    ("resemblizer", "unknown_name", "did you mean 'resemblyzer'"),
-    ("nmo:titanet_large", "unknown_name", "did you mean 'nemo'"),
-    ("builtin", "unknown_name", "resemblyzer, nemo"),
-    ("nemo", "bad_model", "nemo:<"),
-    ("resemblyzer:large", "bad_model", "write resemblyzer"),
-    ("nemo:/nowhere/model.nemo", "bad_model", "/nowhere/model.nemo"),
-    ("nemo:./model.ckpt", "bad_model", "./model.ckpt"),
-]
-
-
-@pytest.mark.parametrize(("name", "code", "shown"), WRONG_ENCODERS)
-@pytest.mark.parametrize("function", [describe_speaker_encoder, load_speaker_encoder])
-def test_a_wrong_speaker_encoder_name_says_what_to_write(function, name, code, shown):
-    with raises(ConfigError, code, shown) as raised:
-        function(name)
-    assert "\n" not in str(raised.value)
-
-
-WRONG_CODECS = [
-    ("transformer:facebook/encodec_24khz", "unknown_name", "did you mean 'transformers'"),
-    ("built-in", "unknown_name", "did you mean 'builtin'"),
-    ("encodec", "unknown_name", "builtin, nemo, transformers"),
-    ("transformers", "bad_model", "transformers:<"),
-    ("transformers:/nowhere/encodec", "bad_model", "/nowhere/encodec"),
-]
-
-
-@pytest.mark.parametrize(("name", "code", "shown"), WRONG_CODECS)
-@pytest.mark.parametrize("function", [describe_codec, load_codec])
-def test_a_wrong_codec_name_says_what_to_write(function, name, code, shown):
-    with raises(ConfigError, code, shown) as raised:
-        function(name)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"not an archive\n" * 100, b"\x1f\x8b\x08\x00 broken gzip"])
-@pytest.mark.parametrize("function", [describe_codec, load_codec, describe_speaker_encoder, load_speaker_encoder])
-def test_a_file_that_is_no_archive_is_no_nemo_checkpoint(function, tmp_path, content):
-    path = tmp_path / "model.nemo"
-    path.write_bytes(content)
-    with raises(ConfigError, "bad_model", str(path)):
-        function(f"nemo:{path}")
-
-
-def test_an_archive_without_weights_is_no_nemo_checkpoint(tmp_path):
-    path = tmp_path / "model.nemo"
-    with tarfile.open(path, "w:gz") as archive:
-        info = tarfile.TarInfo("model_config.yaml")
-        info.size = 5
-        archive.addfile(info, io.BytesIO(b"a: 1\n"))
-    with raises(ConfigError, "bad_model", str(path), "model_weights.ckpt"):
-        describe_codec(f"nemo:{path}")
-
-
-@pytest.mark.parametrize("function", [describe_codec, load_codec])
-def test_a_directory_without_config_is_no_transformers_model(function, tmp_path):
-    with raises(ConfigError, "bad_model", str(tmp_path), "config.json"):
-        function(f"transformers:{tmp_path}")
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [("{", "config.json"), ('{"model_type": "bert"}', "'bert'"), ("[]", "dac, encodec, mimi")],
-)
-@pytest.mark.parametrize("function", [describe_codec, load_codec])
-def test_a_directory_of_another_model_is_refused(function, encodec_directory, text, shown):
-    (encodec_directory / "config.json").write_text(text)
-    with raises(ConfigError, "bad_model", str(encodec_directory), shown):
-        function(f"transformers:{encodec_directory}")
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "package"),
-    [
-        (load_codec, "nemo:x", "nemo"),
-        (load_speaker_encoder, "nemo:titanet_large", "nemo"),
-        (load_codec, "transformers:facebook/encodec_24khz", "transformers"),
-    ],
-)
-def test_a_missing_package_names_its_extra(monkeypatch, function, name, package):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda wanted, *rest: None if wanted == package else find_spec(wanted, *rest)
-    )
-    with raises(ConfigError, "missing_package", f"pip install 'sharmill[{package}]'"):
-        function(name)
+    assert find_codec(name).identity()["checksum"] != before["checksum"]
 
 
 @pytest.mark.parametrize(
@@ -190,12 +79,66 @@ def test_a_missing_package_names_its_extra(monkeypatch, function, name, package)
         ("builtin", "builtin"),
         ("nemo:audio_codec_16khz_small", "nemo:audio_codec_16khz_small"),
         ("transformers:facebook/encodec_24khz", "transformers:facebook/encodec_24khz"),
+        ("nemo:{nemo_file}", "nemo:model.nemo"),
+        ("transformers:{encodec_directory}/", "transformers:encodec"),
     ],
 )
-def test_the_published_name_is_the_name(name, published):
+def test_the_published_name_is_the_name_without_folders(name, published, nemo_file, encodec_directory):
+    name = name.format(nemo_file=nemo_file, encodec_directory=encodec_directory)
     assert find_codec(name).published_name == published
 
 
-def test_the_published_name_of_a_local_model_has_no_folders(nemo_file, encodec_directory):
-    assert find_codec(f"nemo:{nemo_file}").published_name == "nemo:model.nemo"
-    assert find_codec(f"transformers:{encodec_directory}/").published_name == "transformers:encodec"
+# Names of a codec or encoder, FOLDER standing for one with the files; codes and words of the refusal.
+WRONG_NAMES = [
+    (find_speaker_encoder, "resemblizer", "unknown_name", "did you mean 'resemblyzer'"),
+    (find_speaker_encoder, "nmo:titanet_large", "unknown_name", "did you mean 'nemo'"),
+    (find_speaker_encoder, "builtin", "unknown_name", "resemblyzer, nemo"),
+    (find_speaker_encoder, "nemo", "bad_model", "nemo:<"),
+    (find_speaker_encoder, "resemblyzer:large", "bad_model", "write resemblyzer"),
+    (find_speaker_encoder, "nemo:/nowhere/model.nemo", "bad_model", "/nowhere/model.nemo"),
+    (find_speaker_encoder, "nemo:./model.ckpt", "bad_model", "./model.ckpt"),
+    (find_speaker_encoder, "nemo:titanet_lage", "unknown_name", "did you mean 'titanet_large'"),
+    (find_codec, "transformer:facebook/encodec_24khz", "unknown_name", "did you mean 'transformers'"),
+    (find_codec, "built-in", "unknown_name", "did you mean 'builtin'"),
+    (find_codec, "encodec", "unknown_name", "builtin, nemo, transformers"),
+    (find_codec, "transformers", "bad_model", "transformers:<"),
+    (find_codec, "transformers:/nowhere/encodec", "bad_model", "/nowhere/encodec"),
+    (find_codec, "transformers:FOLDER", "bad_model", "config.json"),
+    (find_codec, "nemo:FOLDER/empty.nemo", "bad_model", "empty.nemo is not a NeMo checkpoint"),
+    (find_codec, "nemo:FOLDER/text.nemo", "bad_model", "text.nemo is not a NeMo checkpoint"),
+    (find_codec, "nemo:FOLDER/gzip.nemo", "bad_model", "gzip.nemo is not a NeMo checkpoint"),
+    (find_codec, "nemo:FOLDER/model.nemo", "bad_model", "model_weights.ckpt"),
+    (find_codec, "transformers:FOLDER/json", "bad_model", "config.json"),
+    (find_codec, "transformers:FOLDER/bert", "bad_model", "'bert'"),
+    (find_codec, "transformers:FOLDER/list", "bad_model", "dac, encodec, mimi"),
+]
+
+
+@pytest.mark.parametrize(("find", "name", "code", "shown"), WRONG_NAMES)
+def test_a_wrong_name_or_file_says_in_one_line_what_to_write(find, name, code, shown, tmp_path):
+    for file, content in (("empty", b""), ("text", b"not an archive\n" * 100), ("gzip", b"\x1f\x8b\x08\x00 broken")):
+        (tmp_path / f"{file}.nemo").write_bytes(content)
+    write_archive(tmp_path / "model.nemo", {"model_config.yaml": b"a: 1\n"})
+    for folder, text in (("json", "{"), ("bert", '{"model_type": "bert"}'), ("list", "[]")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(text)
+    with raises(ConfigError, code, shown) as raised:
+        find(name.replace("FOLDER", str(tmp_path))).check()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "package"),
+    [
+        (find_codec, "nemo:x", "nemo"),
+        (find_speaker_encoder, "nemo:titanet_large", "nemo"),
+        (find_codec, "transformers:facebook/encodec_24khz", "transformers"),
+    ],
+)
+def test_a_missing_package_names_its_extra(monkeypatch, function, name, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda wanted, *rest: None if wanted == package else find_spec(wanted, *rest)
+    )
+    with raises(ConfigError, "missing_package", f"pip install 'sharmill[{package}]'"):
+        function(name).check()

@@ -1,21 +1,20 @@
-"""What is said of a device that torch cannot use."""
+"""The device of a model: its errors, the arithmetic and the memory on it, the same in every run."""
 
-from __future__ import annotations
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from support.errors import raises
+from support.models import make_audio
+from support.project import raises
 
-from sharmill.errors import DeviceError
-from sharmill.models import device as devices
-from sharmill.models.device import check_device, driver_version
+from sharmill.errors import ConfigError, DeviceError, is_device_error
+from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
+from sharmill.models.device import check_device, with_precision
+from sharmill.models.memory import measure_model, require_room
 
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 12020). Please update"
 NO_KERNEL = "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors might be"
-
-
-def test_the_cpu_is_always_usable():
-    assert check_device("cpu") == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,7 @@ def test_the_error_has_torchs_reason_and_what_this_torch_needs(error, monkeypatc
 
     monkeypatch.setattr(torch, "arange", arange)
     reason = str(error).partition("\n")[0]
-    with raises(DeviceError, "device_failed", reason, torch.__version__, "docs/gpus.md"):
+    with raises(DeviceError, "device_failed", reason, torch.__version__, "docs/models.md"):
         check_device("cuda")
 
 
@@ -48,23 +47,120 @@ def test_a_gpu_that_is_too_old_is_told_with_its_capability(monkeypatch):
         check_device("cuda")
 
 
-def test_a_torch_for_cpus_says_so(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is built for CPUs alone" in devices.describe_torch()
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n", "535.104.05"),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
-        ("something else", "of an unknown version"),
-        (None, "not there"),
-    ],
-)
-def test_the_driver(text, version, tmp_path, monkeypatch):
-    path = tmp_path / "version"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setattr(devices, "_DRIVER_FILE", path)
-    assert driver_version() == version
+ASSERT = "CUDA error: device-side assert triggered"
+OF_A_DEVICE = [
+    *(kind(message) for kind in (RuntimeError, torch.AcceleratorError) for message in (
+        ASSERT, "CUDA error: an illegal memory access was encountered", "CUDA error: unspecified launch failure",
+        "CUDA error: no kernel image is available for execution on the device",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling x",
+        "CUDA driver error: device kernel image is invalid", "HIP error: invalid device ordinal",
+    )),
+    caused(ValueError("no codes"), torch.AcceleratorError(ASSERT)),
+]  # fmt: skip
+OF_MEMORY_OR_OF_SOMETHING_ELSE = [
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
+    RuntimeError("cuDNN error: Unable to find a valid cuDNN algorithm to run convolution"),
+    RuntimeError("Padding size should be less than the corresponding input dimension"),
+    ValueError("CUDA error of the text of a record"),
+]
+
+
+@pytest.mark.parametrize("error", [*OF_A_DEVICE, *OF_MEMORY_OR_OF_SOMETHING_ELSE], ids=repr)
+def test_errors_of_a_device_are_told_from_those_of_memory_and_others(error):
+    assert is_device_error(error) == (error in OF_A_DEVICE)
+
+
+def test_bf16_changes_some_codes_and_keeps_their_form(checkpoints):
+    name = f"transformers:{checkpoints['mimi']}"
+    audio = make_audio([16000, 9000])
+    full, reduced = load_codec(name).encode(*audio), load_codec(name, precision="bf16").encode(*audio)
+    assert full.shape == reduced.shape
+    assert full.dtype == reduced.dtype
+    # A small random model; of a trained one fewer codes change.
+    assert 0.0 < float((full != reduced).float().mean()) < 0.9
+
+
+def test_bf16_embeddings_are_near_those_of_fp32():
+    audio = make_audio([32000, 20000])
+    full = load_speaker_encoder("resemblyzer").embed(*audio)
+    reduced = load_speaker_encoder("resemblyzer", precision="bf16").embed(*audio)
+    assert reduced.dtype == torch.float32
+    assert not torch.equal(full, reduced)
+    assert float((full * reduced).sum(dim=1).min()) > 0.999
+
+
+@pytest.mark.parametrize("load", [lambda: load_codec("builtin", precision="tf32"),
+                                  lambda: load_speaker_encoder("resemblyzer", precision="tf32")])  # fmt: skip
+def test_a_cpu_has_no_tf32(load):
+    with raises(ConfigError, "bad_config_value", "use fp32 or bf16"):
+        load()
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_an_old_gpu_has_neither_tf32_nor_bf16(precision):
+    with (
+        mock.patch("torch.cuda.get_device_capability", return_value=(7, 5)),
+        mock.patch("torch.cuda.get_device_name", return_value="Tesla T4"),
+        raises(ConfigError, "bad_config_value", "Tesla T4 has 7.5: use fp32"),
+    ):
+        with_precision(len, "cuda", precision)
+
+
+def test_tf32_is_allowed_while_the_model_works_and_not_beside():
+    make_deterministic("cpu")
+
+    def allowed() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+    with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
+        encode = with_precision(allowed, "cuda", "tf32")
+    assert encode() == (True, True)
+    assert allowed() == (False, False)
+
+
+def test_a_codec_is_measured_and_a_size_chosen(checkpoints):
+    codec = load_codec(f"transformers:{checkpoints['encodec']}")
+    found = measure_model(codec, "cpu", 1 << 33)
+    assert list(found.speeds) == [5.0, 10.0]
+    assert found.best_size in found.speeds
+    # At least the audio itself, and the first layer's four channels.
+    assert 16000 * 4 * 4 < found.bytes_per_second < 16000 * 4 * 1000
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A stand-in for a GPU with 8 GiB, on which a batch takes 20 MiB a second; returns a function to run one there."""
+    seconds = [0.0]
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(cuda, "max_memory_allocated", lambda device: 5000 + int(seconds[0] * 20 * 2**20))
+    monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 << 30))
+
+    def run(num_samples, sampling_rate):
+        seconds[0] = float(num_samples.sum()) / sampling_rate
+
+    return run
+
+
+def test_a_batch_that_takes_more_than_the_gpu_has_is_refused_before_any_work(gpu):
+    class Model:
+        sampling_rate = 16000
+
+        def encode(self, audio, num_samples):
+            gpu(num_samples, 16000)
+
+    require_room(Model(), "cuda", 400.0, "encode.batch_seconds")
+    with raises(ConfigError, "out_of_memory", "encode.batch_seconds is 600", "11.7 GiB", "has 8.0", "to 287 or less"):
+        require_room(Model(), "cuda", 600.0, "encode.batch_seconds")

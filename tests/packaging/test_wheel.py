@@ -1,7 +1,6 @@
-"""The built wheel, outside the checkout: it brings its data, and what lacks an extra says which one in one line."""
+"""The built wheel, outside the checkout: its data are there, the demo runs, what lacks an extra is named in a line."""
 
-from __future__ import annotations
-
+import json
 import os
 import shutil
 import subprocess
@@ -12,8 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support.paths import REPOSITORY
-from support.shar import Project, voice
+from support.project import REPOSITORY, Project, lines, write_config, write_lines
 
 EXTRAS = {
     "nemo": ("nemo", "nemo_toolkit", "transformers", "pyarrow"),  # NeMo needs the last two itself
@@ -73,17 +71,10 @@ def bare(environment) -> Path:
 @pytest.fixture
 def config(tmp_path) -> Path:
     """A configuration for two recordings of a speaker."""
-    project = Project(tmp_path)
-    for number in range(2):
-        project.add(f"{number}.wav", voice(4.0, seed=number), speaker="anna")
-    project.configure()
-    path = tmp_path / "c.yaml"
-    path.write_text(
-        f"name: c\nrun_dir: {tmp_path}/run\ndataset_dir: {tmp_path}/dataset\n"
-        f"sources: [{{manifest: '{tmp_path}/small.json', audio_root: '{tmp_path}/audio'}}]\n"
-        "match: {min_similarity: -1, encoder: resemblyzer}\nencode: {codecs: []}\n"
-    )
-    return path
+    project = Project(tmp_path).add_voices([4.0, 4.0], "{}.wav")
+    manifest = write_lines(tmp_path / "m.json", project.records)
+    match = {"min_similarity": -1, "encoder": "resemblyzer"}
+    return write_config(tmp_path, manifest, project.root, match=match, encode={"codecs": []})
 
 
 def call(bin_folder: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -119,15 +110,15 @@ def test_without_extras_a_dataset_without_codes_is_made(bare, config, tmp_path):
 # What is asked for, and the extra that the one line names.
 NEEDS = {
     "the demo": (["demo", "here"], "demo"),
-    "a codec of NeMo": (["run", "c.yaml", "encode.codecs=[{name: b, model: 'nemo:x/y'}]"], "nemo"),
-    "an encoder of NeMo": (["run", "c.yaml", "match.encoder=nemo:titanet_large"], "nemo"),
+    "a codec of NeMo": (["run", "config.yaml", "encode.codecs=[{name: b, model: 'nemo:x/y'}]"], "nemo"),
+    "an encoder of NeMo": (["run", "config.yaml", "match.encoder=nemo:titanet_large"], "nemo"),
     "a codec of transformers": (
-        ["run", "c.yaml", "encode.codecs=[{name: b, model: 'transformers:x/y'}]"],
+        ["run", "config.yaml", "encode.codecs=[{name: b, model: 'transformers:x/y'}]"],
         "transformers",
     ),
-    "parquet files": (["run", "c.yaml", "sources=[{type: parquet, parquet: x.parquet}]"], "parquet"),
-    "SLURM": (["submit", "prepare", "c.yaml", "--dry-run"], "slurm"),
-    "Ray": (["run", "c.yaml", "executor.kind=ray"], "ray"),
+    "parquet files": (["run", "config.yaml", "sources=[{type: parquet, parquet: x.parquet}]"], "parquet"),
+    "SLURM": (["submit", "prepare", "config.yaml", "--dry-run"], "slurm"),
+    "Ray": (["run", "config.yaml", "executor.kind=ray"], "ray"),
 }
 
 
@@ -141,37 +132,56 @@ def test_what_lacks_an_extra_says_which_in_one_line(arguments, extra, bare, conf
 
 
 @pytest.mark.slow
-def test_the_built_in_codec_needs_no_extra(bare, config, tmp_path):
-    done = call(bare, "sharmill", "run", "c.yaml", "encode.codecs=[{name: b, model: builtin}]", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [*(tmp_path / "dataset/codes_b/target_codes").glob("*.tar")]
-
-
-@pytest.mark.slow
 def test_the_training_loader_says_that_it_lacks_nemo(bare, config, tmp_path):
     text = "from sharmill.training import get_dataloader; get_dataloader({}, 0, 1)"
     done = call(bare, "python", "-c", text, cwd=tmp_path)
     assert "pip install 'sharmill[nemo]'" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_help_and_the_package_need_no_extra(bare, tmp_path):
-    for arguments in (["--help"], ["--version"], ["run", "--help"], ["demo", "--help"], ["submit", "--help"]):
-        done = call(bare, "sharmill", *arguments, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    done = call(
-        bare,
-        "python",
-        "-c",
-        "import sharmill.shar, sharmill.training, sharmill.models, sharmill.pipeline",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_demo_runs_from_the_wheel_with_its_extra(environment, tmp_path):
-    done = call(environment("demo"), "sharmill", "demo", "here", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def demo(environment, tmp_path_factory) -> tuple[Path, Path, str]:
+    """Return the bin folder of an environment with the demo's extra, the folder of a demo, and what it printed."""
+    bin_folder, folder = environment("demo"), tmp_path_factory.mktemp("demo")
+    done = call(bin_folder, "sharmill", "demo", str(folder / "demo"), cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "here" / "dataset" / "dataset.json").exists()
+    return bin_folder, folder / "demo", done.stdout
+
+
+@pytest.mark.slow
+class TestDemo:
+    """The demo as `make demo` runs it, and what status says of it."""
+
+    def test_its_last_step_is_a_page_with_audio_from_the_codes(self, demo):
+        _, folder, output = demo
+        page = (folder / "run/report.html").read_text()
+        assert f"report: {folder}/run/report.html, " in output.replace("\n", "")
+        assert page.count("Play target of ") == page.count("Play target decoded from builtin of ") >= 10
+        assert "Map of the voices" in page
+        assert len(page) < 15_000_000
+
+    def test_makes_a_dataset_of_all_good_records(self, demo):
+        _, folder, output = demo
+        described = json.loads((folder / "dataset/dataset.json").read_text())
+        assert described["num_cuts"] == 240
+        assert [(codec["name"], codec["trained"]) for codec in described["codecs"]] == [("builtin", True)]
+        # One of each kind; a file that is no audio and one that is cut off are both unreadable.
+        assert sorted(reject["reason"] for reject in lines(folder / "run/rejects.jsonl")) == [
+            "bad_speaker", "duplicate_id", "duration_mismatch", "empty_text", "malformed", "missing_audio",
+            "non_finite_audio", "outside_root", "single_utterance_speaker", "skipped", "too_short", "unreadable_audio",
+            "unreadable_audio", "unsupported_channels",
+        ]  # fmt: skip
+        assert "validation: no findings" in output
+
+    def test_the_program_that_it_ends_with_reads_the_dataset(self, demo):
+        bin_folder, folder, output = demo
+        printed = output.split("in Python:\n")[1].split("\n- use your own speech")[0].splitlines()
+        program = "\n".join(line.removeprefix("    ") for line in printed)
+        done = call(bin_folder, "python", "-c", program, cwd=folder)
+        assert done.stdout.startswith("cut-"), done.stderr
+
+    def test_status_shows_every_stage_as_done(self, demo):
+        bin_folder, folder, _ = demo
+        output = call(bin_folder, "sharmill", "status", str(folder / "run"), cwd=folder).stdout
+        for stage in ("prepare", "match", "write", "survey", "encode/builtin", "assemble/builtin", "validate"):
+            (row,) = [line for line in output.splitlines() if line.startswith(f"{stage}  ")]
+            assert " done " in row

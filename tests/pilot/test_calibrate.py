@@ -1,19 +1,17 @@
 """The pilot of a small input: what it foretells is what a run then does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from unittest import mock
 
 import msgspec
 import pytest
-from support.shar import Project, run, voice
+from support.project import Project, run, speaker_tag, voice
+from support.web import serving
 
-from sharmill.cli.main import main
-from sharmill.config import to_yaml
+from sharmill.config import load_config, to_yaml
 from sharmill.match.stage import MatchStage
-from sharmill.pilot.calibrate import Calibration
+from sharmill.pilot.rates import Calibration
+from sharmill.pilot.sample import run_pilot
 from sharmill.prepare.stage import PrepareStage
 
 
@@ -39,21 +37,13 @@ def configured(project):
     return config, path
 
 
-def calibrate(capsys, *arguments) -> str:
-    with pytest.raises(SystemExit) as ended:
-        main(["calibrate", *map(str, arguments)])
-    output = capsys.readouterr()
-    assert ended.value.code == 0, output.err
-    return output.out
-
-
 def outcome(config) -> Calibration:
     return msgspec.json.decode((Path(config.run_dir) / "calibration.json").read_bytes(), type=Calibration)
 
 
-def test_what_is_foretold_comes_true(project, configured, capsys):
+def test_what_is_foretold_comes_true(project, configured, call):
     config, path = configured
-    printed = calibrate(capsys, path)
+    out = call("calibrate", path)[1]
     found = outcome(config)
     assert (found.num_records, found.num_drawn, found.num_groups) == (20, 20, 6)
     reasons = {(reject.stage, reject.reason): reject.count for reject in found.rejects}
@@ -71,8 +61,8 @@ def test_what_is_foretold_comes_true(project, configured, capsys):
     foretold = {round(one.min_similarity, 2): one.context_share for one in found.advice.thresholds}
     assert foretold[0.8] == pytest.approx(totals.num_out / 20)
     assert found.durations["1"] == pytest.approx(1.75)
-    assert "silent_audio" in printed
-    assert "calibration.json" in printed
+    assert "silent_audio" in out
+    assert "calibration.json" in out
     assert [rate.name for rate in found.rates] == [
         "prepare", "match", "write", "survey", "encode/builtin", "assemble/builtin", "validate",
     ]  # fmt: skip
@@ -80,44 +70,58 @@ def test_what_is_foretold_comes_true(project, configured, capsys):
     assert [*Path(config.run_dir).glob("pilot-*")] == []
 
 
-def test_the_same_seed_finds_the_same(configured, capsys):
+def test_the_same_seed_finds_the_same(configured, call):
     config, path = configured
     seen = []
     for _ in range(2):
-        calibrate(capsys, path, "--records", "8", "--seed", "3", "--no-rates")
+        call("calibrate", path, "--records", "8", "--seed", "3", "--no-rates")
         seen.append(json.loads(msgspec.json.encode(outcome(config))))
     assert seen[0] == seen[1]
     assert seen[0]["num_drawn"] < 20
 
 
-def test_a_dataset_without_contexts_has_rejects_and_no_threshold(configured, capsys):
+def test_a_dataset_without_contexts_has_rejects_and_no_threshold(configured, call):
     config, path = configured
-    printed = calibrate(capsys, path, "match=null", "--no-rates")
+    out = call("calibrate", path, "match=null", "--no-rates")[1]
     assert outcome(config).advice is None
-    assert "missing_audio" in printed
-    assert "min_similarity" not in printed
+    assert "missing_audio" in out
+    assert "min_similarity" not in out
 
 
-@pytest.mark.parametrize("arguments", [("match",), ("other.yaml",)])
-def test_it_takes_one_configuration(configured, arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["calibrate", str(configured[1]), *arguments])
-    assert ended.value.code == 2
-    assert "takes one configuration" in capsys.readouterr().err
-
-
-def test_more_records_than_fit_into_memory_are_refused(configured, capsys):
-    with pytest.raises(SystemExit) as ended, mock.patch("sharmill.pilot.calibrate.read_pilot") as read:
-        main(["calibrate", str(configured[1]), "--records", "10001"])
-    assert ended.value.code == 2
-    assert "2<=x<=10000" in capsys.readouterr().err
-    read.assert_not_called()
-
-
-def test_an_input_without_records_is_refused(configured, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["match"], "takes one configuration"),
+        (["other.yaml"], "takes one configuration"),
+        (["--records", "10001"], "2<=x<=10000"),
+        (["sources.0.manifest={folder}/empty.json"], "no records"),
+    ],
+)
+def test_wrong_use_is_refused_in_one_line(configured, tmp_path, arguments, words, call):
     (tmp_path / "empty.json").write_text("")
-    with pytest.raises(SystemExit) as ended, mock.patch("sharmill.pilot.calibrate.MatchStage") as stage:
-        main(["calibrate", str(configured[1]), f"sources.0.manifest={tmp_path / 'empty.json'}"])
-    assert ended.value.code == 2
-    assert "no records" in capsys.readouterr().err
-    stage.assert_not_called()
+    given = [argument.format(folder=tmp_path) for argument in arguments]
+    status, _, err = call("calibrate", configured[1], *given)
+    assert (status, words in err) == (2, True)
+
+
+def test_a_pilot_of_an_addition_is_no_addition_fetches_once_and_stores_no_secret(project, tmp_path, monkeypatch):
+    addition = Project(tmp_path)
+    addition.records = [record for record in project.records if record["speaker"] == speaker_tag("s0")]
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving(project.root) as server:
+        for name, value in (("NAME", "z8"), ("ENCODER", "resemblyzer"), ("ROOT", server.url)):
+            monkeypatch.setenv(name, value)
+        config = addition.configure(
+            append_to=str(tmp_path / "other"), match={"min_duration": 0.1, "contexts_from_dataset": True},
+            metrics={"wandb_project": "speech"}, validate={"against_sources": True}, encode={"codecs": []},
+        )  # fmt: skip
+        text = to_yaml(config).decode().replace("name: small", "name: ${oc.env:NAME}")
+        text = text.replace("encoder: resemblyzer", "encoder: ${oc.env:ENCODER}")
+        (tmp_path / "config.yaml").write_text(
+            text.replace(f"audio_root: {addition.root}", "audio_root: ${oc.env:ROOT}")
+        )
+        path, found = run_pilot(load_config(tmp_path / "config.yaml"))
+        assert set(server.requests.values()) == {1}
+    assert [rate.name for rate in found.rates] == ["prepare", "match", "write", "validate"]
+    assert (found.name, found.encoder) == ("${oc.env:NAME}", "${oc.env:ENCODER}")
+    assert server.url not in path.read_text()

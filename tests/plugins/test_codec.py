@@ -2,11 +2,9 @@
 
 from functools import partial
 
-from support.errors import raises
-from support.packages import add_distribution, install
-from support.shar import Project, voice
+from support.project import Project, add_distribution, install, raises, voice
 
-from sharmill.engine.listener import Listener
+from sharmill.engine.run import Listener
 from sharmill.errors import ConfigError
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar

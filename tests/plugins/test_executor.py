@@ -5,12 +5,11 @@ import shlex
 import sys
 
 import pytest
-from support.packages import install
-from support.shar import Project, voice
+from support.project import Project, install
 
 from sharmill.config import load_config, to_yaml
-from sharmill.engine.listener import Listener
 from sharmill.engine.progress import read_progress
+from sharmill.engine.run import Listener
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.shar import open_shar
 
@@ -23,8 +22,7 @@ def config(tmp_path, monkeypatch):
     python, project = tmp_path / "python", Project(tmp_path)
     python.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     python.chmod(0o755)
-    for number in range(6):
-        project.add(f"{number}.flac", voice(0.4, seed=number))
+    project.add_voices([0.4] * 6)
     return project.configure(
         match=None, prepare={"min_duration": 0.0, "unit_records": 2}, write={"shard_size": 2}, encode={"codecs": []},
         executor={"kind": "apart", "python": str(python), "workers": 2},

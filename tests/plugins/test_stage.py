@@ -5,20 +5,22 @@ import subprocess
 import sys
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from lhotse import CutSet
-from support.packages import install
-from support.shar import Project, voice
+from support.project import Project, install, raises, voice
 
 from sharmill.audio.sound import measure_sound
 from sharmill.cli.main import main
-from sharmill.engine.listener import Listener
+from sharmill.engine.run import Listener
+from sharmill.errors import ConfigError
 from sharmill.executors.slurm.profile import ClusterProfile
-from sharmill.pipeline import make_stages, run_dataset, stages_of
+from sharmill.pipeline import choose_stages, make_stages, run_dataset
 from sharmill.shar import open_shar
-from sharmill.shar.cut_lines import write_values
-from sharmill.validate.redo import take_back_commits
+from sharmill.shar.items import write_values
+from sharmill.shar.layout import Field, ShardedDataset
+from sharmill.validate.findings import take_back_commits
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,7 @@ def test_a_damaged_or_missing_value_is_found_and_made_again(kept, value, tmp_pat
     write_values(path, "loudness_quiet", [(cut.id, value) for cut in cuts[:kept]])
     report = run_dataset(config, Listener(), stages=["validate"]).report
     assert {(unit.stage, unit.shard) for unit in report.units_to_repeat} - {("index", None)} == {("loudness/quiet", 1)}
-    take_back_commits(config, report, stages_of(config))
+    take_back_commits(config, report, choose_stages(config))
     assert run_dataset(config, Listener()).num_errors == 0
     assert path.read_bytes() == before
 
@@ -90,6 +92,7 @@ def test_its_ranks_have_resources_of_their_own_in_a_cluster_profile(tmp_path):
     assert [profile.for_stage(stage.name, stage.resource).cores for stage in stages] == [1, 1, 3, 3, 1]
 
 
+@pytest.mark.slow
 def test_without_the_package_the_dataset_is_read_checked_and_grown(tmp_path):
     one, two = (run_dataset(configure(tmp_path / name), Listener()).config for name in ("one", "two"))
     merged, train, valid = (str(tmp_path / name) for name in ("merged", "parts/train", "parts/valid"))
@@ -105,3 +108,54 @@ def test_without_the_package_the_dataset_is_read_checked_and_grown(tmp_path):
         subprocess.run([sys.executable, "-P", "-m", "sharmill", *arguments], check=True)
     assert require_columns(one.dataset_dir) == require_columns(merged) == 12
     assert require_columns(train) + require_columns(valid) == 12
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A dataset of two cuts, with one stage of the package."""
+    keys = {"match": None, "encode": {"codecs": []}, "executor": {"workers": 1}, "loudness": [{"name": "plain"}]}
+    return Project(tmp_path).add_voices([0.4, 0.4]).configure(**keys)
+
+
+def test_a_dataset_that_is_written_anew_gets_its_fields_anew(small):
+    assert run_dataset(small, Listener()).ok
+    before = [cut.loudness_plain for cut in open_shar(small.dataset_dir)]
+    assert run_dataset(small, Listener(), stages=["write"], restart=True).ok
+    assert not Path(small.dataset_dir, "loudness_plain").exists()
+    assert run_dataset(small, Listener()).num_errors == 0
+    assert [cut.loudness_plain for cut in open_shar(small.dataset_dir)] == before
+
+
+def hiding(attribute):
+    return [Field(name="own", file="own/values.{:06d}.jsonl.gz", kind="value", attribute=attribute)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "word"),
+    [(hiding("target_audio"), "bad_config_value", "target_audio"), (hiding("split"), "bad_config_value", "split"),
+     ([], "bad_plugin", "")],
+)  # fmt: skip
+def test_fields_that_hide_what_cuts_have_or_none_are_refused_before_any_work(
+    small, tmp_path, monkeypatch, fields, code, word
+):
+    monkeypatch.setattr("loudness_stage.LoudnessStage.fields", lambda stage: fields)
+    with raises(ConfigError, code, "loudness/plain", word):
+        run_dataset(small, Listener())
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_interrupted_restart_leaves_of_fields_is_removed_by_the_next(small, monkeypatch):
+    assert run_dataset(small, Listener()).ok
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardedDataset, "_remove_files", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_dataset(small, Listener(), stages=["write"], restart=True)
+    assert not Path(small.dataset_dir, "dataset.json").exists()
+    assert Path(small.dataset_dir, "loudness_plain").exists()
+    assert run_dataset(small, Listener()).num_errors == 0
+
+
+def test_a_field_without_a_value_for_each_cut_fails(small, monkeypatch):
+    monkeypatch.setattr("loudness_stage.write_values", lambda path, name, values: write_values(path, name, values[:1]))
+    (_, outcome) = run_dataset(small, Listener()).stages[-1]
+    assert ["what was written of loudness_plain" in error.message for error in outcome.failures.values()] == [True]

@@ -1,13 +1,10 @@
 """Every record of the input ends exactly once, whatever it is."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.properties import examples
+from hypothesis import given, settings, strategies as st
+from support.project import examples
 
 from sharmill.errors import REASONS
 

@@ -1,19 +1,14 @@
 """Ids are unique, and do not depend on the order of the input."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.errors import raises
-from support.manifests import config_for, make_record, run_prepare, write_manifest, write_tone
+from hypothesis import given, strategies as st
+from support.project import config_for, make_record, run_prepare, write_lines, write_tone
 
-from sharmill.errors import ConfigError
-from sharmill.manifest import Utterance, canonical_id, recording_id, segment_id
-from sharmill.prepare.ids import HASH_FIELDS, IdKeeper, find_suspects, hash_utterance
+from sharmill.manifest import Segment, Utterance, canonical_id, recording_id, segment_id
+from sharmill.prepare.stage import HASH_FIELDS, Ids, hash_utterance
 
 
 @pytest.fixture
@@ -30,16 +25,12 @@ def ids(prepare_records, tmp_path):
         ]
         prepared = prepare_records(tmp_path / folder, records, root=root, unit_records=2)
         assert prepared.rejects == []
-        return {(u.audio_filepath, u.offset, u.duration): (u.recording_id, u.cut_id) for u in prepared.kept}
+        return {
+            (u.segment.audio_filepath, u.segment.offset, u.segment.duration): (u.recording_id, u.cut_id)
+            for u in prepared.kept
+        }
 
     return prepare
-
-
-def test_ordinary_ids_have_no_suffix(ids):
-    assert ids([("x/a.wav", 0.0, 1.0), ("x/b.wav", 0.25, 1.5)]) == {
-        ("x/a.wav", 0.0, 1.0): ("rec-x-a", "cut-rec-x-a-0.00-1.00"),
-        ("x/b.wav", 0.25, 1.5): ("rec-x-b", "cut-rec-x-b-0.25-1.50"),
-    }
 
 
 @pytest.mark.parametrize(
@@ -61,13 +52,6 @@ def test_ambiguous_ids_are_made_unique_in_any_order(segments, ids):
     assert forwards["c.wav", 0.0, 1.0] == ("rec-c", "cut-rec-c-0.00-1.00")
 
 
-def test_ambiguous_ids_begin_as_they_would_without_a_suffix(ids):
-    for recording, cut in ids([("a.wav", 0.0, 1.0), ("a.flac", 0.0, 1.0)]).values():
-        assert recording.startswith("rec-a-")
-        assert len(recording) == len("rec-a-") + 16
-        assert cut == f"cut-{recording}-0.00-1.00"
-
-
 class TestKeptIds:
     @pytest.fixture
     def kept(self, tmp_path):
@@ -82,7 +66,7 @@ class TestKeptIds:
                 said = {"id": "s", "recording_id": path, "start": 0.0, "duration": 1.0, "text": "YES", "speaker": "a"}
                 lines.append({"id": own, "start": offset, "duration": 1.0, "channel": 0, "supervisions": [said],
                               "recording": recording, "type": "MonoCut"})  # fmt: skip
-            path = write_manifest(tmp_path / folder / "cuts.jsonl", lines)
+            path = write_lines(tmp_path / folder / "cuts.jsonl", lines)
             entry = {"type": "lhotse", "cuts": str(path), "audio_root": str(tmp_path / "audio"), "keep_ids": True}
             prepared = run_prepare(config_for(tmp_path / folder, [entry], prepare={"unit_records": 2}))
             found = [(u.custom["source_cut_id"], u.cut_id) for u in prepared.kept]
@@ -113,43 +97,16 @@ class TestKeptIds:
         assert [cut.rpartition("-")[0] for _, cut in found[:5]] == ["same"] * 3 + [blank] * 2
         assert found[5] == ("own", "own")
 
-    def test_one_segment_is_a_duplicate_under_any_id(self, kept):
-        found, rejects = kept(("x", "a.wav", 0.0), ("y", "a.wav", 0.0), ("x", "a.wav", 0.0))
-        assert (found, rejects) == ([("x", "x")], ["duplicate_id"] * 2)
-
-    def test_sources_that_keep_ids_and_others_do_not_mix(self, tmp_path):
-        keeps = {"type": "lhotse", "cuts": "c.jsonl", "audio_root": "audio", "keep_ids": True}
-        with raises(ConfigError, "bad_config_value", "keep_ids must be the same for all sources"):
-            config_for(tmp_path, [keeps, {"manifest": "m.json", "audio_root": "audio"}])
-
-
-def test_the_key_of_a_kept_id_in_a_manifest_is_not_taken_for_one(prepare_records, tmp_path):
-    write_tone(tmp_path / "audio/a.wav")
-    (kept,) = prepare_records(tmp_path / "run", [make_record(source_cut_id="x")], root=tmp_path / "audio").kept
-    assert (kept.cut_id, "source_cut_id" in kept.custom) == ("cut-rec-a-0.00-2.00", False)
-
-
-def test_segments_of_an_ambiguous_recording_share_its_id(ids):
-    found = ids([("a.wav", 0.0, 1.0), ("a.flac", 0.0, 1.0), ("a.wav", 0.5, 1.0)])
-    assert found["a.wav", 0.0, 1.0][0] == found["a.wav", 0.5, 1.0][0]
-
-
-def test_long_ids(ids):
-    path = "/".join(["folder" * 10] * 3) + ".wav"
-    ((recording, cut),) = ids([(path, 0.0, 1.0)]).values()
-    assert recording == "rec-" + "-".join(["folder" * 10] * 3)
-    assert len(cut) > 180
-
 
 def test_the_same_path_below_two_roots_is_two_recordings(tmp_path):
     sources = []
     for name in ("first", "second"):
         write_tone(tmp_path / name / "a.wav")
-        sources.append((write_manifest(tmp_path / f"{name}.json", [make_record()]), tmp_path / name))
+        sources.append((write_lines(tmp_path / f"{name}.json", [make_record()]), tmp_path / name))
     prepared = run_prepare(config_for(tmp_path, sources))
     assert prepared.rejects == []
     assert len({utterance.cut_id for utterance in prepared.kept}) == 2
-    assert [utterance.root for utterance in prepared.kept] == [0, 1]
+    assert [utterance.segment.root for utterance in prepared.kept] == [0, 1]
 
 
 SEGMENTS = st.tuples(
@@ -160,51 +117,31 @@ SEGMENTS = st.tuples(
 )
 
 
-def settle(segments):
+def kept_of(segments):
     """What the stage does with the segments of a whole input: the (segment, recording id, cut id) that remain."""
     utterances = []
     for source, path, offset, seconds in segments:
         cut = segment_id(recording_id(path), offset, seconds)
         utterances.append(
-            Utterance(path, offset, seconds, "", "", root=source, recording_id=recording_id(path), cut_id=cut)
+            Utterance(
+                Segment(source, path, offset, seconds, False), "", "", recording_id=recording_id(path), cut_id=cut
+            )
         )
-    suspects = find_suspects(np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS))
-    keeper = IdKeeper(suspects.recordings, suspects.cuts)
+    found = Ids.of(np.array([hash_utterance(utterance) for utterance in utterances], dtype=HASH_FIELDS))
     kept = []
-    for utterance, segment, suspect, repeated in zip(
-        utterances, segments, suspects.records, suspects.repeated, strict=True
-    ):
-        if suspect:
-            if repeated and keeper.is_duplicate(utterance):
-                continue
-            keeper.make_unique(utterance)
-        kept.append((segment, utterance.recording_id, utterance.cut_id))
+    for number, (utterance, segment) in enumerate(zip(utterances, segments, strict=True)):
+        if not found.duplicates[number]:
+            if found.ambiguous[number]:
+                found.make_unique(utterance)
+            kept.append((segment, utterance.recording_id, utterance.cut_id))
     return kept
 
 
-@given(segments=st.lists(SEGMENTS, max_size=30))
-def test_each_segment_remains_once(segments):
-    assert Counter(segment for segment, _, _ in settle(segments)) == Counter(set(segments))
-
-
-@given(segments=st.lists(SEGMENTS, max_size=30))
-def test_cut_ids_are_unique_and_recording_ids_are_those_of_files(segments):
-    kept = settle(segments)
+@given(segments=st.lists(SEGMENTS, max_size=30), data=st.data())
+def test_each_segment_remains_once_with_ids_of_its_own_in_any_order(segments, data):
+    kept = kept_of(segments)
+    assert Counter(segment for segment, _, _ in kept) == Counter(set(segments))
     assert len({cut for _, _, cut in kept}) == len(kept)
     files = {(segment[0], segment[1]) for segment, _, _ in kept}
     assert len({recording for _, recording, _ in kept}) == len(files)
-
-
-@given(segments=st.lists(SEGMENTS, max_size=15), data=st.data())
-def test_ids_do_not_depend_on_the_order(segments, data):
-    shuffled = data.draw(st.permutations(segments))
-    assert sorted(settle(segments)) == sorted(settle(shuffled))
-
-
-def test_duplicate_of_a_segment_with_an_ambiguous_id(prepare_records, tmp_path):
-    for name in ("a.wav", "a.flac"):
-        write_tone(tmp_path / "audio" / name)
-    records = [make_record(audio_filepath=name) for name in ("a.wav", "a.flac", "a.wav")]
-    prepared = prepare_records(tmp_path, records, root=tmp_path / "audio")
-    assert [utterance.audio_filepath for utterance in prepared.kept] == ["a.wav", "a.flac"]
-    assert [reject["record"]["audio_filepath"] for reject in prepared.rejects] == ["a.wav"]
+    assert sorted(kept) == sorted(kept_of(data.draw(st.permutations(segments))))

@@ -1,9 +1,7 @@
 """Every reason for which ``prepare`` rejects a record, end to end, with the record and the file that cause it."""
 
-from __future__ import annotations
-
 import pytest
-from support.manifests import config_for, make_record, run_prepare, write_manifest
+from support.project import config_for, make_record, run_prepare, write_lines
 
 from sharmill.errors import REASONS
 
@@ -32,6 +30,19 @@ CASES = [
     ("malformed", {"offset": -0.5}, {}, "offset is -0.5"),
     ("malformed", {"duration": 10**400}, {}, "duration"),
     ("malformed", {"offset": 1e300}, {}, "offset is 1e+300"),
+    ("malformed", {"storage_type": "pickle", "width": 1}, {}, "which no dataset may have"),
+    (
+        "malformed",
+        {"extra": [{"id": "x", "sources": [], "sampling_rate": 1, "transforms": [{"name": "Speed"}]}]},
+        {},
+        "which no dataset may have",
+    ),
+    (
+        "malformed",
+        {"id": "x", "sources": [{"type": "command", "source": "true"}], "sampling_rate": 16000},
+        {},
+        "which no dataset may have",
+    ),
     ("missing_field", {"audio_filepath": MISSING}, {}, "audio_filepath"),
     ("missing_field", {"audio_filepath": ""}, {}, "audio_filepath"),
     ("missing_field", {"speaker": MISSING}, {}, "speaker"),
@@ -43,6 +54,9 @@ CASES = [
     ("empty_text", {"text": "", "normalized_text": " "}, {}, "text"),
     ("filtered", {"cer": 0.031}, {"filters": {"cer": "<= 0.03"}}, "0.031"),
     ("filtered", {}, {"filters": {"cer": "<= 0.03"}}, "'None'"),
+    ("filtered", {"cer": "0.01"}, {"filters": {"cer": "<= 1"}}, "'0.01'"),
+    ("filtered", {"cer": True}, {"filters": {"cer": "<= 1"}}, "'True'"),
+    ("filtered", {"cer": 0.01}, {"filters": {"cer": "<= 0.03", "duration": "< 2"}}, "duration is 2"),
     ("filtered", {"cer": 10**400}, {"filters": {"cer": "<= 0.03"}}, "<= 0.03"),
     ("too_short", {"duration": 0.05}, {}, "prepare.min_duration=0.1"),
     ("too_short", {"duration": MISSING, "offset": 1.95}, {}, "prepare.min_duration=0.1"),
@@ -110,7 +124,7 @@ def test_reason(reason, changes, options, detail, prepare_records, tmp_path):
     assert (reject["stage"], reject["reason"]) == ("prepare", reason)
     assert detail in reject["detail"]
     assert "\n" not in reject["detail"]
-    assert [utterance.audio_filepath for utterance in prepared.kept] == ["b.wav"]
+    assert [utterance.segment.audio_filepath for utterance in prepared.kept] == ["b.wav"]
 
 
 @pytest.mark.parametrize(("line", "detail"), NOT_JSON, ids=[line[:20].decode("latin-1") for line, _ in NOT_JSON])
@@ -138,24 +152,16 @@ def test_the_same_segment_again(prepare_records, tmp_path):
 def test_the_same_segment_by_another_name_of_the_path(prepare_records, audio_root, tmp_path):
     paths = ["a.wav", "./a.wav", "deep/../a.wav", ".//a.wav", str(audio_root / "a.wav")]
     prepared = prepare_records(tmp_path, [make_record(audio_filepath=path) for path in paths])
-    assert [utterance.audio_filepath for utterance in prepared.kept] == ["a.wav"]
+    assert [utterance.segment.audio_filepath for utterance in prepared.kept] == ["a.wav"]
     assert prepared.result.totals.rejects == {"duplicate_id": 4}
 
 
 def test_the_same_segment_in_two_manifests_of_one_root(audio_root, tmp_path):
-    paths = [write_manifest(tmp_path / f"{number}.json", [make_record()]) for number in range(2)]
+    paths = [write_lines(tmp_path / f"{number}.json", [make_record()]) for number in range(2)]
     link = tmp_path / "link"
     link.symlink_to(audio_root)
     prepared = run_prepare(config_for(tmp_path, [(paths[0], audio_root), (paths[1], link)]))
     assert prepared.result.totals.rejects == {"duplicate_id": 1}
-
-
-def test_commands_of_a_manifest_are_not_run(prepare_records, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    wrapped = ["pipe:{}", "{}|", "| {}", "cmd:{}", "$({})", "`{}`", ";{}"]
-    command = f"touch {tmp_path}/marker"
-    prepare_records(tmp_path, [make_record(audio_filepath=form.format(command)) for form in wrapped])
-    assert not (tmp_path / "marker").exists()
 
 
 def test_every_reason_has_a_test():

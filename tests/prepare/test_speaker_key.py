@@ -1,11 +1,9 @@
 """Group keys: the published presets, patterns of one's own, and what is said of those that do not fit."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
-from support.errors import raises
+from support.project import raises
 
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.prepare.speaker_key import PRESETS, make_speaker_key
@@ -56,10 +54,6 @@ def test_a_preset_gives_the_published_key(preset, path, speaker, key):
     assert rule(path, speaker) == pickle.loads(pickle.dumps(rule))(path, speaker) == key
 
 
-def test_every_preset_is_tested_with_two_values():
-    assert {name: sum(row[0] == name for row in PUBLISHED) for name in PRESETS} == dict.fromkeys(PRESETS, 2)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_case_of_a_preset_name_does_not_matter(name):
     assert make_speaker_key(name.upper()) is make_speaker_key(name.lower()) is PRESETS[name]
@@ -89,19 +83,6 @@ def test_a_path_of_another_form_is_rejected_with_the_form_that_was_expected(pres
     assert caught.value.reason == "bad_speaker"
     assert repr(path) in caught.value.detail
     assert expected in caught.value.detail
-
-
-@pytest.mark.parametrize(
-    ("pattern", "path", "key"),
-    [
-        (r"^(?P<house>[^/]+)/(?P<voice>[^/]+)/", "North/Anna/1.wav", "North/Anna"),
-        (r"(?P<voice>[a-z]+)_(\d+)_(?P<room>[A-Z]+)\.wav$", "x/tom_12_HALL.wav", "tom/HALL"),
-        (r"(?P<outer>a(?P<inner>b))(?P<empty>x*)", "abc.wav", "ab/b/"),
-    ],
-)
-def test_the_values_of_named_groups_in_order_are_the_key(pattern, path, key):
-    rule = make_speaker_key(pattern)
-    assert rule(path, "ignored") == pickle.loads(pickle.dumps(rule))(path, "ignored") == key
 
 
 @pytest.mark.parametrize("spec", ["speaker", r"^(?P<voice>[^/]+)/"])
@@ -140,7 +121,7 @@ def test_a_record_without_a_key_is_rejected(spec, named):
 @pytest.mark.parametrize(
     ("spec", "advice"),
     [
-        ("librispech", "'librispech'; did you mean librispeech?"),
+        ("librispech", "did you mean 'librispeech'?"),
         ("RivaLindy", "rivaLindyRodney"),
         ("zzzzzz", "speaker, all, librispeech"),
         ("", "speaker, all"),

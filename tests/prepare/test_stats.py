@@ -1,11 +1,7 @@
 """``stats.json``: counts by reason, hours before and after, in all and by dataset, language and speaker."""
 
-from __future__ import annotations
-
 import pytest
-from support.manifests import make_record, speaker_tag
-
-from sharmill.prepare.stats import HoursTable
+from support.project import make_record, speaker_tag
 
 
 def cell(records_in, records_out, hours_in, hours_out):
@@ -51,19 +47,6 @@ def test_values(prepare_records, tmp_path):
     }
 
 
-def test_totals_of_the_stage_say_the_same_hours(prepare_records, tmp_path):
-    prepared = prepare_records(
-        tmp_path, [make_record(), make_record(), make_record(offset=0.5, duration=1.7), make_record(duration=9)]
-    )
-    assert prepared.result.totals.hours == pytest.approx(2 / 3600, abs=1e-12)
-
-
-def test_stats_do_not_depend_on_the_units(prepare_records, tmp_path):
-    records = [make_record(offset=0.1 * number, duration=0.7, speaker=speaker_tag(number % 3)) for number in range(9)]
-    one, many = (prepare_records(tmp_path / str(size), records, unit_records=size) for size in (100, 2))
-    assert one.stats == many.stats
-
-
 @pytest.mark.parametrize(
     "duration",
     [1e300, 10**400, -5, True, "9", []],
@@ -73,14 +56,3 @@ def test_what_is_no_duration_does_not_enter_the_hours(duration, prepare_records,
     bad = make_record(duration=duration)
     prepared = prepare_records(tmp_path, [bad, bad, make_record(duration=3.6, offset=0.0)])
     assert prepared.stats["hours_in"] == 0.001
-
-
-def test_tables_of_units_add_up():
-    tables = [HoursTable(), HoursTable()]
-    tables[0].count_rejected(make_record(duration=36))
-    tables[1].count_rejected(make_record(duration=36))
-    tables[0].add(HoursTable.from_json(tables[1].to_json()))
-    single = HoursTable()
-    single.count_rejected(make_record(duration=36))
-    single.count_rejected(make_record(duration=36))
-    assert tables[0].to_json() == single.to_json()

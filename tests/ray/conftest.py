@@ -1,14 +1,11 @@
 """A real Ray on this machine, listening on 127.0.0.1 only, and the toy stage on it."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.ray_cluster import patiently
-from support.ray_node import NODE
+from support.ray_cluster import NODE, patiently
 from support.toy_stage import RecordingListener, is_running, wait_until
 
 from sharmill.engine.run import locked, run_stage

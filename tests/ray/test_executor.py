@@ -3,26 +3,15 @@
 ``tests/executors/test_contract.py`` has what all executors promise.
 """
 
-from __future__ import annotations
-
-import json
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.errors import raises
-from support.gpu_faults import ECC, BadDevices, LookingAhead
-from support.manifests import config_for
-from support.paths import TESTS
-from support.pipelines import run_sharmill
-from support.toy_stage import GpuStage, ToyStage, Unloadable, is_running, output_bytes, run, wait_until
+from support.project import raises
+from support.toy_stage import ECC, BadDevices, LookingAhead, ToyStage, is_running, output_bytes, run, wait_until
 
-from sharmill.errors import ConfigError, DeviceError, FatalError
-from sharmill.pipeline import make_executor
+from sharmill.errors import DeviceError
 
 
 @contextmanager
@@ -96,10 +85,6 @@ class TestNodes:
         with raises(DeviceError, "unlike_nodes", "does not have the driver's folder"):
             on_ray(ToyStage(tmp_path, units=3), 2, cores=3)
 
-    def test_where_no_actor_can_start_the_stage_ends_with_the_reason(self, tmp_path, on_ray):
-        with raises(FatalError, "no_ranks", "ValueError: these are not the bytes", "same Python, Ray and sharmill"):
-            on_ray(Unloadable(tmp_path), 2)
-
     @pytest.mark.parametrize(("workers", "cores", "ranks"), [(3, 1, 3), ("auto", 2, 2)])
     def test_workers_and_cores_limit_the_ranks(self, tmp_path, on_ray, add_node, workers, cores, ranks):
         add_node(num_cpus=2)
@@ -120,11 +105,6 @@ class TestGpus:
         assert sorted(seen.values()) == ["0", "1"]
         assert stage.marked("cores") == ["1", "1"]
 
-    def test_a_gpu_stage_runs_on_cores_where_there_is_none(self, tmp_path, on_ray):
-        stage = GpuStage(tmp_path)
-        assert on_ray(stage)[0].ok
-        assert {line.split()[1] for line in stage.marked("setup")} == {"cpu"}
-
     @pytest.mark.slow
     def test_a_bad_one_is_kept_from_others_and_the_end_says_so(self, tmp_path, on_ray, add_node):
         add_node(num_cpus=2, num_gpus=2)
@@ -135,42 +115,3 @@ class TestGpus:
         [sentence] = result.given_up
         assert "cannot be set up on GPU 1 of " in sentence
         assert ECC in sentence
-
-    @pytest.mark.slow
-    def test_where_all_are_bad_the_stage_ends_with_the_reason(self, tmp_path, on_ray, add_node):
-        add_node(num_cpus=1, num_gpus=1)
-        stage = BadDevices(tmp_path, bad=("0",))
-        with raises(DeviceError, "device_failed", "GPU 0 of ", ECC):
-            on_ray(stage, 1)
-        assert stage.marked("bad") == ["0"] * 3
-
-
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_driver_that_ends_takes_its_actors_along_and_a_relaunch_goes_on(tmp_path, number):
-    stage = ToyStage(tmp_path, units=12, everywhere="wait:go")
-    options = json.dumps({"folder": str(tmp_path), "units": 12, "everywhere": "wait:go"})
-    command = [sys.executable, TESTS / "support/ray_driver.py", options]
-    with subprocess.Popen(command) as process:
-        wait_until(lambda: stage.attempts().total() == 2)
-        in_flight = {*stage.attempts()}
-        process.send_signal(number)
-        assert process.wait(60) == (-9 if number == signal.SIGKILL else 1)
-    wait_until(lambda: not any(map(is_running, stage.pids())))
-    stage.mark("go")
-    assert subprocess.run(command, timeout=240, check=False).returncode == 0
-    assert redone(stage) == dict.fromkeys(in_flight, 2)
-    assert output_bytes(stage) == whole_bytes(tmp_path, 12)
-
-
-class TestConfiguration:
-    def test_without_ray_the_message_names_the_package(self, monkeypatch, tmp_path):
-        monkeypatch.setitem(sys.modules, "ray", None)
-        with raises(ConfigError, "missing_package", "sharmill[ray]"):
-            make_executor(config_for(tmp_path, [("m.json", "audio")], executor={"kind": "ray"}))
-
-    def test_no_cluster_is_a_configuration_error(self, make_config, tmp_path):
-        config = make_config(tmp_path, executor={"kind": "ray", "address": "127.0.0.1:1023"})
-        done = run_sharmill("run", config, "prepare")
-        assert "there is no Ray cluster at 127.0.0.1:1023" in done.stderr.replace("\n", " ")
-        assert done.returncode == 2

@@ -1,30 +1,29 @@
 """Values that a configuration takes from the environment are used, and not stored: the files name the variables."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
-from support.errors import raises
-from support.paths import REPOSITORY
+from support.project import REPOSITORY, raises
 
 from sharmill.config import load_config, to_yaml
 from sharmill.config.loading import load_for_display
-from sharmill.config.references import References
 from sharmill.demo.corpus import make_corpus
 from sharmill.encode.config import EncodeConfig
-from sharmill.engine.listener import Listener
+from sharmill.engine.run import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.storage import make_private_folder
 from sharmill.match.config import MatchConfig
 from sharmill.pipeline import run_dataset
-from sharmill.write.config import WriteConfig
+from sharmill.write.stage import WriteConfig
 
 SECRET = "hf-Tr0ub4dor"
 
 
-def write_config(tmp_path: Path) -> Path:
+@pytest.fixture
+def config_file(tmp_path, monkeypatch):
+    """A configuration with values of any length and type from the environment."""
+    for name, value in {"SECRET": SECRET, "RANKS": "1", "SEED": "739", "LEAST": "0.125"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
     corpus = make_corpus(tmp_path / "corpus", num_voices=2, utterances_per_voice=3)
     path = tmp_path / "config.yaml"
     path.write_text(f"""\
@@ -33,7 +32,8 @@ run_dir: {tmp_path}/run
 dataset_dir: {tmp_path}/data
 sources: [{{manifest: {corpus.manifest}, audio_root: {corpus.audio_root}}}]
 prepare: {{filters: {{cer: "<= 1"}}}}
-match: {{min_duration: 0.1, min_similarity: 0.1}}
+match: {{min_duration: 0.1, min_similarity: '${{oc.env:LEAST}}'}}
+write: {{seed: "${{oc.env:SEED}}"}}
 encode: {{codecs: [{{name: level, model: "python:own_codec:LevelCodec:${{oc.env:SECRET}}"}}]}}
 validate: {{codec_models: {{other: "nemo:/x/${{oc.env:SECRET}}.nemo"}}}}
 executor: {{workers: "${{oc.env:RANKS}}"}}
@@ -42,30 +42,22 @@ max_reject_fraction: 0.9
     return path
 
 
-@pytest.fixture
-def config_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET", SECRET)
-    monkeypatch.setenv("RANKS", "1")
-    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
-    return write_config(tmp_path)
-
-
-def with_secret(folder: Path) -> list[str]:
-    return [str(path) for path in sorted(folder.rglob("*")) if path.is_file() and SECRET.encode() in path.read_bytes()]
-
-
 def test_no_file_of_a_run_has_a_value_of_the_environment(config_file, tmp_path):
     config = load_config(config_file)
     assert config.section(EncodeConfig).codecs[0].model.endswith(f":{SECRET}")
+    assert (config.section(WriteConfig).seed, config.section(MatchConfig).min_similarity) == (739, 0.125)
     assert config.executor.workers == 1
-    result = run_dataset(config, Listener(), executor=LocalExecutor(1))
-    assert result.ok
-    assert not with_secret(tmp_path / "run")
-    assert not with_secret(tmp_path / "data")
+    assert run_dataset(config, Listener(), executor=LocalExecutor(1)).ok
+    files = [path for name in ("run", "data") for path in (tmp_path / name).rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     stored = (tmp_path / "run/resolved_config.yaml").read_text()
     assert "workers: ${oc.env:RANKS}" in stored
     assert "nemo:/x/${oc.env:SECRET}.nemo" in stored
     assert '"model": "python:own_codec:LevelCodec:${oc.env:SECRET}"' in (tmp_path / "data/dataset.json").read_text()
+    write, match = ((tmp_path / f"run/{stage}/plan/identity.json").read_bytes() for stage in ("write", "match"))
+    assert b"739" not in write
+    assert b"${oc.env:SEED}#" in write
+    assert b"0.125" not in match
 
 
 def test_the_stored_configuration_is_read_back_as_it_was(config_file, tmp_path):
@@ -91,44 +83,6 @@ def test_a_run_is_shown_where_the_variables_are_not_set(config_file, tmp_path, m
     shown = load_for_display(tmp_path / "stored.yaml")
     assert shown.sections["encode"].codecs[0].name == "level"
     assert shown.executor.workers == "auto"
-
-
-def test_references_to_keys_and_defaults_stay(tmp_path, monkeypatch, config_file):
-    text = config_file.read_text().replace("name: demo", "name: ${oc.env:NONE,demo}")
-    config_file.write_text(text + "write: {order: shuffle}\nspeaker_key: ${encode.codecs[0].name}-${oc.env:SECRET}\n")
-    config = load_config(config_file)
-    assert (config.name, config.speaker_key) == ("demo", f"level-{SECRET}")
-    assert "speaker_key: ${encode.codecs[0].name}-${oc.env:SECRET}\n" in to_yaml(config).decode()
-
-
-def test_the_longest_value_is_found_first():
-    references = References(variables={"secret": "A", "secrets": "B"})
-    assert references.hide(("secret", "secrets", 7)) == ["${oc.env:A}", "${oc.env:B}", 7]
-
-
-def test_values_of_any_length_and_type_are_written_back_by_their_place(config_file, tmp_path, monkeypatch):
-    for name, value in (("SEED", "739"), ("LEAST", "0.125"), ("SECRET", "z8")):
-        monkeypatch.setenv(name, value)
-    text = config_file.read_text().replace("min_similarity: 0.1", "min_similarity: '${oc.env:LEAST}'")
-    config_file.write_text(text + 'write: {seed: "${oc.env:SEED}"}\n')
-    config = load_config(config_file)
-    assert (config.section(WriteConfig).seed, config.section(MatchConfig).min_similarity) == (739, 0.125)
-    assert run_dataset(config, Listener(), executor=LocalExecutor(1)).ok
-    write, match = ((tmp_path / f"run/{stage}/plan/identity.json").read_bytes() for stage in ("write", "match"))
-    assert b"739" not in write
-    assert b"${oc.env:SEED}#" in write
-    assert b"0.125" not in match
-    assert '"model": "python:own_codec:LevelCodec:${oc.env:SECRET}"' in (tmp_path / "data/dataset.json").read_text()
-
-
-def test_a_changed_short_value_is_noticed(config_file, monkeypatch):
-    stages = ("prepare", "match")
-    config_file.write_text(config_file.read_text().replace("min_similarity: 0.1", "min_similarity: '${oc.env:LEAST}'"))
-    monkeypatch.setenv("LEAST", "0.1")
-    run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
-    monkeypatch.setenv("LEAST", "0.2")
-    with raises(ConfigError, "changed_plan", 'match.min_similarity is "${oc.env:LEAST}'):
-        run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
 
 
 def test_folders_of_jobs_are_private(tmp_path):

@@ -3,55 +3,23 @@
 No cluster is started here; ``tests/ray`` has one, on 127.0.0.1.
 """
 
-from __future__ import annotations
-
 import os
 import re
-import socket
 import subprocess
 import sys
-from ipaddress import ip_address
-from unittest import mock
 
 import pytest
-import start_ranks
-from support.paths import REPOSITORY
-from torch.distributed import HashStore
+from support.project import REPOSITORY
 
-from sharmill.executors.ray_node import WORKER_VARIABLE, node_command
-
-SOURCES = [path for folder in ("src", "jobs", "pipelines") for path in sorted((REPOSITORY / folder).rglob("*"))
-           if path.suffix in (".py", ".sbatch", ".sh")]  # fmt: skip
-SERVER = re.compile(r"\.listen\(|http\.server|socketserver|TCPServer|start_server|uvicorn|flask|\.serve\(", re.I)
+from sharmill.executors.ray_node import node_command
 
 
-def options(command: list[str]) -> dict[str, str]:
-    return dict(part[2:].split("=", 1) for part in command if part.startswith("--") and "=" in part)
-
-
-@pytest.fixture
-def head(tmp_path):
-    """Returns a function: address of the head, node number -> the options of the node's command."""
-
-    def make(address: str, node: int = 0) -> dict[str, str]:
-        return options(node_command(address, 6379, tmp_path, {"SLURM_NODEID": str(node), "SLURM_CPUS_PER_TASK": "2"}))
-
-    return make
-
-
-def test_the_head_of_one_machine_stays_on_loopback(head):
-    assert head("127.0.0.1")["node-ip-address"] == "127.0.0.1"
-    assert head("127.0.0.1", node=1)["node-ip-address"] == "127.0.0.1"
-
-
-def test_no_head_has_a_dashboard(head):
-    for address in ("127.0.0.1", "10.0.0.7"):
-        assert head(address)["include-dashboard"] == "false"
-
-
-def test_no_node_listens_on_every_address_by_its_options(head):
-    for node in (0, 1):
-        assert not {"0.0.0.0", "::", ""} & set(head("127.0.0.1", node).values())
+@pytest.mark.parametrize(("address", "node"), [("127.0.0.1", 0), ("127.0.0.1", 1), ("10.0.0.7", 0)])
+def test_a_head_stays_on_loopback_unless_it_is_elsewhere_and_has_no_dashboard(address, node, tmp_path):
+    environment = {"SLURM_NODEID": str(node), "SLURM_CPUS_PER_TASK": "2"}
+    command = node_command(address, 6379, tmp_path, environment)
+    assert ("--include-dashboard=false" in command) == (node == 0)
+    assert ("--node-ip-address=127.0.0.1" in command) == (address == "127.0.0.1")
 
 
 def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
@@ -61,21 +29,6 @@ def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
     assert script.index("secrets.token_hex(32)") < started
     # Where all nodes are one machine, Ray is told to believe it.
     assert "127.*) export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in script[:started]
-
-
-def test_only_a_worker_of_a_trial_is_started_by_another_program(tmp_path):
-    started = {
-        (node, worker): node_command("127.0.0.1", 6379, tmp_path, {"SLURM_NODEID": node, WORKER_VARIABLE: worker})[2]
-        for node in ("0", "1")
-        for worker in ("", "worker.py")
-    }
-    assert started == {("0", ""): "-c", ("0", "worker.py"): "-c", ("1", ""): "-c", ("1", "worker.py"): "worker.py"}
-
-
-def test_nothing_of_our_own_listens():
-    assert len(SOURCES) > 100
-    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
-    assert [path for path, text in texts.items() if SERVER.search(text) or "0.0.0.0" in text] == []
 
 
 @pytest.fixture
@@ -117,33 +70,6 @@ def test_a_training_on_one_node_stays_on_loopback(asked):
     one = asked(1)
     assert {"--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0", "--nnodes=1", "gloo=lo", "nccl=lo"} <= set(one)
     assert not any("standalone" in word for word in one)
-
-
-@pytest.mark.parametrize(("host", "nodes"), [("127.0.0.1", 2), ("localhost", 1), ("mine", 2)])
-def test_the_store_is_bound_to_an_address_that_the_nodes_reach(host, nodes, monkeypatch):
-    """The first node may know its own name as an address of loopback beside another, which is here 127.0.0.1."""
-    look_up = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest, **options: [
-        *(look_up("127.0.1.1", *rest, **options) if name == "mine" else []),
-        *look_up("127.0.0.1" if name == "mine" else name, *rest, **options),
-    ])  # fmt: skip
-    if host == "mine":
-        monkeypatch.setattr(start_ranks, "ip_address", lambda text: mock.Mock(is_loopback=text == "127.0.1.1"))
-    bound = []
-    monkeypatch.setattr(start_ranks, "TCPStore", lambda *_, master_listen_fd, **__: bound.append(
-        socket.socket(fileno=master_listen_fd)
-    ) or HashStore())  # fmt: skip
-    start_ranks.BoundRendezvous(host, 0, 0, nodes, "id", 5).next_rendezvous()
-    (listener,) = bound
-    assert ip_address(listener.getsockname()[0]).is_loopback
-    assert listener.getsockname()[0] != "127.0.1.1"
-    listener.close()
-
-
-def test_a_name_that_other_nodes_cannot_reach_is_refused_in_one_line():
-    with pytest.raises(SystemExit, match="Error: --rdzv-endpoint: on this node localhost") as end:
-        start_ranks.BoundRendezvous("localhost", 0, 0, 2, "id", 5).next_rendezvous()
-    assert "\n" not in str(end.value)
 
 
 # Prints every address that a process of this training listens on, once all ranks have met.

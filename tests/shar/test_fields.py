@@ -1,27 +1,27 @@
 """The fields that a dataset says it has: what may be said, and datasets that do not say it."""
 
-from __future__ import annotations
-
 import json
-from itertools import islice
 
 import msgspec
 import pytest
-from lhotse import CutSet
 from lhotse.shar.writers.cut import JsonlShardWriter
-from support.errors import raises
 from support.fields import SCORE, add_fields, require_fields
-from support.reader import make_dataset
-from support.shar import copy, snapshot
+from support.project import copy, make_bare_dataset, raises, snapshot
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.index import FieldFile, read_dataset, read_shards, write_dataset
-from sharmill.shar.layout import Field, base_fields, codec_fields
-from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
-from sharmill.shar.sidecars import indexed_shar, write_sidecars
+from sharmill.shar.items import read_cut_ids, read_json_lines, write_cut_lines
+from sharmill.shar.layout import (
+    Field,
+    FieldFile,
+    ShardedDataset,
+    base_fields,
+    codec_fields,
+    read_dataset,
+    read_shards,
+    write_dataset,
+)
+from sharmill.shar.rebuild import rebuild_index
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ from sharmill.shar.sidecars import indexed_shar, write_sidecars
     ids=str,
 )
 def test_a_field_that_leads_elsewhere_or_replaces_what_a_cut_has_is_refused(tmp_path, changes):
-    make_dataset(tmp_path, [1])
+    make_bare_dataset(tmp_path, [1])
     path = tmp_path / "dataset.json"
     content = json.loads(path.read_text())
     content["layout"].append({**msgspec.to_builtins(SCORE), **changes})
@@ -64,13 +64,8 @@ def test_a_field_that_leads_elsewhere_or_replaces_what_a_cut_has_is_refused(tmp_
         read_dataset(tmp_path)
 
 
-def test_limits_are_finite():
-    with pytest.raises(ValueError, match="limits"):
-        msgspec.structs.replace(SCORE, limits=(0.0, float("inf")))
-
-
 def test_what_a_dataset_says_of_published_fields_counts_for_nothing(tmp_path):
-    make_dataset(tmp_path, [1], codes=True)
+    make_bare_dataset(tmp_path, [1], codes=True)
     before, path = read_dataset(tmp_path), tmp_path / "dataset.json"
     content = json.loads(path.read_text())
     for field in content["layout"]:
@@ -80,7 +75,7 @@ def test_what_a_dataset_says_of_published_fields_counts_for_nothing(tmp_path):
 
 
 def test_a_dataset_that_does_not_say_it_has_the_published_layout(tmp_path):
-    make_dataset(tmp_path, [1], codes=True)
+    make_bare_dataset(tmp_path, [1], codes=True)
     said = read_dataset(tmp_path)
     path = tmp_path / "dataset.json"
     content = json.loads(path.read_text())
@@ -98,7 +93,7 @@ def test_a_dataset_that_does_not_say_it_has_the_published_layout(tmp_path):
 @pytest.fixture
 def dataset(tmp_path):
     """Seven cuts in three shards, with codes, a score that may be missing, and an array."""
-    return add_fields(make_dataset(tmp_path / "dataset", [3, 1, 3], codes=True))
+    return add_fields(make_bare_dataset(tmp_path / "dataset", [3, 1, 3], codes=True))
 
 
 def _values(cuts):
@@ -113,13 +108,6 @@ def test_values_and_arrays_are_attributes_of_the_cut(dataset):
     assert "score" not in next(iter(open_shar(dataset, ["target_codes"]))).custom
 
 
-def test_lhotse_reads_the_same(dataset):
-    shards = list(read_shards(dataset))
-    fields = {"cuts": "cuts", "score": "score", "voice": "voices/voice"}
-    files = {key: [str(dataset / shard.fields[name].file) for shard in shards] for key, name in fields.items()}
-    assert _values(CutSet.from_shar(fields=files)) == _values(open_shar(dataset, ["score", "voice"]))
-
-
 def test_what_lhotse_writes_is_read(dataset, tmp_path):
     shard = next(read_shards(dataset))
     ids = list(read_cut_ids(dataset / shard.fields["cuts"].file))
@@ -130,27 +118,6 @@ def test_what_lhotse_writes_is_read(dataset, tmp_path):
     (tmp_path / "score.000000.jsonl.gz").replace(dataset / shard.fields["score"].file)
     found = list(open_shar(dataset, ["score"]))[:3]
     assert [(cut.custom or {}).get("score") for cut in found] == [None, 0.1, 0.2]
-
-
-def test_reading_goes_on_from_a_state(dataset):
-    whole = _values(open_shar(dataset, shuffle=True, seed=1))
-    cuts = open_shar(dataset, shuffle=True, seed=1)
-    first = _values(islice(iter(cuts), 3))
-    again = open_shar(dataset, ["score", "voice"], shuffle=True, seed=1)
-    again.data.load_state_dict(cuts.data.state_dict())
-    rest = _values(again)
-    assert not first.keys() & rest.keys()
-    assert first | rest == whole == _values(open_shar(dataset))
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_any_cut_is_read_by_itself(dataset, tmp_path, apart):
-    into = tmp_path / "index" if apart else dataset
-    write_sidecars(dataset, into)
-    found = _values(open_shar(dataset, shuffle="global", sidecars=into))
-    assert found == _values(open_shar(dataset))
-    arguments = indexed_shar(dataset, ["score"], into=into)
-    assert arguments["fields"]["score"][0].endswith("score/score.000000.jsonl")
 
 
 def test_a_field_is_chosen_by_its_folder_where_several_have_its_attribute(dataset):
@@ -178,7 +145,7 @@ def test_a_field_is_chosen_by_its_folder_where_several_have_its_attribute(datase
 )  # fmt: skip
 def test_a_line_that_is_damaged_or_would_run_something_is_an_error(dataset, line, message):
     path = dataset / SCORE.path(0)
-    lines = read_lines(path)
+    lines = read_json_lines(path)
     cut_id = next(read_cut_ids(dataset / "cuts/cuts.000000.jsonl.gz")).encode()
     write_cut_lines(path, [line.replace(b"%s", cut_id), *lines[1:]])
     with pytest.raises(DamagedShard, match=message):
@@ -192,20 +159,6 @@ def test_a_field_that_is_called_like_a_method_of_cuts_is_not_read(dataset):
         list(open_shar(dataset))
 
 
-def test_fields_that_are_removed_leave_the_others(dataset):
-    ShardedDataset(dataset).remove_fields([SCORE], 3)
-    assert not (dataset / "score").exists()
-    assert [field.name for field in read_dataset(dataset).added_fields] == ["voices/voice"]
-    assert all("score" not in shard.fields for shard in read_shards(dataset))
-    assert [codec.name for codec in read_dataset(dataset).codecs] == ["toy"]
-    assert len(list(open_shar(dataset))) == 7
-
-
-def test_a_dataset_that_is_removed_leaves_no_added_field(dataset):
-    ShardedDataset(dataset).remove(None)
-    assert not [path for path in dataset.rglob("*") if not path.is_dir()]
-
-
 def test_an_index_that_is_made_again_keeps_what_the_old_one_says_of_them(built, tmp_path):
     dataset = add_fields(copy(built.dataset, tmp_path / "dataset"))
     before = snapshot(dataset)
@@ -215,18 +168,33 @@ def test_an_index_that_is_made_again_keeps_what_the_old_one_says_of_them(built, 
     assert require_fields(dataset) == 7
 
 
-def test_without_an_old_index_they_are_read_by_their_folders(built, tmp_path):
-    dataset = add_fields(copy(built.dataset, tmp_path / "dataset"))
-    for name in ("shards.jsonl", "dataset.json"):
-        (dataset / name).unlink()
-    list(rebuild_index(dataset, [parse_codec_facts("toy,codebook_size=64")]))
-    assert read_dataset(dataset).contract == "foreign"
-    assert require_fields(dataset) == 7
-
-
 def test_an_index_is_not_made_of_other_lines(built, tmp_path):
     dataset = add_fields(copy(built.dataset, tmp_path / "dataset"))
     path = dataset / SCORE.path(0)
-    write_cut_lines(path, read_lines(path)[:-1])
+    write_cut_lines(path, read_json_lines(path)[:-1])
     with pytest.raises(DamagedShard, match=r"score.*items for 3 cuts"):
         list(rebuild_index(dataset))
+
+
+def test_a_removed_codec_leaves_the_audio(built, tmp_path):
+    dataset = ShardedDataset(copy(built.dataset, tmp_path / "dataset"))
+    before = snapshot(dataset.directory)
+    dataset.remove_fields(codec_fields("toy"), 3)
+    after = snapshot(dataset.directory)
+    assert after.keys() == {name for name in before if not name.startswith("codes_toy/")}
+    assert {name for name in after if after[name] != before[name]} == {"dataset.json", "shards.jsonl"}
+    assert dataset.record().codecs == dataset.stored_codecs() == []
+    assert {field for shard in dataset.shards() for field in shard.fields} == set(dataset.record().fields)
+    dataset.remove_fields(codec_fields("toy"), 3)
+    assert snapshot(dataset.directory) == after
+
+
+def test_what_others_have_put_there_is_not_removed(built, tmp_path):
+    dataset = ShardedDataset(copy(built.dataset, tmp_path / "dataset"))
+    (dataset.directory / "notes.txt").write_text("mine")
+    dataset.remove(3)
+    assert snapshot(dataset.directory) == {"notes.txt": b"mine"}
+    assert not dataset.is_empty()
+    (dataset.directory / "notes.txt").unlink()
+    assert dataset.is_empty()
+    assert ShardedDataset(dataset.directory / "absent").is_empty()

@@ -1,6 +1,4 @@
-"""``open_shar`` on shards of lhotse's ``to_shar`` and of the published context-Shar scripts, against lhotse itself."""
-
-from __future__ import annotations
+"""Shards of lhotse's ``to_shar`` and of the published context-Shar scripts: found, read as by lhotse, or refused."""
 
 import gzip
 import json
@@ -12,18 +10,13 @@ from lhotse import CutSet, Fbank, MonoCut, MultiCut, Recording, SupervisionSegme
 from lhotse.array import Array, TemporalArray
 from lhotse.dataset import AudioSamples, K2SpeechRecognitionDataset
 from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
-from support.errors import raises
-from support.manifests import write_tone
-from support.paths import DATA
-from support.shar import members_of, voice, write_members
+from support.project import DATA, raises, voice, write_tone
 
-from sharmill.audio.encoding import encode
+from sharmill.audio.decoder import encode
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.arrays import array_to_bytes
-from sharmill.shar.cut_lines import write_cuts
-from sharmill.shar.items import FieldWriter, Item
-from sharmill.shar.lhotse_json import recording_json, temporal_array_json
+from sharmill.shar.items import FieldWriter, Item, array_to_bytes, recording_json, temporal_array_json, write_cuts
+from sharmill.shar.rebuild import find_shards
 
 KEPT = ("shar_position", "shard_origin", "shar_epoch")
 
@@ -103,22 +96,6 @@ def test_lhotses_own_shards_read_as_lhotse_reads_them(lhotse_shar):
     assert [cut.has_custom("tokens") for cut in ours] == [True, True, False, True, True, True, True]
 
 
-def test_decoding_ahead_gives_lhotses_audio(lhotse_shar):
-    ours = list(open_shar(lhotse_shar, ["recording"], decode_threads=2))
-    for one, other in zip(ours, CutSet.from_shar(in_dir=lhotse_shar), strict=True):
-        np.testing.assert_array_equal(one.load_audio(), other.load_audio())
-        assert one.load_audio().shape[0] == other.num_channels
-
-
-def test_only_the_chosen_fields_of_lhotses_shards_are_opened(lhotse_shar, tmp_path):
-    for path in lhotse_shar.iterdir():
-        target = tmp_path / path.name
-        target.write_bytes(path.read_bytes() if path.name.startswith(("cuts", "tokens")) else b"")
-    cuts = list(open_shar(tmp_path, ["tokens"]))
-    assert [cut.tokens.is_in_memory for cut in cuts if cut.has_custom("tokens")] == [True] * 6
-    assert all(cut.recording.is_placeholder for cut in cuts)
-
-
 def test_features_and_json_fields(tmp_path):
     cuts = [cut.drop_supervisions() for cut in make_cuts(write_tone, tmp_path / "audio", 2)]
     for cut in cuts:
@@ -134,13 +111,6 @@ def test_features_and_json_fields(tmp_path):
     for one, other in zip(ours, CutSet.from_shar(in_dir=tmp_path / "shar"), strict=True):
         np.testing.assert_array_equal(one.load_features(), other.load_features())
         assert plain(one) == plain(other)
-
-
-def test_shards_are_read_in_the_order_of_their_numbers(tmp_path):
-    for index in (10, 9, 2):
-        write_cuts(tmp_path / f"cuts.{index}.jsonl.gz", [bare(f"{index}-{n}") for n in range(2)])
-    assert [cut.id for cut in open_shar(tmp_path)] == ["2-0", "2-1", "9-0", "9-1", "10-0", "10-1"]
-    assert len(open_shar(tmp_path)) == 6
 
 
 def test_shuffled_parts_and_states_of_foreign_shards(tmp_path):
@@ -277,17 +247,6 @@ def test_codes_of_the_published_layout_alone_stay_on_the_time_line_of_the_source
         assert cut.load_context_codes().shape == tuple(cut.context_codes.shape)
 
 
-def test_of_two_codecs_of_the_published_layout_one_must_be_named(published):
-    for path in (published / "codes_x").rglob("*.tar"):
-        other = published / "codes_y" / path.relative_to(published / "codes_x")
-        other.parent.mkdir(parents=True, exist_ok=True)
-        other.write_bytes(path.read_bytes())
-    with raises(ConfigError, "unknown_codec", "x, y", "codec="):
-        open_shar(published)
-    assert len(list(open_shar(published, codec="y"))) == 6
-    assert len(list(open_shar(published, ["target_audio"]))) == 6
-
-
 # -- strictness ------------------------------------------------------------------------------------------------------
 
 
@@ -295,26 +254,6 @@ def test_a_dataset_that_is_being_written_is_not_taken_for_a_foreign_one(publishe
     (published / "shards.jsonl").touch()
     with raises(ConfigError, "no_dataset"):
         open_shar(published)
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (lambda members: members[2:] + members[:2], ["'cut-rec-a"]),
-        (lambda members: members[:-2], ["2", "3"]),
-        (lambda members: members[:-1], ["cut-rec-a"]),
-        (lambda members: [*members, ("x.flac", b"")], ["4", "3"]),
-        (lambda members: [(members[0][0], members[0][1]), (members[1][0], b"{}"), *members[2:]], ["cut-rec-a"]),
-        (lambda members: [(members[0][0], members[0][1]), (members[1][0], b"{"), *members[2:]], ["cut-rec-a", "JSON"]),
-    ],
-)
-def test_items_are_paired_strictly_by_id(published, change, names):
-    path = published / "target_audio/recording.000001.tar"
-    write_members(path, change(members_of(path)))
-    read = []
-    with raises(DamagedShard, "damaged_shard", *names):
-        read.extend(open_shar(published))
-    assert len(read) >= 3
 
 
 def test_json_fields_are_paired_strictly_by_id(lhotse_shar, tmp_path):
@@ -325,23 +264,65 @@ def test_json_fields_are_paired_strictly_by_id(lhotse_shar, tmp_path):
         list(open_shar(tmp_path))
 
 
-def test_audio_that_cannot_be_decoded_is_damage_of_its_shard(published):
-    path = published / "target_audio/recording.000001.tar"
-    write_members(path, [(name, data if name.endswith("json") else b"no audio") for name, data in members_of(path)])
-    read = []
-    with raises(DamagedShard, "damaged_shard", "shard 1", "cut-rec-a-100.00-1-1.00'"):
-        read.extend(open_shar(published, decode_threads=2))
-    assert len(read) == 3
+def touch(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return folder
 
 
-@pytest.mark.parametrize("kind", ["command", "url"])
-@pytest.mark.parametrize("place", ["recording", "custom", "supervision"])
-def test_audio_that_is_a_command_or_far_away_is_refused(tmp_path, kind, place):
-    source = {"type": kind, "channels": [0], "source": f"touch {tmp_path}/ran"}
-    recording = {**recording_json("r", 16000, 16000), "sources": [source]}
-    supervision = {"id": "s", "recording_id": "r", "start": 0, "duration": 1, "custom": {"audio": recording}}
-    changes = {"recording": {"recording": recording}, "custom": {"custom": {"audio": recording}},
-               "supervision": {"supervisions": [supervision]}}[place]  # fmt: skip
-    (tmp_path / "cuts.0.jsonl").write_text(json.dumps(bare("a", **changes)) + "\n")
-    with raises(DamagedShard, "damaged_shard", f"'{kind}'"):
-        list(open_shar(tmp_path))
+def nested(*indices):
+    names = "cuts/cuts.{}.jsonl.gz", "target_audio/recording.{}.tar", "codes_x/target_codes/codes.{}.tar"
+    return [name.format(index) for index in indices for name in names]
+
+
+def of_nested(*indices):
+    fields = ("cuts", "target_audio", "codes_x/target_codes")
+    return [(int(index), dict(zip(fields, nested(index), strict=True))) for index in indices]
+
+
+# Files, and the shards that they make up.
+LAYOUTS = {
+    "a folder per field": (nested("000000", "000001"), of_nested("000000", "000001")),
+    "a single shard without a number": (
+        ["cuts.jsonl.gz", "recording.tar"], [(0, {"cuts": "cuts.jsonl.gz", "recording": "recording.tar"})],
+    ),
+    "numbers that are no words": (nested("10", "9", "2", "100", "0"), of_nested("0", "2", "9", "10", "100")),
+    "numbers of different width": (
+        ["cuts.7.jsonl.gz", "recording.000007.tar"],
+        [(7, {"cuts": "cuts.7.jsonl.gz", "recording": "recording.000007.tar"})],
+    ),
+    "other files": (
+        [*nested("0"), "cuts/cuts.0.jsonl.gz.idx", "target_audio/recording.0.tar.idx", "target_audio/.recording.0.tar",
+         ".cache/x/y.0.tar", "shards.jsonl", "notes/read.me"],
+        of_nested("0"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_are_found_by_their_names(tmp_path, layout):
+    files, expected = LAYOUTS[layout]
+    assert [(shard.index, shard.files) for shard in find_shards(touch(tmp_path, *files))] == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (["recording.000000.tar"], ["cuts"]),
+        (["notes.txt"], ["cuts"]),
+        (["cuts/notes.txt", "target_audio/recording.000000.tar"], ["cuts"]),
+        (["cuts.0.jsonl.gz", "cuts.1.jsonl.gz", "recording.0.tar"], ["cuts", "shard 1", "recording"]),
+        (["cuts/cuts.0.jsonl.gz", "a/r.0.tar", "a/r.5.tar"], ["a", "shard 5", "cuts"]),
+        (["cuts.0.jsonl", "cuts.000000.jsonl.gz"], ["cuts.0.jsonl", "cuts.000000.jsonl.gz", "shard 0"]),
+        (["cuts/cuts.0.jsonl", "a/r.0.tar", "a/s.0.tar"], ["r.0.tar", "s.0.tar", "shard 0"]),
+        (["cuts.0.jsonl", "recording.0.tar.gz"], ["recording.0.tar.gz"]),
+        (["cuts.0.jsonl", "cuts/cuts.0.jsonl"], ["cuts"]),
+        (["cuts.jsonl", "cuts.0.jsonl"], ["cuts"]),
+        ([""], ["is not a folder"]),
+    ],
+)
+def test_what_is_no_dataset_is_refused(tmp_path, files, names):
+    with raises(ConfigError, "bad_layout", *names):
+        find_shards(touch(tmp_path / "shar", *files))

@@ -1,13 +1,11 @@
-"""``ResumableDataset`` in torchdata's StatefulDataLoader: workers, kills, and other numbers of ranks after them."""
+"""``ResumableDataset`` in torchdata's StatefulDataLoader: workers, and other numbers of ranks after them.
 
-from __future__ import annotations
+Training that is killed, and goes on with other ranks and workers: ``tests/jobs/test_train.py``.
+"""
 
 import pytest
-import torch
-from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler
-from support.errors import raises
-from support.reader import make_dataset, numbers
-from support.schedules import CONTEXT, PRELOAD, run_schedule
+from lhotse.dataset import DynamicBucketingSampler
+from support.project import make_bare_dataset, numbers, raises
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
@@ -20,11 +18,7 @@ TOTAL = sum(COUNTS)
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return make_dataset(tmp_path_factory.mktemp("loading") / "dataset", COUNTS)
-
-
-def batches(cuts):
-    return DynamicCutSampler(cuts, max_cuts=4, shuffle=True, seed=0)
+    return make_bare_dataset(tmp_path_factory.mktemp("loading") / "dataset", COUNTS)
 
 
 def first_number(made):
@@ -39,18 +33,6 @@ def loader(dataset, num_workers, *, state=None, rank=0, world_size=1, pipeline=N
     return StatefulDataLoader(resumable, batch_size=None, num_workers=num_workers)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_workers_share_the_cuts_and_go_on_in_the_same_order(dataset, num_workers):
-    whole = list(loader(dataset, num_workers))
-    assert sorted(whole) == list(range(TOTAL))
-    interrupted = loader(dataset, num_workers)
-    stream = iter(interrupted)
-    begun = [next(stream) for _ in range(17)]
-    resumed = loader(dataset, num_workers)
-    resumed.load_state_dict(interrupted.state_dict())
-    assert begun + list(resumed) == whole
-
-
 @pytest.mark.parametrize(("before", "after"), [((1, 2), (3, 1)), ((2, 3), (1, 0)), ((3, 0), (2, 2))])
 def test_the_rest_is_read_by_other_ranks_and_workers(dataset, before, after):
     used, states = [], []
@@ -62,16 +44,6 @@ def test_the_rest_is_read_by_other_ranks_and_workers(dataset, before, after):
     merged = merge_loader_states(states)
     for rank in range(after[0]):
         used += list(loader(dataset, after[1], state=merged, rank=rank, world_size=after[0]))
-    assert sorted(used) == list(range(TOTAL))
-
-
-def test_what_a_sampler_holds_back_is_not_lost(dataset):
-    one = loader(dataset, 2, pipeline=batches, finish=numbers)
-    stream = iter(one)
-    used = [number for _ in range(4) for number in next(stream)]
-    merged = merge_loader_states([one.state_dict()])
-    for batch in loader(dataset, 0, state=merged, pipeline=batches, finish=numbers):
-        used += batch
     assert sorted(used) == list(range(TOTAL))
 
 
@@ -115,46 +87,7 @@ def marking_reader(dataset):
     return reader
 
 
-def test_each_epoch_has_its_own_order(dataset):
-    resumable = ResumableDataset(open_shar(dataset, [], shuffle=True, block_size=1), finish=first_number)
-    epochs = []
-    for epoch in range(2):
-        resumable.set_epoch(epoch)
-        epochs.append(list(StatefulDataLoader(resumable, batch_size=None, num_workers=2)))
-    assert [sorted(epoch) for epoch in epochs] == [list(range(TOTAL))] * 2
-    assert epochs[0] != epochs[1]
-
-
-def test_workers_may_read_everything_each(dataset):
-    cuts = open_shar(dataset, [], split_by_worker=False)
-    read = list(StatefulDataLoader(ResumableDataset(cuts, finish=first_number), batch_size=None, num_workers=2))
-    assert sorted(read) == sorted(2 * list(range(TOTAL)))
-
-
-def test_tensors_can_be_made_and_collated(dataset):
-    finish = lambda cut: torch.tensor(numbers([cut])[0])  # noqa: E731
-    cuts = open_shar(dataset, [])
-    read = list(StatefulDataLoader(ResumableDataset(cuts, finish=finish), batch_size=10))
-    assert torch.cat(read).tolist() == list(range(TOTAL))
-
-
-def test_a_pipeline_whose_use_cannot_be_counted_is_refused(dataset):
-    resumable = ResumableDataset(open_shar(dataset, []), lambda cuts: (torch.zeros(1) for _ in cuts))
-    with raises(ConfigError, "inexact_state", "Tensor"):
-        next(iter(resumable))
-    with raises(ConfigError, "inexact_state", "open_shar"):
-        ResumableDataset(open_shar(dataset, []).filter(lambda cut: True))
-
-
 @pytest.mark.parametrize("state", [{}, {"dataset_state": None}, {"_snapshot": {"_worker_snapshots": {}}}])
 def test_what_is_no_state_of_a_loader_is_refused(state):
     with raises(ConfigError, "wrong_state", "StatefulDataLoader"):
         merge_loader_states([state])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_every_id_comes_once_per_epoch_over_kills_of_real_processes(dataset, tmp_path, seed):
-    CONTEXT.set_forkserver_preload(PRELOAD)
-    said = run_schedule(dataset, tmp_path / "schedule", seed, bucketing=seed % 2 == 1, max_ranks=4)
-    assert said.endswith("each once per epoch")

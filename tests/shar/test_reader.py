@@ -1,21 +1,27 @@
-"""``open_shar``: chosen fields and codecs, nothing else opened, and damage that is an error."""
+"""``open_shar``: chosen fields and codecs, the cuts, codes and audio that lhotse reads, and what becomes of damage."""
 
-from __future__ import annotations
-
-import json
+import logging
 import pickle
+from itertools import islice
 
 import numpy as np
 import pytest
 from lhotse import CutSet
-from support.errors import raises
-from support.pipelines import shar_fields
-from support.reader import make_dataset
-from support.shar import ToyCodec, copy, lines, members_of, reindex, rewrite, voice, write_members
+from support.project import (
+    Project,
+    ToyCodec,
+    copy,
+    make_bare_dataset,
+    members_of,
+    raises,
+    shar_fields,
+    write_members,
+)
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.items import read_field
+from sharmill.shar.reading.state import merge_states
 
 FIELDS = {
     "target_audio": "target_audio",
@@ -30,39 +36,18 @@ def damaged(built, tmp_path):
     return copy(built.dataset, tmp_path / "damaged")
 
 
-def test_the_cuts_come_in_order_as_often_as_asked(built):
-    cuts = open_shar(built.dataset)
-    numbers = [cut.supervisions[0].custom["number"] for cut in cuts]
-    assert numbers == list(range(7))
-    assert [cut.supervisions[0].custom["number"] for cut in cuts] == numbers
+@pytest.mark.parametrize("field", ["context_audio", "context_codes"])
+def test_a_context_that_a_dataset_does_not_have_is_an_error_that_says_so(without_contexts, field):
+    with raises(ConfigError, "unknown_field", f"no field '{field}': it has no contexts", "target_audio"):
+        open_shar(without_contexts.dataset, ["target_audio", field])
 
 
-def test_a_dataset_without_contexts_has_targets_only(without_contexts):
-    cuts = list(open_shar(without_contexts.dataset, shuffle=True, seed=1))
-    assert sorted(cut.supervisions[0].custom["number"] for cut in cuts) == list(range(7))
-    plain = {cut.id: cut for cut in CutSet.from_shar(fields=shar_fields(without_contexts.dataset, "toy"))}
-    for cut in cuts:
-        assert not [name for name in FIELDS if "context" in name and cut.has_custom(name)]
-        np.testing.assert_array_equal(cut.load_audio(), plain[cut.id].load_target_audio())
-        np.testing.assert_array_equal(cut.load_target_codes(), plain[cut.id].load_target_codes())
-        assert cut.truncate(duration=0.1).load_target_codes().shape == (3, 5)
-
-
-def test_a_context_that_a_dataset_does_not_have_is_an_error_that_says_so(without_contexts):
-    for field in ("context_audio", "context_codes"):
-        with raises(ConfigError, "unknown_field", f"no field '{field}': it has no contexts", "target_audio"):
-            open_shar(without_contexts.dataset, ["target_audio", field])
-
-
-def test_it_is_a_lazy_cutset_with_a_length(built):
+def test_it_is_a_lazy_cutset_on_which_lhotse_works(built):
     cuts = open_shar(built.dataset)
     assert isinstance(cuts, CutSet)
-    assert cuts.is_lazy
-    assert len(cuts) == 7
-
-
-def test_lhotse_works_on_it(built):
-    cuts = open_shar(built.dataset)
+    assert (cuts.is_lazy, len(cuts)) == (True, 7)
+    for _ in range(2):
+        assert [cut.supervisions[0].custom["number"] for cut in cuts] == list(range(7))
     assert len(list(cuts.filter(lambda cut: cut.duration >= 1.0))) == 4
     assert len(list(cuts + open_shar(built.dataset, []))) == 14
     assert len(list(CutSet.mux(cuts, cuts, seed=0))) == 14
@@ -90,14 +75,6 @@ def test_only_the_chosen_field_is_opened(damaged, field):
         assert cut.load_custom(field).shape[0] in (1, 3)
 
 
-def test_no_field_at_all_is_the_cuts_alone(damaged):
-    for folder in FIELDS.values():
-        for path in (damaged / folder).iterdir():
-            path.unlink()
-    for fields in ([], ["cuts"]):
-        assert len(list(open_shar(damaged, fields))) == 7
-
-
 def test_the_target_is_the_recording_where_it_is_read(built):
     for cut in open_shar(built.dataset, ["target_audio"]):
         audio = cut.load_audio()
@@ -111,8 +88,7 @@ def test_the_target_is_the_recording_where_it_is_read(built):
 
 
 def test_without_codec_there_is_only_audio(tmp_path, project):
-    for number in range(2):
-        project.add(f"{number}.wav", voice(1.0, seed=number))
+    project.add_voices([1.0] * 2, "{}.wav")
     project.write()
     (cut, _) = open_shar(project.dataset)
     assert cut.has_custom("target_audio")
@@ -124,8 +100,7 @@ def test_without_codec_there_is_only_audio(tmp_path, project):
 
 
 def test_of_two_codecs_one_must_be_named(project):
-    for number in range(2):
-        project.add(f"{number}.wav", voice(1.0, seed=number))
+    project.add_voices([1.0] * 2, "{}.wav")
     config = project.write()
     project.encode(config, "fine", ToyCodec(samples_per_frame=160))
     project.encode(config, "coarse", ToyCodec(samples_per_frame=640))
@@ -138,18 +113,6 @@ def test_of_two_codecs_one_must_be_named(project):
     assert len(list(open_shar(project.dataset, ["target_audio"]))) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "names"),
-    [
-        ({"fields": ["target_video"]}, "unknown_field", ["'target_video'", "target_audio"]),
-        ({"codec": "mimi"}, "unknown_codec", ["'mimi'", "toy"]),
-    ],
-)
-def test_what_is_not_there_is_named(built, options, code, names):
-    with raises(ConfigError, code, *names):
-        open_shar(built.dataset, **options)
-
-
 def test_what_is_no_dataset_is_named(tmp_path, built):
     with raises(ConfigError, "no_dataset", str(tmp_path), "dataset.json"):
         open_shar(tmp_path)
@@ -157,61 +120,7 @@ def test_what_is_no_dataset_is_named(tmp_path, built):
         open_shar(built.dataset / "dataset.json")
 
 
-def test_a_dataset_of_another_version_is_named_whatever_its_keys(damaged):
-    (damaged / "dataset.json").write_text('{"format_version": 2, "tables": []}')
-    with raises(ConfigError, "wrong_version", "2"):
-        open_shar(damaged)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format_version": "1"}', b"\xff"])
-def test_a_damaged_description_is_an_error(damaged, content):
-    (damaged / "dataset.json").write_bytes(content)
-    with raises(DamagedShard, "damaged_shard", "dataset.json"):
-        open_shar(damaged)
-
-
-@pytest.mark.parametrize("file", ["../outside.tar", "/etc/passwd", "cuts/../../outside"])
-def test_an_index_that_leaves_the_dataset_is_refused(damaged, file):
-    shards = lines(damaged / "shards.jsonl")
-    shards[1]["fields"]["target_audio"]["file"] = file
-    rewrite(damaged / "shards.jsonl", shards)
-    with raises(DamagedShard, "damaged_shard", file):
-        list(open_shar(damaged))
-
-
 TARGETS = "target_audio/recording.000001.tar"
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda path: path.write_bytes(path.read_bytes()[:-512]),
-        lambda path: path.write_bytes(path.read_bytes()[:-1024]),
-        lambda path: path.write_bytes(path.read_bytes()[:1000]),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.unlink(),
-        lambda path: write_members(path, members_of(path)[2:] + members_of(path)[:2]),
-        lambda path: write_members(path, members_of(path)[:-2]),
-        lambda path: write_members(path, [*members_of(path), ("more.flac", b"x"), ("more.json", b"{}")]),
-        lambda path: write_members(path, []),
-    ],
-)
-@pytest.mark.parametrize("checksums", ["stale", "fresh"])
-def test_a_damaged_field_raises_and_never_ends_early(damaged, damage, checksums):
-    damage(damaged / TARGETS)
-    if checksums == "fresh":
-        reindex(damaged)
-    with raises(DamagedShard, "damaged_shard", "000001"):
-        list(open_shar(damaged))
-
-
-def test_an_array_that_is_damaged_names_archive_and_member(tmp_path):
-    dataset = make_dataset(tmp_path, [3], codes=True)
-    path = dataset / "codes_toy/target_codes/codes.000000.tar"
-    write_members(path, [(name, data[:-1] if name.endswith(".npy") else data) for name, data in members_of(path)])
-    with raises(DamagedShard, "damaged_shard", str(path), "'cut-rec-0-0.00-0.40.npy'"):
-        next(iter(open_shar(dataset)))
-    assert len(list(open_shar(dataset, ["context_codes"]))) == 3
 
 
 def test_the_shards_before_the_damage_are_read(damaged):
@@ -220,42 +129,6 @@ def test_the_shards_before_the_damage_are_read(damaged):
     with raises(DamagedShard, "damaged_shard"):
         read.extend(cut.supervisions[0].custom["number"] for cut in open_shar(damaged))
     assert read == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda cuts: cuts[:-1],
-        lambda cuts: [],
-        lambda cuts: [*cuts, cuts[0]],
-        lambda cuts: [{**cut, "type": "MultiCut"} for cut in cuts],
-        lambda cuts: [{key: value for key, value in cut.items() if key != "start"} for cut in cuts],
-        lambda cuts: [{**cut, "supervisions": 3} for cut in cuts],
-    ],
-)
-def test_damaged_cuts_raise(damaged, change):
-    path = damaged / "cuts/cuts.000001.jsonl.gz"
-    rewrite(path, change(lines(path)))
-    for fields in (None, []):
-        with raises(DamagedShard, "damaged_shard", "shard 1"):
-            list(open_shar(damaged, fields))
-
-
-def test_an_index_without_its_last_shard_raises(damaged):
-    rewrite(damaged / "shards.jsonl", lines(damaged / "shards.jsonl")[:-1])
-    read = []
-    with raises(DamagedShard, "damaged_shard", "2", "3"):
-        read.extend(open_shar(damaged))
-    assert read == []
-
-
-def test_an_index_that_lacks_a_field_raises(damaged):
-    shards = lines(damaged / "shards.jsonl")
-    del shards[2]["fields"]["context_audio"]
-    rewrite(damaged / "shards.jsonl", shards)
-    assert len(list(open_shar(damaged, ["target_audio"]))) == 7
-    with raises(DamagedShard, "damaged_shard", "shard 2", "context_audio"):
-        list(open_shar(damaged))
 
 
 def test_placeholders_leave_the_cut_without_the_field(damaged):
@@ -278,28 +151,123 @@ def test_an_unfinished_dataset_is_not_taken_for_shards_of_another_tool(built, tm
         open_shar(folder)
 
 
-def test_codes_may_be_added_while_cuts_are_read(built, tmp_path):
+def test_another_shard_in_the_place_of_one_that_is_to_be_read_is_damage(built, tmp_path):
     folder = copy(built.dataset, tmp_path / "dataset")
-    index, records = folder / "shards.jsonl", lines(folder / "shards.jsonl")
-    expected = [cut.id for cut in open_shar(folder)]
-    cuts = iter(open_shar(folder))
-    read = [next(cuts).id]
-    for record in records:
-        record["fields"]["codes_later/target_codes"] = record["fields"]["target_audio"]
-    index.with_name("new").write_text("".join(json.dumps(record) + "\n" for record in records))
-    index.with_name("new").replace(index)
-    read += [cut.id for cut in cuts]
-    assert read == expected
-    assert len(records) > 1
-
-
-def test_other_shards_in_the_place_of_those_that_are_read_are_damage(built, tmp_path):
-    folder = copy(built.dataset, tmp_path / "dataset")
-    index, records = folder / "shards.jsonl", lines(folder / "shards.jsonl")
     cuts = iter(open_shar(folder))
     next(cuts)
-    records[0]["count"], records[1]["count"] = records[0]["count"] - 1, records[1]["count"] + 1
-    index.with_name("new").write_text("".join(json.dumps(record) + "\n" for record in records))
-    index.with_name("new").replace(index)
-    with raises(DamagedShard, "damaged_shard", str(folder)):
+    for path in folder.rglob("*.000002.*"):
+        path.replace(path.with_name(path.name.replace("000002", "000001")))
+    with raises(DamagedShard, "damaged_shard", "shard 1"):
         list(cuts)
+
+
+@pytest.fixture
+def pairs(built):
+    """Our cuts and lhotse's, without what tells where they come from; ``recording`` is ours alone."""
+    ours, theirs = list(open_shar(built.dataset)), list(CutSet.from_shar(fields=shar_fields(built.dataset, "toy")))
+    for cut in (*ours, *theirs):
+        for key in ("shar_position", "shard_origin", "shar_epoch"):
+            cut.drop_custom(key)
+    return list(zip(ours, theirs, strict=True))
+
+
+def test_cuts_codes_and_audio_are_lhotses(pairs):
+    assert len(pairs) == 7
+    for ours, theirs in pairs:
+        assert ours.recording.id == theirs.recording.id
+        ours.recording = theirs.recording
+        assert ours == theirs
+        assert theirs == ours
+        assert ours.to_dict().keys() == theirs.to_dict().keys()
+        for name in ("target_codes", "context_codes"):
+            codes = getattr(ours, name).load()
+            np.testing.assert_array_equal(codes, getattr(theirs, name).load())
+            assert codes.flags.writeable
+        for name in ("target_audio", "context_audio"):
+            np.testing.assert_array_equal(getattr(ours, name).load_audio(), getattr(theirs, name).load_audio())
+
+
+@pytest.fixture(scope="module", params=["flac", "wav", "mp3", "opus"])
+def formats(request, tmp_path_factory):
+    project = Project(tmp_path_factory.mktemp(request.param)).add_voices([1.0, 2.005, 0.5], "{}.wav")
+    project.write(write={"audio_format": request.param}, match={"min_duration": 0.0})
+    return project.dataset
+
+
+def test_audio_that_is_decoded_ahead_is_lhotses(formats):
+    for ours, plain in zip(open_shar(formats, decode_threads=2), open_shar(formats), strict=True):
+        for change in (
+            lambda cut: cut,
+            lambda cut: cut.truncate(offset=0.1, duration=0.3),
+            lambda cut: cut.resample(8000),
+            lambda cut: cut.perturb_volume(0.5),
+            lambda cut: pickle.loads(pickle.dumps(cut)),
+        ):
+            np.testing.assert_array_equal(change(ours).load_audio(), change(plain).load_audio())
+            np.testing.assert_array_equal(change(ours).load_context_audio(), change(plain).load_context_audio())
+
+
+def test_decoding_ahead_keeps_the_order_and_the_state_does_not_count_what_is_only_decoded(built):
+    reader = open_shar(built.dataset, shuffle=True, decode_threads=2, decode_prefetch=7)
+    begun = [(cut.id, cut.shar_position) for cut in islice(iter(reader), 2)]
+    resumed = open_shar(built.dataset, shuffle=True)
+    resumed.data.load_state_dict(reader.data.state_dict())
+    plain = [(cut.id, cut.shar_position) for cut in open_shar(built.dataset, shuffle=True)]
+    assert begun + [(cut.id, cut.shar_position) for cut in resumed] == plain
+
+
+def ids(cuts):
+    return [cut.id for cut in cuts]
+
+
+@pytest.fixture
+def holed(tmp_path):
+    """Twelve cuts in four shards: the whole of the second is damaged, and the last cut of the third."""
+    dataset = make_bare_dataset(tmp_path, [3, 3, 3, 3], codes=True)
+    (dataset / "codes_toy/context_codes/codes.000001.tar").write_bytes(b"")
+    path = dataset / "codes_toy/target_codes/codes.000002.tar"
+    members = members_of(path)
+    last = members[-2][0].rpartition(".")[0]
+    write_members(path, [(name, data[:-1] if name == f"{last}.npy" else data) for name, data in members])
+    return dataset
+
+
+@pytest.fixture
+def whole(holed):
+    """The ids of all cuts in order, and the places of those that can be read."""
+    return ids(open_shar(holed, [])), [0, 1, 2, 6, 7, 9, 10, 11]
+
+
+def test_what_is_damaged_is_left_out_and_named(holed, whole, caplog):
+    everything, left = whole
+    cuts = open_shar(holed, on_damage="skip")
+    with caplog.at_level(logging.WARNING):
+        assert ids(cuts) == [everything[place] for place in left]
+    assert len(caplog.messages) == 4
+    assert "codes.000001.tar" in caplog.messages[0]
+    assert "codes.000002.tar" in caplog.messages[3]
+    assert cuts.data.state_dict()["num_damaged"] == 4
+
+
+def test_more_than_the_budget_is_raised(holed):
+    read = []
+    with raises(DamagedShard, "damaged_shard", "codes.000001.tar", "max_damaged=2"):
+        read.extend(open_shar(holed, on_damage="skip", max_damaged=2))
+    assert len(read) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_count_goes_on_after_a_resume_on_another_number_of_ranks(holed, whole, shuffle):
+    everything, left = whole
+    options = {"shuffle": shuffle, "seed": 3, "block_size": 1, "on_damage": "skip"}
+    ranks = [open_shar(holed, rank=rank, world_size=2, **options).data for rank in range(2)]
+    begun = [[cut for _, cut in zip(range(3), rank, strict=False)] for rank in ranks]
+    merged = merge_states([rank.state_dict() for rank in ranks])
+    rest = []
+    for rank in range(3):
+        reader = open_shar(holed, rank=rank, world_size=3, **options).data
+        reader.load_state_dict(merged)
+        rest.append((list(reader), reader.state_dict()))
+    read = [cut for cuts in (*begun, *(cuts for cuts, _ in rest)) for cut in cuts]
+    assert sorted(ids(read)) == sorted(everything[place] for place in left)
+    assert merge_states([state for _, state in rest])["num_damaged"] == 4

@@ -1,21 +1,18 @@
-"""Exactly once: whatever the interruptions, and however many ranks go on."""
-
-from __future__ import annotations
+"""The order of an epoch and its parts, and exactly once: whatever the interruptions, and however many ranks go on."""
 
 import json
 import random
 from collections import Counter
 from itertools import islice
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.errors import raises
-from support.properties import examples
-from support.reader import make_dataset, numbers
+from hypothesis import HealthCheck, given, settings, strategies as st
+from support.project import examples, make_bare_dataset, numbers, raises
 
 from sharmill.errors import ConfigError
 from sharmill.shar import merge_states, open_shar
+from sharmill.shar.reading.state import Order, count_blocks
 from sharmill.shar.sidecars import write_sidecars
 
 COUNTS = [7, 30, 1, 0, 12, 30, 5, 23]
@@ -24,7 +21,7 @@ TOTAL = sum(COUNTS)
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    dataset = make_dataset(tmp_path_factory.mktemp("resuming") / "dataset", COUNTS)
+    dataset = make_bare_dataset(tmp_path_factory.mktemp("resuming") / "dataset", COUNTS)
     write_sidecars(dataset)
     return dataset
 
@@ -82,89 +79,31 @@ def numbers_of(cuts):
     return (number for cut in cuts for number in numbers([cut]))
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_every_cut_comes_once_per_epoch_whatever_the_interruptions(dataset, seed):
+@pytest.mark.parametrize("ahead", [0, 4])
+@pytest.mark.parametrize("seed", range(40))
+def test_every_cut_comes_once_per_epoch_whatever_the_interruptions_and_what_was_read_ahead(dataset, seed, ahead):
     rng = random.Random(seed)
-    options = {
-        "shuffle": True,
-        "seed": seed,
-        "mix_shards": rng.choice([1, 3, 8]),
-        "infinite": True,
-        "block_size": 1,
-    }
-    seen, state = Counter(), None
-    while state is None or state["epoch"] < 2:
-        readers = parts(dataset, rng.randint(1, 8) * max(1, rng.randint(0, 3)), state, **options)
-        streams = [iter(reader) for reader in readers]
-        for _ in range(rng.randint(0, TOTAL)):
-            cut = next(rng.choice(streams))
-            seen[cut.shar_position[0], cut.id] += 1
-        state = state_of(readers)
-    assert set(seen.values()) == {1}
-    assert Counter(epoch for epoch, _ in seen)[0] == TOTAL
-    assert Counter(epoch for epoch, _ in seen)[1] == TOTAL
-    assert len(json.dumps(state)) < 20_000
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_what_was_read_ahead_and_not_used_comes_again(dataset, seed):
-    rng = random.Random(seed)
-    options = {"shuffle": True, "seed": seed, "infinite": True, "block_size": 1}
+    options = {"shuffle": True, "seed": seed, "mix_shards": rng.choice([1, 3, 8]), "infinite": True, "block_size": 1}
     used, state = Counter(), None
     while state is None or state["epoch"] < 2:
-        count = rng.randint(1, 8)
+        count = rng.randint(1, 8) * max(1, rng.randint(0, 3))
         readers = [cuts.data for cuts in parts(dataset, count, state, **options)]
-        streams, buffers = [], [[] for _ in range(count)]
-        for reader in readers:
+        for reader in readers if ahead else ():
             reader.count_only_marked()
-            streams.append(iter(reader))
+        streams, buffers = [iter(reader) for reader in readers], [[] for _ in readers]
         for _ in range(rng.randint(0, TOTAL)):
             # A buffer that gives out in any order, as shuffling and buckets do.
             rank = rng.randrange(count)
-            while len(buffers[rank]) < 5:
+            while len(buffers[rank]) <= ahead:
                 buffers[rank].append(next(streams[rank]))
-            cut = buffers[rank].pop(rng.randrange(5))
+            cut = buffers[rank].pop(rng.randint(0, ahead))
             used[cut.shar_position[0], cut.id] += 1
-            readers[rank].mark_consumed([cut])
+            if ahead:
+                readers[rank].mark_consumed([cut])
         state = merge_states([reader.state_dict() for reader in readers])
     assert set(used.values()) == {1}
-    assert Counter(epoch for epoch, _ in used)[0] == TOTAL
-    assert Counter(epoch for epoch, _ in used)[1] == TOTAL
-
-
-def test_single_epochs_follow_each_other(dataset):
-    options = {"shuffle": True, "seed": 3}
-    reader = open_shar(dataset, [], **options)
-    epochs = [numbers(reader) for _ in range(3)]
-    assert all(sorted(epoch) == list(range(TOTAL)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
-    again = open_shar(dataset, [], **options)
-    again.data.set_epoch(2)
-    assert numbers(again) == epochs[2]
-    endless = open_shar(dataset, [], infinite=True, **options)
-    assert list(islice(numbers_of(endless), 3 * TOTAL)) == [number for epoch in epochs for number in epoch]
-
-
-def test_the_state_at_the_end_of_an_epoch_leads_to_the_next(dataset):
-    reader = open_shar(dataset, [], shuffle=True)
-    first, state = numbers(reader), reader.data.state_dict()
-    second = numbers(reader)
-    resumed = open_shar(dataset, [], shuffle=True)
-    resumed.data.load_state_dict(state)
-    assert numbers(resumed) == []
-    assert numbers(resumed) == second != first
-
-
-def test_iterating_again_begins_where_the_loaded_state_is(dataset):
-    reader = open_shar(dataset, [], shuffle=True)
-    stream = iter(reader)
-    begun = numbers(islice(stream, 20))
-    resumed = open_shar(dataset, [], shuffle=True)
-    resumed.data.load_state_dict(reader.data.state_dict())
-    peek = next(iter(resumed))
-    rest = numbers(resumed)
-    assert rest[0] == numbers([peek])[0]
-    assert sorted(begun + rest) == list(range(TOTAL))
+    assert [Counter(epoch for epoch, _ in used)[epoch] for epoch in range(2)] == [TOTAL, TOTAL]
+    assert ahead or len(json.dumps(state)) < 20_000
 
 
 @pytest.mark.parametrize("tail", ["keep", "drop", "pad"])
@@ -188,54 +127,32 @@ def test_tails(dataset, tail, count):
         assert padding == list(range(len(padding)))
 
 
-def test_more_parts_than_cuts(tmp_path):
-    dataset = make_dataset(tmp_path, [2, 1])
-    assert [numbers(reader) for reader in parts(dataset, 5)] == [[0], [1], [], [2], []]
-    assert [numbers(reader) for reader in parts(dataset, 5, tail="pad")] == [[0], [1], [0], [2], [0]]
-    assert [numbers(reader) for reader in parts(dataset, 5, tail="drop")] == [[]] * 5
-    with raises(ConfigError, "too_few_cuts", "4", "5"):
-        next(iter(parts(dataset, 5, infinite=True)[4]))
-
-
-def test_an_endless_part_that_draws_no_cut_in_an_epoch_goes_on(tmp_path):
-    dataset = make_dataset(tmp_path, [2, 1, 1])
-    seen = Counter()
-    for reader in parts(dataset, 4, shuffle=True, infinite=True):
-        stream = (cut.shar_position[0] for cut in reader)
-        seen.update(epoch for epoch in islice(stream, 60) if epoch < 20)
-    assert seen == dict.fromkeys(range(20), 4)
-    with raises(ConfigError, "too_few_cuts", "2", "3"):
-        next(iter(parts(make_dataset(tmp_path / "one", [2]), 3, shuffle=True, infinite=True, block_size=2)[2]))
-
-
 def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
-    states = [reader.data.state_dict() for reader in parts(dataset, 3)]
-    merged = merge_states(states)
-    with raises(ConfigError, "wrong_state", "[1]"):
-        merge_states([states[0], states[2]])
-    with raises(ConfigError, "wrong_state", "twice"):
-        merge_states([*states, states[1]])
-    with raises(ConfigError, "wrong_state"):
-        merge_states([merged])
-    with raises(ConfigError, "wrong_state"):
-        merge_states([])
-    with raises(ConfigError, "wrong_state", "2", "3"):
-        merge_states([*states, *[reader.data.state_dict() for reader in parts(dataset, 2)]])
-    with raises(ConfigError, "wrong_state", "shuffle"):
-        open_shar(dataset, [], shuffle=True).data.load_state_dict(merged)
-    shuffled = open_shar(dataset, [], shuffle=True).data.state_dict()
-    with raises(ConfigError, "wrong_state", "seed", "0", "1"):
-        open_shar(dataset, [], shuffle=True, seed=1).data.load_state_dict(shuffled)
-    with raises(ConfigError, "wrong_state"):
-        open_shar(make_dataset(tmp_path, [3, 3]), []).data.load_state_dict(merged)
+    states, halves = ([reader.data.state_dict() for reader in parts(dataset, count)] for count in (3, 2))
+    for wrong, words in (
+        ([states[0], states[2]], "part 1 of 3"),
+        ([*states, states[1]], "twice"),
+        ([merge_states(states)], "merged already"),
+        ([], "no state"),
+        ([*states, *halves], "part 0 of 2"),
+    ):
+        with raises(ConfigError, "wrong_state", words):
+            merge_states(wrong)
+    merged, shuffled = merge_states(states), open_shar(dataset, [], shuffle=True).data.state_dict()
+    other = make_bare_dataset(tmp_path, [3, 3])
+    for opened, options, state, words in (
+        (dataset, {"shuffle": True}, merged, "shuffle"),
+        (dataset, {"shuffle": True, "seed": 1}, shuffled, "seed: 0 and 1"),
+        (other, {}, merged, "num_cuts"),
+        (dataset, {}, {"version": 1}, "not the state of a Shar reader"),
+        (dataset, {}, {"version": 7}, "version 7"),
+    ):
+        with raises(ConfigError, "wrong_state", words):
+            open_shar(opened, [], **options).data.load_state_dict(state)
     reader = open_shar(dataset, [])
     reader.data.load_state_dict(states[1])
     with raises(ConfigError, "wrong_state", "merge_states"):
         list(reader)
-    with raises(ConfigError, "wrong_state"):
-        open_shar(dataset, []).data.load_state_dict({"version": 1})
-    with raises(ConfigError, "wrong_state", "7"):
-        open_shar(dataset, []).data.load_state_dict({"version": 7})
 
 
 @pytest.mark.parametrize("change", [
@@ -264,6 +181,9 @@ def test_a_state_of_other_values_is_refused_in_one_line(dataset, change):
         {"tail": "cut"},
         {"tail": "drop", "infinite": True},
         {"decode_threads": -1},
+        {"on_damage": "ignore"},
+        {"max_damaged": -1},
+        {"tail": "pad", "on_damage": "skip"},
     ],
 )
 def test_options_that_make_no_sense_are_refused(dataset, options):
@@ -271,44 +191,51 @@ def test_options_that_make_no_sense_are_refused(dataset, options):
         open_shar(dataset, [], **options)
 
 
-def test_an_endless_reader_has_no_length(dataset):
-    assert len(open_shar(dataset, [])) == TOTAL
-    with pytest.raises(TypeError, match="no length"):
-        len(open_shar(dataset, [], infinite=True))
+def test_the_order_is_fixed_for_all_times():
+    order = Order(10, count_blocks(10, 5, 2), shuffle=True, seed=42, mix_shards=4)
+    assert order.permutation(3).tolist() == [7, 4, 5, 6, 8, 0, 1, 3, 9, 2]
+    assert order.positions(3, 1, 3).draws.tolist() == [3382524837571898, 1526206355727367, 3220001052938495]
 
 
-def test_a_filter_that_nobody_told_of_is_forgotten_after_max_lag(dataset):
-    reader = open_shar(dataset, [], infinite=True, block_size=1).data
-    reader.count_only_marked(max_lag=10)
-    for cut in islice(reader, 5 * TOTAL):
-        if cut.supervisions[0].custom["number"] % 2:
-            reader.mark_consumed([cut])
-    (known,) = reader.state_dict()["epochs"].values()
-    assert sum(len(row) - 1 for row in known["unused"]) <= 6
+def test_seed_and_epoch_change_the_order():
+    def permutation(seed, epoch):
+        return Order(50, 1, shuffle=True, seed=seed).permutation(epoch).tolist()
+
+    found = {tuple(permutation(seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(found) == 25
 
 
-def test_padding_is_not_waited_for(dataset):
-    """Its cuts belong to other parts too, which would read them again."""
-    readers = [cuts.data for cuts in parts(dataset, 3, tail="pad", block_size=4)]
-    for reader in readers:
-        reader.count_only_marked()
-        reader.mark_consumed([cut for cut in reader if not cut.has_custom("shar_padding")])
-    states = [reader.state_dict() for reader in readers]
-    assert [known["unused"] for state in states for known in state["epochs"].values()] == [[], [], []]
+def owners(order: Order, epoch: int, counts: np.ndarray, num_parts: int) -> np.ndarray:
+    """The part of each cut, in the order of the dataset."""
+    found = [np.zeros(0, np.int64)] * len(counts)
+    for slot, shard in enumerate(order.permutation(epoch).tolist()):
+        found[shard] = order.positions(epoch, slot, int(counts[shard])).blocks % num_parts
+    return np.concatenate(found)
 
 
-def test_marked_padding_leaves_the_cut_itself_to_be_read(dataset):
-    reader = next(cuts.data for cuts in parts(dataset, 3, tail="pad", block_size=4) if any(
-        cut.has_custom("shar_padding") for cut in cuts
-    ))  # fmt: skip
-    reader.count_only_marked()
-    cuts = list(reader)
-    before = reader.state_dict()
-    reader.mark_consumed([cut for cut in cuts if cut.has_custom("shar_padding")])
-    assert reader.state_dict() == before
+UNEVEN = np.random.default_rng(0).integers(1, 49, 100)
+SPLITS = [
+    (np.full(4, 1000), 8),  # cut by cut
+    (np.full(400, 1000), 11),  # blocks do not divide shards evenly, and parts divide the blocks of a shard
+    (np.full(1000, 1000), 40),
+    (1000 - np.arange(40) % 7, 8),
+    (UNEVEN, 16),
+]
 
 
-def test_marks_count_only_where_they_were_asked_for(dataset):
-    reader = open_shar(dataset, []).data
-    with raises(ConfigError, "inexact_state", "count_only_marked"):
-        reader.mark_consumed(list(reader))
+@pytest.mark.parametrize(("counts", "num_parts"), SPLITS)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_parts_are_about_equal(counts, num_parts, shuffle):
+    order = Order(len(counts), count_blocks(len(counts), int(counts.max()), None), shuffle, mix_shards=8)
+    sizes = np.bincount(owners(order, 0, counts, num_parts), minlength=num_parts)
+    assert sizes == pytest.approx(sizes.mean(), rel=0.02 if counts is not UNEVEN else 0.12)
+
+
+@pytest.mark.parametrize(("counts", "num_parts"), SPLITS)
+def test_shuffled_parts_have_other_cuts_in_every_epoch(counts, num_parts):
+    order = Order(len(counts), count_blocks(len(counts), int(counts.max()), None), shuffle=True, mix_shards=8)
+    first, second, third = (owners(order, epoch, counts, num_parts) for epoch in range(3))
+    for one, other in ((first, second), (second, third), (first, third)):
+        assert np.mean(one == other) == pytest.approx(1 / num_parts, abs=0.02)
+    together = np.mean((second == second[0])[first == first[0]])
+    assert together == pytest.approx(1 / num_parts, abs=0.12)

@@ -1,20 +1,15 @@
-"""Index files for lhotse 2, read by its pre-release in a process of its own."""
-
-from __future__ import annotations
+"""Index files: for lhotse 2, read by its pre-release in a process of its own, and for ``shuffle="global"``."""
 
 import json
 import os
 import subprocess
 import sys
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from support.errors import raises
-from support.pipelines import run_sharmill
-from support.shar import copy, snapshot
+from support.project import copy, make_bare_dataset, numbers, raises, run_sharmill, snapshot
 
-from sharmill.errors import DamagedShard
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.sidecars import indexed_shar, write_sidecars
 from sharmill.validate.checked_dataset import check_strays, read_checked_dataset
@@ -69,35 +64,17 @@ def test_lhotse_2_takes_any_cut_by_its_number(lhotse_2, dataset, tmp_path, apart
         assert codes == ours[number].load_target_codes().tolist()
 
 
-def test_offsets_lead_to_lines_and_headers(dataset):
-    write_sidecars(dataset)
-    plain = dataset / "cuts/cuts.000001.jsonl"
-    offsets = np.fromfile(f"{plain}.idx", "<u8").tolist()
-    data = plain.read_bytes()
-    lines = [data[start:end] for start, end in pairwise(offsets)]
-    assert [json.loads(line)["supervisions"][0]["custom"]["number"] for line in lines] == [3, 4, 5]
-    archive = dataset / "target_audio/recording.000001.tar"
-    offsets = np.fromfile(f"{archive}.idx", "<u8").tolist()
-    assert offsets[-1] == archive.stat().st_size
-    for offset, line in zip(offsets, lines, strict=False):
-        cut_id = json.loads(line)["id"].encode()
-        assert archive.read_bytes()[offset : offset + len(cut_id)] == cut_id
-
-
 def test_the_checker_knows_them_and_the_reader_does_not_mind(dataset):
     before = [cut.id for cut in open_shar(dataset)]
     # Of a process that was killed.
-    for name in (".probe", "cuts/.cuts.000001.jsonl", "target_audio/.recording.000001.tar.idx"):
+    for name in ("cuts/.cuts.000001.jsonl", "target_audio/.recording.000001.tar.idx"):
         (dataset / f"{name}.{'0' * 32}.tmp").touch()
     write_sidecars(dataset)
     assert not list(dataset.rglob(".*"))
     assert [cut.id for cut in open_shar(dataset)] == before
     (dataset / "cuts/cuts.000009.jsonl.idx").touch()
-    assert strays(dataset) == ["cuts/cuts.000009.jsonl.idx"]
-
-
-def strays(dataset):
-    return [finding.file for finding in check_strays(read_checked_dataset(dataset))]
+    strays = check_strays(read_checked_dataset(dataset))
+    assert [finding.file for finding in strays] == ["cuts/cuts.000009.jsonl.idx"]
 
 
 def test_a_damaged_archive_gets_no_index(dataset):
@@ -120,11 +97,59 @@ def test_the_command_writes_what_the_function_does(built, dataset, tmp_path, apa
 
 
 def test_the_command_names_what_it_cannot_use(dataset, tmp_path):
-    result = run_sharmill("sidecars", tmp_path / "nothing")
-    assert result.returncode == 2
-    assert result.stderr.startswith("Error: ")
-    assert str(tmp_path / "nothing") in result.stderr
     (tmp_path / "file").touch()
-    result = run_sharmill("sidecars", dataset, "--into", tmp_path / "file")
-    assert result.returncode == 2
-    assert str(tmp_path / "file") in result.stderr
+    for arguments in ([tmp_path / "nothing"], [dataset, "--into", tmp_path / "file"]):
+        result = run_sharmill("sidecars", *arguments, status=2)
+        assert result.stderr.startswith("Error: ")
+        assert str(arguments[-1]) in result.stderr
+
+
+COUNTS = [9] * 40
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A dataset of 40 shards."""
+    path = make_bare_dataset(tmp_path_factory.mktemp("many") / "dataset", COUNTS, codes=True)
+    write_sidecars(path)
+    return path
+
+
+def test_the_cuts_are_those_of_the_reader_without_index_files(dataset):
+    write_sidecars(dataset)
+    plain = {cut.id: cut for cut in open_shar(dataset)}
+    found = list(open_shar(dataset, shuffle="global", seed=1))
+    assert sorted(cut.id for cut in found) == sorted(plain)
+    assert [cut.id for cut in found] != list(plain)
+    for cut in found:
+        cut.shar_position = plain[cut.id].shar_position
+        assert cut.to_dict() == plain[cut.id].to_dict()
+        np.testing.assert_array_equal(cut.load_audio(), plain[cut.id].load_audio())
+        np.testing.assert_array_equal(cut.load_context_codes(), plain[cut.id].load_context_codes())
+
+
+def test_cuts_of_a_shard_are_spread_over_the_whole_epoch(many):
+    """With 40 shards and 8 of them mixed, the cuts of one lie within a fifth of the epoch."""
+    spread = {}
+    for shuffle in (True, "global"):
+        places = {number: place for place, number in enumerate(numbers(open_shar(many, shuffle=shuffle, seed=3)))}
+        shards = [[places[9 * shard + item] for item in range(9)] for shard in range(40)]
+        spread[shuffle] = np.mean([max(shard) - min(shard) for shard in shards])
+    assert spread[True] < sum(COUNTS) / 5
+    assert spread["global"] > sum(COUNTS) / 2
+
+
+def test_index_files_may_lie_elsewhere(many, tmp_path):
+    into = tmp_path / "index"
+    bare = make_bare_dataset(tmp_path / "dataset", COUNTS[:3])
+    with raises(ConfigError, "missing_input", "is not there", f"sharmill sidecars {bare}"):
+        open_shar(bare, shuffle="global")
+    write_sidecars(bare, into)
+    assert sorted(numbers(open_shar(bare, shuffle="global", sidecars=into))) == list(range(27))
+
+
+def test_a_folder_without_index_is_refused_with_what_to_do(dataset):
+    for name in ("dataset.json", "shards.jsonl"):
+        (dataset / name).unlink()
+    with raises(ConfigError, "no_dataset", "sharmill index"):
+        open_shar(dataset, shuffle="global")

@@ -1,15 +1,13 @@
 """A real SLURM. The tests skip where there is none; ``tmp_path`` is on the only machine, so all nodes share it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
-from support.toy_stage import SleepyStage
+from support.toy_stage import ToyStage
 
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import RunDir
 from sharmill.executors.slurm.profile import ClusterProfile
 
 
@@ -28,14 +26,16 @@ def make_run(tmp_path):
 
     def make(
         *,
-        kind: type[SleepyStage] = SleepyStage,
-        later: tuple[SleepyStage, ...] = (),
+        kind: type[ToyStage] = ToyStage,
+        later: tuple[ToyStage, ...] = (),
         profile: ClusterProfile | None = None,
         folder: Path = tmp_path,
         **options: Any,
     ) -> ToyRun:
         folders.append(folder / "run")
-        return ToyRun(ToyDataset(kind(folder, **options), later), profile or make_profile())
+        stage = kind(folder, **options)
+        stage.lease_seconds = 30.0
+        return ToyRun(ToyDataset(stage, later), profile or make_profile())
 
     yield make
     for run_dir in folders:

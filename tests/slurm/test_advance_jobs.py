@@ -1,28 +1,39 @@
-"""Advance jobs on a real SLURM: however they end, the run goes on, or status says that it does not."""
+"""Advance jobs on a real SLURM: however they end, the run goes on, or status says that it does not.
 
-from __future__ import annotations
+While jobs of a run directory are in the queue nobody else works on it, however they were submitted.
+"""
 
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.errors import raises
-from support.paths import SHARED
-from support.pipelines import run_sharmill
-from support.toy_cluster import SETUP, MiddleStage, MortalStage, assert_same_as_local, make_profile, slurm
+import yaml
+from support.project import raises, run_sharmill
+from support.toy_cluster import (
+    SETUP,
+    SHARED,
+    MiddleStage,
+    MortalStage,
+    assert_same_as_local,
+    cancel_all,
+    make_profile,
+    slurm,
+)
 from support.toy_stage import wait_until
 
-from sharmill.engine.run_notes import read_end
-from sharmill.engine.rundir import RunDir
-from sharmill.errors import FatalError
-from sharmill.executors.slurm.queue import queued_jobs, wait_for_end
-from sharmill.files.host import is_gone
+from sharmill.engine.stage import RunDir
+from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.slurm.executor import job_comment, wait_for_end
+from sharmill.executors.slurm.queue import queued_jobs, require_no_jobs
+from sharmill.files.host import is_gone, user_name
 from sharmill.files.locks import lock_owner
+from sharmill.files.storage import STAGING_NAME
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -52,12 +63,6 @@ def test_one_that_ends_in_the_middle_is_continued_by_its_second_job(start_mortal
     assert run.stage.redone() == 0
 
 
-def test_an_error_that_does_not_pass_is_noted_by_the_second_job(start_mortal):
-    end = wait_for_end(start_mortal("error", "error").run_dir)
-    assert end.state == "failed"
-    assert "RuntimeError: nobody thought of this" in end.message
-
-
 def test_where_no_job_can_note_the_end_waiting_for_it_tells_the_reason(make_run):
     """A setup line ends the scripts of all of them."""
     line = "echo 'module: command not found' >&2; false"
@@ -80,11 +85,11 @@ def test_one_in_the_middle_of_a_small_stage_ends_at_once_when_the_run_is_cancell
     """Without srun only its own handler has it end before SLURM kills it, and it would submit more until then."""
     run = make_run(units=2, seconds=600.0, profile=make_profile(driver_units=4))
     run.start()
-    wait_until(lambda: run.stage.marked("begun"))
+    wait_until(lambda: run.stage.marked("attempts"))
     run.run_dir.config.touch()
-    assert run_sharmill("cancel", str(run.run_dir.path)).returncode == 0
+    run_sharmill("cancel", str(run.run_dir.path))
     assert lock_owner(run.run_dir.path) is None
-    assert read_end(run.run_dir).message.startswith("cancelled by ")
+    assert run.run_dir.read_end().message.startswith("cancelled by ")
 
 
 def advance_jobs(run):
@@ -127,14 +132,65 @@ def test_status_says_what_is_in_the_queue_and_that_jobs_are_gone(tmp_path, make_
     config = make_config(tmp_path)
     profile = tmp_path / "profile.yaml"
     profile.write_text("cpu: {partition: cpu, max_ranks: 2, memory_gb: 1.0, extra: {begin: now+1hour}}")
-    submitted = run_sharmill("submit", "prepare", config, "--profile", profile)
-    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    run_sharmill("submit", "prepare", config, "--profile", profile)
     # SLURM gives the reason some time after it has taken the jobs.
-    wait_until(lambda: "and 1 more: PENDING (BeginTime)" in run_sharmill("status", tmp_path / "run").stdout)
+    wait_until(
+        lambda: "and 1 more: PENDING (BeginTime)" in run_sharmill("status", tmp_path / "run", status=None).stdout
+    )
     run_dir = RunDir(tmp_path / "run")
     slurm("scancel", *(job.id for job in queued_jobs(run_dir)))
     wait_until(lambda: not queued_jobs(run_dir))
-    shown = " ".join(run_sharmill("status", tmp_path / "run").stdout.split())
+    shown = " ".join(run_sharmill("status", tmp_path / "run", status=None).stdout.split())
     assert "no job is left though work is: submit again: cd " in shown
     assert "in the queue" not in shown
     assert f"sharmill submit prepare {config} --profile {profile}" in shown.replace("\n", "")
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run directory from which jobs were submitted; no job of it is left behind."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make_id()
+    run_dir.jobs.mkdir()
+    yield run_dir
+    cancel_all(run_dir)
+
+
+def start_job(run_dir, *as_user):
+    """Submit a job that carries the comment of a run directory's ranks, and return its number."""
+    command = ["sbatch", "--parsable", f"--comment={job_comment(run_dir, 'rank')}", "--chdir=/", "--output=/dev/null"]
+    return slurm(*as_user, *command, "--wrap=sleep 60").strip()
+
+
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("runuser") is None, reason="only root becomes another user")
+def test_jobs_of_another_user_are_found(run_dir, monkeypatch):
+    # Settings of squeue that would hide them.
+    monkeypatch.setenv("SQUEUE_USERS", "root")
+    number = start_job(run_dir, "runuser", "-u", "nobody", "--")
+    with raises(ConfigError, "jobs_in_queue", number, "user nobody", f"scancel {number}"):
+        require_no_jobs(run_dir)
+
+
+def test_jobs_are_found_through_a_link_and_with_a_comment_of_the_site(run_dir, tmp_path):
+    (tmp_path / "link").symlink_to(run_dir.path)
+    comment = f"--comment=project x|y {job_comment(run_dir, 'rank')} z"
+    number = slurm("sbatch", "--parsable", comment, "--output=/dev/null", "--array=0-1", "--wrap=sleep 60").strip()
+    assert sorted(job.id for job in queued_jobs(RunDir(tmp_path / "link"))) == [f"{number}_0", f"{number}_1"]
+
+
+def test_a_second_submission_for_a_dataset_is_refused_until_the_first_is_cancelled(tmp_path, make_config):
+    profile = tmp_path / "profile.yaml"
+    ranks = {"partition": "cpu", "max_ranks": 2, "memory_gb": 0.25, "extra": {"hold": True}}
+    profile.write_text(yaml.safe_dump({"cpu": ranks}))
+    first = make_config(tmp_path / "first", dataset_dir=str(tmp_path / "dataset"))
+    second = make_config(tmp_path / "second", dataset_dir=str(tmp_path / "dataset"))
+    run_sharmill("submit", "all", first, "--profile", profile)
+    command = ["submit", "all", second, "--profile", profile]
+    refused = run_sharmill(*command, env=os.environ | {"COLUMNS": "1000"}, status=2)
+    said = refused.stdout + refused.stderr
+    assert f"is reserved: {user_name()} on {os.uname().nodename}" in said
+    assert f"from {tmp_path / 'first' / 'run'}" in said
+    assert not (tmp_path / "second" / "run" / "prepare").exists()
+    run_sharmill("cancel", tmp_path / "first" / "run")
+    assert not (tmp_path / "dataset" / STAGING_NAME).exists()
+    run_sharmill(*command)

@@ -1,24 +1,13 @@
 """Long recordings with annotations beside them, in every form, and annotations that cannot be read."""
 
-from __future__ import annotations
-
-import errno
-import json
-import os
-import pickle
-from pathlib import Path
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.errors import raises
-from support.manifests import config_for, run_prepare, write_tone
-from support.source_rows import read
+from hypothesis import given, strategies as st
+from support.project import raises
+from support.sources import read
 
 from sharmill.errors import ConfigError
 from sharmill.sources import Unreadable
-from sharmill.sources.annotated import AnnotatedSource
-from sharmill.sources.annotations import Stretch, find_overlaps
+from sharmill.sources.annotated import AnnotatedSource, Stretch, find_overlaps, parse_textgrid
 
 LONG_TEXTGRID = """File type = "ooTextFile"
 Object class = "TextGrid"
@@ -66,11 +55,15 @@ item []:
             xmax = 3
             text = "well"
 """
+
+
 SHORT_TEXTGRID = (
     'File type = "ooTextFile"\nObject class = "TextGrid"\n\n0\n4\n<exists>\n3\n"IntervalTier"\n"anna - words"\n0\n4\n'
     '3\n0\n1.5\n"he said ""no"" 5"\n1.5\n2\n""\n2\n4\n"yes"\n"TextTier"\n"clicks"\n0\n4\n1\n1\n"x"\n'
     '"IntervalTier"\n"bob - words"\n0\n4\n1\n1\n3\n"well"\n'
 )
+
+
 RTTM = """;; two meetings
 SPKR-INFO m1 1 <NA> <NA> <NA> unknown anna <NA> <NA>
 SPEAKER m1 1 0.50 2.00 <NA> <NA> anna <NA> <NA>
@@ -99,20 +92,6 @@ def brief(rows):
         if isinstance(row, Unreadable)
         else (row["audio_filepath"], row["offset"], row["duration"], row.get("speaker"), row.get("text"))
         for row in rows
-    ]
-
-
-@pytest.mark.parametrize("size", [1, 2, 100])
-def test_rttm(size, annotated):
-    source = annotated("rttm", {"a/all.rttm": RTTM.replace("\n", "\r\n"), "a/m2.flac": b"", "b.rttm": RTTM})
-    source.check()
-    assert brief(read(source, size)) == [
-        ("m1.wav", 0.5, 2.0, "anna", None),
-        ("m1.wav", 2.0, 1.0, "bob", None),
-        ("m2.wav", 0.0, 1.25, "anna", None),
-        ("a/m1.wav", 0.5, 2.0, "anna", None),
-        ("a/m1.wav", 2.0, 1.0, "bob", None),
-        ("a/m2.flac", 0.0, 1.25, "anna", None),
     ]
 
 
@@ -170,28 +149,6 @@ def test_textgrid(data, annotated):
     assert (joined["duration"], joined["text"]) == (4.0, 'he said "no" 5 yes')
 
 
-def test_labels_of_audacity(annotated):
-    text = "0.5\t1.25\tgood day\n\\\t100.0\t2000.0\n2\t3\t\n1,5\t2\tx\n"
-    assert brief(read(annotated("audacity", {"a.txt": text}, audio_suffixes=[".mp3"]))) == [
-        "malformed",
-        ("a.mp3", 0.5, 0.75, None, "good day"),
-        ("a.mp3", 2.0, 1.0, None, ""),
-    ]
-
-
-def test_srt(annotated):
-    text = (
-        "\ufeff1\r\n00:00:01,500 --> 00:00:03,000\r\n<i>Good</i>\r\nday.\r\n\r\n2\r\n01:00:00.000 --> 01:00:02.5\r\n"
-        "{\\an8}Yes\r\n\r\n3\r\nno times\r\n\r\n00:00:09,000 --> 00:00:10,000\r\nWithout number\r\n"
-    )
-    assert brief(read(annotated("srt", {"film.srt": text, "film.m4a": b""}))) == [
-        "malformed",
-        ("film.m4a", 1.5, 1.5, None, "Good day."),
-        ("film.m4a", 9.0, 1.0, None, "Without number"),
-        ("film.m4a", 3600.0, 2.5, None, "Yes"),
-    ]
-
-
 def ami(*words):
     begin = '<?xml version="1.0" encoding="ISO-8859-1"?>\n<nite:root nite:id="x" xmlns:nite="http://nite.sourceforge.net/">\n'
     return begin + "\n".join(words) + "\n</nite:root>\n"
@@ -202,29 +159,48 @@ def word(said, start, end, *, mark=False):
     return f'<w nite:id="i" starttime="{start}" endtime="{end}"{punctuation}>{said}</w>'
 
 
-def test_words_of_ami(annotated):
-    files = {
-        "words/ES1.A.words.xml": ami(
-            word("That&#39;s", 1.0, 1.4), word("it", 1.5, 1.75), word(".", 1.75, 1.75, mark=True),
-            '<vocalsound starttime="2" endtime="3" type="laugh"/>', word("Well", 4.0, 4.25), "<w nite:id='j'>,</w>",
-            word("bad", "x", 5.0),
-        ),
-        "words/ES1.B.words.xml": ami(word("Yes", 4.1, 4.5)),
-        "words/ES2.A.words.xml": ami(word("No", 0.5, 1.0)),
-        "words/ES2.B.words.xml": ami(),
-    }  # fmt: skip
-    keys = {"audio": "{recording}/audio/{recording}.Mix-Headset.wav"}
-    one, two = "ES1/audio/ES1.Mix-Headset.wav", "ES2/audio/ES2.Mix-Headset.wav"
-    assert brief(read(annotated("ami", files, **keys), 2)) == [
-        "malformed",
-        (one, 1.0, 0.75, "ES1.A", "That's it."),
-        (one, 4.0, 0.25, "ES1.A", "Well ,"),
-        (one, 4.1, 0.4, "ES1.B", "Yes"),
-        (two, 0.5, 0.5, "ES2.A", "No"),
-    ]
-    kept = brief(read(annotated("ami", files, **keys, overlap="drop")))
-    assert kept == ["malformed", (one, 1.0, 0.75, "ES1.A", "That's it."), *["overlapped_speech"] * 2,
-                    (two, 0.5, 0.5, "ES2.A", "No")]  # fmt: skip
+AMI = {
+    "words/ES1.A.words.xml": ami(
+        word("That&#39;s", 1.0, 1.4), word("it", 1.5, 1.75), word(".", 1.75, 1.75, mark=True),
+        '<vocalsound starttime="2" endtime="3" type="laugh"/>', word("Well", 4.0, 4.25), "<w nite:id='j'>,</w>",
+        word("bad", "x", 5.0),
+    ),
+    "words/ES1.B.words.xml": ami(word("Yes", 4.1, 4.5)),
+    "words/ES2.A.words.xml": ami(word("No", 0.5, 1.0)),
+    "words/ES2.B.words.xml": ami(),
+}  # fmt: skip
+MIX = {"audio": "{recording}/audio/{recording}.Mix-Headset.wav"}
+ONE, TWO = "ES1/audio/ES1.Mix-Headset.wav", "ES2/audio/ES2.Mix-Headset.wav"
+SRT = (
+    "\ufeff1\r\n00:00:01,500 --> 00:00:03,000\r\n<i>Good</i>\r\nday.\r\n\r\n2\r\n01:00:00.000 --> 01:00:02.5\r\n"
+    "{\\an8}Yes\r\n\r\n3\r\nno times\r\n\r\n00:00:09,000 --> 00:00:10,000\r\nWithout number\r\n"
+)
+# The form, files, keys of the source, and its records.
+READ = [
+    ("rttm", {"a/all.rttm": RTTM.replace("\n", "\r\n"), "a/m2.flac": b"", "b.rttm": RTTM}, {},
+     [("m1.wav", 0.5, 2.0, "anna", None), ("m1.wav", 2.0, 1.0, "bob", None), ("m2.wav", 0.0, 1.25, "anna", None),
+      ("a/m1.wav", 0.5, 2.0, "anna", None), ("a/m1.wav", 2.0, 1.0, "bob", None),
+      ("a/m2.flac", 0.0, 1.25, "anna", None)]),
+    ("audacity", {"a.txt": "0.5\t1.25\tgood day\n\\\t100.0\t2000.0\n2\t3\t\n1,5\t2\tx\n"}, {"audio_suffixes": [".mp3"]},
+     ["malformed", ("a.mp3", 0.5, 0.75, None, "good day"), ("a.mp3", 2.0, 1.0, None, "")]),
+    ("srt", {"film.srt": SRT, "film.m4a": b""}, {},
+     ["malformed", ("film.m4a", 1.5, 1.5, None, "Good day."), ("film.m4a", 9.0, 1.0, None, "Without number"),
+      ("film.m4a", 3600.0, 2.5, None, "Yes")]),
+    ("ami", AMI, MIX,
+     ["malformed", (ONE, 1.0, 0.75, "ES1.A", "That's it."), (ONE, 4.0, 0.25, "ES1.A", "Well ,"),
+      (ONE, 4.1, 0.4, "ES1.B", "Yes"), (TWO, 0.5, 0.5, "ES2.A", "No")]),
+    ("ami", AMI, MIX | {"overlap": "drop"},
+     ["malformed", (ONE, 1.0, 0.75, "ES1.A", "That's it."), *["overlapped_speech"] * 2,
+      (TWO, 0.5, 0.5, "ES2.A", "No")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+@pytest.mark.parametrize(("form", "files", "keys", "expected"), READ)
+def test_annotations_become_records(form, files, keys, expected, size, annotated):
+    source = annotated(form, files, **keys)
+    source.check()
+    assert brief(read(source, size)) == expected
 
 
 @pytest.mark.parametrize(
@@ -253,76 +229,12 @@ def test_what_cannot_be_read_is_one_reject(form, data, says, annotated):
     assert says in row.detail
 
 
-def test_latin_1(annotated):
-    files = {"a.srt": "1\n00:00:01,000 --> 00:00:02,000\ngr\u00fcn\n".encode("latin-1")}
-    assert brief(read(annotated("srt", files, encoding="latin-1")))[0][4] == "gr\u00fcn"
-
-
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE])
-def test_a_passing_error_is_no_reject(number, annotated, monkeypatch):
-    source = annotated("srt", {"a.srt": "1\n00:00:01,000 --> 00:00:02,000\nyes\n"})
-    (piece,) = source.pieces(10)
-    failing = [OSError(number, os.strerror(number))]
-    real = os.open
-
-    def fail_once(path, *arguments, **keys):
-        if failing and Path(path).name == "a.srt":
-            raise failing.pop()
-        return real(path, *arguments, **keys)
-
-    again = pickle.loads(pickle.dumps(source))
-    monkeypatch.setattr(os, "open", fail_once)
-    with pytest.raises(OSError, match=os.strerror(number)):
-        list(again.read(piece.params))
-    assert brief(map(json.loads, again.read(piece.params))) == [("a.wav", 1.0, 1.0, None, "yes")]
-
-
-def test_a_file_that_may_not_be_read_is_one_reject(annotated, monkeypatch):
-    source = annotated("srt", {"a.srt": "", "b.srt": "1\n00:00:01,000 --> 00:00:02,000\nyes\n"})
-    real = os.open
-
-    def refuse(path, *arguments, **keys):
-        if Path(path).name == "a.srt":
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return real(path, *arguments, **keys)
-
-    monkeypatch.setattr(os, "open", refuse)
-    source.identity()
-    assert brief(read(source)) == ["malformed", ("b.wav", 1.0, 1.0, None, "yes")]
-
-
 def test_annotations_in_another_folder(annotated, tmp_path):
     source = annotated("srt", {"en/a.wav": b""}, annotation_root=str(tmp_path / "notes"), annotation_suffix=".en.srt")
     (tmp_path / "notes/en").mkdir(parents=True)
     (tmp_path / "notes/en/a.en.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nyes\n")
     (tmp_path / "notes/en/a.de.srt").write_text("1\n00:00:01,000 --> 00:00:02,000\nja\n")
     assert brief(read(source)) == [("en/a.wav", 1.0, 1.0, None, "yes")]
-
-
-def test_identity_tells_other_annotations(annotated):
-    found = [annotated("rttm", {"a.rttm": RTTM}).identity() for _ in range(2)]
-    found.append(annotated("rttm", {"a.rttm": RTTM.replace("0.50", "0.75")}).identity())
-    assert found[0] == found[1] != found[2]
-
-
-def test_copies_of_the_source_read_the_same(annotated):
-    source = annotated("rttm", {"a.rttm": RTTM})
-    rows = read(source)
-    assert read(pickle.loads(pickle.dumps(source))) == rows
-
-
-def test_prepare_rejects_what_does_not_fit_the_audio(annotated, tmp_path):
-    write_tone(tmp_path / "audio/m1.wav", 4.0)
-    lines = [("m1", 0.5, 2.0), ("m1", 3.0, 2.0), ("m1", -1.0, 1.0), ("m1", 1.0, -0.5), ("../m1", 0.0, 1.0),
-             ("/etc/passwd", 0.0, 1.0), ("none", 0.0, 1.0), ("m1", 0.5, 2.0)]  # fmt: skip
-    text = "".join(f"SPEAKER {name} 1 {begin} {length} yes <NA> anna <NA> <NA>\n" for name, begin, length in lines)
-    source = annotated("rttm", {"all.rttm": text})
-    entry = {"type": "annotated", "annotations": "rttm", "audio_root": source.audio_root}
-    prepared = run_prepare(config_for(tmp_path, [entry]))
-    assert [utterance.cut_id for utterance in prepared.kept] == ["cut-rec-m1-0.50-2.00"]
-    assert sorted(reject["reason"] for reject in prepared.rejects) == [
-        "duplicate_id", "duration_mismatch", "malformed", "malformed", "missing_audio", "outside_root", "outside_root",
-    ]  # fmt: skip
 
 
 def test_folders_without_annotations_are_refused(annotated, tmp_path):
@@ -343,7 +255,7 @@ def test_a_tier_that_is_nowhere_is_refused_before_any_work(annotated):
 
 @pytest.mark.parametrize(
     "keys",
-    [{"annotations": "vtt"}, {"audio_root": None}, {"overlap": "cut"}, {"tier": "words"}, {"max_duration": 0.0},
+    [{"audio_root": None}, {"tier": "words"}, {"max_duration": 0.0},
      {"max_gap": -1.0}, {"encoding": "x"}, {"audio": "{speaker}.wav"}, {"audio": "{"}, {"audio_suffixes": []},
      {"annotations": "textgrid", "tier": "*-*"}],
 )  # fmt: skip
@@ -368,7 +280,50 @@ def test_overlaps_are_those_of_comparing_all_pairs(items):
     ]
 
 
-def test_a_template_with_a_key_that_no_segment_has(annotated):
-    files = {"m1.rttm": RTTM, "m1.wav": b"", "m2.wav": b""}
-    with raises(ConfigError, "unknown_key", "'speakr'", "did you mean 'speaker'?"):
-        annotated("rttm", files, speaker="{speakr}").check_speaker()
+GRID_TIMES = st.floats(0, 1e6, allow_nan=False).map(lambda seconds: round(seconds, 6))
+
+
+TEXTS = st.text(st.sampled_from('ab "\n<>=1[]:!é'), max_size=6)
+
+
+TIERS = st.lists(st.tuples(TEXTS, st.lists(st.tuples(GRID_TIMES, GRID_TIMES, TEXTS), max_size=3)), max_size=3)
+
+
+def quoted(text):
+    return '"' + text.replace('"', '""') + '"'
+
+
+def long_form(tiers):
+    lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "xmin = 0", "xmax = 9", "tiers? <exists>"]
+    lines += [f"size = {len(tiers)}", "item []:"]
+    for number, (name, intervals) in enumerate(tiers, 1):
+        lines += [f"    item [{number}]:", '        class = "IntervalTier"', f"        name = {quoted(name)}"]
+        lines += ["        xmin = 0", "        xmax = 9", f"        intervals: size = {len(intervals)}"]
+        for place, (begin, end, text) in enumerate(intervals, 1):
+            lines += [f"        intervals [{place}]:", f"            xmin = {begin}", f"            xmax = {end}"]
+            lines += [f"            text = {quoted(text)} "]
+    return "\n".join(lines)
+
+
+def short_form(tiers):
+    lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "0", "9", "<exists>", str(len(tiers))]
+    for name, intervals in tiers:
+        lines += ['"IntervalTier"', quoted(name), "0", "9", str(len(intervals))]
+        lines += [word for begin, end, text in intervals for word in (str(begin), str(end), quoted(text))]
+    return "\n".join(lines)
+
+
+@given(tiers=TIERS, form=st.sampled_from([long_form, short_form]))
+def test_both_forms_are_read_back(tiers, form):
+    assert parse_textgrid(form(tiers)) == tiers
+
+
+@pytest.mark.parametrize("form", [long_form, short_form])
+def test_a_file_that_is_cut_off_anywhere_is_refused(form):
+    text = form(
+        [("words", [(0.0, 1.5, "good day 5"), (1.5, 2.0, "")]), ("", []), ("phones", [(0.25, 9.0, "x")])]
+    ).strip()
+    for end in range(len(text)):
+        with pytest.raises(ValueError, match=r"."):
+            parse_textgrid(text[:end])
+    assert len(parse_textgrid(text)) == 3

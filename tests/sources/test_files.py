@@ -1,12 +1,13 @@
-"""Paths that stand for several files."""
+"""Files of sources: patterns that stand for several, lines of plain files and of gzip, and lines found by keys."""
 
-from __future__ import annotations
+import gzip
 
 import pytest
-from support.errors import raises
+from hypothesis import given, strategies as st
+from support.project import raises
 
 from sharmill.errors import ConfigError
-from sharmill.sources.files import expand_shards, find_files, names_several
+from sharmill.sources.files import KeyedLines, expand_shards, find_files, identify_files, iterate_lines
 
 
 @pytest.mark.parametrize(
@@ -30,27 +31,24 @@ def test_names_of_shards(pattern, names):
     assert expand_shards(pattern) == names
 
 
-def test_sixty_four_shards():
-    names = expand_shards("manifest__OP_0..63_CL_.json")
-    assert (len(names), names[0], names[63]) == (64, "manifest_0.json", "manifest_63.json")
-
-
-@pytest.mark.parametrize("pattern", ["m_{3..0}.json", "m_{0..99999999999999999999}.json", "{0..9999}/<0..9999>.json"])
-def test_ranges_that_make_no_sense(pattern):
-    with raises(ConfigError, "bad_config_value", pattern):
-        expand_shards(pattern)
-
-
 @pytest.mark.parametrize(
-    "pattern", [f"m_{{{'0' * 5000}..1}}.json", f"m_{{0..{'9' * 5000}}}.json"], ids=["zeros", "nines"]
+    ("pattern", "says"),
+    [
+        ("m_{3..0}.json", "m_{3..0}.json runs backwards"),
+        ("m_{0..99999999999999999999}.json", "more than 18 digits"),
+        ("{0..9999}/<0..9999>.json", "{0..9999}/<0..9999>.json name 100,000,000 files"),
+        (f"m_{{{'0' * 5000}..1}}.json", "more than 18 digits"),
+        (f"m_{{0..{'9' * 5000}}}.json", "more than 18 digits"),
+    ],
+    ids=["backwards", "large", "many", "zeros", "nines"],
 )
-def test_numbers_of_ranges_have_a_limit(pattern):
-    with raises(ConfigError, "bad_config_value", "more than 18 digits"):
+def test_ranges_that_make_no_sense(pattern, says):
+    with raises(ConfigError, "bad_config_value", says):
         expand_shards(pattern)
 
 
-def test_stars_find_files_sorted(tmp_path):
-    for name in ("b.json", "a.json", "[x]/c1.json", "d/e/f.json"):
+def test_stars_find_files_sorted_unless_a_file_is_called_so(tmp_path):
+    for name in ("b.json", "a.json", "[x]/c1.json", "d/e/f.json", "a*.txt", "ab.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
 
@@ -60,25 +58,44 @@ def test_stars_find_files_sorted(tmp_path):
     assert found("*.json") == ["a.json", "b.json"]
     assert found("[x]/c?.json") == ["[x]/c1.json"]
     assert found("**/f.json") == ["d/e/f.json"]
+    assert found("a*.txt") == ["a*.txt"]
 
 
-def test_a_star_that_finds_nothing(tmp_path):
-    with raises(ConfigError, "missing_input", "none_*.json"):
-        find_files([str(tmp_path / "none_*.json")])
+def test_a_line_of_more_than_64_mib(tmp_path):
+    (tmp_path / "a").write_bytes(gzip.compress(b"x" * ((64 << 20) + 2), 1))
+    with raises(ConfigError, "bad_manifest", "64 MiB"):
+        list(iterate_lines(tmp_path / "a", "lines"))
 
 
-def test_a_file_may_be_called_like_a_pattern(tmp_path):
-    (tmp_path / "a*.json").touch()
-    (tmp_path / "ab.json").touch()
-    assert find_files([str(tmp_path / "a*.json")]) == [tmp_path / "a*.json"]
+def test_a_file_of_another_name_is_another_input(tmp_path):
+    one, other = tmp_path / "one.json", tmp_path / "two.json"
+    one.touch()
+    before = identify_files([one])
+    assert identify_files([one.rename(other)]) != before
 
 
-def test_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_files(["~/m_{0..1}.json"]) == [tmp_path / "m_0.json", tmp_path / "m_1.json"]
+def first_word(line):
+    return None if line.startswith(b"#") else line.split()[0]
 
 
-def test_patterns_are_told_from_names():
-    assert [names_several(name) for name in ("m.json", "m_(0..3).json", "m?.json", "m_(a..b).json")] == [
-        False, True, True, False,
-    ]  # fmt: skip
+def write(folder, parts):
+    """Writes the lines of each part to a file, every other one in gzip."""
+    files = []
+    for number, lines in enumerate(parts):
+        data = b"".join(lines)
+        files.append(folder / f"{number}.txt")
+        files[-1].write_bytes(gzip.compress(data) if number % 2 else data)
+    return KeyedLines(files, "lines", first_word)
+
+
+LINES = st.lists(
+    st.sampled_from([b"a 1\n", b"a 2\r\n", b"b 3\n", b"#a\n", b"\n", b" c  4 \n", b"b " + b"x" * 999 + b"\n"])
+)
+
+
+@given(parts=st.lists(LINES, min_size=1, max_size=3))
+def test_lines_are_those_that_a_search_finds(parts, tmp_path_factory):
+    index = write(tmp_path_factory.mktemp("lines"), parts)
+    lines = [line.strip() for part in parts for line in part if line.strip()]
+    for key in (b"a", b"b", b"c", b"d"):
+        assert index.find(key) == [line for line in lines if first_word(line) == key]

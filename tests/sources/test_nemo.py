@@ -1,186 +1,65 @@
-"""NeMo manifests: shards, pieces, and files that are no manifest."""
-
-from __future__ import annotations
+"""NeMo manifests: shards, pieces, files that are no manifest, and members of tar archives."""
 
 import gzip
 import json
-import os
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.errors import raises
-from support.manifests import config_for, make_record, run_prepare, write_tone
+from hypothesis import given, strategies as st
+from support import sources
+from support.project import raises, write_lines
+from support.sources import read_raw, write_tar
 
 from sharmill.errors import ConfigError
-from sharmill.files.storage import checksum
 from sharmill.sources.nemo import NemoSource
+from sharmill.sources.tars import NemoTarredSource
 
 LINE = b'{"audio_filepath": "a.wav"}\n'
-
-
-def test_shards_are_read_in_order(tmp_path):
-    for number in range(3):
-        (tmp_path / f"m_{number}.json").write_bytes(b'{"n": %d}\n' % number * 2)
-    source = NemoSource(manifest=str(tmp_path / "m_{0..2}.json"), audio_root="audio")
-    lines = [json.loads(line)["n"] for piece in source.pieces(10) for line in source.read(piece.params)]
-    assert lines == [0, 0, 1, 1, 2, 2]
-
-
-def test_identity_is_size_and_checksum_of_every_shard(tmp_path):
-    files = [tmp_path / f"m_{number}.json" for number in range(2)]
-    for number, file in enumerate(files):
-        file.write_bytes(LINE * (number + 1))
-    identity = NemoSource(manifest=str(tmp_path / "m__OP_0..1_CL_.json"), audio_root="audio").identity()
-    assert identity["manifest"] == {
-        f"{n} {file.name}": [len(LINE) * (n + 1), checksum(file)] for n, file in enumerate(files)
-    }
-
-
-def test_missing_shard_is_named(tmp_path):
-    (tmp_path / "m_0.json").write_bytes(LINE)
-    with raises(ConfigError, "missing_input", "m_1.json"):
-        NemoSource(manifest=str(tmp_path / "m_{0..1}.json"), audio_root="audio").identity()
 
 
 @given(
     lines=st.lists(st.sampled_from([b"", b"  ", b"\t\r", b'{"a": 1}', b"x" * 30, b'{"b": "\xc3\xa9"}\r'])),
     size=st.integers(1, 5),
     last_newline=st.booleans(),
+    packed=st.booleans(),
 )
-def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, tmp_path_factory):
+def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, packed, tmp_path_factory):
     path = tmp_path_factory.mktemp("pieces") / "m.json"
-    path.write_bytes(b"\n".join(lines) + b"\n" * last_newline)
+    data = b"\n".join(lines) + b"\n" * last_newline
+    # gzip files may be put one behind the other.
+    path.write_bytes(gzip.compress(data[:20]) + gzip.compress(data[20:]) if packed else data)
     source = NemoSource(manifest=str(path), audio_root="audio")
+    assert read_raw(source, size) == [line.strip() for line in lines if line.strip()]
     pieces = list(source.pieces(size))
-    read = [list(source.read(piece.params)) for piece in pieces]
-    assert [line for piece in read for line in piece] == [line.strip() for line in lines if line.strip()]
-    assert [piece.num_records for piece in pieces] == [len(piece) for piece in read]
     assert all(piece.num_records == size for piece in pieces[:-1])
-
-
-def test_a_piece_is_read_where_the_manifest_lies_now(tmp_path):
-    old, new = tmp_path / "old", tmp_path / "new"
-    old.mkdir()
-    (old / "m.json").write_bytes(LINE)
-    (piece,) = NemoSource(manifest=str(old / "m.json"), audio_root="audio").pieces(10)
-    old.rename(new)
-    moved = NemoSource(manifest=str(new / "m.json"), audio_root="audio")
-    assert list(moved.read(piece.params)) == [LINE.strip()]
-
-
-def spoil_empty(path):
-    path.touch()
-
-
-def spoil_blank(path):
-    path.write_bytes(b" \n\n\t\n")
-
-
-def spoil_binary(path):
-    path.write_bytes(bytes(range(256)) * 10)
-
-
-def spoil_gzip(path):
-    path.write_bytes(gzip.compress(LINE * 100, mtime=0))
-
-
-def spoil_utf16(path):
-    path.write_bytes(LINE.decode().encode("utf-16"))
-
-
-def spoil_utf16_without_mark(path):
-    path.write_bytes(LINE.decode().encode("utf-16-le"))
-
-
-def spoil_mark(path):
-    path.write_bytes(b"\xef\xbb\xbf" + LINE)
-
-
-def spoil_truncated(path):
-    path.write_bytes(LINE * 5 + LINE[:10])
-
-
-def spoil_truncated_in_a_letter(path):
-    path.write_bytes(LINE * 5 + b'{"text": "\xc3')
-
-
-def spoil_array(path):
-    path.write_bytes(b"[\n" + LINE.rstrip() + b",\n" + LINE + b"]\n")
-
-
-def spoil_table(path):
-    path.write_bytes(b"audio_filepath,duration,text\na.wav,2.0,Good day.\n")
-
-
-def spoil_text(path):
-    path.write_bytes(b"a.wav\nb.wav\n")
-
-
-def spoil_indented(path):
-    path.write_bytes(json.dumps(json.loads(LINE), indent=2).encode() + b"\n")
-
-
-def spoil_folder(path):
-    path.mkdir()
-
-
-def spoil_fifo(path):
-    os.mkfifo(path)
+    backwards = [list(source.read(piece.params)) for piece in reversed(pieces)]
+    assert [line for piece in reversed(backwards) for line in piece] == read_raw(source, size)
 
 
 # The format that a file seems to have is named, where there is one.
-NO_MANIFESTS = [
-    (spoil_empty, ""),
-    (spoil_blank, ""),
-    (spoil_binary, "UTF-16"),
-    (spoil_gzip, "gzip"),
-    (spoil_table, "CSV"),
-    (spoil_text, "JSON"),
-    (spoil_indented, "JSON"),
-    (spoil_utf16, "UTF-16"),
-    (spoil_utf16_without_mark, "UTF-16"),
-    (spoil_mark, "UTF-8"),
-    (spoil_truncated, "JSON"),
-    (spoil_truncated_in_a_letter, "JSON"),
-    (spoil_array, "JSON"),
-    (spoil_folder, ""),
-    (spoil_fifo, ""),
-]
+NO_MANIFESTS = {
+    "blank": (b" \n\n\t\n", ""),
+    "binary": (bytes(range(256)) * 10, "UTF-16"),
+    "gzip": (gzip.compress(LINE * 100, mtime=0), "gzip"),
+    "table": (b"audio_filepath,duration,text\na.wav,2.0,Good day.\n", "CSV"),
+    "text": (b"a.wav\nb.wav\n", "JSON"),
+    "indented": (json.dumps(json.loads(LINE), indent=2).encode() + b"\n", "JSON"),
+    "UTF-16": (LINE.decode().encode("utf-16"), "UTF-16"),
+    "UTF-16 without mark": (LINE.decode().encode("utf-16-le"), "UTF-16"),
+    "mark": (b"\xef\xbb\xbf" + LINE, "UTF-8"),
+    "truncated": (LINE * 5 + LINE[:10], "JSON"),
+    "truncated in a letter": (LINE * 5 + b'{"text": "\xc3', "JSON"),
+    "array": (b"[\n" + LINE.rstrip() + b",\n" + LINE + b"]\n", "JSON"),
+}
 
 
-@pytest.mark.parametrize(("spoil", "name"), NO_MANIFESTS, ids=lambda value: getattr(value, "__name__", None))
-def test_what_is_no_manifest_is_refused_in_one_line(spoil, name, tmp_path):
+@pytest.mark.parametrize("kind", NO_MANIFESTS)
+def test_what_is_no_manifest_is_refused_in_one_line(kind, tmp_path):
+    data, name = NO_MANIFESTS[kind]
     path = tmp_path / "m.json"
-    spoil(path)
+    path.write_bytes(data)
     with raises(ConfigError, "bad_manifest", str(path), name) as caught:
         NemoSource(manifest=str(path), audio_root="audio").identity()
     assert "\n" not in str(caught.value)
-
-
-def test_moved_manifests_have_the_same_identity(tmp_path):
-    for number in range(2):
-        (tmp_path / f"here/{number}").mkdir(parents=True)
-        (tmp_path / f"here/{number}/m.json").write_bytes(LINE * (number + 1))
-
-    def identity(folder):
-        return NemoSource(manifest=f"{tmp_path}/{folder}/{{0..1}}/m.json", audio_root="audio").identity()
-
-    before = identity("here")
-    (tmp_path / "here").rename(tmp_path / "there")
-    assert identity("there") == before
-    assert len(before["manifest"]) == 2
-
-
-def test_missing_manifest(tmp_path):
-    with raises(ConfigError, "missing_input", str(tmp_path / "m.json")):
-        NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio").identity()
-
-
-def test_a_missing_manifest_with_a_relative_path_says_what_it_is_relative_to(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with raises(ConfigError, "missing_input", "data/m.json", f"the path is relative to {tmp_path}"):
-        NemoSource(manifest="data/m.json", audio_root="audio").identity()
 
 
 def test_lists_shards_and_stars_are_read_in_order(tmp_path, monkeypatch):
@@ -190,50 +69,143 @@ def test_lists_shards_and_stars_are_read_in_order(tmp_path, monkeypatch):
     manifest = [str(tmp_path / "z.json"), "~/m_[0..1].json", "~/*.x.json"]
     source = NemoSource(manifest=manifest, audio_root="audio")
     source.check()
-    found = [json.loads(line)["n"] for piece in source.pieces(10) for line in source.read(piece.params)]
+    found = [json.loads(line)["n"] for line in read_raw(source)]
     assert found == ["z", "m_0", "m_1", "a.x", "b.x"]
     assert [json.loads(line)["n"] for line in source.records()] == found
 
 
-@pytest.mark.parametrize("manifest", ["", " ", [], ["a.json", ""]])
-def test_manifest_must_not_be_empty(manifest):
-    with pytest.raises(ValueError, match="manifest"):
-        NemoSource(manifest=manifest, audio_root="audio")
+def line(name, **keys):
+    return {"audio_filepath": name, "duration": 1.0, "text": f"text of {name}"} | keys
 
 
-@pytest.mark.parametrize("root", ["", [], ["a", " "]])
-def test_audio_root_must_not_be_empty(root):
-    with pytest.raises(ValueError, match="audio_root"):
-        NemoSource(manifest="m.json", audio_root=root)
+@pytest.fixture
+def data(tmp_path):
+    """Two archives of two members each, with sharded manifests and one for both."""
+    lines = []
+    for shard in range(2):
+        names = [f"{shard}{letter}.flac" for letter in "ab"]
+        write_tar(tmp_path / f"audio_{shard}.tar", [(name, f"data of {name}".encode()) for name in names])
+        records = [line(name, shard_id=shard) for name in names]
+        write_lines(tmp_path / f"sharded/manifest_{shard}.json", records)
+        lines += records
+    write_lines(tmp_path / "manifest.json", lines)
+    return tmp_path
 
 
-def test_a_template_of_an_unknown_key_is_refused_with_the_nearest_one(tmp_path):
-    path = tmp_path / "m.json"
-    path.write_bytes(b"no json\n" + b'{"audio_filepath": "a.wav", "speaker_id": 1}\n' * 3)
-    with raises(ConfigError, "unknown_key", "'speakerid'", "did you mean 'speaker_id'?"):
-        NemoSource(manifest=str(path), audio_root="audio", speaker="{speakerid}").check_speaker()
-    NemoSource(manifest=str(path), audio_root="audio", speaker="{speaker_id}_{path[0]}").check_speaker()
+def source(folder, manifest="manifest.json", tars="audio__OP_0..1_CL_.tar", **keys):
+    def below(value):
+        return [f"{folder}/{name}" for name in value] if isinstance(value, list) else f"{folder}/{value}"
+
+    made = NemoTarredSource(manifest=below(manifest), tars=below(tars), **keys)
+    made.check()
+    return made
 
 
-def test_windows_line_ends_do_no_harm_and_a_latin_1_line_is_one_reject(tmp_path):
-    write_tone(tmp_path / "a.wav")
-    good = [
-        json.dumps(make_record(text=text, offset=offset, duration=1.0)).encode() for offset, text in enumerate("ab")
-    ]
-    latin_1 = json.dumps(make_record(text="gr\u00fcn"), ensure_ascii=False).encode("latin-1")
-    (tmp_path / "m.json").write_bytes(b"\r\n".join([good[0], latin_1, b"", good[1], b""]))
-    prepared = run_prepare(config_for(tmp_path, [(tmp_path / "m.json", tmp_path)]))
-    assert [utterance.text for utterance in prepared.kept] == ["a", "b"]
-    assert [reject["reason"] for reject in prepared.rejects] == ["malformed"]
+def contents(made, folder):
+    """(audio_filepath, bytes) of records that are located, (reason, detail) of others."""
+    found = sources.contents(made, folder, 3)
+    return [(row["audio_filepath"], row["audio"]) if isinstance(row, dict) else row for row in found]
 
 
-def test_a_first_line_that_is_no_record_is_left_to_prepare(tmp_path):
-    (tmp_path / "m.json").write_bytes(b"a,b,c\n" + LINE)
-    NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio").check()
+EXPECTED = [(f"audio_{n[0]}.tar/{n}", f"data of {n}".encode()) for n in ("0a.flac", "0b.flac", "1a.flac", "1b.flac")]
 
 
-def test_last_line_needs_no_newline(tmp_path):
-    (tmp_path / "m.json").write_bytes(LINE + LINE.rstrip())
-    source = NemoSource(manifest=str(tmp_path / "m.json"), audio_root="audio")
-    source.identity()
-    assert [piece.num_records for piece in source.pieces(10)] == [2]
+@pytest.mark.parametrize("manifest", ["manifest.json", "sharded/manifest__OP_0..1_CL_.json", "sharded/m*.json"])
+@pytest.mark.parametrize("tars", ["audio__OP_0..1_CL_.tar", "audio_{0..1}.tar", "audio_*.tar", "audio_[0..1].tar"])
+def test_records_are_located_in_their_archives(manifest, tars, data):
+    assert contents(source(data, manifest, tars), data) == EXPECTED
+
+
+def test_shards_pair_by_number_not_by_place(data):
+    manifests = ["sharded/manifest_1.json", "sharded/manifest_0.json"]
+    assert contents(source(data, manifests), data) == EXPECTED[2:] + EXPECTED[:2]
+
+
+def test_numbers_are_the_last_ones_of_names_as_in_nemo(data):
+    for shard in range(2):
+        (data / f"audio_{shard}.tar").rename(data / f"audio_16khz-{shard}_00{shard}.tar")
+        (data / f"sharded/manifest_{shard}.json").rename(data / f"manifest_{shard}_normalized.json")
+    made = source(data, "manifest_{0..1}_normalized.json", "audio_*.tar")
+    assert [path.partition("/")[2] for path, _ in contents(made, data)] == ["0a.flac", "0b.flac", "1a.flac", "1b.flac"]
+
+
+def test_records_of_one_manifest_may_be_in_any_order(data):
+    records = [json.loads(text) for text in (data / "manifest.json").read_text().splitlines()]
+    write_lines(data / "manifest.json", [records[n] for n in (3, 0, 2, 1)])
+    assert contents(source(data), data) == [EXPECTED[n] for n in (3, 0, 2, 1)]
+
+
+def test_one_archive_needs_no_shard_id_and_no_number(data):
+    (data / "audio_1.tar").rename(data / "audio.tar")
+    records = [line("1b.flac"), line("1a.flac", shard_id=7)]
+    write_lines(data / "manifest.json", records)
+    made = source(data, tars="audio.tar")
+    assert [path for path, _ in contents(made, data)] == ["audio.tar/1b.flac", "audio.tar/1a.flac"]
+
+
+def test_buckets_with_the_same_numbers_pair_entry_by_entry(data):
+    for bucket in ("b1", "b2"):
+        for shard in range(2):
+            write_tar(data / f"{bucket}/audio_{shard}.tar", [("x.flac", f"{bucket} {shard}".encode())])
+        write_lines(data / f"{bucket}/manifest.json", [line("x.flac", shard_id=shard) for shard in range(2)])
+    made = source(data, ["b1/manifest.json", "b2/manifest.json"], ["b1/audio_{0..1}.tar", "b2/audio_{0..1}.tar"])
+    expected = [(f"{b}/audio_{n}.tar/x.flac", f"{b} {n}".encode()) for b in ("b1", "b2") for n in range(2)]
+    assert contents(made, data) == expected
+
+
+def test_values_of_records_stay_as_they_are_written(data):
+    written = b'{"duration": 1.10, "audio_filepath": "0a.flac", "shard_id": 0, "n": 123456789012345678901234567890}'
+    write_lines(data / "manifest.json", [written])
+    (record,) = read_raw(source(data))
+    assert record.record == written.replace(b"0a.flac", b"audio_0.tar/0a.flac").replace(b'": ', b'":').replace(
+        b", ", b","
+    )
+
+
+# Members of an archive, names in records, and what these find.
+MEMBERS = [
+    # Segments are named by -sub.
+    ([("0a.flac", b"0"), ("0b.flac", b"1")], ["0a.flac", "0a-sub1.flac", "0a-sub12.flac", "0b.flac", "0a-sub3"],
+     [*[("audio_0.tar/0a.flac", b"0")] * 3, ("audio_0.tar/0b.flac", b"1"),
+      ("missing_audio", "the archive audio_0.tar has no member '0a' that is a file")]),
+    ([("0a.flac", b"0"), ("0a-sub1.flac", b"1")], ["0a-sub1.flac", "0a-sub2.flac"],
+     [("audio_0.tar/0a-sub1.flac", b"1"), ("audio_0.tar/0a.flac", b"0")]),
+    # The last one is rejected by prepare as outside_root.
+    ([("./deep/a.flac", b"1"), ("/abs/b.flac", b"2"), ("../c.flac", b"3")],
+     ["deep/a.flac", "./deep//a.flac", "abs/b.flac", "/abs/b.flac", "../c.flac"],
+     [*[("audio_0.tar/deep/a.flac", b"1")] * 2, *[("audio_0.tar/abs/b.flac", b"2")] * 2,
+      ("audio_0.tar/../c.flac", b"3")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("members", "names", "expected"), MEMBERS)
+def test_names_of_records_find_members(members, names, expected, data):
+    write_tar(data / "audio_0.tar", members)
+    write_lines(data / "manifest.json", [line(name, shard_id=0, offset=0.5) for name in names])
+    assert contents(source(data), data) == expected
+
+
+def test_no_archive_holds_up_the_planning(data):
+    made = source(data)
+    for shard in range(2):
+        (data / f"audio_{shard}.tar").unlink()
+    assert [piece.num_records for piece in made.pieces(3)] == [3, 1]
+
+
+MISMATCHES = [
+    (
+        {"manifest": "sharded/manifest_{0..1}.json", "tars": "audio_0.tar"},
+        "of the numbers 1",
+    ),
+    ({"manifest": ["sharded/manifest_1.json", "sharded/manifest_0.json"], "tars": "audio_{0..2}.tar"}, "numbers 2"),
+    ({"tars": ["audio_0.tar", "audio_0.tar"]}, "has the number 0 as another one has"),
+    ({"tars": ["audio_0.tar", "plain.tar"]}, "plain.tar has no number in its name"),
+]
+
+
+@pytest.mark.parametrize(("keys", "words"), MISMATCHES)
+def test_manifests_and_archives_that_do_not_pair_are_refused(keys, words, data):
+    for name in ("audio_2.tar", "plain.tar"):
+        (data / name).write_bytes((data / "audio_0.tar").read_bytes())
+    with raises(ConfigError, "bad_config_value", words):
+        source(data, **keys)

@@ -1,7 +1,5 @@
 """A source of a package that is installed: its entry point is all that sharmill knows of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from support.shar import put, voice
+from support.project import put, voice
 
 ENTRY_POINTS = "[sharmill.sources]\nspoken = spoken_lines:SpokenSource\n"
 MODULE = '''

@@ -1,19 +1,21 @@
 """Ways to damage a finished dataset: its bytes, archives, compressed lines, items, cuts and index.
 
-What is called with a dataset directory and damages it is a ``Damage``; most functions here return one. None of them
+What is called with a dataset directory and damages it is a ``Damage``; the functions here return one. None of them
 touches the index unless its name says so, so that the caller decides whether the index is that of the whole files
 (a disk, a copy: checksums tell) or that of the damaged ones (a faulty writer: only their content tells).
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
+import os
 import shutil
 import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,8 @@ import numpy as np
 import soundfile as sf
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.arrays import array_from_bytes, array_to_bytes
-from sharmill.shar.cut_lines import read_cuts
-from sharmill.shar.items import FieldWriter, Item, read_field
-from support.shar import lines, reindex, rewrite
+from sharmill.shar.items import FieldWriter, Item, array_from_bytes, array_to_bytes, read_cuts, read_field
+from support.project import lines, reindex, write_lines
 
 Damage = Callable[[Path], object]
 CUTS = "cuts/cuts.000001.jsonl.gz"
@@ -35,6 +35,18 @@ CODES = "codes_toy/target_codes/codes.000001.tar"
 CONTEXT_CODES = "codes_toy/context_codes/codes.000001.tar"
 FILES = (CUTS, TARGETS, CONTEXTS, CODES, CONTEXT_CODES)
 _BLOCK = 512
+DEEP = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+# Things in the place of a file that is read as JSON, each made by a function of its path.
+STRANGE_FILES: dict[str, Callable[[Path], object]] = {
+    "JSON of 100,000 levels": lambda path: path.write_bytes(DEEP + b"\n"),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\n"),
+    "a list": lambda path: path.write_bytes(b"[]\n"),
+    "a terabyte of nothing": lambda path: os.truncate(path, 1 << 40),
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "a loop of links": lambda path: (path.unlink(), path.symlink_to(path.name)),
+    "a link": lambda path: (path.rename(path.with_name("other")), path.symlink_to("other")),
+}
 
 
 @dataclass(frozen=True)
@@ -50,54 +62,97 @@ class Kind:
     level: str = "default"
 
 
-def all_of(*damages: Damage) -> Damage:
+def damaging(function: Callable[..., object]) -> Callable[..., Damage]:
+    """Turns a function of a dataset and further arguments into one of these arguments that returns a ``Damage``."""
+    return lambda *arguments, **options: lambda dataset: function(dataset, *arguments, **options)
+
+
+@damaging
+def all_of(dataset: Path, *damages: Damage) -> None:
     """One after the other."""
-
-    def damage(dataset: Path) -> None:
-        for each in damages:
-            each(dataset)
-
-    return damage
+    for each in damages:
+        each(dataset)
 
 
-def index_as_written(dataset: Path) -> None:
-    """The index that a writer of the files as they are would have left: sizes, checksums, counts, seconds, totals.
-
-    What cannot be read keeps what the index says of it.
-    """
-    reindex(dataset)
-    shards = lines(dataset / "shards.jsonl")
-    for shard in shards:
-        shard["count"] = _measure(dataset, shard, "cuts", read_cuts, len, shard["count"])
-        for key, field in (("target_seconds", "target_audio"), ("context_seconds", "context_audio")):
-            shard[key] = _measure(dataset, shard, field, read_field, _seconds, shard[key])
-    rewrite(dataset / "shards.jsonl", shards)
-    totals = {key: round(sum(shard[key] for shard in shards), 3) for key in ("target_seconds", "context_seconds")}
-    totals |= {"num_shards": len(shards), "num_cuts": sum(shard["count"] for shard in shards)}
-    change_description(**totals)(dataset)
+@damaging
+def replace_by(dataset: Path, name: str, make: Callable[[Path], object]) -> None:
+    """Puts what ``make`` makes in the place of a file."""
+    (dataset / name).unlink()
+    make(dataset / name)
 
 
-def _measure(dataset: Path, shard: dict[str, Any], field: str, read: Any, measure: Any, recorded: Any) -> Any:
-    path = dataset / shard["fields"][field]["file"]
-    try:
-        return measure(list(read(path))) if path.is_file() else recorded
-    except (DamagedShard, KeyError, TypeError):
-        return recorded
+@damaging
+def exchange(dataset: Path, first: str, second: str) -> None:
+    """Two files under each other's names."""
+    kept = (dataset / first).read_bytes()
+    shutil.copyfile(dataset / second, dataset / first)
+    (dataset / second).write_bytes(kept)
 
 
-def _seconds(items: list[Item]) -> float:
-    return round(sum(item.metadata["duration"] for item in items if item.metadata), 3)
+@damaging
+def leave(dataset: Path, name: str) -> None:
+    """Leaves a file that does not belong there."""
+    (dataset / name).parent.mkdir(parents=True, exist_ok=True)
+    (dataset / name).write_bytes(b"x")
 
 
-# Bytes
+@damaging
+def remove_files(dataset: Path, *names: str) -> None:
+    for name in names:
+        (dataset / name).unlink()
 
 
-def change_bytes(name: str, change: Callable[[bytes], bytes]) -> Damage:
-    def damage(dataset: Path) -> None:
-        path = dataset / name
-        path.write_bytes(change(path.read_bytes()))
+@damaging
+def take_files(dataset: Path, *names: str, other: str = "foreign") -> None:
+    """A file, or the files of a field, become those of another dataset beside this one."""
+    for name in names:
+        for path in [dataset / name] if (dataset / name).is_file() else (dataset / name).iterdir():
+            shutil.copyfile(dataset.with_name(other) / path.relative_to(dataset), path)
 
-    return damage
+
+# Changes of what a file holds: by the name of the file and a function of its bytes, members, items, lines or cuts.
+
+
+@damaging
+def _change(
+    dataset: Path, read: Callable[[Path], Any], write: Callable[[Path, Any], object], name: str,
+    change: Callable[[Any], Any],
+) -> None:  # fmt: skip
+    write(dataset / name, change(read(dataset / name)))
+
+
+def places(archive: bytes) -> list[tarfile.TarInfo]:
+    """The members of an archive, with ``offset``, ``offset_data`` and ``size``."""
+    return tarfile.open(fileobj=io.BytesIO(archive)).getmembers()
+
+
+def _read_members(path: Path) -> list[bytes]:
+    """Members as their headers, data and padding."""
+    archive = path.read_bytes()
+    begins = [place.offset for place in places(archive)]
+    return [archive[begin:end] for begin, end in pairwise([*begins, len(archive) - 2 * _BLOCK])]
+
+
+def _write_items(path: Path, items: list[Item]) -> None:
+    with FieldWriter(path) as writer:
+        for item in items:
+            writer.add(item)
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    return gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+
+
+change_bytes = partial(_change, Path.read_bytes, Path.write_bytes)
+change_members = partial(
+    _change, _read_members, lambda path, members: path.write_bytes(b"".join(members) + bytes(2 * _BLOCK))
+)
+change_items = partial(_change, lambda path: list(read_field(path)), _write_items)
+change_lines = partial(
+    _change, _read_lines, lambda path, rows: path.write_bytes(gzip.compress(b"".join(rows), mtime=0))
+)
+change_cuts = partial(_change, lines, write_lines)
+change_shards = partial(change_cuts, "shards.jsonl")
 
 
 def flip_bit(name: str, at: int | Callable[[bytes], int]) -> Damage:
@@ -116,125 +171,36 @@ def zero_from(name: str, at: Callable[[bytes], int]) -> Damage:
     return change_bytes(name, lambda data: data[: at(data)] + bytes(len(data) - at(data)))
 
 
-def replace_by(name: str, make: Callable[[Path], object]) -> Damage:
-    """Puts what ``make`` makes in the place of a file."""
-
-    def damage(dataset: Path) -> None:
-        (dataset / name).unlink()
-        make(dataset / name)
-
-    return damage
+def _at(number: int, change: Callable[[Any], Any]) -> Callable[[list[Any]], list[Any]]:
+    """A change of one row."""
+    return lambda rows: [change(row) if place == number else row for place, row in enumerate(rows)]
 
 
-def exchange(first: str, second: str) -> Damage:
-    """Two files under each other's names."""
-
-    def damage(dataset: Path) -> None:
-        kept = (dataset / first).read_bytes()
-        (dataset / first).write_bytes((dataset / second).read_bytes())
-        (dataset / second).write_bytes(kept)
-
-    return damage
+def _changed(old: Callable[[str], Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """New values of keys: values, or functions of what was there."""
+    return {key: value(old(key)) if callable(value) else value for key, value in keys.items()}
 
 
-def leave(name: str, content: bytes = b"x") -> Damage:
-    """Leaves a file that does not belong there."""
-
-    def damage(dataset: Path) -> None:
-        (dataset / name).parent.mkdir(parents=True, exist_ok=True)
-        (dataset / name).write_bytes(content)
-
-    return damage
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a member of an archive lies: its header, its ``size`` bytes of data, and the end of their padding."""
-
-    header: int
-    size: int
-
-    @property
-    def data(self) -> int:
-        return self.header + _BLOCK
-
-    @property
-    def data_end(self) -> int:
-        return self.data + self.size
-
-    @property
-    def end(self) -> int:
-        return self.data_end + -self.size % _BLOCK
-
-
-def places(archive: bytes) -> list[Place]:
-    """The places of all members."""
-    found = []
-    position = 0
-    while archive[position] != 0:
-        found.append(Place(position, int(archive[position + 124 : position + 135], 8)))
-        position = found[-1].end
-    return found
+def _merge(old: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """A mapping with changed keys; those to ``...`` are removed."""
+    return {key: value for key, value in {**old, **_changed(old.get, keys)}.items() if value is not ...}
 
 
 def change_header(name: str, number: int, /, **fields: Any) -> Damage:
     """Changes the header of a member and makes its checksum right again."""
 
-    def changed(archive: bytes) -> bytes:
-        header = places(archive)[number].header
-        info = tarfile.TarInfo.frombuf(archive[header : header + _BLOCK], "utf-8", "strict")
-        for key, value in fields.items():
+    def changed(member: bytes) -> bytes:
+        info = tarfile.TarInfo.frombuf(member[:_BLOCK], "utf-8", "strict")
+        for key, value in _changed(partial(getattr, info), fields).items():
             setattr(info, key, value)
-        block = info.tobuf(tarfile.GNU_FORMAT)
-        assert len(block) == _BLOCK
-        return archive[:header] + block + archive[header + _BLOCK :]
+        return info.tobuf(tarfile.GNU_FORMAT) + member[_BLOCK:]
 
-    return change_bytes(name, changed)
-
-
-def change_size(name: str, number: int, by: int) -> Damage:
-    """A header that tells another size than its member has, with a right checksum."""
-
-    def damage(dataset: Path) -> None:
-        size = places((dataset / name).read_bytes())[number].size
-        change_header(name, number, size=size + by)(dataset)
-
-    return damage
-
-
-def change_members(name: str, change: Callable[[list[bytes]], list[bytes]]) -> Damage:
-    """Changes the list of members, each as its header, data and padding."""
-
-    def changed(archive: bytes) -> bytes:
-        members = [archive[place.header : place.end] for place in places(archive)]
-        return b"".join(change(members)) + bytes(2 * _BLOCK)
-
-    return change_bytes(name, changed)
-
-
-# Items
-
-
-def change_items(name: str, change: Callable[[list[Item]], list[Item]]) -> Damage:
-    def damage(dataset: Path) -> None:
-        items = list(read_field(dataset / name))
-        with FieldWriter(dataset / name) as writer:
-            for item in change(items):
-                writer.add(item)
-
-    return damage
+    return change_members(name, _at(number, changed))
 
 
 def change_item(name: str, number: int = 0, /, **fields: Any) -> Damage:
     """Changes fields of one item, each by a value, or a function of what it was."""
-
-    def changed(items: list[Item]) -> list[Item]:
-        old = items[number]
-        values = {key: getattr(old, key) for key in ("cut_id", "extension", "data", "metadata")}
-        values |= {key: value(values[key]) if callable(value) else value for key, value in fields.items()}
-        return [*items[:number], Item(**values), *items[number + 1 :]]
-
-    return change_items(name, changed)
+    return change_items(name, _at(number, lambda item: replace(item, **_changed(partial(getattr, item), fields))))
 
 
 def change_metadata(name: str, number: int = 0, /, **keys: Any) -> Damage:
@@ -242,8 +208,8 @@ def change_metadata(name: str, number: int = 0, /, **keys: Any) -> Damage:
     return change_item(name, number, metadata=lambda old: _merge(old, keys))
 
 
-def change_audio(name: str, change: Callable[[np.ndarray], np.ndarray], number: int = 0, **options: Any) -> Damage:
-    """Encodes changed samples in an item's place, at the same rate unless ``rate`` is given; the metadata stays."""
+def change_audio(name: str, change: Callable[[np.ndarray], np.ndarray], **options: Any) -> Damage:
+    """Encodes changed samples in the first item's place, at the same rate unless one is given; the metadata stays."""
 
     def changed(data: bytes) -> bytes:
         samples, rate = sf.read(io.BytesIO(data), dtype="float32")
@@ -251,21 +217,19 @@ def change_audio(name: str, change: Callable[[np.ndarray], np.ndarray], number: 
         sf.write(stream, change(samples), options.get("rate", rate), format=options.get("format", "FLAC"))
         return stream.getvalue()
 
-    return change_item(name, number, data=changed)
+    return change_item(name, data=changed)
 
 
 def change_codes(name: str, change: Callable[[np.ndarray], np.ndarray], *, describe: bool = False) -> Damage:
     """Changes the codes of a field's first item; with ``describe``, the shape in the metadata as well."""
 
-    def changed(items: list[Item]) -> list[Item]:
-        old = items[0]
-        array = change(array_from_bytes(old.data, "codes").copy())
-        metadata = json.loads(json.dumps(old.metadata))
+    def changed(old: Item) -> Item:
+        array, metadata = change(array_from_bytes(old.data, "codes").copy()), json.loads(json.dumps(old.metadata))
         if describe:
             (metadata.get("array") or metadata)["shape"] = list(array.shape)
-        return [Item(old.cut_id, old.extension, array_to_bytes(array), metadata), *items[1:]]
+        return replace(old, data=array_to_bytes(array), metadata=metadata)
 
-    return change_items(name, changed)
+    return change_items(name, _at(0, changed))
 
 
 def swap_items(items: list[Item]) -> list[Item]:
@@ -275,80 +239,39 @@ def swap_items(items: list[Item]) -> list[Item]:
 def swap_contents(items: list[Item]) -> list[Item]:
     """The names stay, data and metadata change places."""
     first, second = items[:2]
-    return [
-        Item(first.cut_id, second.extension, second.data, second.metadata),
-        Item(second.cut_id, first.extension, first.data, first.metadata),
-        *items[2:],
-    ]
+    return [replace(second, cut_id=first.cut_id), replace(first, cut_id=second.cut_id), *items[2:]]
 
 
 def swap_data(items: list[Item]) -> list[Item]:
     """Names and metadata stay, the data change places."""
     first, second = items[:2]
-    return [
-        Item(first.cut_id, first.extension, second.data, first.metadata),
-        Item(second.cut_id, second.extension, first.data, second.metadata),
-        *items[2:],
-    ]
-
-
-# Cuts
-
-
-def change_lines(name: str, change: Callable[[list[bytes]], list[bytes]]) -> Damage:
-    """Changes the lines of a compressed file, as bytes."""
-
-    def changed(data: bytes) -> bytes:
-        return gzip.compress(b"".join(change(gzip.decompress(data).splitlines(keepends=True))), mtime=0)
-
-    return change_bytes(name, changed)
-
-
-def change_cuts(name: str, change: Callable[[list[Any]], list[Any]]) -> Damage:
-    def damage(dataset: Path) -> None:
-        rewrite(dataset / name, change(lines(dataset / name)))
-
-    return damage
+    return [replace(first, data=second.data), replace(second, data=first.data), *items[2:]]
 
 
 def change_cut(name: str, /, **keys: Any) -> Damage:
     """Changes keys of the first cut; those to ``...`` are removed, and functions are called with what was there."""
-    return change_cuts(name, lambda cuts: [_merge(cuts[0], keys), *cuts[1:]])
+    return change_cuts(name, _at(0, lambda cut: _merge(cut, keys)))
 
 
 def change_supervision(name: str, /, **keys: Any) -> Damage:
     return change_cut(name, supervisions=lambda supervisions: [_merge(supervisions[0], keys)])
 
 
-def merge_custom(cut: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """A cut with changed keys of what its supervision has of the manifest and of the context."""
-    (supervision,) = cut["supervisions"]
-    return cut | {"supervisions": [supervision | {"custom": _merge(supervision["custom"], keys)}]}
+def change_custom(name: str, number: int = 0, /, **keys: Any) -> Damage:
+    """Changes keys of what a cut's supervision has of the manifest and of the context."""
 
+    def changed(cut: dict[str, Any]) -> dict[str, Any]:
+        (supervision,) = cut["supervisions"]
+        return cut | {"supervisions": [supervision | {"custom": _merge(supervision["custom"], keys)}]}
 
-def change_custom(name: str, /, **keys: Any) -> Damage:
-    return change_cuts(name, lambda cuts: [merge_custom(cuts[0], **keys), *cuts[1:]])
-
-
-def _merge(old: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    changed = {key: value(old[key]) if callable(value) else value for key, value in keys.items()}
-    return {key: value for key, value in {**old, **changed}.items() if value is not ...}
+    return change_cuts(name, _at(number, changed))
 
 
 # Index
 
 
-def change_shards(change: Callable[[list[Any]], list[Any]]) -> Damage:
-    """Changes the records of ``shards.jsonl``."""
-
-    def damage(dataset: Path) -> None:
-        rewrite(dataset / "shards.jsonl", change(lines(dataset / "shards.jsonl")))
-
-    return damage
-
-
 def change_shard(number: int, **keys: Any) -> Damage:
-    return change_shards(lambda shards: [*shards[:number], _merge(shards[number], keys), *shards[number + 1 :]])
+    return change_shards(_at(number, lambda shard: _merge(shard, keys)))
 
 
 def change_file(number: int, field: str, **keys: Any) -> Damage:
@@ -358,12 +281,7 @@ def change_file(number: int, field: str, **keys: Any) -> Damage:
 
 def change_description(**keys: Any) -> Damage:
     """Changes keys of ``dataset.json``."""
-
-    def damage(dataset: Path) -> None:
-        path = dataset / "dataset.json"
-        path.write_bytes(msgspec.json.encode(_merge(msgspec.json.decode(path.read_bytes()), keys)))
-
-    return damage
+    return change_bytes("dataset.json", lambda data: msgspec.json.encode(_merge(msgspec.json.decode(data), keys)))
 
 
 def change_codec(**facts: Any) -> Damage:
@@ -371,28 +289,27 @@ def change_codec(**facts: Any) -> Damage:
     return change_description(codecs=lambda codecs: [_merge(codecs[0], facts)])
 
 
-# Datasets
+def index_as_written(dataset: Path) -> None:
+    """The index that a writer of the files as they are would have left: sizes, checksums, counts, seconds, totals.
+
+    What cannot be read keeps what the index says of it.
+    """
+    reindex(dataset)
+    shards = lines(dataset / "shards.jsonl")
+    for shard in shards:
+        for key, field, read, measure in (
+            ("count", "cuts", read_cuts, len),
+            ("target_seconds", "target_audio", read_field, _seconds),
+            ("context_seconds", "context_audio", read_field, _seconds),
+        ):
+            path = dataset / shard["fields"][field]["file"]
+            with suppress(DamagedShard, KeyError, TypeError):
+                shard[key] = measure(list(read(path))) if path.is_file() else shard[key]
+    write_lines(dataset / "shards.jsonl", shards)
+    totals = {key: round(sum(shard[key] for shard in shards), 3) for key in ("target_seconds", "context_seconds")}
+    totals |= {"num_shards": len(shards), "num_cuts": sum(shard["count"] for shard in shards)}
+    change_description(**totals)(dataset)
 
 
-def take_files(*folders: str, other: str = "foreign") -> Damage:
-    """The files of fields become those of another dataset beside this one."""
-
-    def damage(dataset: Path) -> None:
-        for folder in folders:
-            for path in sorted((dataset / folder).iterdir()):
-                shutil.copyfile(dataset.with_name(other) / folder / path.name, path)
-
-    return damage
-
-
-def take_index(other: str = "again") -> Damage:
-    """``shards.jsonl`` becomes that of another dataset beside this one."""
-    return lambda dataset: shutil.copyfile(dataset.with_name(other) / "shards.jsonl", dataset / "shards.jsonl")
-
-
-def remove_files(*names: str) -> Damage:
-    def damage(dataset: Path) -> None:
-        for name in names:
-            (dataset / name).unlink()
-
-    return damage
+def _seconds(items: list[Item]) -> float:
+    return round(sum(item.metadata["duration"] for item in items if item.metadata), 3)

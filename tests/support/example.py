@@ -1,19 +1,19 @@
-"""A small dataset with codes, and the training example on it in real processes."""
-
-from __future__ import annotations
+"""A small dataset with codes, the training example on it in real processes, and ranks forked from a server."""
 
 import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from support.paths import REPOSITORY
-from support.shar import Project, voice
+from support.project import REPOSITORY, Project, voice
 
 NUM_CUTS = 60
 
@@ -25,8 +25,7 @@ def make_speech(folder: Path) -> Path:
     for number in range(NUM_CUTS):
         samples = voice(draws.uniform(0.3, 0.9), pitch=draws.uniform(100, 300), seed=number)
         project.add(f"{number:02}.wav", samples, text=f"number {number}", speaker=f"s{number % 2}")
-    config = project.write(write={"shard_size": 10, "order": "manifest"}, match={"min_duration": 0.0})
-    project.encode(config)
+    project.encode(project.write(write={"shard_size": 10, "order": "manifest"}, match={"min_duration": 0.0}))
     return project.dataset
 
 
@@ -103,3 +102,43 @@ def make_example(folder: Path, name: str, dataset: Path, **changes: Any) -> Exam
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(values | changes))  # JSON is YAML
     return Example(config, out_dir)
+
+
+_PRELOADED = [
+    "nemo.collections.asr", "nemo.collections.tts", "nemo.collections.common.data.lhotse.dataloader",
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+]  # fmt: skip
+LIMIT_SECONDS = 500
+
+
+def run_ranks(target: Callable[..., None], world_size: int, *arguments: Any) -> None:
+    """Run ``target(*arguments)`` in ranks with the environment that torchrun gives them; all must end well."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=_run_rank, args=(rank, world_size, port, target, arguments))
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(timeout=LIMIT_SECONDS)
+        assert [rank.exitcode for rank in ranks] == [0] * world_size
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _run_rank(rank: int, world_size: int, port: int, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    # As under torchrun: NeMo's parsers make functions that cannot be pickled.
+    multiprocessing.set_start_method("fork", force=True)
+    target(*arguments)

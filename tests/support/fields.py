@@ -2,21 +2,14 @@
 an array. Both follow from the id of the cut.
 """
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 
 import numpy as np
 
 from sharmill.files.storage import checksum
-from sharmill.shar.arrays import array_to_bytes
-from sharmill.shar.cut_lines import read_cut_ids, write_values
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.index import FieldFile
-from sharmill.shar.items import FieldWriter, Item
-from sharmill.shar.layout import Field
-from sharmill.shar.lhotse_json import array_json
+from sharmill.shar.items import FieldWriter, Item, array_json, array_to_bytes, read_cut_ids, write_values
+from sharmill.shar.layout import Field, FieldFile, ShardedDataset
 
 SCORE = Field(
     name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score", optional=True,

@@ -4,14 +4,13 @@ HOST is ``here``, or any other name: then the process does as if it ran under an
 ``inside`` and leaves at the end of its input; otherwise it enters so often, and fails if anybody else is inside.
 """
 
-from __future__ import annotations
-
+import select
 import socket
 import sys
 from pathlib import Path
 
 from sharmill.errors import SharmillError
-from sharmill.files import locks
+from sharmill.files import host as this_host, locks
 
 
 def take_turns(folder: Path, lease_seconds: float, turns: int) -> None:
@@ -26,7 +25,7 @@ def take_turns(folder: Path, lease_seconds: float, turns: int) -> None:
 def main() -> None:
     folder, lease_seconds, host, turns = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     if host != "here":
-        locks.this_kernel = lambda: host
+        this_host.this_kernel = lambda: host
         socket.gethostname = lambda: host
     locks._POLL_SECONDS = 0.002 if turns else 0.05
     try:
@@ -35,7 +34,9 @@ def main() -> None:
             return
         with locks.FolderLock(folder, lease_seconds=lease_seconds):
             print("inside", flush=True)
-            sys.stdin.read()
+            # A signal that comes right before a read does not end it: Python's handlers run between instructions.
+            while not select.select([sys.stdin], [], [], 0.1)[0]:
+                pass
     except SharmillError as error:
         print(error.code, error, flush=True)
         sys.exit(1)

@@ -3,15 +3,21 @@
 Every ``save_`` function writes to a path and returns it. The caller's random state is left alone.
 """
 
-from __future__ import annotations
-
+import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+
+from support.project import put, voice, write_lines
 
 TTS = "nemo.collections.tts"
 ASR = "nemo.collections.asr.modules"
+# Of tiny language models and recognizers.
+HIDDEN = 32
 
 
 def make_audio(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,36 +32,47 @@ def make_audio(lengths: list[int], seed: int = 0) -> tuple[torch.Tensor, torch.T
 
 
 def save_nemo_speaker(path: Path, *, masked: bool = True) -> Path:
-    """An EncDecSpeakerLabelModel at 16 kHz with 24 values per embedding: TitaNet's kind of layers, far fewer of them.
+    """Save an EncDecSpeakerLabelModel at 16 kHz with 24 values per embedding: TitaNet's kind of layers, far fewer.
 
     Args:
         masked: False for convolutions that see the padding of a batch.
     """
+    layer = {"repeat": 1, "stride": [1], "dilation": [1], "dropout": 0.1, "residual": False, "separable": True}
+    first = layer | {"filters": 32, "kernel": [3], "se": masked, "se_context_size": -1}
+    return _save_speaker(path, 20, [first, layer | {"filters": 48, "kernel": [7]}], 24, masked=masked)
+
+
+def save_titanet(path: Path, *, filters: int = 256, last_filters: int = 768) -> Path:
+    """Save a TitaNet at 16 kHz with the blocks and the embeddings of the large one, of 1.9 M parameters by default."""
+    layer = {"repeat": 3, "stride": [1], "dilation": [1], "dropout": 0.1, "residual": True, "separable": True}
+    layer |= {"se": True, "se_context_size": -1, "filters": filters}
+    once = layer | {"repeat": 1, "residual": False}
+    blocks = [once | {"kernel": [3]}, *(layer | {"kernel": [size]} for size in (7, 11, 15))]
+    return _save_speaker(path, 80, [*blocks, once | {"kernel": [1], "filters": last_filters}], 192)
+
+
+def _save_speaker(
+    path: Path, features: int, blocks: list[dict[str, Any]], embedding: int, *, masked: bool = True
+) -> Path:
     from nemo.collections.asr.models import EncDecSpeakerLabelModel
     from omegaconf import OmegaConf
 
-    layer = {"repeat": 1, "stride": [1], "dilation": [1], "dropout": 0.1, "residual": False, "separable": True}
     config = {
         "sample_rate": 16000,
-        "preprocessor": _mel_preprocessor(20),
+        "preprocessor": {
+            "_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor", "sample_rate": 16000, "normalize": "per_feature",
+            "window_size": 0.025, "window_stride": 0.01, "window": "hann", "features": features, "n_fft": 512,
+            "dither": 1e-5,
+        },
         "encoder": {
-            "_target_": f"{ASR}.ConvASREncoder",
-            "feat_in": 20,
-            "activation": "relu",
-            "conv_mask": masked,
-            "jasper": [
-                layer | {"filters": 32, "kernel": [3], "se": masked, "se_context_size": -1},
-                layer | {"filters": 48, "kernel": [7]},
-            ],
+            "_target_": f"{ASR}.ConvASREncoder", "feat_in": features, "activation": "relu", "conv_mask": masked,
+            "jasper": blocks,
         },
         "decoder": {
-            "_target_": f"{ASR}.SpeakerDecoder",
-            "feat_in": 48,
-            "num_classes": 5,
-            "pool_mode": "attention",
-            "emb_sizes": 24,
+            "_target_": f"{ASR}.SpeakerDecoder", "feat_in": blocks[-1]["filters"], "num_classes": 5,
+            "pool_mode": "attention", "emb_sizes": embedding,
         },
-    }
+    }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = EncDecSpeakerLabelModel(cfg=OmegaConf.create(config))
@@ -64,39 +81,6 @@ def save_nemo_speaker(path: Path, *, masked: bool = True) -> Path:
             if name.endswith("bias"):
                 parameter.data.normal_(std=0.5)
     model.save_to(str(path))
-    return path
-
-
-def save_titanet(path: Path) -> Path:
-    """A TitaNet of 1.9 M parameters at 16 kHz, with the blocks and the embeddings of the large one."""
-    from nemo.collections.asr.models import EncDecSpeakerLabelModel
-    from omegaconf import OmegaConf
-
-    layer = {"repeat": 3, "stride": [1], "dilation": [1], "dropout": 0.1, "residual": True, "separable": True}
-    layer |= {"se": True, "se_context_size": -1, "filters": 256}
-    once = layer | {"repeat": 1, "residual": False}
-    blocks = [once | {"kernel": [3]}, *(layer | {"kernel": [size]} for size in (7, 11, 15))]
-    config = {
-        "sample_rate": 16000,
-        "preprocessor": _mel_preprocessor(80),
-        "encoder": {
-            "_target_": f"{ASR}.ConvASREncoder",
-            "feat_in": 80,
-            "activation": "relu",
-            "conv_mask": True,
-            "jasper": [*blocks, once | {"kernel": [1], "filters": 768}],
-        },
-        "decoder": {
-            "_target_": f"{ASR}.SpeakerDecoder",
-            "feat_in": 768,
-            "num_classes": 5,
-            "pool_mode": "attention",
-            "emb_sizes": 192,
-        },
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        EncDecSpeakerLabelModel(cfg=OmegaConf.create(config)).save_to(str(path))
     return path
 
 
@@ -154,65 +138,13 @@ def save_nemo_codec(path: Path, config: dict[str, Any] | None = None) -> Path:
     return path
 
 
-def save_encodec(path: Path, **changes: Any) -> Path:
-    """A causal EncodecModel at 16 kHz: 8 codebooks of 64, 32 samples per frame, mirror padding like the real one."""
-    from transformers import EncodecConfig, EncodecModel
+def _save_codec(kind: str, settings: dict[str, Any], path: Path, **changes: Any) -> Path:
+    import transformers
 
-    settings: dict[str, Any] = {
-        "sampling_rate": 16000,
-        "target_bandwidths": [6.0, 24.0],
-        "num_filters": 4,
-        "hidden_size": 16,
-        "codebook_size": 64,
-        "upsampling_ratios": [8, 4],
-        "num_lstm_layers": 1,
-    }
-    return _save(EncodecModel, EncodecConfig(**settings | changes), path)
-
-
-def save_mimi(path: Path, config: Any = None) -> Path:
-    """A MimiModel: by default at 16 kHz, with 4 codebooks of 64 and 64 samples per frame."""
-    from transformers import MimiConfig, MimiModel
-
-    small = MimiConfig(
-        sampling_rate=16000,
-        num_filters=4,
-        hidden_size=32,
-        upsampling_ratios=[8, 4],
-        codebook_size=64,
-        codebook_dim=16,
-        vector_quantization_hidden_dimension=16,
-        num_quantizers=4,
-        num_hidden_layers=2,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=20,
-        upsample_groups=32,
-    )
-    return _save(MimiModel, config or small, path)
-
-
-def save_dac(path: Path) -> Path:
-    """A DacModel at 16 kHz: 3 codebooks of 64, 32 samples per frame."""
-    from transformers import DacConfig, DacModel
-
-    config = DacConfig(
-        encoder_hidden_size=4,
-        downsampling_ratios=[4, 8],
-        decoder_hidden_size=16,
-        n_codebooks=3,
-        codebook_size=64,
-        codebook_dim=4,
-    )
-    return _save(DacModel, config, path)
-
-
-def _save(model_class: type[Any], config: Any, path: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = model_class(config).eval()
+        config = getattr(transformers, f"{kind}Config")(**settings | changes)
+        model = getattr(transformers, f"{kind}Model")(config).eval()
         # Fresh codebooks are zeros, or so small that all codes are the same.
         for name, tensor in model.state_dict().items():
             if name.endswith(("codebook.embed", "codebook.embed_sum", "codebook.weight")):
@@ -225,15 +157,283 @@ def _save(model_class: type[Any], config: Any, path: Path) -> Path:
     return path
 
 
-def _mel_preprocessor(features: int) -> dict[str, Any]:
-    return {
-        "_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor",
+# A causal EncodecModel at 16 kHz: 8 codebooks of 64, 32 samples per frame, mirror padding like the real one.
+save_encodec = partial(_save_codec, "Encodec", {
+    "sampling_rate": 16000, "target_bandwidths": [6.0, 24.0], "num_filters": 4, "hidden_size": 16, "codebook_size": 64,
+    "upsampling_ratios": [8, 4], "num_lstm_layers": 1,
+})  # fmt: skip
+# A MimiModel at 16 kHz, with 4 codebooks of 64 and 64 samples per frame.
+save_mimi = partial(_save_codec, "Mimi", {
+    "sampling_rate": 16000, "num_filters": 4, "hidden_size": 32, "upsampling_ratios": [8, 4], "codebook_size": 64,
+    "codebook_dim": 16, "vector_quantization_hidden_dimension": 16, "num_quantizers": 4, "num_hidden_layers": 2,
+    "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 20,
+    "upsample_groups": 32,
+})  # fmt: skip
+# A DacModel at 16 kHz: 3 codebooks of 64, 32 samples per frame.
+save_dac = partial(_save_codec, "Dac", {
+    "encoder_hidden_size": 4, "downsampling_ratios": [4, 8], "decoder_hidden_size": 16, "n_codebooks": 3,
+    "codebook_size": 64, "codebook_dim": 4,
+})  # fmt: skip
+
+
+def save_canary_tokenizers(folder: Path) -> dict[str, Path]:
+    """Train the tokenizer of special tokens, and one of English of ten pieces; return their folders by language."""
+    from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
+    from nemo.collections.common.tokenizers.sentencepiece_tokenizer import create_spt_model
+
+    CanaryTokenizer.build_special_tokenizer(["en", "de", "transcribe", "translate"], folder / "spl")
+    (folder / "text.txt").write_text("ab cd\nab\ncd ab cd\n")
+    create_spt_model(
+        str(folder / "text.txt"), vocab_size=10, sample_size=-1, do_lower_case=False, output_dir=str(folder / "en")
+    )
+    return {"spl_tokens": folder / "spl", "en": folder / "en"}
+
+
+def save_multitask_config(folder: Path) -> Path:
+    """Write the YAML of an EncDecMultiTaskModel, as Canary is one: a Conformer and a decoder of one layer each."""
+    tokenizers = save_canary_tokenizers(folder)
+    model = {
         "sample_rate": 16000,
-        "normalize": "per_feature",
-        "window_size": 0.025,
-        "window_stride": 0.01,
-        "window": "hann",
-        "features": features,
-        "n_fft": 512,
-        "dither": 1e-5,
+        "prompt_format": "canary",
+        "model_defaults": {"asr_enc_hidden": HIDDEN, "lm_enc_hidden": HIDDEN, "lm_dec_hidden": HIDDEN},
+        "train_ds": {"manifest_filepath": "???"},
+        "tokenizer": {
+            "dir": None, "type": "agg",
+            "langs": {language: {"dir": str(path), "type": "bpe"} for language, path in tokenizers.items()},
+            "custom_tokenizer": {
+                "_target_": "nemo.collections.common.tokenizers.canary_tokenizer.CanaryTokenizer", "tokenizers": None
+            },
+        },
+        "preprocessor": {"_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor", "features": 16, "sample_rate": 16000},
+        "encoder": {
+            "_target_": f"{ASR}.ConformerEncoder", "feat_in": 16, "n_layers": 1, "d_model": HIDDEN, "n_heads": 2,
+            "feat_out": -1, "conv_kernel_size": 5, "subsampling": "dw_striding", "subsampling_factor": 8,
+            "subsampling_conv_channels": 8, "ff_expansion_factor": 2,
+        },
+        "transf_encoder": {
+            "_target_": f"{ASR}.transformer.transformer_encoders.TransformerEncoder", "num_layers": 0,
+            "hidden_size": HIDDEN, "inner_size": 64, "num_attention_heads": 2,
+        },
+        "transf_decoder": {
+            "_target_": f"{ASR}.transformer.get_nemo_transformer", "model_name": None, "pretrained": False,
+            "encoder": None, "pre_ln_final_layer_norm": True,
+            "config_dict": {
+                "max_sequence_length": 512, "num_token_types": 0, "embedding_dropout": 0.0,
+                "learn_positional_encodings": False, "hidden_size": HIDDEN, "inner_size": 64, "num_layers": 1,
+                "num_attention_heads": 2, "ffn_dropout": 0.0, "attn_score_dropout": 0.0, "attn_layer_dropout": 0.0,
+                "hidden_act": "relu", "pre_ln": True, "vocab_size": None,
+            },
+        },
+        "head": {
+            "_target_": "nemo.collections.asr.parts.submodules.token_classifier.TokenClassifier", "num_layers": 1,
+            "activation": "relu", "log_softmax": True, "hidden_size": HIDDEN, "num_classes": None, "dropout": 0.0,
+            "use_transformer_init": True,
+        },
+        "decoding": {
+            "strategy": "beam", "return_best_hypothesis": True,
+            "beam": {"beam_size": 1, "len_pen": 0.0, "max_generation_delta": 50},
+        },
+        "loss": {
+            "_target_": "nemo.collections.common.losses.smoothed_cross_entropy.SmoothedCrossEntropyLoss",
+            "label_smoothing": 0.0, "pad_id": None,
+        },
+        "optim": {"name": "adamw", "lr": 3e-4, "sched": {"name": "InverseSquareRootAnnealing", "warmup_steps": 2500}},
+    }  # fmt: skip
+    path = folder / "multitask.yaml"
+    path.write_text(yaml.safe_dump({"name": "tiny", "model": model}))
+    return path
+
+
+PLACEHOLDER = "<|audioplaceholder|>"
+# An encoder's frame, and the codec's: 1280 samples at 16 kHz.
+FRAME = 0.08
+
+
+def save_models(folder: Path) -> dict[str, str]:
+    """Write a language model with its tokenizer, a recognizer and a codec; return the keys that name them."""
+    codec = nemo_codec_config(samples_per_frame=1280)
+    codec["audio_encoder"]["down_sample_rates"] = [8, 160]
+    codec["audio_decoder"]["up_sample_rates"] = [160, 8]
+    return {
+        "pretrained_llm": str(_save_llm(folder / "llm")),
+        "pretrained_asr": str(_save_recognizer(folder / "asr.nemo")),
+        "pretrained_audio_codec": str(save_nemo_codec(folder / "codec.nemo", codec)),
     }
+
+
+def _save_llm(path: Path) -> Path:
+    """A LlamaForCausalLM of two layers, and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    letters = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
+    config = LlamaConfig(
+        # One more for the placeholder of audio, and an even number for two shards.
+        vocab_size=len(letters) + 4, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def _save_recognizer(path: Path) -> Path:
+    """An EncDecCTCModel with a Conformer of one layer, which makes a frame from 80 ms."""
+    from nemo.collections.asr.models import EncDecCTCModel
+    from omegaconf import OmegaConf
+
+    config = {
+        "preprocessor": {"_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor", "features": 16, "sample_rate": 16000},
+        "encoder": _conformer(feat_in=16, subsampling="dw_striding", subsampling_factor=8, subsampling_conv_channels=8),
+        "decoder": {
+            "_target_": f"{ASR}.ConvASRDecoder",
+            "feat_in": HIDDEN,
+            "num_classes": 3,
+            "vocabulary": ["a", "b", "c"],
+        },
+    }
+    EncDecCTCModel(cfg=OmegaConf.create(config)).save_to(str(path))
+    return path
+
+
+def _conformer(**changes: Any) -> dict[str, Any]:
+    values = {"_target_": f"{ASR}.ConformerEncoder", "n_layers": 1, "d_model": HIDDEN, "n_heads": 2, "feat_out": -1}
+    # Statistics of batches differ between ranks.
+    return values | {"conv_kernel_size": 5, "conv_norm_type": "layer_norm", "ff_expansion_factor": 2} | changes
+
+
+def model_settings(models: dict[str, str]) -> dict[str, Any]:
+    """The section ``model`` of both recipes; keys of the other one are ignored."""
+    return models | {
+        "pretrained_weights": True,
+        "freeze_params": [r"^audio_codec\..+$"],
+        "prompt_format": "llama2",
+        "audio_locator_tag": PLACEHOLDER,
+        "audio_loss_weight": 4,
+        "text_loss_weight": 3,
+        "perception": {
+            "target": "nemo.collections.speechlm2.modules.perception.AudioPerceptionModule",
+            "modality_adapter": _conformer(feat_in=HIDDEN, subsampling_factor=1),
+        },
+        "optimizer": {"_target_": "torch.optim.AdamW", "lr": 3e-3},
+    }
+
+
+def train(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train as NeMo's salm_train.py and s2s_duplex_train.py do; return what each step gave."""
+    from lightning.pytorch import Callback, Trainer
+    from nemo.collections.speechlm2 import SALM, DataModule, DuplexS2SDataset, DuplexS2SModel, SALMDataset
+    from nemo.utils.trainer_utils import resolve_trainer_cfg
+    from omegaconf import OmegaConf
+
+    steps = []
+
+    class Steps(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            examples = batch["conversations"] if kind == "salm" else batch["target_texts"]
+            steps.append({"loss": outputs["loss"].item(), "examples": [getattr(e, "id", e) for e in examples]})
+
+    torch.manual_seed(0)
+    cfg = OmegaConf.create(settings)
+    trainer = Trainer(**resolve_trainer_cfg(cfg.trainer), callbacks=[Steps()], default_root_dir=folder)
+    with trainer.init_module():
+        model = (SALM if kind == "salm" else DuplexS2SModel)(OmegaConf.to_container(cfg.model))
+    if kind == "salm":
+        dataset = SALMDataset(model.tokenizer)
+    else:
+        dataset = DuplexS2SDataset(model.tokenizer, FRAME, 16000, 16000, ["user"], ["agent", "assistant"])
+    trainer.fit(model, DataModule(cfg.data, model.tokenizer, dataset))
+    sharded = sorted({type(p).__name__ for p in model.llm.parameters()})
+    return {"steps": steps, "sharded": sharded}
+
+
+def train_all(folder: Path) -> None:
+    """Run the trainings of ``settings.json``, one after the other, and write down what this rank found.
+
+    Their names are ``salm`` or ``duplex``, with anything behind a hyphen.
+    """
+    torch.distributed.init_process_group("gloo")
+    import sharmill.training.nemo.input_type  # noqa: F401
+
+    found = {}
+    for name, settings in json.loads((folder / "settings.json").read_text()).items():
+        try:
+            found[name] = train(name.partition("-")[0], settings, folder)
+        except Exception as error:  # noqa: BLE001 - a test looks at it
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        torch.distributed.barrier()
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def write_conversations(folder: Path, number: int) -> Path:
+    """Write conversations of two sides and two turns, and the manifest that examples/conversations.py reads."""
+    conversations = []
+    for n in range(number):
+        for side, seed in (("user", n), ("agent", 50 + n)):
+            put(folder / f"{side}{n}.wav", voice(2 + 0.1 * n, seed=seed))
+        turns = [
+            {"role": "user", "start": 0.0, "duration": 0.8, "text": f"question {n}"},
+            {"role": "assistant", "start": 1.0, "duration": 0.9, "text": f"answer {n}"},
+        ]
+        audio = {f"{side}_audio_filepath": f"{side}{n}.wav" for side in ("user", "agent")}
+        conversations.append({"id": f"c{n}", "turns": turns} | audio)
+    return write_lines(folder / "conversations.jsonl", conversations)
+
+
+SNAC = {
+    "sampling_rate": 16000, "encoder_dim": 16, "encoder_rates": [4, 8], "decoder_dim": 16, "decoder_rates": [8, 4],
+    "codebook_size": 64, "codebook_dim": 4, "vq_strides": [4, 2, 1],
+}  # fmt: skip
+
+
+def save_snac(folder: Path, **changes: Any) -> str:
+    """A SNAC at 16 kHz: 7 rows of 64, 128 samples per frame."""
+    from snac import SNAC as Model
+
+    config = SNAC | changes
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weights = Model(**config).state_dict()
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(weights, folder / "pytorch_model.bin")
+    return f"python:snac_codec:SnacCodec:{folder}"
+
+
+def save_xcodec2(folder: Path) -> str:
+    """An X-Codec-2 at 16 kHz: one codebook of 4 to the power of 8, 320 samples per frame."""
+    import transformers
+
+    return _save_fsq(folder, "XCodec2", transformers.Xcodec2Model, transformers.Xcodec2FeatureExtractor)
+
+
+def save_neucodec(folder: Path) -> str:
+    """A NeuCodec, like ``save_xcodec2``; it decodes to 24 kHz."""
+    import transformers
+
+    return _save_fsq(folder, "NeuCodec", transformers.NeuCodecModel, transformers.NeuCodecFeatureExtractor)
+
+
+def _save_fsq(folder: Path, name: str, model_class: Any, extractor_class: Any) -> str:
+    from transformers import Wav2Vec2BertConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = model_class.config_class(
+        **sizes, num_key_value_heads=2, head_dim=16, encoder_hidden_size=4, quantization_dim=64,
+        semantic_model_config=Wav2Vec2BertConfig(**sizes, conv_depthwise_kernel_size=5),
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(config).eval()
+        # Fresh weights are so small that all codes are the same.
+        for parts, factor in (("acoustic_encoder", 9.0), ("semantic_adapter", 4.0), ("quantizer.project_in", 20.0)):
+            for parameter in model.get_submodule(parts).parameters():
+                parameter.data.mul_(factor if parameter.ndim > 1 else 1.0)
+    model.save_pretrained(folder)
+    extractor_class().save_pretrained(folder)
+    return f"python:xcodec2_codec:{name}:{folder}"

@@ -1,19 +1,20 @@
 """A run with its dataset whose texts and names are hostile, and the page about it."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
 from sharmill.config import to_yaml
 from sharmill.config.loading import load_for_display
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import RunDir
+from sharmill.pilot.rates import Calibration
 from sharmill.pipeline import make_stages
 from sharmill.report.facts import read_run_facts
 from sharmill.report.page import write_page
-from support.shar import Project, ToyCodec, voice
+from support.project import Project, ToyCodec, voice
 
 # Each is text on the page, and nothing else.
 HOSTILE = (
@@ -81,3 +82,14 @@ def write_report(project: Project, path: Path, models: dict[str, str]) -> Path:
     config = load_for_display(RunDir(project.run_dir).config)
     write_page(read_run_facts(config, make_stages(config), models), path)
     return path
+
+
+def note_pilot(run_dir: Path, **changes: Any) -> None:
+    """Write the outcome of a pilot into a run directory."""
+    values = {
+        "name": "small", "seed": 0, "encoder": None, "device": "cpu", "num_records": 1000, "num_drawn": 100,
+        "num_groups": 10, "num_partial_groups": 0, "rejects": [], "formats": [], "durations": {},
+        "too_short_for_context": 0.0, "advice": None, "similarities": None, "audio_seconds": 1.0, "rates": [],
+    }  # fmt: skip
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "calibration.json").write_bytes(msgspec.json.encode(Calibration(**(values | changes))))

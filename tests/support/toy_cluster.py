@@ -1,7 +1,5 @@
 """Runs over a toy stage, and the cluster that they are on; importable in the cluster's jobs, which unpickle them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -12,29 +10,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult, Submitted
-from sharmill.engine.plan import load_plan
-from sharmill.engine.run import describe_end, locked, read_totals, run_stage
-from sharmill.engine.run_notes import End
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage
+from sharmill.engine.plan import read_ledger
+from sharmill.engine.run import Listener, locked, run_stage
+from sharmill.engine.stage import Commit, End, RunDir, Stage, StageResult, Submitted, Totals, Unit
 from sharmill.engine.state import find_live
-from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
-from support.paths import REPOSITORY, SHARED
-from support.toy_stage import SleepyStage, output_bytes, wait_until
-from support.toy_stage import run as run_locally
+from sharmill.pipeline import DatasetResult
+from support.toy_stage import ToyStage, output_bytes, run as run_locally, wait_until
 
+REPOSITORY = Path(__file__).parents[2]
+# Not part of the repository: what needs it skips where it is absent.
+SHARED = REPOSITORY.parent / "shared"
 KILL_NODE = SHARED / "slurm" / "kill_node.sh"
 # Jobs import the modules of tests that define stages.
 SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}:{REPOSITORY}", "export OMP_NUM_THREADS=1"]
 
 
-class MortalStage(SleepyStage):
+class MortalStage(ToyStage):
     """Ends the advance jobs that finalize it, one after the other, in the ways that were marked as ``ends``."""
 
     def finalize(self, units: Sequence[Unit], commits: Sequence[Commit]) -> Totals:
@@ -51,7 +45,7 @@ class MortalStage(SleepyStage):
         return super().finalize(units, commits)
 
 
-class MiddleStage(SleepyStage):
+class MiddleStage(ToyStage):
     """Comes behind another stage in the same run directory."""
 
     kind = "middle"
@@ -65,8 +59,8 @@ class MiddleStage(SleepyStage):
 class ToyDataset:
     """A dataset of one toy stage, or of several: ``later`` are those behind it."""
 
-    stage: SleepyStage
-    later: tuple[SleepyStage, ...] = ()
+    stage: ToyStage
+    later: tuple[ToyStage, ...] = ()
     name: str = "toy"
     max_reject_fraction: float = 0.5
 
@@ -80,9 +74,9 @@ class ToyDataset:
     def run(self, executor: SlurmExecutor, *, restart: bool, wait_seconds: float) -> End | Submitted:
         results: list[tuple[Stage, StageResult]] = []
         with locked(self.stage.run_dir, wait_seconds) as lock:
-            if not executor.is_begun():
-                joins = bool(find_live(self.stage.dir, ranks=False))
-                jobs = executor.find_jobs(executor.run_dir, joins=joins, take_over=False)
+            joins = bool(find_live(self.stage.dir, ranks=False))
+            jobs = executor.find_jobs(executor.run_dir)
+            if jobs is not None:
                 executor.begin(executor.run_dir, executor.given, jobs, joins=joins)
             for stage in self.make_stages():
                 limit = self.max_reject_fraction
@@ -94,7 +88,7 @@ class ToyDataset:
                     return result.submitted
                 if not result.ok:
                     break
-        return describe_end(results)
+        return DatasetResult(None, results).end()
 
     def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
         return len(units)
@@ -106,7 +100,7 @@ class ToyDataset:
 @dataclass
 class ToyRun(SlurmExecutor):
     @property
-    def stage(self) -> SleepyStage:
+    def stage(self) -> ToyStage:
         assert isinstance(self.dataset, ToyDataset)
         return self.dataset.stage
 
@@ -147,12 +141,12 @@ def cancel_all(run_dir: RunDir) -> None:
 def assert_same_as_local(run: ToyRun, folder: Path) -> None:
     """The output has the bytes of an undisturbed local run, every unit is in the ledger, and the accounts add up."""
     stage = run.stage
-    reference = SleepyStage(folder / "reference", units=stage.units)
+    reference = ToyStage(folder / "reference", units=stage.units)
     run_locally(reference)
     assert output_bytes(stage) == output_bytes(reference)
-    units = load_plan(stage)
+    units = stage.dir.read_units()
     assert sorted(read_ledger(stage.dir, units)) == list(range(stage.units))
-    assert read_totals(stage) == read_totals(reference)
+    assert stage.dir.read_totals() == reference.dir.read_totals()
 
 
 def running_ranks(run: ToyRun) -> list[str]:
@@ -163,4 +157,6 @@ def running_ranks(run: ToyRun) -> list[str]:
 def wait_for_units(run: ToyRun, count: int, seconds: float = 90.0) -> None:
     """Returns when at least ``count`` units are in the ledger."""
     stage = run.stage
-    wait_until(lambda: stage.dir.units.exists() and len(read_ledger(stage.dir, load_plan(stage))) >= count, seconds)
+    wait_until(
+        lambda: stage.dir.units.exists() and len(read_ledger(stage.dir, stage.dir.read_units())) >= count, seconds
+    )

@@ -1,7 +1,5 @@
 """A driver in a process of its own: the toy stage as a command of sharmill, so that tests can end it by signals."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

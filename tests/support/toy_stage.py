@@ -1,42 +1,56 @@
-"""A stage that misbehaves on request, for tests of engine and executors; importable by spawned ranks.
+"""A stage that misbehaves on request, for tests of engine and executors, also as on GPUs that break; ranks import it.
 
 Nothing here is heavy to import, so that a rank starts in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import ctypes
+import errno
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
-
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt, StageResult
-from sharmill.engine.run import locked, run_stage
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.fence import release
+from sharmill.engine.run import Listener, locked, run_stage
+from sharmill.engine.stage import (
+    Advance,
+    Commit,
+    FailedAttempt,
+    Output,
+    Processor,
+    RunDir,
+    Stage,
+    StageResult,
+    Totals,
+    Unit,
+    add_up,
+    make_unit,
+)
 from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.executors.local import LocalExecutor
-from sharmill.files.staging import Staging
-from sharmill.files.stored import RecordLog
+from sharmill.files.host import usable_cores
+from sharmill.files.storage import Staging
 from sharmill.manifest import Reject
 
 RECORDS_PER_UNIT = 3
+ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+# Errors of a GPU after which nothing works in this process any more.
+broken: list[Exception] = []
 
 
 class ToyStage(Stage):
     """Writes two files a unit below ``folder/out``. ``behaviour`` says by unit index what else happens, ``setup_does``
-    what happens when it is opened; both are names of ``_do_...`` functions with an optional ``:argument``.
+    what happens when it is opened. Both are names of ``_ERRORS``, or of ``_do_...`` functions with an optional
+    ``:argument``. Each unit takes ``seconds``, until there is a mark ``hurry``.
 
     A name that ends in ``_once`` happens at the first attempt only. Subclasses override ``load``, which is called in
     the rank before the first unit, and ``work``.
@@ -54,6 +68,7 @@ class ToyStage(Stage):
         setup_does: str = "",
         option: Any = 1,
         lost_in_finalize: int = 0,
+        seconds: float = 0.0,
     ) -> None:
         self.run_dir = RunDir(folder / "run")
         self.root = folder / "out"
@@ -65,6 +80,7 @@ class ToyStage(Stage):
         self.setup_does = setup_does
         self.option = option
         self.lost_in_finalize = lost_in_finalize
+        self.seconds = seconds
 
     def identity(self) -> dict[str, Any]:
         return {"option": self.option, "units": self.units, "tuple": (1, 2), "list": [{"b": 1, "a": 2}]}
@@ -90,13 +106,16 @@ class ToyStage(Stage):
         self.mark("attempts", f"{unit.index} {os.getpid()}")
         first, last = f"first/{unit.index:06d}.txt", f"last/{unit.index:06d}.txt"
         staging.path(first).write_text(f"unit {unit.index}\n" * 2000)
+        if broken:
+            raise broken[0]
+        if not (self.marks / "hurry").exists():
+            time.sleep(self.seconds)
         does = self.behaviour.get(unit.index, self.everywhere)
         output = self._misbehave(does, f"unit-{unit.index}", unit)
         staging.path(last).write_text(f"end of unit {unit.index}\n" * 2000)
         return output or Output(files=[first, last], num_out=unit.size, stats={"seconds": 3600.0})
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
         parts = [self.root / file.name for commit in commits for file in commit.files[1:]]
         (self.root / "merged.txt").write_text("".join(part.read_text() for part in parts))
         totals = add_up(commits)
@@ -127,6 +146,10 @@ class ToyStage(Stage):
         """Return the number of calls of ``work``, by unit index."""
         return Counter(int(line.split()[0]) for line in self.marked("attempts"))
 
+    def redone(self) -> int:
+        """Return how many attempts there were beyond one a unit."""
+        return self.attempts().total() - len(self.attempts())
+
     def pids(self) -> set[int]:
         return {int(line.split()[0]) for line in self.marked("setup")}
 
@@ -139,6 +162,8 @@ class ToyStage(Stage):
                 return None
             self.mark(f"once-{where}")
             name = name.removesuffix("_once")
+        if name in _ERRORS:
+            raise _ERRORS[name]()
         return globals()[f"_do_{name}"](self, unit, argument)
 
 
@@ -161,54 +186,63 @@ def _do_kill(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     os.kill(os.getpid(), getattr(signal, argument or "SIGKILL"))
 
 
+def _do_end_supervisor(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Kills or stops the process that starts the ranks, and this one."""
+    # The server that ranks are forked from is between them.
+    status = Path(f"/proc/{os.getppid()}/stat").read_text()
+    for pid in (int(status.rpartition(")")[2].split()[1]), os.getpid()):
+        os.kill(pid, getattr(signal, argument))
+
+
+def _do_fail_on_rank_1(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """On rank 1 each unit fails from its third on."""
+    if rank_number() == 1:
+        stage.mark("on-1")
+        if len(stage.marked("on-1")) > 2:
+            raise ValueError("the codec is broken here")
+
+
+def _do_refuse_rank_1(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """Rank 1 can never be set up; the others wait until it was tried."""
+    if rank_number() == 1:
+        raise RuntimeError("unable to find an engine to execute this computation")
+    wait_until(lambda: len(stage.pids()) > 1)
+
+
 def _do_segfault(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     ctypes.string_at(0)
-
-
-def _do_exit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    os._exit(int(argument))
 
 
 def _do_sysexit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     sys.exit(int(argument))
 
 
-def _do_memory(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    raise MemoryError("93 TiB are not to be had")
-
-
-def _do_device(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
-
-
-def _do_cuda_memory(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+def _cuda_memory() -> Exception:
     import torch
 
-    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 19.00 GiB.")
+    return torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 19.00 GiB.")
 
 
-def _do_no_engine(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    raise RuntimeError("GET was unable to find an engine to execute this computation")
+def _break_context() -> Exception:
+    """As a data-dependent error in a kernel does."""
+    import torch
+
+    broken.append(torch.AcceleratorError(ASSERT))
+    return broken[0]
 
 
-def _do_cufft(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    raise RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR")
-
-
-def _do_config(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    raise ConfigError("model 'x' is unknown; use 'y'", code="unknown_name")
-
-
-class UnpicklableFatal(FatalError):
-    """Cannot go through a pipe: it holds a generator and has an __init__ of its own."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(f"{first} and {second}", code="disk")
-        self.held = (character for character in first)
-
-
-def _do_fatal(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    raise UnpicklableFatal("the disk is full", "that is that")
+# Behaviours that are an error each: what makes it.
+_ERRORS: dict[str, Callable[[], Exception]] = {
+    "memory": partial(MemoryError, "93 TiB are not to be had"),
+    "device": partial(RuntimeError, "CUDA error: all CUDA-capable devices are busy or unavailable"),
+    "cuda_memory": _cuda_memory,
+    "no_engine": partial(RuntimeError, "GET was unable to find an engine to execute this computation"),
+    "break": _break_context,
+    "full": partial(OSError, errno.ENOSPC, "No space left on device"),
+    "cufft": partial(RuntimeError, "cuFFT error: CUFFT_INTERNAL_ERROR"),
+    "config": partial(ConfigError, "model 'x' is unknown; use 'y'", code="unknown_name"),
+    "fatal": partial(FatalError, "the disk is full", code="disk"),
+}
 
 
 def _do_import(stage: ToyStage, unit: Unit | None, argument: str) -> None:
@@ -245,33 +279,15 @@ def _do_hold_gil(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     sum(range(10**12))
 
 
-def _do_hang_at_exit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    threading.Thread(target=time.sleep, args=(600,)).start()
-
-
 def _do_environment(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     stage.mark("environment", f"{os.getpid()} {os.environ.get(argument)}")
 
 
-def _do_die_after_commit(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    """The process dies when the record is on disk and before anybody hears of it."""
+def _do_assert(stage: ToyStage, unit: Unit | None, argument: str) -> None:
+    """What makes a real GPU fail with a device-side assert."""
+    import torch
 
-    append = RecordLog.append
-
-    def append_and_die(log: RecordLog, record: msgspec.Struct, *, synced: bool = False) -> None:
-        append(log, record, synced=synced)
-        is_it = isinstance(record, Commit) and record.index == int(argument)
-        if is_it and not stage.marked("died-after-commit"):
-            stage.mark("died-after-commit")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    RecordLog.append = append_and_die  # type: ignore[method-assign]
-
-
-def _do_one_is_slow(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    """Load without end, except in the rank that came first; both may be here at once."""
-    if int(stage.marked("setup")[0].split()[0]) != os.getpid():
-        time.sleep(600)
+    torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()
 
 
 def _do_meet(stage: ToyStage, unit: Unit | None, argument: str) -> None:
@@ -279,62 +295,8 @@ def _do_meet(stage: ToyStage, unit: Unit | None, argument: str) -> None:
     wait_until(lambda: len(stage.pids()) >= int(argument))
 
 
-def _do_fork_and_die(stage: ToyStage, unit: Unit | None, argument: str) -> None:
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-        os._exit(0)
-    stage.mark("children", str(child))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class SleepyStage(ToyStage):
-    """Takes its time over every unit."""
-
-    lease_seconds = 30.0
-
-    def __init__(self, *arguments: Any, seconds: float = 0.0, uses_gpu: bool = False, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.seconds = seconds
-        self.resource = "gpu" if uses_gpu else "cpu"  # type: ignore[misc]
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        self.mark("begun", str(unit.index))
-        if not (self.marks / "hurry").exists():
-            time.sleep(self.seconds)
-        return super().work(unit, staging, advance)
-
-    def begun(self) -> Counter[int]:
-        """How often each unit was begun."""
-        return Counter(int(line) for line in self.marked("begun"))
-
-    def redone(self) -> int:
-        """How many attempts there were beyond one a unit."""
-        return sum(self.begun().values()) - len(self.begun())
-
-
 class GpuStage(ToyStage):
     resource = "gpu"
-
-
-class Unloadable(ToyStage):
-    def __reduce__(self) -> Any:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise ValueError("these are not the bytes")
-
-
-class SlowStage(ToyStage):
-    """Takes over two seconds for unit 0, and says every few milliseconds that it has got on."""
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        began = time.monotonic()
-        while unit.index == 0 and time.monotonic() - began < 2.2:
-            advance(unit.cost / 1000)
-            time.sleep(0.01)
-        return super().work(unit, staging, advance)
 
 
 class GoesBlind(ToyStage):
@@ -353,67 +315,17 @@ class GoesBlind(ToyStage):
             raise DeviceError("this node does not see the audio", place="node a", code="unlike_nodes")
 
 
-class DiesIdle(ToyStage):
-    """The rank that did unit 0 dies when it has nothing more to do; unit 1 waits for that."""
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if unit.index == 0:
-            pid = os.getpid()
-            self.mark("idle", str(pid))
-            threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-        else:
-            wait_until(lambda: self.marked("idle") and not is_running(int(self.marked("idle")[0])))
-        return super().work(unit, staging, advance)
-
-
-class EndsTheForkServer(ToyStage):
-    """Unit 1 ends the process that the ranks are forked from, once, and with it all of them."""
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if unit.index == 1 and not self.marked("ended"):
-            self.mark("ended", str(os.getppid()))
-            os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(60)
-        return super().work(unit, staging, advance)
-
-
-class DiesBesideAnIdleRank(ToyStage):
-    """The rank of unit 1 dies when the other has done unit 0 and waits."""
-
-    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        if unit.index == 1 and not self.attempts()[1]:
-            self.mark("attempts", f"1 {os.getpid()}")
-            wait_until(lambda: any("unit 0 is done" in path.read_text() for path in self.dir.logs.glob("rank*")))
-            time.sleep(0.3)  # what the driver has heard shows nowhere
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().work(unit, staging, advance)
-
-
 @dataclass
 class RecordingListener(Listener):
     """A listener that remembers."""
 
     done: list[int] = field(default_factory=list)
     failed: dict[int, FailedAttempt] = field(default_factory=dict)
-    already: list[int] = field(default_factory=list)
-    ended: list[StageResult] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
-    advanced: list[tuple[int, float]] = field(default_factory=list)
-
-    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
-        self.already = [commit.index for commit in done]
-
-    def loading(self, num_ranks: int) -> None:
-        self.loads.append(num_ranks)
-
-    def unit_advanced(self, unit: Unit, done: float) -> None:
-        self.advanced.append((unit.index, done))
 
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self.done.append(unit.index)
 
     def stage_ended(self, stage: Stage, result: StageResult) -> None:
-        self.ended.append(result)
         self.failed |= result.failures
 
 
@@ -427,16 +339,22 @@ def run(
             stage, LocalExecutor(workers), heard, max_reject_fraction=max_reject_fraction, restart=restart,
             unlocked=lock.released,
         )  # fmt: skip
+        release([stage])
     return result, heard
 
 
 def output_bytes(stage: ToyStage) -> dict[str, bytes]:
-    """All that lies in the output folder, by name."""
+    """All that lies in the output folder, by name, but for the reservation of the run."""
     return {
         path.relative_to(stage.root).as_posix(): path.read_bytes()
         for path in sorted(stage.root.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.suffix != ".reservation"
     }
+
+
+def rank_number() -> int:
+    """The number of the rank that this process is."""
+    return int(multiprocessing.current_process().name.rpartition("-")[2])
 
 
 def wait_until(condition: Any, seconds: float = 120.0) -> None:
@@ -447,6 +365,17 @@ def wait_until(condition: Any, seconds: float = 120.0) -> None:
         time.sleep(0.01)
 
 
+def session_members(session: int) -> dict[int, int]:
+    """Return the processes of a session that have not ended, with their parents."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            state, parent, _, own = path.read_text().rpartition(")")[2].split()[:4]
+            if state not in ("Z", "X") and int(own) == session:
+                found[int(path.parent.name)] = int(parent)
+    return found
+
+
 def is_running(pid: int) -> bool:
     """Return True if there is such a process that has not ended; a zombie has."""
     try:
@@ -454,3 +383,49 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return status.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
+class LookingAhead(GpuStage):
+    """Notes for each unit the one that its rank is told to expect behind it, and how many cores the rank has."""
+
+    looks_ahead = True
+
+    def open(self, device: str) -> Processor:
+        processor = super().open(device)
+        self.mark("cores", str(usable_cores()))
+        processor.expect = lambda unit: self.mark("expected", "none" if unit is None else str(unit.index))
+        return processor
+
+
+class KindStage(GpuStage):
+    """Its ranks say that their device is of the kind ``kinds`` has for what CUDA_VISIBLE_DEVICES names."""
+
+    def __init__(self, folder: Path, *, kinds: dict[str, str], **options: Any):
+        super().__init__(folder, **options)
+        self.kinds = kinds
+
+    def open(self, device: str) -> Processor:
+        processor = super().open(device)
+        processor.device_kind = self.kinds[os.environ["CUDA_VISIBLE_DEVICES"]]
+        return processor
+
+
+class BadDevices(GpuStage):
+    """Cannot be set up where CUDA_VISIBLE_DEVICES names one of ``bad``; other ranks wait until those were tried."""
+
+    def __init__(self, folder: Path, *, bad: tuple[str, ...], tries: int = 3, **options: Any):
+        super().__init__(folder, **options)
+        self.bad, self.tries = bad, tries
+
+    def load(self, device: str) -> None:
+        super().load(device)
+        if os.environ["CUDA_VISIBLE_DEVICES"] in self.bad:
+            self.mark("bad", os.environ["CUDA_VISIBLE_DEVICES"])
+            raise RuntimeError(ECC)
+
+    def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        wait_until(lambda: len(self.marked("bad")) >= self.tries * len(self.bad))
+        return super().work(unit, staging, advance)

@@ -1,6 +1,4 @@
-"""Functions for worker processes, which import them by name."""
-
-from __future__ import annotations
+"""Functions for processes that import them by name: workers of ``parallel_map``, and training steps for batch sizes."""
 
 import os
 import signal
@@ -14,10 +12,6 @@ def half(number):
 
 def inverse(number):
     return 1 / number
-
-
-def process_id(number):
-    return os.getpid()
 
 
 def family(number):
@@ -40,37 +34,6 @@ def killed_at_2(number):
     return number
 
 
-class Particular(Exception):
-    """Cannot be made again from its arguments, as many exceptions of libraries."""
-
-    def __init__(self, name, place):
-        super().__init__(f"{name} at {place}")
-
-
-def particular(number):
-    raise Particular("damage", number)
-
-
-def unpicklable(number):
-    """What cannot be sent back."""
-    return (lambda: number) if number == 1 else number
-
-
-class Broken:
-    """Can be sent, but not received."""
-
-    def __reduce__(self):
-        return int, ("no number",)
-
-
-def broken(number):
-    return Broken()
-
-
-def threads_of_torch(number):
-    return sys.modules["torch"].get_num_threads()
-
-
 class NotHere:
     """A function whose module the worker cannot import."""
 
@@ -81,13 +44,63 @@ class NotHere:
         return item
 
 
-def nested(number):
-    from sharmill.training import parallel_map
+def killed(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """As the kernel does where there is no memory left: from 6 items on."""
+    if batch_size > 5:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    return list(parallel_map([number], half, 1)), list(parallel_map([number], half, 1, kind="process"))
+
+def aborts_for_memory(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """As a C++ library does that nobody catches: from 7 items on."""
+    if batch_size > 6:
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+        os.abort()
 
 
-def samples(cut):
-    """The cut with its audio as an attribute."""
-    cut.samples = cut.load_audio()
-    return cut
+def hangs(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    if batch_size > 1:
+        time.sleep(600)
+
+
+def aborts(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    print("the assertion that failed", flush=True)
+    os.abort()
+
+
+def gets_a_real_time_signal(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    """``signal.Signals`` has no member for it."""
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+
+
+def exits(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    sys.exit(3)
+
+
+def is_wrong(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    if batch_size > 3:
+        raise ValueError("the shapes do not match")
+
+
+def tells_its_device(batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+    raise ValueError(f"called with {batch_size} {length} {num_tokens} {device}")
+
+
+class Tiny:
+    """A real model with a real optimizer: two convolutions over 100 frames a second."""
+
+    def __init__(self) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        convolutions = [torch.nn.Conv1d(16, 64, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv1d(64, 16, 3, padding=1)]
+        self.model = torch.nn.Sequential(*convolutions)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
+        import torch
+
+        self.model.to(device)
+        self.optimizer.zero_grad(set_to_none=True)
+        frames = torch.randn(batch_size, 16, round(100 * length), device=device)
+        (self.model(frames) - frames).square().mean().backward()
+        self.optimizer.step()

@@ -1,11 +1,8 @@
 """Datasets that training tests read and do not change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.corpora import make_corpora
-from support.nemo_data import make_nemo_data
+from support.training import make_corpora, make_nemo_data
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,5 @@
 """``SpeechTextDataset``: speech, text and conversations as sequences of tokens and frames, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -16,8 +14,7 @@ from nemo.collections.common.data.lhotse.text_adapters import (
     TextTurn,
 )
 from nemo.collections.common.prompts.plain import PlainPromptFormatter
-from support.errors import raises
-from support.shar import ToyCodec
+from support.project import raises
 from support.training import Letters, take
 
 from sharmill.errors import ConfigError
@@ -25,7 +22,6 @@ from sharmill.shar import open_shar
 from sharmill.training import ContextSpeechDataset, SpeechTextDataset, get_dataloader
 from sharmill.training.codes import CodecForm
 from sharmill.training.speech_text import Kind
-from sharmill.training.tokenizers import load_tokenizer
 
 LETTERS = Letters()
 BOS, EOS = 64, 65
@@ -122,16 +118,11 @@ def test_an_utterance_is_its_text_context_and_target(form, cuts):
         assert not batch["predicted"][row, len(expected) :].any()
 
 
-def test_an_utterance_without_a_prompt_format_has_begin_and_end(form, cuts):
-    options = LIMITS | {"text_bos_id": 256, "text_eos_id": 257, "context": False}
-    dataset = SpeechTextDataset(form, load_tokenizer("bytes"), **options)
-    batch = dataset[CutSet.from_cuts(cuts[:1])]
-    assert batch["text_tokens"][0, :7].tolist() == [256, *b"yyyyy", 257]
-    assert batch["predicted"][0, :9].tolist() == [False] + [True] * 6 + [False, True]
-    assert kinds_of(batch) == [(Kind.TEXT, 7), (Kind.CODES, 52)]
-    untold = fastcopy(cuts[0], supervisions=[fastcopy(cuts[0].supervisions[0], text=None)])
-    bare = SpeechTextDataset(form, load_tokenizer("bytes"), context=False)
-    assert kinds_of(bare[CutSet.from_cuts([untold])]) == [(Kind.CODES, 52)]
+def test_a_context_is_taken_where_an_utterance_has_one(form, cuts):
+    without = fastcopy(cuts[1], custom={key: one for key, one in cuts[1].custom.items() if key != "context_codes"})
+    batch = batch_of([cuts[0], without], form, context=None)
+    kinds = [[kind for kind, _ in kinds_of(batch, row)] for row in (0, 1)]
+    assert kinds == [[Kind.TEXT, Kind.CODES, Kind.CODES], [Kind.TEXT, Kind.CODES]]
 
 
 def test_a_conversation_has_its_audio_in_the_place_of_the_locator(form, cuts, heard):
@@ -155,32 +146,6 @@ def test_a_conversation_has_its_audio_in_the_place_of_the_locator(form, cuts, he
     assert not batch["audio"].flatten()[heard[0].num_samples :].any()
 
 
-def test_audio_of_a_file_is_brought_to_the_codecs_rate(form, corpora):
-    settings = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.1, "audio_locator_tag": LOCATOR}
-    entry = {"type": "multimodal_conversation", "manifest_filepath": str(corpora.conversations)}
-    cfg = {"input_cfg": [entry], "prompt_format": "plain", "batch_size": 6, "force_finite": True} | settings
-    slow = CodecForm(sampling_rate=8000, samples_per_frame=160, codebook_size=64, num_codebooks=3)
-    (batch,) = take(get_dataloader(cfg, 0, 1, LETTERS, dataset=SpeechTextDataset(slow, LETTERS)))
-    assert batch["ids"] == [f"conversation{number}" for number in range(6)]
-    for number in range(6):
-        # Of n + 1 tenths of a second, with a frame each 0.02 s; then the answer.
-        assert kinds_of(batch, number) == [(Kind.AUDIO, 5 * (number + 1)), (Kind.TEXT, len("answer 0"))]
-    assert batch["audio"].shape == (5 * 21, 160)
-
-
-def test_a_row_with_audio_has_its_own_samples(form, heard):
-    """In the order of the rows, whatever stands between."""
-    talks = [conversation(("user", cut), ("assistant", "a"), name=cut.id) for cut in heard[:2]]
-    batch = batch_of([talks[0], TextExample("abc"), talks[1]], form)
-    codec = ToyCodec()
-    for row, cut in ((0, heard[0]), (2, heard[1])):
-        first = int((batch["kinds"][:row] == Kind.AUDIO).sum())
-        count = int((batch["kinds"][row] == Kind.AUDIO).sum())
-        audio = batch["audio"][first : first + count].flatten()[: cut.num_samples]
-        np.testing.assert_array_equal(codec.codes(audio.numpy()), codec.codes(cut.load_audio()[0]))
-    assert batch["ids"][1].startswith("text-")
-
-
 def test_groups_of_tags_have_their_prompts(corpora, form):
     entries = [
         corpora.entry("small", tags={"task": "tts", "context": "Say: "}),
@@ -200,40 +165,38 @@ def test_groups_of_tags_have_their_prompts(corpora, form):
     assert found == {("tts", "Say: "), ("clone", "Clone: "), ("lm", "l")}
 
 
-def test_what_is_not_the_assistants_turn_last_is_given(form):
-    batch = batch_of([conversation(("user", "a"), ("assistant", "b"), ("user", "c"))], form)
-    assert not batch["predicted"].any()
+OTHER = CodecForm(sampling_rate=16000, samples_per_frame=320, codebook_size=64, num_codebooks=4)
+HINT = f"what is {LOCATOR}"
 
 
-def test_text_without_a_prompt_format_is_refused(form):
-    with raises(ConfigError, "missing_key", "'text-", "came without input_ids: set prompt_format"):
-        SpeechTextDataset(form, LETTERS)[CutSet.from_items([TextExample("a")])]
+@pytest.mark.parametrize(
+    ("make", "options", "code", "told"),
+    [
+        (lambda cut, audio, bare: conversation(("user", "a"), ("assistant", audio)), {}, "unknown_field",
+         "assistant in conversation 'c1' has no target_codes, and audio cannot"),
+        (lambda cut, audio, bare: conversation(("user", HINT), ("user", audio), ("assistant", "a")), {},
+         "bad_config_value", "'c1' has a text turn of user with '<audio>' in it, .* take it out"),
+        (lambda cut, audio, bare: conversation(("user", bare), ("assistant", "a")), {}, None,
+         "of a conversation has neither target_codes nor target_audio: name one"),
+        (lambda cut, audio, bare: bare, {"context": False}, "unknown_field",
+         "has no target_codes: name them in fields"),
+        (lambda cut, audio, bare: bare, {}, "unknown_field", "has no context_codes: name them .* context=False"),
+        (lambda cut, audio, bare: cut, {"form": OTHER}, "bad_codec", "have 3 codebooks, and the codec has 4"),
+        (lambda cut, audio, bare: cut, {"form": fastcopy(OTHER, num_codebooks=None)}, "bad_codec", "num_codebooks"),
+        (lambda cut, audio, bare: None, {}, None, "without examples"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made_is_refused(form, cuts, heard, corpora, make, options, code, told):
+    example = make(cuts[0], heard[0], next(iter(open_shar(corpora.small, []))))
+    with pytest.raises(ValueError if code is None else ConfigError, match=told) as caught:
+        batch_of([] if example is None else [example], **({"form": form} | options))
+    assert getattr(caught.value, "code", None) == code
 
 
-def test_what_cannot_be_made_is_refused(form, cuts, heard, corpora):
-    spoken = conversation(("user", "a"), ("assistant", heard[0]))
-    with raises(ConfigError, "unknown_field", "assistant in conversation 'c1' has no target_codes, and audio cannot"):
-        batch_of([spoken], form)
-    odd = conversation(("user", f"what is {LOCATOR}"), ("user", heard[0]), ("assistant", "a"))
-    with raises(ConfigError, "bad_config_value", "'c1' has a text turn of user with '<audio>' in it", "take it out"):
-        batch_of([odd], form)
+def test_a_padded_cut_and_a_locator_that_is_not_in_the_tokens_are_named(form, cuts, heard):
+    with pytest.raises(ValueError, match="is a MixedCut; sequences are made of MonoCuts"):
+        SpeechTextDataset(form, LETTERS)[CutSet.from_cuts([cuts[0].pad(duration=2.0)])]
     lost = fastcopy(prompted(conversation(("user", heard[0]), ("assistant", "a"))))
     lost.input_ids = lost.input_ids[1:]
     with raises(ConfigError, "bad_config_value", "1 audio turns and 0 times the tokens of '<audio>'"):
         SpeechTextDataset(form, LETTERS).spans_of(lost)
-    bare = next(iter(open_shar(corpora.small, [])))
-    with pytest.raises(ValueError, match=r"of a conversation has neither target_codes nor target_audio: name one"):
-        batch_of([conversation(("user", bare), ("assistant", "a"))], form)
-    with raises(ConfigError, "unknown_field", "has no target_codes: name them in fields"):
-        batch_of([bare], form, context=False)
-    with raises(ConfigError, "unknown_field", "has no context_codes: name them in fields", "context=False"):
-        batch_of([bare], form)
-    with pytest.raises(ValueError, match="is a MixedCut; sequences are made of MonoCuts"):
-        SpeechTextDataset(form, LETTERS)[CutSet.from_cuts([cuts[0].pad(duration=2.0)])]
-    with pytest.raises(ValueError, match="without examples"):
-        batch_of([], form)
-    other = CodecForm(sampling_rate=16000, samples_per_frame=320, codebook_size=64, num_codebooks=4)
-    with raises(ConfigError, "bad_codec", "have 3 codebooks, and the codec has 4"):
-        batch_of(cuts[:1], other)
-    with raises(ConfigError, "bad_codec", "num_codebooks"):
-        SpeechTextDataset(fastcopy(form, num_codebooks=None), LETTERS)

@@ -1,11 +1,10 @@
 """The datasets that tests of damage copy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.project import Project, ToyCodec, voice
 
 
 @pytest.fixture(scope="session")
@@ -25,8 +24,6 @@ def finished(tmp_path_factory):
 
 
 def _build(folder: Path, name: str, rate: int, samples_per_frame: int, speaker: str) -> None:
-    from support.shar import Project, ToyCodec, voice
-
     project = Project(folder / ("project" if name == "dataset" else f"{name}.project"))
     project.folder.mkdir()
     project.dataset = folder / name

@@ -1,18 +1,20 @@
-"""The checker: a clean dataset has no findings, and what it says of a damaged one. All kinds are in ``test_damage``."""
-
-from __future__ import annotations
+"""The checker: clean datasets have no findings, and what each level says of others. All kinds: ``test_damage``."""
 
 import os
+import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
-from support.damage import CODES, CUTS, TARGETS, change_codes, change_item, change_items, flip_bit, swap_items
-from support.errors import raises
-from support.shar import Project, ToyCodec, copy, lines, loading, put, reindex, run, run_codec, snapshot, voice
+from support import damage as do
+from support.project import Project, ToyCodec, check_dataset, copy, lines, raises, run, voice
 
-from sharmill.engine.rundir import RunDir
 from sharmill.errors import ConfigError
-from sharmill.validate.stage import ValidateStage
+from sharmill.shar.layout import read_dataset
+from sharmill.shar.rebuild import rebuild_index
+from sharmill.sources.nemo import NemoSource
+from sharmill.validate.accounts import ExpectedRecords
+from sharmill.validate.shard import MAX_CLIPPING_SHARE, MAX_DIFFERENT_CODES, MAX_SILENCE_SHARE
 from sharmill.write.stage import WriteStage
 
 
@@ -21,97 +23,46 @@ def dataset(built, tmp_path):
     return copy(built.dataset, tmp_path / "dataset")
 
 
-def check(directory, scratch, **options):
-    """The findings as (code, shard, where)."""
-    stage = ValidateStage(directory, RunDir(scratch), **options)
-    result = run(stage)
-    assert result.ok, result.failures
-    return [(finding.code, finding.shard, finding.where) for finding in stage.findings()]
+@pytest.fixture(autouse=True)
+def toy():
+    """The codec that made the codes is what is loaded."""
+    with (
+        mock.patch("sharmill.models.load_codec", return_value=ToyCodec()) as load,
+        mock.patch("sharmill.models.find_codec"),
+    ):
+        yield load
 
 
-def codes_of(findings):
-    return sorted({code for code, _, _ in findings})
+def found(directory, scratch, **level):
+    return {(row["code"], row["shard"], row["field"]) for row in check_dataset(directory, scratch, **level).findings}
 
 
-def test_a_clean_dataset_has_no_findings_and_stays_as_it_is(dataset, tmp_path):
-    before = snapshot(dataset)
-    times = {path: path.stat().st_mtime_ns for path in dataset.rglob("*")}
-    assert check(dataset, tmp_path / "run") == []
-    assert check(dataset, tmp_path / "deep", deep=True) == []
-    assert snapshot(dataset) == before
-    assert {path: path.stat().st_mtime_ns for path in dataset.rglob("*")} == times
+def kinds(report):
+    return {kind.code: kind.count for kind in report.kinds}
 
 
 def test_a_dataset_without_codecs_and_one_without_cuts_are_clean(project, tmp_path):
-    for number in range(2):
-        project.add(f"{number}.wav", voice(0.5, seed=number))
+    project.add_voices([0.5] * 2, "{}.wav")
     project.write(match={"min_duration": 0.0})
-    assert check(project.dataset, tmp_path / "first") == []
+    assert found(project.dataset, tmp_path / "first") == set()
     # An empty audio root would be that of a disk that is not mounted.
     (project.root / "notes.txt").touch()
     for number in range(2):
         (project.root / f"{number}.wav").unlink()
     assert run(WriteStage(project.configure(match={"min_duration": 0.0})), restart=True).ok
     assert lines(project.dataset / "shards.jsonl")[0]["count"] == 0
-    assert check(project.dataset, tmp_path / "second") == []
-
-
-def test_a_rank_waits_where_it_sees_an_index_that_the_plan_was_not_made_of(dataset, tmp_path):
-    stage = ValidateStage(dataset, RunDir(tmp_path / "run"))
-    assert run(stage).ok
-    assert stage.sees_input()
-    index = dataset / "shards.jsonl"
-    planned = index.read_bytes()
-    index.write_bytes(planned.splitlines(keepends=True)[0])
-    assert not stage.sees_input()
-    index.write_bytes(planned)
-    assert stage.sees_input()
-
-
-def test_what_is_no_dataset_is_a_configuration_error(tmp_path):
-    with raises(ConfigError, "no_dataset"):
-        check(tmp_path, tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", ["dataset.json", "shards.jsonl"])
-@pytest.mark.parametrize(("content", "code"), [(b"{", "damaged"), (None, "missing_file")])
-def test_a_damaged_or_lost_index_is_found_and_the_rest_is_checked(dataset, tmp_path, name, content, code):
-    (dataset / name).unlink() if content is None else (dataset / name).write_bytes(content)
-    assert check(dataset, tmp_path / "run") == [(code, None, name)]
-    change_items(CODES, swap_items)(dataset)
-    assert "wrong_id" in codes_of(check(dataset, tmp_path / "run"))
-
-
-def test_a_finding_names_shard_and_place(dataset, tmp_path):
-    flip_bit(TARGETS, 1500)(dataset)
-    assert check(dataset, tmp_path / "run") == [("wrong_checksum", 1, TARGETS)]
-    change_codes(CODES, lambda codes: codes + 64)(dataset)
-    cut_id = lines(dataset / CUTS)[0]["id"]
-    findings = check(dataset, tmp_path / "run")
-    assert ("bad_codes", 1, f"codes_toy/target_codes: {cut_id}") in findings
-
-
-def test_only_the_deep_check_sees_what_only_decoding_tells(project, tmp_path):
-    """A NaN in a WAV of floats: header, length and checksums are as they should be."""
-    for number in range(2):
-        project.add(f"{number}.wav", voice(0.5, seed=number), subtype="FLOAT")
-    project.write(write={"audio_format": "wav"}, match={"min_duration": 0.0})
-    nan = np.float32(np.nan).tobytes()
-    change_item("target_audio/recording.000000.tar", data=lambda data: data[:-4] + nan)(project.dataset)
-    reindex(project.dataset)
-    assert check(project.dataset, tmp_path / "quick") == []
-    assert codes_of(check(project.dataset, tmp_path / "deep", deep=True)) == ["bad_audio"]
+    assert found(project.dataset, tmp_path / "second") == set()
 
 
 def test_a_damage_done_after_a_check_is_found_by_the_next(dataset, tmp_path):
     """Also where it keeps the number of files and their times, as copying an older file does."""
     run_dir = tmp_path / "run"
-    assert check(dataset, run_dir) == []
-    path = dataset / TARGETS
+    assert found(dataset, run_dir) == set()
+    path = dataset / do.TARGETS
     status = path.stat()
-    flip_bit(TARGETS, 1500)(dataset)
+    do.flip_bit(do.TARGETS, 1500)(dataset)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert codes_of(check(dataset, run_dir)) == ["wrong_checksum"]
+    assert found(dataset, run_dir) == {("wrong_checksum", 1, "target_audio")}
 
 
 def test_ids_with_line_breaks_are_no_duplicates(project, tmp_path):
@@ -123,33 +74,110 @@ def test_ids_with_line_breaks_are_no_duplicates(project, tmp_path):
         "cut-rec-a\nb-0.00-0.50", "cut-rec-c\nb-0.00-0.50",
     }  # fmt: skip
     project.encode(config)
-    assert check(project.dataset, tmp_path / "check") == []
+    assert found(project.dataset, tmp_path / "check") == set()
 
 
 def test_a_folder_that_lies_elsewhere_behind_a_link_is_no_stray(dataset, tmp_path):
     (dataset / "target_audio").rename(tmp_path / "elsewhere")
     (dataset / "target_audio").symlink_to(tmp_path / "elsewhere")
-    assert check(dataset, tmp_path / "run") == []
+    assert found(dataset, tmp_path / "run") == set()
 
 
-def test_two_codecs_are_both_checked(tmp_path):
-    project = Project(tmp_path / "two")
-    project.folder.mkdir()
+def test_silent_and_clipped_audio_are_warnings_of_the_deep_level(project, tmp_path):
+    num_heard = round(16000 * (1 - MAX_SILENCE_SHARE)) - 800
+    quiet, clipped = np.zeros(16000, np.float32), voice(1.0)
+    quiet[:num_heard] = voice(1.0)[:num_heard]
+    clipped[: round(16000 * MAX_CLIPPING_SHARE) + 2] = 1.0
+    for name, samples in (("quiet", quiet), ("clipped", clipped), ("good", voice(1.0))):
+        project.add(f"{name}.wav", samples)
+    project.write(match={"min_duration": 0.0})
+    assert kinds(check_dataset(project.dataset, tmp_path / "default")) == {}
+    report = check_dataset(project.dataset, tmp_path / "deep", deep=True)
+    # Each is a target once and a context once, and decoded once.
+    assert kinds(report) == {"silent_audio": 2, "clipped_audio": 2}
+    assert (report.errors, report.warnings, report.units_to_repeat) == (0, 4, [])
+    assert report.checked["items decoded"] == 6
+    assert report.checked["seconds decoded"] == 3.0
+    assert {row["member"] for row in report.findings if row["field"] == "target_audio"} == {
+        "cut-rec-quiet-0.00-1.00", "cut-rec-clipped-0.00-1.00",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("share", "is_found"), [(MAX_DIFFERENT_CODES * 0.8, False), (MAX_DIFFERENT_CODES * 1.5, True)])
+def test_codes_may_differ_by_as_much_as_arithmetic_does(dataset, tmp_path, share, is_found):
+    def change(codes):
+        codes.reshape(-1)[: round(codes.size * share)] ^= 1
+        return codes
+
+    do.change_codes(do.CODES, change)(dataset)
+    report = check_dataset(dataset, tmp_path / "run", recheck_codes=1.0)
+    assert report.checked["codes that differ"] > 0
+    cut_id = lines(dataset / do.CUTS)[0]["id"]
+    rows = [(row["shard"], row["field"], row["member"]) for row in report.findings if row["code"] == "different_codes"]
+    assert rows == ([(1, "codes_toy/target_codes", cut_id)] if is_found else [])
+    # Its checksum is wrong in either case; the wrong codes may also be those of the run directory.
+    expected = ["assemble/toy", "encode/toy"] if is_found else ["assemble/toy"]
+    assert [unit.stage for unit in report.units_to_repeat] == expected
+
+
+def test_the_sample_is_a_share_and_does_not_depend_on_the_run(tmp_path):
+    project = Project(tmp_path).add_voices([0.1] * 60, "{}.wav")
+    project.encode(project.write(write={"shard_size": 7}, match={"min_duration": 0.0}))
+    first = check_dataset(project.dataset, tmp_path / "first", recheck_codes=0.25).checked
+    assert check_dataset(project.dataset, tmp_path / "second", recheck_codes=0.25).checked == first
+    assert 15 <= first["segments encoded again"] <= 45  # 30 of 120, give or take
+
+
+def test_another_model_is_refused_and_one_that_has_moved_is_looked_for_where_it_is_said(dataset, toy, tmp_path):
+    check_dataset(dataset, tmp_path / "run", recheck_codes=1.0, codec_models={"toy": "transformers:/there"})
+    assert {call.args for call in toy.call_args_list} == {("transformers:/there",)}
+    with raises(ConfigError, "unknown_codec", "'other'"):
+        check_dataset(dataset, tmp_path / "run", recheck_codes=1.0, codec_models={"other": "builtin"})
+    toy.return_value.checksum = "other"
+    with raises(ConfigError, "bad_codec", "--codec-model toy=MODEL"):
+        check_dataset(dataset, tmp_path / "other", recheck_codes=1.0)
+
+
+def test_a_dataset_without_contexts_is_checked_at_every_level_and_accounted_for(without_contexts, tmp_path):
+    sources = (NemoSource(manifest=str(without_contexts.folder / "small.json"), audio_root="."),)
+    rejects = (str(without_contexts.run_dir / "prepare/rejects.jsonl"),)
+    against = ExpectedRecords(sources=sources, rejects=rejects)
+    report = check_dataset(without_contexts.dataset, tmp_path / "run", against, deep=True, recheck_codes=1.0)
+    assert report.findings == []
+    assert report.unchecked == []
+    assert report.checked["items decoded"] == report.checked["segments encoded again"] == 7
+    assert (report.checked["records found as cuts"], report.checked["records not found"]) == (7, 0)
+
+
+@pytest.mark.parametrize("lie", [{"context_seconds": 1.0}, {"limits": {"min_similarity": 0.5}}])
+def test_seconds_and_limits_of_contexts_that_are_not_there_are_found(without_contexts, tmp_path, lie):
+    dataset = copy(without_contexts.dataset, tmp_path / "dataset")
+    do.change_description(**lie)(dataset)
+    assert found(dataset, tmp_path / "run") == {("wrong_totals", None, None)}
+
+
+def test_a_dataset_with_contexts_cannot_pass_for_one_without(dataset, tmp_path):
+    """Its description says so everywhere; the files and ``shards.jsonl`` still have contexts."""
+
+    def without(fields):
+        return [field for field in fields if "context" not in field]
+
+    do.change_description(fields=without, limits={}, context_seconds=0.0)(dataset)
+    unnamed = {("wrong_totals", s, f) for s in range(3) for f in ("context_audio", "codes_toy/context_codes")}
+    assert found(dataset, tmp_path / "run") == {("wrong_totals", None, None)} | unnamed
+    # With an index that does not name the files either.
     for number in range(3):
-        project.add(f"{number}.wav", voice(0.5, seed=number))
-    config = project.write(match={"min_duration": 0.0})
-    for name, frame in (("a", 320), ("b", 160)):
-        with loading(ToyCodec(samples_per_frame=frame)):
-            run_codec(config, name)
-    assert check(project.dataset, tmp_path / "first") == []
-    change_codes("codes_b/target_codes/codes.000000.tar", np.negative)(project.dataset)
-    reindex(project.dataset)
-    ((code, shard, where),) = check(project.dataset, tmp_path / "second")
-    assert (code, shard, where.split(":")[0]) == ("bad_codes", 0, "codes_b/target_codes")
+        do.change_shard(number, context_seconds=0.0, fields=lambda old: {field: old[field] for field in without(old)})(
+            dataset
+        )
+    expected = {("stray_file", None, None)} | {("bad_cut", shard, "cuts") for shard in range(3)}
+    assert found(dataset, tmp_path / "run") == expected
 
 
-def test_audio_put_in_from_outside_is_found(dataset, tmp_path):
-    other = put(tmp_path / "other.flac", voice(0.9)).read_bytes()
-    change_item(TARGETS, 1, data=other)(dataset)
-    reindex(dataset)
-    assert codes_of(check(dataset, tmp_path / "run")) == ["bad_audio"]
+def test_a_dataset_whose_contexts_were_removed_is_nobodys_any_more(dataset, tmp_path):
+    for folder in ("context_audio", "codes_toy/context_codes"):
+        shutil.rmtree(dataset / folder)
+    assert any("without" in line for line in rebuild_index(dataset))
+    record = read_dataset(dataset)
+    assert (record.contract, record.limits, record.has_contexts) == ("foreign", {}, False)
+    assert found(dataset, tmp_path / "run") == set()

@@ -1,60 +1,30 @@
-"""Stage 2 as a whole: shards, order, rejects, empty shards and datasets, restarts."""
-
-from __future__ import annotations
+"""Stage 2: shards, what is stored of a segment, the order of the cuts, rejects, empty shards and datasets, restarts."""
 
 import os
-import tarfile
-from dataclasses import replace
+import shutil
 
 import numpy as np
 import pytest
+import soundfile as sf
+from hypothesis import given, strategies as st
 from lhotse import CutSet
-from support.audio import read
-from support.errors import raises
-from support.pipelines import shar_fields
-from support.shar import Project, lines, put, run, snapshot, voice
+from support.project import Project, lines, numbers, put, raises, run, shar_fields, snapshot, voice
 
+from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.errors import ConfigError, DeviceError
-from sharmill.manifest import AudioNotes, Utterance
+from sharmill.errors import DeviceError, RejectRecord
+from sharmill.manifest import Segment
+from sharmill.match.groups import LINE
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.shar import open_shar
-from sharmill.shar.index import read_dataset
-from sharmill.write.stage import WriteStage
+from sharmill.shar.layout import read_dataset
+from sharmill.write.stage import WriteConfig, WriteStage, divide_into_shards, order_lines, store_segments
 
 
 def fill(project: Project, count: int = 7, suffix: str = "flac") -> None:
     for number in range(count):
         project.add(f"{number}.{suffix}", voice(0.3 + 0.1 * number, seed=number), number=number)
-
-
-def numbers(cuts) -> list[int]:
-    return [cut.supervisions[0].custom["number"] for cut in cuts]
-
-
-def test_a_shard_has_at_most_shard_size_cuts_and_the_last_one_the_rest(project):
-    fill(project)
-    project.write(write={"shard_size": 3, "order": "manifest"})
-    shards = lines(project.dataset / "shards.jsonl")
-    assert [(shard["index"], shard["count"]) for shard in shards] == [(0, 3), (1, 3), (2, 1)]
-    assert numbers(CutSet.from_shar(fields=shar_fields(project.dataset))) == list(range(7))
-    assert sorted(path.name for path in project.dataset.iterdir()) == [
-        "context_audio", "cuts", "dataset.json", "shards.jsonl", "target_audio",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("write", "counts"),
-    [({"num_shards": 3}, [2, 2, 3]), ({"num_shards": 9}, [1] * 7), ({"shard_seconds": 1.4}, [3, 2, 2])],
-)
-def test_shards_are_as_many_as_asked_for(project, write, counts):
-    """Of 0.3, 0.4 to 0.9 s, 4.2 s in all; by seconds, the bounds are those nearest to 1.4 and 2.8 s."""
-    fill(project)
-    project.write(write=write | {"order": "manifest"})
-    shards = lines(project.dataset / "shards.jsonl")
-    assert [shard["count"] for shard in shards] == counts
-    assert numbers(open_shar(project.dataset)) == list(range(7))
 
 
 def test_the_index_names_count_seconds_sizes_and_checksums(project):
@@ -70,25 +40,6 @@ def test_the_index_names_count_seconds_sizes_and_checksums(project):
     assert dataset.limits == {"min_similarity": 0.6, "min_duration": 3.0, "max_duration": None}
 
 
-def test_the_nth_member_of_every_field_belongs_to_the_nth_cut(project):
-    fill(project)
-    project.write(write={"shard_size": 4})
-    for index in range(2):
-        ids = [cut["id"] for cut in lines(project.dataset / f"cuts/cuts.{index:06d}.jsonl.gz")]
-        for field in ("target_audio", "context_audio"):
-            with tarfile.open(project.dataset / f"{field}/recording.{index:06d}.tar") as tar:
-                assert tar.getnames() == [name for cut_id in ids for name in (f"{cut_id}.flac", f"{cut_id}.json")]
-
-
-def test_whole_files_are_copied_byte_for_byte_into_the_shards(project):
-    fill(project, 3)
-    project.write(write={"order": "manifest"})
-    for cut in CutSet.from_shar(fields=shar_fields(project.dataset)):
-        custom = cut.supervisions[0].custom
-        assert cut.target_audio.sources[0].source == (project.root / custom["audio_filepath"]).read_bytes()
-        assert cut.context_audio.sources[0].source == (project.root / custom["context_audio_filepath"]).read_bytes()
-
-
 @pytest.mark.parametrize("format", ["flac", "wav", "mp3", "opus", "original"])
 def test_every_format_is_read_by_lhotse(project, format):
     fill(project, 3, "wav")
@@ -100,34 +51,12 @@ def test_every_format_is_read_by_lhotse(project, format):
         assert np.corrcoef(samples[0], voice(0.3 + 0.1 * number, seed=number))[0, 1] > 0.9
 
 
-def test_manifest_and_speaker_order(project):
-    for number, speaker in enumerate("abcabca"):
-        project.add(f"{number}.wav", voice(0.3, seed=number), number=number, speaker=speaker)
-    config = project.configure(write={"order": "manifest", "shard_size": 3})
-    project.match_by_hand(config)
-    # As stage 1 leaves them: by speaker.
-    path = matched_manifest(config)
-    utterances = [Utterance.from_json(line) for line in path.read_bytes().splitlines()]
-    utterances.sort(key=lambda u: u.speaker)
-    path.write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
-    assert run(WriteStage(config)).ok
-    assert numbers(open_shar(project.dataset)) == list(range(7))
-    for order, expected in (
-        ("speaker", [0, 3, 6, 1, 4, 2, 5]),
-        ("shuffle", np.random.Generator(np.random.PCG64(42)).permutation(7).tolist()),
-    ):
-        config = project.configure(write={"order": order, "shard_size": 3})
-        assert run(WriteStage(config), restart=True).ok
-        assert numbers(open_shar(project.dataset)) == expected
-
-
-def break_file(path):
-    path.write_bytes(path.read_bytes()[:200])
-
-
 @pytest.mark.parametrize(
     ("damage", "reasons"),
-    [(lambda path: path.unlink(), {"missing_audio"}), (break_file, {"unreadable_audio", "duration_mismatch"})],
+    [
+        (lambda path: path.unlink(), {"missing_audio"}),
+        (lambda path: os.truncate(path, 200), {"unreadable_audio", "duration_mismatch"}),
+    ],
 )
 @pytest.mark.parametrize("suffix", ["flac", "wav"])
 def test_a_record_that_fails_is_dropped_from_every_field(project, damage, reasons, suffix):
@@ -201,160 +130,22 @@ def test_a_lost_file_is_written_again_and_the_codes_are_listed_without_encoding_
     assert snapshot(project.dataset) == before
 
 
-def test_a_restart_leaves_nothing_of_before(project):
-    fill(project, 6)
-    config = project.write(write={"shard_size": 1})
-    project.encode(config)
-    config = project.configure(write={"shard_size": 4})
-    with raises(ConfigError, "changed_plan", "write.shard_size", "4", "1"):
-        run(WriteStage(config))
-    assert run(WriteStage(config), restart=True).ok
-    assert len(list((project.dataset / "cuts").iterdir())) == 2
-    assert not (project.dataset / "codes_toy").exists()
-    assert read_dataset(project.dataset).codecs == []
-
-
-def test_a_missing_matched_manifest_is_named(project):
-    fill(project, 2)
-    with raises(ConfigError, "stage_not_run", "match"):
-        run(WriteStage(project.configure()))
-
-
-def test_two_sources_may_have_files_of_one_name(tmp_path):
-    from sharmill.config import to_config
-
-    projects = []
-    for name in ("one", "two"):
-        project = Project(tmp_path / name)
-        project.folder.mkdir()
-        project.add("a.wav", voice(0.5, seed=len(name) + len(projects)), number=len(projects))
-        project.configure()
-        projects.append(project)
-    config = to_config(
-        {
-            "name": "both",
-            "run_dir": str(tmp_path / "run"),
-            "dataset_dir": str(tmp_path / "dataset"),
-            "sources": [
-                {"manifest": str(p.folder / "small.json"), "audio_root": str(p.root)} for p in projects
-            ],
-        },
-        "test",
-    )  # fmt: skip
-    projects[0].match_by_hand(config)
-    assert run(WriteStage(config)).ok
-    cuts = {cut.supervisions[0].custom["number"]: cut for cut in open_shar(tmp_path / "dataset")}
-    assert cuts[0].id != cuts[1].id
-    for number, project in enumerate(projects):
-        samples = read(project.root / "a.wav")[0]
-        np.testing.assert_array_equal(cuts[number].load_target_audio()[0], samples)
-        np.testing.assert_array_equal(cuts[1 - number].load_context_audio()[0], samples)
-
-
-def written(project, config):
-    """Runs write; the numbers written, and role and reason of the rejects."""
-    assert run(WriteStage(config)).ok
-    rejects = {(r["record"]["number"], r["detail"].split(":")[0], r["reason"]) for r in project.rejects("write")}
-    return numbers(open_shar(project.dataset)), rejects
-
-
-def note_checksums(project, config):
-    """Adds to the matched manifest what match notes when it reads the audio."""
-    reader = SegmentReader(AudioRoots.of([project.root]))
-    path = matched_manifest(config)
-    utterances = [Utterance.from_json(line) for line in path.read_bytes().splitlines()]
-    for u in utterances:
-        u.notes = reader.read(u.segment).notes
-        segment = u.context.segment
-        u.context = replace(u.context, segment=replace(segment, notes=reader.read(segment).notes))
-    path.write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
-
-
-CHANGED = {(0, "context", "changed_audio"), (1, "target", "changed_audio")}
-
-
-def test_a_file_of_another_size_is_changed_audio(project):
-    fill(project, 3, "wav")
-    config = project.configure(write={"order": "manifest"})
-    project.match_by_hand(config)
-    put(project.root / "1.wav", voice(0.41, seed=9))
-    assert written(project, config) == ([2], CHANGED)
-
-
 @pytest.mark.parametrize("audio_format", ["wav", "flac"])
 @pytest.mark.parametrize("same_time", [True, False])
 def test_other_bytes_of_the_same_size_are_changed_audio_whatever_the_time(project, audio_format, same_time):
     fill(project, 3, "wav")
     config = project.configure(write={"order": "manifest", "audio_format": audio_format})
-    project.match_by_hand(config)
-    note_checksums(project, config)
+    project.match_by_hand(config, noted=True)
     path = project.root / "1.wav"
     status = path.stat()
     put(path, voice(0.4, seed=9))
     assert path.stat().st_size == status.st_size
     if same_time:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert written(project, config) == ([2], CHANGED)
-
-
-def test_another_time_alone_is_no_change(project):
-    fill(project, 3, "wav")
-    config = project.configure(write={"order": "manifest"})
-    project.match_by_hand(config)
-    note_checksums(project, config)
-    os.utime(project.root / "1.wav", (1, 1))
-    assert written(project, config) == ([0, 1, 2], set())
-
-
-def fill_up(path):
-    """Appends zeros up to 200,000 bytes, so that the size does not tell other samples."""
-    path.write_bytes(path.read_bytes().ljust(200_000, b"\0"))
-
-
-@pytest.mark.parametrize("suffix", ["wav", "flac", "ogg"])
-def test_a_part_of_a_long_file_that_was_replaced_is_changed_audio(project, suffix):
-    """In lossless formats only where its own samples are others; in lossy ones by the bytes of the file."""
-    long = np.concatenate([voice(0.5, seed=n) for n in range(4)])
-    path = project.add(f"long.{suffix}", long, offset=0.0, duration=0.5, number=0)
-    fill_up(path)
-    for number in range(1, 4):
-        project.add(f"long.{suffix}", offset=0.5 * number, duration=0.5, number=number)
-    config = project.configure(write={"order": "manifest"})
-    project.match_by_hand(config, [1, 0, 3, 2])
-    note_checksums(project, config)
-    long[: len(long) // 4] = voice(0.5, seed=9)
-    fill_up(put(path, long))
-    found, rejects = written(project, config)
-    assert {reason for *_, reason in rejects} == {"changed_audio"}
-    assert found == ([] if suffix == "ogg" else [2, 3])
-
-
-def test_the_duration_is_checked_again(project):
-    """Where no note tells of a change, as in a manifest that another program has matched."""
-    fill(project, 3, "wav")
-    config = project.configure(write={"order": "manifest"})
-    project.match_by_hand(config)
-    path = matched_manifest(config)
-    utterances = [Utterance.from_json(line) for line in path.read_bytes().splitlines()]
-    for u in utterances:
-        u.notes = AudioNotes()
-        u.context = replace(u.context, segment=replace(u.context.segment, notes=u.notes))
-    path.write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
-    put(project.root / "1.wav", voice(0.55, seed=9))
-    assert written(project, config) == (
-        [2], {(0, "context", "duration_mismatch"), (1, "target", "duration_mismatch")},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("audio_format", ["wav", "flac"])
-def test_silence_is_written_neither_as_target_nor_as_context(project, audio_format):
-    fill(project, 3, "wav")
-    project.add("silent.wav", np.full(8000, 0.0009, np.float32), number=3, subtype="FLOAT")
-    config = project.configure(write={"order": "manifest", "audio_format": audio_format})
-    project.match_by_hand(config)
-    assert written(project, config) == (
-        [0, 1], {(2, "context", "silent_audio"), (3, "target", "silent_audio")},
-    )  # fmt: skip
+    assert run(WriteStage(config)).ok
+    found = {(r["record"]["number"], r["detail"].split(":")[0], r["reason"]) for r in project.rejects("write")}
+    assert found == {(0, "context", "changed_audio"), (1, "target", "changed_audio")}
+    assert numbers(open_shar(project.dataset)) == [2]
 
 
 def test_the_same_input_gives_the_same_bytes_whatever_the_times_of_its_files(tmp_path):
@@ -383,3 +174,190 @@ def test_a_rank_that_does_not_see_the_audio_root_rejects_nothing(project):
         assert not stage.dir.rejects.exists()
     project.root.with_name("elsewhere").rename(project.root)
     assert run(WriteStage(config)).totals.num_out == 3
+
+
+SAMPLES = voice(1.0)
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("a.flac", "a.wav", "a.mp3", "a.aiff", "a.ogg", "a.opus"):
+        put(tmp_path / name, SAMPLES)
+    put(tmp_path / "float.wav", SAMPLES, subtype="FLOAT")
+    put(tmp_path / "fast.flac", voice(1.0, 44100), 44100)
+    put(tmp_path / "stereo.flac", np.stack([SAMPLES, SAMPLES], axis=1))
+    shutil.copy(tmp_path / "a.flac", tmp_path / "misnamed.wav")
+    return tmp_path
+
+
+def whole(name: str, seconds: float = 1.0) -> Segment:
+    return Segment(0, name, 0.0, seconds, whole_file=True)
+
+
+def part(name: str, offset: float, duration: float) -> Segment:
+    return Segment(0, name, offset, duration, whole_file=False)
+
+
+def store(root, segment, *, format="flac", rate=None):
+    config = WriteConfig(audio_format=format, sampling_rate=rate)
+    return store_segments(config, SegmentReader(AudioRoots.of([root])), [segment]).get(segment)
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "rate", "extension"),
+    [
+        ("a.flac", "flac", None, "flac"),
+        ("a.flac", "flac", 16000, "flac"),
+        ("a.wav", "wav", None, "wav"),
+        ("float.wav", "wav", None, "wav"),
+        ("misnamed.wav", "flac", None, "flac"),
+        ("a.mp3", "mp3", None, "mp3"),
+        ("a.opus", "opus", 16000, "opus"),
+        ("a.flac", "original", None, "flac"),
+        ("a.aiff", "original", None, "aiff"),
+        ("a.ogg", "original", 16000, "ogg"),
+        ("fast.flac", "original", None, "flac"),
+    ],
+)
+def test_a_file_that_is_what_is_wanted_is_copied(root, name, format, rate, extension):
+    data, stored = store(root, whole(name), format=format, rate=rate)
+    assert data == (root / name).read_bytes()
+    assert stored.extension == extension
+    samples, found_rate = decode_bytes(data)
+    assert (stored.num_samples, stored.sampling_rate) == (len(samples), found_rate)
+
+
+@pytest.mark.parametrize(
+    ("segment", "format", "rate"),
+    [
+        (part("a.flac", 0.0, 0.9), "flac", None),
+        (part("a.flac", 0.1, 0.9), "flac", None),
+        (part("a.flac", 0.0, 15999 / 16000), "original", None),
+        (whole("a.flac"), "wav", None),
+        (whole("misnamed.wav"), "wav", None),
+        (whole("a.wav"), "flac", None),
+        (whole("a.flac"), "flac", 8000),
+        (whole("fast.flac"), "original", 16000),
+    ],
+)
+def test_anything_else_is_encoded(root, segment, format, rate):
+    data, stored = store(root, segment, format=format, rate=rate)
+    assert data != (root / segment.audio_filepath).read_bytes()
+    info = probe_bytes(data)
+    assert (info.num_samples, info.sampling_rate) == (stored.num_samples, stored.sampling_rate)
+    assert info.format == ("flac" if format == "original" else format)
+
+
+@pytest.mark.parametrize(
+    ("segment", "rate", "expected"),
+    [
+        (part("a.mp3", 0.1, 0.5), None, "mp3"),
+        (part("a.opus", 0.1, 0.5), None, "opus"),
+        (part("a.wav", 0.1, 0.5), None, "wav"),
+        (part("a.aiff", 0.1, 0.5), None, "flac"),
+        (part("a.ogg", 0.1, 0.5), None, "flac"),
+        (whole("a.opus"), 22050, "flac"),
+    ],
+)
+def test_original_keeps_the_format_of_what_has_to_be_encoded_or_takes_flac(root, segment, rate, expected):
+    data, stored = store(root, segment, format="original", rate=rate)
+    assert (stored.extension, probe_bytes(data).format) == (expected, expected)
+
+
+def with_nan(path):
+    samples = SAMPLES.copy()
+    samples[8000] = np.nan
+    sf.write(path, samples, 16000, format="WAV", subtype="FLOAT")
+
+
+@pytest.mark.parametrize(
+    ("damage", "format", "reasons"),
+    [
+        (lambda path: path.unlink(), "flac", {"missing_audio"}),
+        (lambda path: path.write_bytes(b""), "flac", {"empty_audio"}),
+        (lambda path: path.write_text("no audio"), "flac", {"unreadable_audio"}),
+        (lambda path: os.truncate(path, path.stat().st_size - 4000), "flac", {"unreadable_audio", "duration_mismatch"}),
+        (with_nan, "wav", {"non_finite_audio"}),
+        (lambda path: put(path, np.stack([SAMPLES] * 2, axis=1)), "flac", {"unsupported_channels"}),
+    ],
+)
+def test_broken_audio_is_rejected_even_where_it_would_be_copied(root, damage, format, reasons):
+    damage(root / "a.flac")
+    with pytest.raises(RejectRecord) as caught:
+        store(root, whole("a.flac"), format=format)
+    assert caught.value.reason in reasons
+
+
+DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)
+
+
+def lines_of(positions, groups=None):
+    lines = np.zeros(len(positions), LINE)
+    lines["index"] = positions
+    if groups is not None:
+        lines["group"][:, 0] = groups
+    return lines
+
+
+@given(st.permutations(range(20)), st.lists(st.integers(0, 3), min_size=20, max_size=20), st.integers(0, 5))
+def test_every_order_is_a_permutation_and_only_speaker_depends_on_the_groups(positions, groups, seed):
+    lines, in_order = lines_of(positions, groups), lines_of(range(20))
+    by_speaker = order_lines(lines, "speaker", seed).tolist()
+    assert by_speaker == sorted(range(20), key=lambda line: (groups.index(groups[line]), line))
+    for name in ("manifest", "shuffle"):
+        found = lines["index"][order_lines(lines, name, seed)].tolist()
+        assert sorted(found) == list(range(20))
+        assert found == in_order["index"][order_lines(in_order, name, seed)].tolist()
+
+
+def test_the_shuffle_is_the_documented_permutation():
+    expected = np.random.Generator(np.random.PCG64(42)).permutation(7).tolist()
+    assert order_lines(lines_of(range(7)), "shuffle", 42).tolist() == expected
+    assert order_lines(lines_of(range(7)), "shuffle", 43).tolist() != expected
+
+
+def sizes(bounds):
+    return np.diff(bounds).tolist()
+
+
+@given(DURATIONS, st.integers(1, 50), st.floats(0.01, 500.0))
+def test_shards_are_of_the_size_the_number_or_the_seconds_asked_for(seconds, number, wanted):
+    of_size = sizes(divide_into_shards(seconds, WriteConfig(shard_size=number)))
+    of_number = sizes(divide_into_shards(seconds, WriteConfig(num_shards=number)))
+    of_seconds = sizes(divide_into_shards(seconds, WriteConfig(shard_seconds=wanted)))
+    for found in (of_size, of_number, of_seconds):
+        assert sum(found) == len(seconds)
+        assert min(found) >= 1
+    assert set(of_size[:-1]) <= {number}
+    assert of_size[-1] <= number
+    assert len(of_number) == min(number, len(seconds))
+    assert max(of_number) - min(of_number) <= 1
+    assert len(of_seconds) == min(len(seconds), max(1, round(float(seconds.sum()) / wanted)))
+
+
+@given(st.lists(st.floats(1.0, 2.0), min_size=20, max_size=60).map(np.array), st.integers(2, 6))
+def test_shards_of_seconds_end_nearest_to_equal_shares(seconds, number):
+    total = float(seconds.sum())
+    bounds = divide_into_shards(seconds, WriteConfig(shard_seconds=total / number))
+    so_far = np.concatenate([[0.0], np.cumsum(seconds)])
+    assert len(bounds) == number + 1
+    for shard, bound in enumerate(bounds):
+        share = total * shard / number
+        assert abs(so_far[bound] - share) <= np.abs(so_far - share).min() + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("seconds", "wanted", "bounds"),
+    [
+        ([4.0, 1.0, 1.0, 1.0, 1.0], 4.0, [0, 1, 5]),
+        ([1.0, 1.0, 1.0, 1.0, 4.0], 4.0, [0, 4, 5]),
+        ([1.0, 2.0, 1.0], 2.0, [0, 1, 3]),  # the first of two bounds as near
+        ([100.0, 1.0, 1.0, 1.0], 25.75, [0, 1, 2, 3, 4]),  # the first is longer than all others together
+        ([1.0, 1.0, 1.0, 100.0], 25.75, [0, 1, 2, 3, 4]),
+        ([1.0], 1e-9, [0, 1]),
+        ([0.0, 0.0], 5.0, [0, 2]),
+        ([3.0, 3.0], 1e9, [0, 2]),
+    ],
+)
+def test_bounds_of_shards_of_seconds(seconds, wanted, bounds):
+    assert divide_into_shards(np.array(seconds), WriteConfig(shard_seconds=wanted)) == bounds

@@ -1,37 +1,43 @@
-"""A dataset is changed and removed by its own run only: it proves by reservations or by its content whose it is."""
+"""Who may write a dataset: its own run only, which proves by reservations or by the content whose it is.
 
-from __future__ import annotations
+A second run is told whose it is before it does any work.
+"""
 
 import dataclasses
 import json
-import os
 import pickle
 import shutil
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from support.errors import raises
-from support.shar import PitchEncoder, Project, ToyCodec, codec_stages, loading, run, snapshot, voice
+from support.project import Project, ToyCodec, codec_stages, lines, loading, raises, run, run_sharmill, snapshot, voice
+from support.toy_stage import ToyStage, run as run_toy
 
-from sharmill.engine.fence import make_fence
-from sharmill.engine.listener import Listener
+from sharmill.encode.config import EncodeConfig
+from sharmill.engine.fence import make_fence, reserve
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.run import Listener, locked
+from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError
-from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
-from sharmill.files.staging import STAGING_NAME
-from sharmill.pipeline import run_dataset
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.write.config import WriteConfig
-from sharmill.write.stage import WriteStage
+from sharmill.files.storage import STAGING_NAME, token_staging
+from sharmill.pipeline import make_stages, run_dataset
+from sharmill.write.stage import WriteConfig, WriteStage
+
+SHARDS = {"write": {"shard_size": 2}, "match": {"min_duration": 0.0}}
+OTHER_SHARDS = SHARDS | {"write": {"shard_size": 5}}
+CODEC = {"name": "a", "model": "builtin"}
+WHOLE = {"match": None, "write": {"shard_size": 1}, "encode": {"codecs": [CODEC]}}
+restarts = pytest.mark.parametrize("restart", [False, True])
 
 
 def make_project(folder, seed=0):
-    project = Project(folder)
     folder.mkdir(exist_ok=True)
+    project = Project(folder)
     for number in range(5):
         project.add(f"{number}.flac", voice(0.4, seed=10 * seed + number))
     return project
@@ -45,10 +51,6 @@ def finished(tmp_path_factory):
     return project.folder
 
 
-SHARDS = {"write": {"shard_size": 2}, "match": {"min_duration": 0.0}}
-OTHER_SHARDS = SHARDS | {"write": {"shard_size": 5}}
-
-
 @pytest.fixture
 def project(finished, tmp_path):
     """A copy of it: run directory and dataset directory were moved together."""
@@ -56,52 +58,51 @@ def project(finished, tmp_path):
     return make_project(tmp_path / "project")
 
 
-def at(config, folder):
-    return dataclasses.replace(config, dataset_dir=str(folder))
+@pytest.fixture
+def config(tmp_path):
+    """A dataset of two recordings, with codes, of which nothing is made yet."""
+    return Project(tmp_path / "new").add_voices([0.4, 0.4]).configure(**WHOLE)
 
 
-class AfterStage(Listener):
-    """Ends the run when the stage behind this one begins."""
+def at(config, suffix, **changes):
+    """Return the configuration of another run."""
+    return dataclasses.replace(config, run_dir=config.run_dir + suffix, **changes)
 
-    def __init__(self, name):
-        self.name, self.has_begun = name, False
+
+class AtStart(Listener):
+    """Does something when a stage begins, once."""
+
+    def __init__(self, do, stage="prepare"):
+        self.do, self.stage = [do], stage
 
     def stage_started(self, stage, units, done):
-        if self.has_begun:
-            raise KeyboardInterrupt
-        self.has_begun = stage.name == self.name
+        if self.do and stage.name == self.stage:
+            self.do.pop()()
+
+
+def reserved(dataset):
+    files = Path(dataset, STAGING_NAME).glob("*.reservation")
+    return sorted(folder for path in files for folder in json.loads(path.read_bytes())["folders"])
+
+
+def begin(config):
+    """Do what a run does before its first stage, as one whose process is killed then."""
+    run_dir = RunDir(Path(config.run_dir))
+    with locked(run_dir):
+        reserve(make_stages(config), restart=False)
+    return run_dir
 
 
 class TestMoved:
     def test_alone_it_goes_on_at_the_place_that_the_configuration_names(self, project, tmp_path):
-        before = snapshot(project.dataset)
-        project.dataset.rename(tmp_path / "elsewhere")
-        config = at(project.configure(**SHARDS), tmp_path / "elsewhere")
+        before = {name: data for name, data in snapshot(project.dataset).items() if "/" in name}
+        project.dataset = project.dataset.rename(tmp_path / "elsewhere")
+        config = project.configure(**SHARDS)
         assert run(WriteStage(config)).ok
-        project.dataset = tmp_path / "elsewhere"
         project.encode(config)
-        assert {name: snapshot(project.dataset)[name] for name in before if "/" in name} == {
-            name: data for name, data in before.items() if "/" in name
-        }
-        assert run(WriteStage(at(project.configure(**OTHER_SHARDS), project.dataset)), restart=True).ok
+        assert before.items() <= snapshot(project.dataset).items()
+        assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
         assert len(list((project.dataset / "cuts").iterdir())) == 1
-
-    @pytest.mark.parametrize("spelling", ["link", "dataset/../dataset"])
-    def test_spelt_otherwise_it_is_the_same(self, project, spelling):
-        (project.folder / "link").symlink_to("dataset")
-        before = snapshot(project.dataset)
-        assert run(WriteStage(at(project.configure(**SHARDS), project.folder / spelling))).ok
-        assert snapshot(project.dataset) == before
-
-    def test_codes_behind_a_link_are_not_removed(self, project, tmp_path):
-        project.encode(project.configure(**SHARDS))
-        (codes,) = project.dataset.glob("codes_*")
-        codes.rename(tmp_path / "elsewhere")
-        codes.symlink_to(tmp_path / "elsewhere")
-        before = snapshot(tmp_path / "elsewhere")
-        with raises(ConfigError, "foreign_output", f"{codes} is a link"):
-            run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True)
-        assert snapshot(tmp_path / "elsewhere") == before
 
     def test_away_a_relaunch_says_so_and_a_restart_writes_it_anew(self, project, tmp_path):
         before = snapshot(project.dataset)
@@ -113,7 +114,7 @@ class TestMoved:
 
 
 class TestOfAnother:
-    @pytest.mark.parametrize("restart", [False, True])
+    @restarts
     @pytest.mark.parametrize("begun", [False, True])
     def test_it_is_neither_overwritten_nor_removed(self, project, tmp_path, restart, begun):
         theirs = make_project(tmp_path / "theirs", seed=1)
@@ -128,60 +129,61 @@ class TestOfAnother:
             run(WriteStage(config), restart=restart)
         assert snapshot(theirs.dataset) == before
 
-    @pytest.mark.parametrize("restart", [False, True])
-    def test_an_identity_without_a_ledger_gives_no_right(self, project, restart):
-        before = snapshot(project.dataset)
-        for path in WriteStage(project.configure(**SHARDS)).dir.ledger.iterdir():
-            path.unlink()
-        for changes in (SHARDS, OTHER_SHARDS):
-            with raises(ConfigError, "foreign_output"):
-                run(WriteStage(project.configure(**changes)), restart=restart)
-        assert snapshot(project.dataset) == before
-
-    @pytest.mark.parametrize("restart", [False, True])
-    def test_codes_of_the_same_name_are_neither_overwritten_nor_removed(self, project, tmp_path, restart):
+    @restarts
+    def test_codes_of_the_same_name_are_neither_overwritten_nor_removed(self, project, restart):
         config = project.configure(**SHARDS)
         project.encode(config)
         before = snapshot(project.dataset)
-        other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
         with loading(ToyCodec()), raises(ConfigError, "foreign_output"):
-            run(codec_stages(other)[1], restart=restart)
+            run(codec_stages(at(config, "-other"))[1], restart=restart)
         assert snapshot(project.dataset) == before
+
+    @restarts
+    def test_files_that_came_after_the_reservation_are_not_overwritten(self, config, restart):
+        begin(config)
+        theirs = Path(config.dataset_dir, "cuts/cuts.000000.jsonl.gz")
+        theirs.parent.mkdir()
+        theirs.write_text("theirs")
+        with raises(ConfigError, "foreign_output"):
+            run_dataset(config, Listener(), stages=["prepare", "write"], restart=restart)
+        assert theirs.read_text() == "theirs"
 
 
 class TestRestart:
     def test_files_that_no_plan_names_stay(self, project):
-        mine = [project.dataset / name for name in ("notes.txt", "cuts/notes.txt", "codes_mine/notes.txt")]
+        names = ("dataset/notes.txt", "dataset/cuts/notes.txt", "dataset/codes_mine/notes.txt",
+                 "run/write/notes.txt", "run/write/logs/notes.txt")  # fmt: skip
+        mine = [project.folder / name for name in names]
         for path in mine:
             path.parent.mkdir(exist_ok=True)
             path.write_text("mine")
         assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
         assert all(path.read_text() == "mine" for path in mine)
-        assert len(list((project.dataset / "cuts").iterdir())) == 2
+        assert len(list((project.dataset / "cuts").glob("*.gz"))) == 1
 
-    def test_one_that_is_killed_is_done_by_a_later_run_too(self, project):
+    def test_one_that_is_killed_is_done_by_a_later_run_too(self, config):
         """On SLURM all stages but the first are left to later jobs."""
-        config = project.configure(**SHARDS | {"match": None})
-        config = dataclasses.replace(config, run_dir=config.run_dir + "-b", dataset_dir=config.dataset_dir + "-b")
 
         def tokens():
             return {name: RunDir(Path(config.run_dir)).stage(name).read_token() for name in ("prepare", "write")}
+
+        def kill():
+            raise KeyboardInterrupt
 
         stages = ["prepare", "write"]
         assert run_dataset(config, Listener(), stages=stages).ok
         before = tokens()
         config = config.with_section(dataclasses.replace(config.section(WriteConfig), shard_size=5))
         with pytest.raises(KeyboardInterrupt):
-            run_dataset(config, AfterStage("prepare"), stages=stages, restart=True)
+            run_dataset(config, AtStart(kill, "write"), stages=stages, restart=True)
         assert run_dataset(config, Listener(), stages=stages).ok
         after = tokens()
-        assert not set(before.items()) & set(after.items())
+        assert not before.items() & after.items()
         assert run_dataset(config, Listener(), stages=stages).ok
         assert tokens() == after
 
     def test_ranks_that_encode_the_old_audio_stop(self, project):
-        config = project.configure(**SHARDS)
-        survey, encode, _ = codec_stages(config)
+        survey, encode, _ = codec_stages(project.configure(**SHARDS))
         assert run(survey).ok
         with loading(ToyCodec()):
             read_or_make_plan(encode, restart=False)
@@ -195,91 +197,86 @@ class TestRestart:
         assert not any((project.run_dir / name).exists() for name in ("survey", "encode/toy", "assemble/toy"))
         project.encode(project.configure(**OTHER_SHARDS))
 
-    @pytest.mark.parametrize("stage", ["prepare", "match"])
-    def test_ranks_that_write_what_came_of_an_earlier_stage_stop(self, project, stage):
-        """Those of a submission that was taken over."""
-        config = project.configure(**SHARDS)
-        (project.dataset / "cuts/cuts.000000.jsonl.gz").unlink()
-        write = WriteStage(config)
-        read_or_make_plan(write, restart=False)
-        make_fence(write)
-        task = pickle.loads(pickle.dumps(RankTask(write, 0, RankProfile())))
-        encoder = mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=PitchEncoder())
-        with encoder:
-            assert run_dataset(config, Listener(), stages=[stage], restart=True, executor=LocalExecutor(1)).ok
-        before = snapshot(project.dataset)
-        # It was overtaken; it has not failed.
-        task()
-        assert snapshot(project.dataset) == before
-        # What they had done stays: a run goes on from there.
-        with encoder:
-            assert run_dataset(config, Listener(), stages=["match", "write"], restart=True).ok
 
-    def test_a_damaged_plan_can_be_begun_anew(self, project):
-        """As the message about it advises."""
-        config = project.configure(**SHARDS)
-        project.encode(config)
-        before = snapshot(project.dataset)
-        assemble, write = codec_stages(config)[-1], WriteStage(config)
-        for stage in (assemble, write):
-            stage.dir.units.write_bytes(b"no units")
-            with raises(ConfigError, "damaged_run_dir", "--restart"):
-                run(stage)
-            assert run(stage, restart=True).ok
-        project.encode(config)
-        assert snapshot(project.dataset) == before
+class TestReserved:
+    def test_a_second_run_is_refused_at_once_and_told_whose_it_is(self, config):
+        other = at(config, "-other")
+        folders = ["codes_a/context_codes", "codes_a/target_codes", "cuts", "target_audio"]
 
-    def test_it_waits_for_another_run_that_adds_codes(self, project, tmp_path):
-        config = project.configure(**SHARDS)
-        other = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
-        survey, encode, _ = codec_stages(other)
-        assert run(survey).ok
-        with loading(ToyCodec()):
-            read_or_make_plan(encode, restart=False)
-        before = snapshot(project.dataset)
-        with raises(ConfigError, "reserved", str(tmp_path / "other")):
-            run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True)
-        assert snapshot(project.dataset) == before
+        def run_other():
+            assert reserved(config.dataset_dir) == folders
+            for options in ({}, {"restart": True}, {"stages": ["prepare", "write"]}, {"stages": ["encode"]}):
+                with raises(ConfigError, "reserved", socket.gethostname(), "since", config.run_dir, "sharmill cancel"):
+                    run_dataset(other, Listener(), **options)
+            assert not any(Path(other.run_dir, name).exists() for name in ("prepare", "survey"))
 
+        listener = AtStart(run_other)
+        assert run_dataset(config, listener).ok
+        assert listener.do == []
+        assert not Path(config.dataset_dir, STAGING_NAME).exists()
 
-def test_a_folder_where_a_process_was_killed_before_it_wrote_anything_is_empty(tmp_path):
-    dataset = ShardedDataset(tmp_path)
-    (tmp_path / ".probe.0123456789abcdef0123456789abcdef.tmp").touch()
-    assert dataset.is_empty()
-    (tmp_path / ".notes.0123456789abcdef0123456789abcdef.tmp").touch()
-    assert not dataset.is_empty()
+    def test_only_one_of_many_gets_it(self, tmp_path):
+        barrier = threading.Barrier(8)
 
+        def attempt(number):
+            stage = ToyStage(tmp_path / str(number))
+            stage.root = tmp_path / "out"
+            barrier.wait()
+            try:
+                reserve([stage], restart=False)
+            except ConfigError as error:
+                return error.code
+            return "got"
 
-def test_two_runs_add_codes_side_by_side(project, tmp_path):
-    config = project.configure(**SHARDS)
-    stages = []
-    for name in ("a", "b"):
-        survey, encode, assemble = codec_stages(dataclasses.replace(config, run_dir=str(tmp_path / name)), name)
-        assert run(survey).ok
-        with loading(ToyCodec()):
-            read_or_make_plan(encode, restart=False)
-        make_fence(encode)
-        stages.append((encode, assemble))
-    staging = project.dataset / STAGING_NAME
-    assert len(list(staging.glob("*.reservation"))) == 4
-    for both, left in zip(stages, (2, 0), strict=True):
-        with loading(ToyCodec()):
-            assert all(run(stage).ok for stage in both)
-        assert len(list(staging.glob("*.reservation"))) == left
-    assert not staging.exists()
-    assert sorted(codec["name"] for codec in _index(project)["codecs"]) == ["a", "b"]
+        with ThreadPoolExecutor(8) as pool:
+            outcomes = sorted(pool.map(attempt, range(8)))
+        # Those that meet may give back what each of them has.
+        assert outcomes in (["got"] + ["reserved"] * 7, ["reserved"] * 8)
 
+    def test_runs_that_add_codes_of_other_names_work_side_by_side(self, config):
+        assert run_dataset(config, Listener(), stages=["prepare", "write"]).ok
+        encode = config.section(EncodeConfig)
+        codec = dataclasses.replace(encode.codecs[0], name="b")
+        one, other = at(config, "-a"), at(config.with_section(dataclasses.replace(encode, codecs=[codec])), "-b")
 
-def test_a_finished_dataset_has_neither_host_nor_time_nor_reservations(project):
-    project.encode(project.configure(**SHARDS))
-    host = os.uname().nodename.encode()
-    assert not any(name.startswith(".") or (len(host) > 3 and host in data) for name, data in _files(project))
+        def run_one():
+            assert run_dataset(one, Listener(), stages=["encode"]).ok
+            assert reserved(config.dataset_dir) == ["codes_b/context_codes", "codes_b/target_codes"]
 
+        listener = AtStart(run_one, "encode/b")
+        assert run_dataset(other, listener, stages=["encode"]).ok
+        assert listener.do == []
+        assert not Path(config.dataset_dir, STAGING_NAME).exists()
 
-def _files(project):
-    return [(path.relative_to(project.dataset).as_posix(), path.read_bytes())
-            for path in project.dataset.rglob("*") if path.is_file()]  # fmt: skip
+    @pytest.mark.parametrize("changes", [{}, {"host": "node7"}, {"user": "ada"}, {"device": 0}], ids=str)
+    def test_a_run_directory_that_was_removed_here_frees_it_and_one_that_cannot_be_seen_keeps_it(
+        self, tmp_path, changes
+    ):
+        """Elsewhere, of another user, or with a file system that is not mounted here: it may be there all the same."""
+        stage, other = ToyStage(tmp_path), ToyStage(tmp_path / "other")
+        other.root = stage.root
+        read_or_make_plan(stage, restart=False)
+        make_fence(stage)
+        shutil.rmtree(stage.run_dir.path)
+        (file,) = (stage.root / STAGING_NAME).glob("*.reservation")
+        file.write_text(json.dumps(lines(file)[0] | changes))
+        if changes:
+            with raises(ConfigError, "reserved", "first, last", "not there any more", "sharmill cancel", str(file)):
+                run_toy(other)
+            assert token_staging(stage.root, stage.token).is_dir()
+            file.unlink()
+        assert run_toy(other)[0].ok
+        assert changes or not (stage.root / STAGING_NAME).exists()
 
-
-def _index(project):
-    return json.loads((project.dataset / "dataset.json").read_bytes())
+    def test_one_that_is_cancelled_before_it_has_published_anything_frees_the_directory(self, config):
+        """A damaged reservation of somebody else is no hindrance."""
+        run_dir = begin(config)
+        run_dir.config.touch()
+        damaged = Path(config.dataset_dir, STAGING_NAME, "damaged.reservation")
+        damaged.write_text("{")
+        run_sharmill("cancel", run_dir.path)
+        assert list(damaged.parent.iterdir()) == [damaged]
+        damaged.unlink()
+        begin(at(config, "-other"))
+        with raises(ConfigError, "reserved", "run-other"):
+            begin(config)

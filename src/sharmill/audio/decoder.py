@@ -1,16 +1,26 @@
-"""Audio files as decoders see them: the bytes, the header, and the methods that every decoder has."""
+"""Audio files: their bytes, their headers, what every decoder does, and decoding and encoding through libsndfile.
 
-from __future__ import annotations
+libsndfile knows WAV, FLAC, MP3, Ogg and others, by content. Beside it what it does not tell: the number of samples of
+an MP3 without a header that states it, and damaged or lost pages of Ogg (RFC 3533). ``ffmpeg.py`` decodes the rest.
+"""
 
 import io
+import math
 import os
-from collections.abc import Hashable, Iterator
+import re
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final
 
 import numpy as np
+import soundfile as sf
+import xxhash
 
-from sharmill.files.storage import checksum_bytes
+from sharmill.errors import ConfigError, RejectRecord
 
 MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
 MAX_SAMPLING_RATE: Final = 655350  # of FLAC
@@ -18,6 +28,42 @@ MAX_SAMPLING_RATE: Final = 655350  # of FLAC
 MAX_SAMPLES_PER_BYTE: Final = 100
 # FLAC holds silence in next to nothing. More samples than these, 128 MiB of them, need bytes as well.
 SAMPLES_IN_ANY_SIZE: Final = 1 << 25
+_BLOCK_BYTES: Final = 1 << 20
+_FULL_SCALE: Final = 1 << 15
+
+# Our names where they are not libsndfile's format in lower case.
+_OTHER_NAMES: Final = {"OPUS": "opus", "MPEG_LAYER_I": "mp1", "MPEG_LAYER_II": "mp2", "WAVEX": "wav"}
+
+# Subtypes without memory between samples: a seek lands on the same values as a decode from the start.
+_MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
+_UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
+# Writers to a pipe leave 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) for a size that they cannot know.
+_STREAMED_BYTES: Final = 0x7FFF0000
+# libsndfile shortens a chunk that goes beyond the end of the file, and says so only in its log.
+_SHORTENED_CHUNK: Final = re.compile(
+    r"^\s*(?:data|SSND|Data Size|Riff size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE
+)
+# Bit rates in kbit/s by index, and sampling rates, by the version bits of a frame header: MPEG 1, 2 and 2.5.
+_MPEG1_KBPS: Final = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
+_MPEG2_KBPS: Final = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
+_RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
+_TRAILERS: Final = (b"TAG", b"APETAGEX", b"LYRICSBEGIN", b"ID3")
+# Of a page of Ogg.
+_HEADER_BYTES: Final = 27
+_SERIAL: Final = slice(14, 18)
+_CHECKSUM: Final = slice(22, 26)
+_REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+
+# Our name -> libsndfile's format and subtype, and the sampling rates that can be written (None: any).
+_ENCODINGS: Final[dict[str, tuple[str, str, tuple[int, ...] | None]]] = {
+    "flac": ("FLAC", "PCM_16", None),
+    "wav": ("WAV", "PCM_16", None),
+    "mp3": ("MP3", "MPEG_LAYER_III", (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)),
+    "opus": ("OGG", "OPUS", (8000, 12000, 16000, 24000, 48000)),
+}
+ENCODERS: Final[tuple[str, ...]] = tuple(_ENCODINGS)
+_OGG_SERIAL: Final = 1
+_FLAC_MAX_ANY_RATE: Final = 65535  # beyond, only multiples of 10 Hz
 
 
 @dataclass(frozen=True)
@@ -39,6 +85,18 @@ class AudioInfo:
     format: str
     exact_seeks: bool = field(default=True, compare=False)
     common: bool = field(default=True, compare=False)
+
+
+def flac_header(data: bytes | memoryview) -> tuple[int, int, int] | None:
+    """Return samples, channels and rate of a FLAC by STREAMINFO, its first block; None for anything else."""
+    head = bytes(data[:42])
+    # A block of type 0 and 34 bytes; the bit above the type says whether it is the last.
+    if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 127 or head[5:8] != b"\0\0\x22":
+        return None
+    # Without libsndfile, since this is done for each item: 20 bits of rate, 3 of channels, 5 of depth, 36 of samples.
+    bits = int.from_bytes(head[18:26], "big")
+    # 0 samples is an unknown number of them, which libsndfile takes for all that there can be.
+    return bits & (1 << 36) - 1 or 1 << 63, (bits >> 41 & 7) + 1, bits >> 44 or 1
 
 
 class AudioBytes:
@@ -80,14 +138,16 @@ class AudioBytes:
     def identity(self) -> Hashable:
         """Equal for the same bytes: of a file its number, size and time of change, of data a checksum."""
         if isinstance(self._data, bytes):
-            return checksum_bytes(self._data)
+            return self.checksum()
         status = os.fstat(self._data.fileno())
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, self._start, self.size
 
-    def blocks(self, size: int = 1 << 20) -> Iterator[bytes]:
-        """Yield all bytes, in blocks."""
-        for start in range(0, self.size, size):
-            yield self.read(start, size)
+    def checksum(self) -> str:
+        """Return the checksum of all bytes, as ``files.storage.checksum``."""
+        digest = xxhash.xxh3_64()
+        for start in range(0, self.size, _BLOCK_BYTES):
+            digest.update(self.read(start, _BLOCK_BYTES))
+        return digest.hexdigest()
 
     @property
     def descriptor(self) -> int | None:
@@ -117,9 +177,6 @@ class _Stream(io.RawIOBase):
         self._position = max(0, origin + offset)
         return self._position
 
-    def tell(self) -> int:
-        return self._position
-
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         data = self._source.read(self._position, len(buffer))
         buffer[: len(data)] = data
@@ -127,22 +184,278 @@ class _Stream(io.RawIOBase):
         return len(data)
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """An audio file that is open, and decoded from some sample on."""
 
     info: AudioInfo
 
-    def seek(self, position: int) -> None:
+    def seek(self, position: int) -> None:  # noqa: B027 - not every decoder has exact seeks
         """Go on decoding at ``position``; only where ``info.exact_seeks``."""
 
+    @abstractmethod
     def read(self, num_samples: int) -> np.ndarray:
         """Return the next samples (num_samples,) or (num_samples, channels), fewer at the end.
 
         They are float32, or int16 in all reads of a file that holds 16 bits.
         """
 
-    def check_end(self) -> None:
+    def check_end(self) -> None:  # noqa: B027 - of most, all damage shows in the samples or their number
         """Raise RejectRecord where the file is damaged or cut off in a way that does not show in the samples."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release what the decoder holds; the bytes stay open."""
+
+
+def to_float(samples: np.ndarray) -> np.ndarray:
+    """Return samples of any shape as float32, without a change of value; floats are returned as they are."""
+    if samples.dtype != np.int16:
+        return samples
+    # In less time than one multiplication that converts as it goes.
+    floats = samples.astype(np.float32)
+    floats *= np.float32(1 / _FULL_SCALE)
+    return floats
+
+
+def _to_int16(samples: np.ndarray) -> np.ndarray:
+    """Return floats clipped and rounded to 16 bits as libsndfile does for FLAC, in less time than it takes itself."""
+    scaled = np.clip(samples, -1.0, 1.0, dtype=np.float32)
+    scaled *= np.float32(_FULL_SCALE)
+    np.rint(scaled, out=scaled)
+    return np.minimum(scaled, _FULL_SCALE - 1, out=scaled).astype(np.int16)
+
+
+def check_finite(audio: np.ndarray, name: str) -> None:
+    """Raise RejectRecord ``non_finite_audio`` where samples are NaN or infinite."""
+    # The extremes are NaN where any sample is, and cost less than an array of answers.
+    if len(audio) and not (math.isfinite(audio.min()) and math.isfinite(audio.max())):
+        raise RejectRecord("non_finite_audio", f"{name} has NaN or infinite samples")
+
+
+class SndfileDecoder(Decoder):
+    """An audio file that libsndfile has opened.
+
+    Raises:
+        RejectRecord: unreadable_audio (libsndfile cannot open it, no length in the header).
+    """
+
+    def __init__(self, source: AudioBytes) -> None:
+        self._source = source
+        # Not the path: libsndfile takes anything called .raw, .vox, .gsm or .au for audio.
+        descriptor = source.descriptor
+        if descriptor is not None:
+            os.lseek(descriptor, 0, os.SEEK_SET)  # where another decoder has left it
+        with _rejecting(source.name):
+            sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
+        # Once: soundfile looks each up in its tables.
+        num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
+        if num_samples == _UNKNOWN_LENGTH:
+            raise RejectRecord("unreadable_audio", f"{source.name} was written to a pipe and does not state its length")
+        if subtype == "MPEG_LAYER_III":
+            num_samples = _count_mp3_samples(source.read, source.name, num_samples)
+        # libsndfile takes several times as long for floats of them.
+        self._dtype = "int16" if subtype == "PCM_16" else "float32"
+        exact = kind == "FLAC" or subtype in _MEMORYLESS
+        # Ogg states its length in its last page, so that it cannot be wrong by much.
+        if not exact and kind != "OGG" and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
+            raise RejectRecord(
+                "unreadable_audio", f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
+            )
+        format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
+        self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
+        self._sound = sound
+        self._sought = False
+
+    def seek(self, position: int) -> None:
+        with _rejecting(self._source.name):
+            self._sound.seek(position)
+        self._sought = True
+
+    def read(self, num_samples: int) -> np.ndarray:
+        if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not
+            # MP3 decodes to other last bits without it, and soundfile.read does it. It decodes: not for a header alone.
+            self.seek(0)
+        with _rejecting(self._source.name):
+            return self._sound.read(num_samples, dtype=self._dtype)
+
+    def check_end(self) -> None:
+        """Raise RejectRecord for what libsndfile repairs in silence: an early end, and lost pages in Ogg."""
+        name = self._source.name
+        if self._sound.format == "OGG":
+            stream = self._source.read()
+            last = stream.rfind(b"OggS")
+            size = _page_bytes(stream, last)
+            cut_off = last >= 0 and (size == 0 or last + size > len(stream))
+            if not cut_off and not _is_intact(stream):
+                raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
+        else:
+            sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
+            cut_off = any(found < declared < _STREAMED_BYTES for declared, found in sizes)
+        if cut_off:
+            raise RejectRecord("duration_mismatch", f"{name} ends before its header says")
+
+    def close(self) -> None:
+        self._sound.close()
+
+
+class _ForwardSound(sf.SoundFile):
+    """A SoundFile whose reads follow each other without seeks between them, after which MP3 decodes to other values."""
+
+    def seekable(self) -> bool:
+        return False
+
+
+@contextmanager
+def _rejecting(name: str) -> Iterator[None]:
+    try:
+        yield
+    except sf.LibsndfileError as error:
+        # Not str(error), which may hold the address of an object.
+        raise RejectRecord("unreadable_audio", f"{name}: {error.error_string}") from None
+
+
+def _count_mp3_samples(read: Callable[..., bytes], name: str, estimate: int) -> int:
+    """Return the samples in an MP3: libsndfile's number where a Xing or Info frame states it, else counted.
+
+    Without such a frame libsndfile extrapolates from the size of the first: wrong by a frame or so at a
+    constant bit rate, by any factor at a variable one.
+    """
+    head = read(0, 10)
+    first = 0
+    if head[:3] == b"ID3" and len(head) == 10:  # 28-bit size, and a footer if flagged
+        size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
+        first = 10 + size + (10 if head[5] & 0x10 else 0)
+    if re.search(rb"(?s)(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f]", read(first, 256)):
+        return estimate
+    data = read(first).lstrip(b"\0")
+    position = counted = 0
+    while position + 4 <= len(data):
+        size, samples = _read_frame_header(data[position : position + 4])
+        if size == 0:
+            rest = data[position : position + 16]
+            if rest.startswith(_TRAILERS) or not any(rest):
+                break
+            raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
+        position += size
+        # The last frame may be incomplete.
+        counted += samples if position <= len(data) else 0
+    if counted > estimate:  # where libsndfile would stop
+        raise RejectRecord("unreadable_audio", f"{name}: MP3 of variable bit rate without a Xing frame")
+    return counted
+
+
+def _read_frame_header(header: bytes) -> tuple[int, int]:
+    """Return bytes and samples per channel of the layer III frame with this 4-byte header; (0, 0) if it is none."""
+    version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
+    kbps, rate = header[2] >> 4, (header[2] >> 2) & 3
+    if header[0] != 0xFF or header[1] < 0xE0 or version == 1 or layer != 1 or kbps in (0, 15) or rate == 3:
+        return 0, 0
+    samples, kbps_table = (1152, _MPEG1_KBPS) if version == 3 else (576, _MPEG2_KBPS)
+    padding = (header[2] >> 1) & 1
+    return samples // 8 * kbps_table[kbps - 1] * 1000 // _RATES[version][rate] + padding, samples
+
+
+def with_serial(stream: bytes, serial: int) -> bytes:
+    """Return Ogg that libsndfile has written with ``serial`` as the serial number of all pages.
+
+    Encoders draw the number at random, for multiplexing; in a file of one stream it makes equal audio differ.
+    """
+    pages = [bytearray(page) for page in _iterate_pages(stream)]
+    for page in pages:
+        page[_SERIAL] = struct.pack("<I", serial)
+        page[_CHECKSUM] = _checksum_of(page)
+    assert sum(map(len, pages)) == len(stream), "libsndfile writes whole pages"
+    return b"".join(pages)
+
+
+def _is_intact(stream: bytes) -> bool:
+    """Return True for pages with right checksums, end to end; something that is no Ogg may follow."""
+    end = 0
+    for page in _iterate_pages(stream):
+        if page[_CHECKSUM] != _checksum_of(page):
+            return False
+        end += len(page)
+    return stream.find(b"OggS", end) < 0
+
+
+def _iterate_pages(stream: bytes) -> Iterator[bytes]:
+    """Yield the pages that follow each other from the begin of a stream on; the last one may be incomplete."""
+    position = 0
+    while size := _page_bytes(stream, position):
+        yield stream[position : position + size]
+        position += size
+
+
+def _checksum_of(page: bytes | bytearray) -> bytes:
+    """Return the CRC-32 of a page, its own field being zero: polynomial 0x04c11db7, not reflected, no inversions.
+
+    That is zlib's CRC of the bit-reversed bytes, its two inversions undone: computed in C.
+    """
+    bare = page[: _CHECKSUM.start] + bytes(4) + page[_CHECKSUM.stop :]
+    reflected = zlib.crc32(bare.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return struct.pack("<I", int(f"{reflected:032b}"[::-1], 2))
+
+
+def _page_bytes(stream: bytes, position: int) -> int:
+    """Return the size of the page that starts at ``position``, 0 where no whole page header is."""
+    header = stream[position : position + _HEADER_BYTES]
+    if len(header) < _HEADER_BYTES or header[:5] != b"OggS\0":
+        return 0
+    num_segments = header[26]
+    first_segment = position + _HEADER_BYTES
+    lacing = stream[first_segment : first_segment + num_segments]
+    if len(lacing) < num_segments:
+        return 0
+    return _HEADER_BYTES + num_segments + sum(lacing)
+
+
+def encoder_problem(format: str, sampling_rate: int) -> str:
+    """Return why ``encode`` cannot write a format at a rate, and what to set instead; "" where it can."""
+    if format not in _ENCODINGS:
+        return f"audio format {format!r} cannot be written; choose one of {', '.join(ENCODERS)}"
+    rates, cannot = _ENCODINGS[format][2], f"{format} cannot hold audio at {sampling_rate} Hz: set sampling_rate"
+    if rates is not None and sampling_rate not in rates:
+        return f"{cannot} to one of {', '.join(map(str, rates))}, or audio_format to flac"
+    if format == "flac" and sampling_rate > _FLAC_MAX_ANY_RATE and sampling_rate % 10:
+        return f"{cannot}, or audio_format to wav"
+    return ""
+
+
+def check_encoder(format: str, sampling_rate: int) -> None:
+    """Raise ConfigError, before any work, unless ``encode`` can write this format at this rate."""
+    if problem := encoder_problem(format, sampling_rate):
+        raise ConfigError(problem, code="bad_config_value")
+
+
+def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
+    """Encode mono ``audio`` (samples,) as one of ``ENCODERS``: int16, or floats, which are clipped to [-1, 1].
+
+    Same samples, same bytes, in every process and at every time (one build of libsndfile, one kind of CPU).
+    flac and wav hold 16 bits: what was decoded from 16 bits comes back exactly, and int16 gives the bytes that the
+    same values as floats give. All four keep rate and number
+    of samples as ``probe_bytes`` and ``decode_bytes`` report them: mp3 by the delays in its Info frame, opus by
+    pre-skip and last granule position. Their bit rates are libsndfile's: variable, for speech at 16, 24 and 48 kHz
+    about 43, 55 and 68 kbit/s (mp3) and 28, 37 and 62 kbit/s (opus).
+    Other readers may find more samples (mp3) or 48 kHz (opus).
+
+    Raises:
+        ConfigError: unknown format, or a sampling rate that it cannot hold.
+        RejectRecord: empty_audio, non_finite_audio.
+        ValueError: ``audio`` is not one-dimensional.
+    """
+    check_encoder(format, sampling_rate)
+    if audio.ndim != 1:
+        raise ValueError(f"expected audio of shape (samples,), got {audio.shape}")
+    if len(audio) == 0:
+        raise RejectRecord("empty_audio", "there are no samples to encode")
+    container, subtype, _ = _ENCODINGS[format]
+    if audio.dtype == np.int16:
+        stored = audio if subtype == "PCM_16" else to_float(audio)
+    else:
+        check_finite(audio, "audio to encode")
+        # libsndfile clips for the 16-bit formats only; MP3 and Opus would keep the overshoot.
+        stored = _to_int16(audio) if format == "flac" else np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
+    buffer = io.BytesIO()
+    sf.write(buffer, stored, sampling_rate, format=container, subtype=subtype)
+    data = buffer.getvalue()
+    return with_serial(data, _OGG_SERIAL) if container == "OGG" else data

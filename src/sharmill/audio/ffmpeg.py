@@ -1,20 +1,33 @@
-"""Decoding through FFmpeg (PyAV) of what libsndfile does not know: AAC and ALAC, WMA, WebM, AMR, shorten.
+"""Decoding of what libsndfile does not know: AAC and ALAC, WMA, WebM, AMR, shorten.
 
-FFmpeg gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it never
-guesses, and playlists and the like never reach it. It opens nothing else.
+FFmpeg (PyAV) gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it
+never guesses, and playlists and the like never reach it. It opens nothing else.
+
+Of SPHERE files compressed with shorten, as telephone corpora have them, it reads those of 16-bit PCM; those of mu-law
+are read by sph2pipe, the Linguistic Data Consortium's program, which is looked for on PATH and called without a shell.
 """
 
-from __future__ import annotations
-
-from collections import OrderedDict
+import re
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Hashable, Iterator
-from contextlib import closing, contextmanager
-from threading import Lock
+from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from sharmill.audio.decoder import MAX_SAMPLING_RATE, MIN_SAMPLING_RATE, AudioBytes, AudioInfo
+from sharmill.audio.decoder import (
+    MAX_SAMPLES_PER_BYTE,
+    MAX_SAMPLING_RATE,
+    MIN_SAMPLING_RATE,
+    SAMPLES_IN_ANY_SIZE,
+    AudioBytes,
+    AudioInfo,
+    Decoder,
+    SndfileDecoder,
+)
 from sharmill.errors import RejectRecord
 
 if TYPE_CHECKING:
@@ -53,13 +66,34 @@ _DECODERS: Final = (
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
 
-_COUNTS_KEPT: Final = 1 << 16
-# The numbers of samples, by the identity of the bytes.
-_counts: Final[OrderedDict[Hashable, int]] = OrderedDict()
-_lock: Final = Lock()
+_MOST_KNOWN: Final = 1 << 16
+# By the identity of the bytes.
+_known: Final[dict[Hashable, AudioInfo]] = {}
 
 
-def recognise(source: AudioBytes) -> str | None:
+def open_decoder(source: AudioBytes) -> Decoder:
+    """Open an audio file with libsndfile if it knows the format, else with sph2pipe or FFmpeg.
+
+    Raises:
+        RejectRecord: none of them reads it.
+    """
+    try:
+        return SndfileDecoder(source)
+    except RejectRecord as reject:
+        if reject.reason != "unreadable_audio":
+            raise
+        head = source.read(0, _SPHERE_BYTES)
+        # Mu-law that shorten has compressed, which FFmpeg does not read.
+        is_sphere = head.startswith(b"NIST_1A\n")
+        if is_sphere and re.search(rb"^sample_coding .*u-?law.*embedded-shorten", head, re.MULTILINE):
+            return Sph2pipeDecoder(source)
+        demuxer = _recognise(source)
+        if demuxer is None:
+            raise
+    return FfmpegDecoder(source, demuxer)
+
+
+def _recognise(source: AudioBytes) -> str | None:
     """Return the demuxer for a file, by its first bytes; None where FFmpeg is not asked."""
     head = source.read(0, _HEAD_BYTES)
     for demuxer, position, signatures in _SIGNATURES:
@@ -84,10 +118,10 @@ def _is_adts(source: AudioBytes, head: bytes) -> bool:
     return True
 
 
-class FfmpegDecoder:
+class FfmpegDecoder(Decoder):
     """An audio file that FFmpeg has opened, decoded from its begin on; of several audio streams the first.
 
-    Containers say only roughly how long they are. So all samples are decoded once to count them, and the number is
+    Containers say only roughly how long they are. So all samples are decoded once to count them, and what was found is
     remembered.
 
     Raises:
@@ -96,20 +130,10 @@ class FfmpegDecoder:
     """
 
     def __init__(self, source: AudioBytes, demuxer: str) -> None:
-        num_samples = _count_samples(source, demuxer)
-        self._frames = _Frames(source, demuxer)
-        try:
-            self._next = self._frames.next()
-            if self._next is None:
-                raise RejectRecord("empty_audio", f"{source.name} has no samples")
-        except BaseException:
-            self._frames.close()
-            raise
-        rate, channels = self._frames.sampling_rate, self._next.shape[1]
-        self.info = AudioInfo(rate, num_samples, channels, self._frames.codec, exact_seeks=False, common=False)
-
-    def seek(self, position: int) -> None:
-        raise NotImplementedError("FFmpeg's seeks are not exact")
+        self.info = _inspect(source, demuxer)
+        self._container, stream = _open(source, demuxer)
+        self._blocks = _decode(source, self._container, stream)
+        self._next: np.ndarray | None = np.empty((0, self.info.channels), np.float32)
 
     def read(self, num_samples: int) -> np.ndarray:
         blocks = [np.empty((0, self.info.channels), dtype=np.float32)]
@@ -118,85 +142,59 @@ class FfmpegDecoder:
             block = self._next[:wanted]
             blocks.append(block)
             wanted -= len(block)
-            self._next = self._next[len(block) :] if len(block) < len(self._next) else self._frames.next()
+            self._next = self._next[len(block) :]
+            if not len(self._next):
+                _, self._next = next(self._blocks, (0, None))
         samples = np.concatenate(blocks)
         return samples[:, 0] if self.info.channels == 1 else samples
-
-    def check_end(self) -> None:
-        """Do nothing: damage has shown when the samples were counted."""
-
-    def close(self) -> None:
-        self._frames.close()
-
-
-class _Frames:
-    """The decoded frames of the first audio stream of a file."""
-
-    def __init__(self, source: AudioBytes, demuxer: str) -> None:
-        self._source = source
-        self._demuxer = demuxer
-        self.sampling_rate = 0
-        self._container, self._stream = self._open()
-        codec = self._stream.codec_context.codec.canonical_name
-        self.codec = _OTHER_NAMES.get(codec, codec)
-        self._blocks = self._decode()
-
-    def _open(self) -> tuple[av.container.InputContainer, av.AudioStream]:
-        name = self._source.name
-        try:
-            import av
-        except ImportError:
-            raise RejectRecord(
-                "unreadable_audio",
-                f'{name} is audio that libsndfile does not read; pip install "sharmill[formats]" brings FFmpeg for it',
-            ) from None
-        with _rejecting(name):
-            container = av.open(
-                self._source.stream(),
-                "r",
-                format=self._demuxer,
-                options={"codec_whitelist": ",".join(_DECODERS)},
-                metadata_errors="replace",
-                io_open=_refuse,
-            )
-        try:
-            if not container.streams.audio:
-                raise RejectRecord("unreadable_audio", f"{name} has no audio, only other streams")
-            stream = container.streams.audio[0]
-            context: Any = stream.codec_context
-            if context is None or context.name not in _DECODERS:
-                codec = "one that FFmpeg does not know, or encrypted" if context is None else context.name
-                raise RejectRecord("unreadable_audio", f"the audio codec of {name} is not read: {codec}")
-            context.thread_count = 1
-        except BaseException:
-            container.close()
-            raise
-        return container, stream
-
-    def next(self) -> np.ndarray | None:
-        """Return the next block, float32 (samples, channels); None at the end."""
-        with _rejecting(self._source.name):
-            return next(self._blocks, None)
-
-    def count(self) -> int:
-        """Decode all, and return the number of samples; reject a file that is cut off."""
-        counted = 0
-        while (block := self.next()) is not None:
-            counted += len(block)
-        # Only SPHERE states a number of samples, which is exact.
-        tolerance = 0.5 / self.sampling_rate if self._demuxer == "nistsphere" and counted else _ROUNDED_SECONDS
-        if counted and counted / self.sampling_rate < self._claimed_seconds() - tolerance:
-            raise RejectRecord("duration_mismatch", f"{self._source.name} ends before its header says")
-        return counted
 
     def close(self) -> None:
         self._container.close()
 
-    def _decode(self) -> Iterator[np.ndarray]:
-        name, size = self._source.name, self._source.size
-        most = max(size * _MAX_SAMPLES_PER_BYTE, _ALWAYS_ALLOWED_SAMPLES)
-        num_samples = channels = 0
-        for packet in self._container.demux(self._stream):
+
+def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContainer, av.AudioStream]":
+    """Open a file; return it and its first audio stream."""
+    name = source.name
+    try:
+        import av
+    except ImportError:
+        raise RejectRecord(
+            "unreadable_audio",
+            f'{name} is audio that libsndfile does not read; pip install "sharmill[formats]" brings FFmpeg for it',
+        ) from None
+    with _rejecting(name):
+        container = av.open(
+            source.stream(),
+            "r",
+            format=demuxer,
+            options={"codec_whitelist": ",".join(_DECODERS)},
+            metadata_errors="replace",
+            io_open=_refuse,
+        )
+    try:
+        if not container.streams.audio:
+            raise RejectRecord("unreadable_audio", f"{name} has no audio, only other streams")
+        stream = container.streams.audio[0]
+        context: Any = stream.codec_context
+        if context is None or context.name not in _DECODERS:
+            codec = "one that FFmpeg does not know, or encrypted" if context is None else context.name
+            raise RejectRecord("unreadable_audio", f"the audio codec of {name} is not read: {codec}")
+        context.thread_count = 1
+    except BaseException:
+        container.close()
+        raise
+    return container, stream
+
+
+def _decode(
+    source: AudioBytes, container: "av.container.InputContainer", stream: "av.AudioStream"
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the sampling rate and each block of samples, float32 (samples, channels)."""
+    name, size = source.name, source.size
+    most = max(size * _MAX_SAMPLES_PER_BYTE, _ALWAYS_ALLOWED_SAMPLES)
+    num_samples = sampling_rate = channels = 0
+    with _rejecting(name):
+        for packet in container.demux(stream):
             if packet.is_corrupt:
                 raise RejectRecord("duration_mismatch", f"{name} is cut off or damaged")
             for frame in packet.decode():
@@ -204,42 +202,51 @@ class _Frames:
                 if not MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
                     raise RejectRecord("unreadable_audio", f"{name} claims a sampling rate of {rate} Hz")
                 if num_samples == 0:
-                    self.sampling_rate, channels = rate, block.shape[1]
-                if (rate, block.shape[1]) != (self.sampling_rate, channels):
+                    sampling_rate, channels = rate, block.shape[1]
+                if (rate, block.shape[1]) != (sampling_rate, channels):
                     raise RejectRecord("unreadable_audio", f"{name} changes its sampling rate or channels on the way")
                 num_samples += len(block)
                 if num_samples > most:
                     raise RejectRecord("unreadable_audio", f"{name}: {size} bytes cannot hold {num_samples} samples")
                 if len(block):
-                    yield block
-
-    def _claimed_seconds(self) -> float:
-        """Return the duration that the container states, 0 where FFmpeg estimates it from the size."""
-        if self._demuxer not in ("mov", "matroska", "nistsphere"):
-            return 0.0
-        stream = self._stream
-        if stream.duration is not None and stream.time_base is not None:
-            return float(stream.duration * stream.time_base)
-        only_stream = len(self._container.streams) == 1
-        return (self._container.duration or 0) / 1_000_000 if only_stream else 0.0
+                    yield rate, block
 
 
-def _count_samples(source: AudioBytes, demuxer: str) -> int:
-    """Decode a recording to count its samples; the numbers of those that were counted last are kept."""
+def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
+    """Decode a recording to count its samples; those that were counted last are known.
+
+    Raises:
+        RejectRecord: empty_audio; duration_mismatch, where it ends before its container says; and as of the decoder.
+    """
     identity = source.identity
-    with _lock:
-        if (known := _counts.get(identity)) is not None:
-            return known
-    with closing(_Frames(source, demuxer)) as frames:
-        counted = frames.count()
-    with _lock:
-        _counts[identity] = counted
-        if len(_counts) > _COUNTS_KEPT:
-            _counts.popitem(last=False)
-    return counted
+    if (known := _known.get(identity)) is not None:
+        return known
+    counted, rate, channels, claimed = 0, 1, 0, 0.0
+    container, stream = _open(source, demuxer)
+    with container:
+        codec = stream.codec_context.codec.canonical_name
+        for sampling_rate, block in _decode(source, container, stream):
+            counted += len(block)
+            rate, channels = sampling_rate, block.shape[1]
+        # Of other containers FFmpeg estimates it from the size.
+        if demuxer in ("mov", "matroska", "nistsphere"):
+            if stream.duration is not None and stream.time_base is not None:
+                claimed = float(stream.duration * stream.time_base)
+            elif len(container.streams) == 1:
+                claimed = (container.duration or 0) / 1_000_000
+    if not counted:
+        raise RejectRecord("empty_audio", f"{source.name} has no samples")
+    # Only SPHERE states a number of samples, which is exact.
+    if counted / rate < claimed - (0.5 / rate if demuxer == "nistsphere" else _ROUNDED_SECONDS):
+        raise RejectRecord("duration_mismatch", f"{source.name} ends before its header says")
+    info = AudioInfo(rate, counted, channels, _OTHER_NAMES.get(codec, codec), exact_seeks=False, common=False)
+    _known[identity] = info
+    if len(_known) > _MOST_KNOWN:
+        _known.pop(next(iter(_known)), None)
+    return info
 
 
-def _samples(frame: av.AudioFrame) -> np.ndarray:
+def _samples(frame: "av.AudioFrame") -> np.ndarray:
     """Return the samples of a frame as float32 (samples, channels), full scale being 1."""
     values = frame.to_ndarray()
     channels = frame.layout.nb_channels
@@ -264,3 +271,83 @@ def _rejecting(name: str) -> Iterator[None]:
         yield
     except FFmpegError as error:
         raise RejectRecord("unreadable_audio", f"{name}: FFmpeg cannot decode it: {error.strerror}") from None
+
+
+_SPHERE_BYTES: Final = 1 << 12
+_MAX_CHANNELS: Final = 64
+# It decompresses hours of speech in seconds.
+TIMEOUT_SECONDS: Final = 300.0
+
+
+class Sph2pipeDecoder(Decoder):
+    """A SPHERE file that sph2pipe decompresses as a whole when its first samples are wanted.
+
+    Args:
+        timeout: seconds that sph2pipe may take.
+
+    Raises:
+        RejectRecord: unreadable_audio (damage, no sph2pipe on PATH), duration_mismatch, empty_audio.
+    """
+
+    def __init__(self, source: AudioBytes, *, timeout: float = TIMEOUT_SECONDS) -> None:
+        self._source = source
+        self._timeout = timeout
+        numbers = []
+        for key in ("sample_rate", "sample_count", "channel_count"):
+            found = re.search(rf"^{key} -i (\d{{1,18}})\s*$".encode(), source.read(0, _SPHERE_BYTES), re.MULTILINE)
+            if found is None:
+                raise self._unreadable(f"its header has no {key}")
+            numbers.append(int(found[1]))
+        rate, count, channels = numbers
+        most = max(SAMPLES_IN_ANY_SIZE, source.size * MAX_SAMPLES_PER_BYTE)
+        if not 1 <= channels <= _MAX_CHANNELS or count * channels > most:
+            raise self._unreadable("its header claims more than it can have")
+        self.info = AudioInfo(rate, count, channels, "shn", common=False)
+
+    def seek(self, position: int) -> None:
+        self._wave.seek(position)
+
+    def read(self, num_samples: int) -> np.ndarray:
+        return self._wave.read(num_samples)
+
+    def close(self) -> None:
+        if "_wave" in self.__dict__:
+            self._wave.close()
+
+    @cached_property
+    def _wave(self) -> SndfileDecoder:
+        """The audio as WAV."""
+        source, info = self._source, self.info
+        program = shutil.which("sph2pipe")
+        if program is None:
+            remedy = "install sph2pipe (Linguistic Data Consortium), so that it is on PATH"
+            raise self._unreadable(f"it is mu-law compressed with shorten, which sph2pipe reads; {remedy}")
+        # A file of our own: what the user calls it, be it an option or a member of an archive, is no argument.
+        with tempfile.NamedTemporaryFile(prefix="sharmill-", suffix=".sph") as file:
+            file.write(source.read())
+            file.flush()
+            command = [program, "-p", "-f", "wav", file.name]
+            try:
+                done = subprocess.run(
+                    command, stdin=subprocess.DEVNULL, capture_output=True, timeout=self._timeout, check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                raise self._unreadable(f"sph2pipe has not ended within {self._timeout:g} s") from error
+            except OSError as error:
+                raise self._unreadable(f"{program} cannot be run: {error.strerror}") from error
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            raise self._unreadable(f"sph2pipe ended with status {done.returncode}: {''.join(said)}")
+        wave = SndfileDecoder(AudioBytes(f"{source.name} as sph2pipe gives it", done.stdout))
+        found = wave.info
+        if (found.sampling_rate, found.channels) != (info.sampling_rate, info.channels):
+            raise self._unreadable(
+                f"sph2pipe gives {found.channels} channels at {found.sampling_rate} Hz, its header says otherwise"
+            )
+        if found.num_samples != info.num_samples:
+            what = f"{source.name}: sph2pipe gives {found.num_samples} of {info.num_samples} samples"
+            raise RejectRecord("duration_mismatch", what)
+        return wave
+
+    def _unreadable(self, what: str) -> RejectRecord:
+        return RejectRecord("unreadable_audio", f"{self._source.name}: {what}")

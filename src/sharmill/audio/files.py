@@ -5,30 +5,35 @@ for. What is wrong with a recording becomes a ``RejectRecord``; what is wrong wi
 files) stays an ``OSError``, so that the unit is tried again.
 """
 
-from __future__ import annotations
-
 import errno
-import math
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import numpy as np
 
-from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, AudioBytes, AudioInfo, Decoder
-from sharmill.audio.ffmpeg import FfmpegDecoder, recognise
-from sharmill.audio.libsndfile import SndfileDecoder
-from sharmill.audio.samples import to_float
-from sharmill.audio.sphere import Sph2pipeDecoder, needs_sph2pipe
+from sharmill.audio.arrow import read_audio
+from sharmill.audio.decoder import (
+    MAX_SAMPLES_PER_BYTE,
+    MAX_SAMPLING_RATE,
+    MIN_SAMPLING_RATE,
+    SAMPLES_IN_ANY_SIZE,
+    AudioBytes,
+    AudioInfo,
+    check_finite,
+    flac_header,
+    to_float,
+)
+from sharmill.audio.ffmpeg import open_decoder
 from sharmill.errors import RejectRecord
 from sharmill.files.storage import NotRegularError, open_regular
-from sharmill.manifest import Channel
+from sharmill.manifest import Channel, Member
 
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _BLOCK_SAMPLES: Final = 1 << 20
-# Formats whose headers state the bytes of their samples, so that these need not be read to miss some.
-_SIZED: Final = ("wav", "aiff", "au")
+_NO_SAMPLES: Final = np.empty(0, dtype=np.float32)
 
 
 def probe(path: str | os.PathLike[str], *, whole: bool = False) -> AudioInfo:
@@ -42,13 +47,18 @@ def probe(path: str | os.PathLike[str], *, whole: bool = False) -> AudioInfo:
             audio, no length in the header); with ``whole`` duration_mismatch.
     """
     with open_recording(path) as recording:
-        if whole and recording.info.format in _SIZED:
+        # Their headers state the bytes of the samples, so that these need not be read to miss some.
+        if whole and recording.info.format in ("wav", "aiff", "au"):
             recording.check_end()
         return recording.info
 
 
-def probe_bytes(data: bytes, name: str = "audio data") -> AudioInfo:
+def probe_bytes(data: bytes | memoryview, name: str = "audio data") -> AudioInfo:
     """Read the header of an audio file in memory, as ``probe``; errors call it ``name``."""
+    num_samples, channels, rate = flac_header(data) or (0, 0, 0)
+    # What no bytes speak against needs no decoder, which takes ten times as long.
+    if 0 < num_samples <= len(data) * MAX_SAMPLES_PER_BYTE and MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
+        return AudioInfo(rate, num_samples, channels, "flac")
     with open_bytes(AudioBytes(name, data)) as recording:
         return recording.info
 
@@ -69,20 +79,6 @@ def decode_bytes(
         return recording.read(start, num_samples, channel), recording.info.sampling_rate
 
 
-def decode_blocks(data: bytes, name: str = "audio data") -> Iterator[tuple[np.ndarray, int]]:
-    """Decode a mono file in memory block by block, each with the sampling rate; rejects as ``decode_bytes`` does."""
-    with open_bytes(AudioBytes(name, data)) as recording:
-        for block in recording.blocks():
-            yield block, recording.info.sampling_rate
-
-
-def check_finite(audio: np.ndarray, name: str) -> None:
-    """Raise RejectRecord ``non_finite_audio`` where samples are NaN or infinite."""
-    # The extremes are NaN where any sample is, and cost less than an array of answers.
-    if len(audio) and not (math.isfinite(audio.min()) and math.isfinite(audio.max())):
-        raise RejectRecord("non_finite_audio", f"{name} has NaN or infinite samples")
-
-
 def open_audio(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading without a buffer: its descriptor is libsndfile's to move.
 
@@ -91,10 +87,9 @@ def open_audio(path: str | os.PathLike[str]) -> BinaryIO:
     """
     try:
         return open_regular(path, buffering=0)
-    except PermissionError:
-        raise RejectRecord("unreadable_audio", f"no permission to read {path}") from None
-    except NotRegularError:
-        raise RejectRecord("unreadable_audio", f"{path} is not a regular file") from None
+    except (PermissionError, NotRegularError) as error:
+        why = "there is no permission to read it" if isinstance(error, PermissionError) else "it is not a regular file"
+        raise RejectRecord("unreadable_audio", f"{path}: {why}") from None
     except ValueError as error:
         if isinstance(error.__cause__, OSError):
             raise RejectRecord("missing_audio", f"{path}: {error.__cause__.strerror}") from None
@@ -107,37 +102,37 @@ def open_audio(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 @contextmanager
-def open_recording(path: str | os.PathLike[str], start: int = 0, size: int | None = None) -> Iterator[Recording]:
-    """Open an audio file, or the range of bytes of a container that is one.
+def open_recording(path: str | os.PathLike[str], member: Member | None = None, name: str = "") -> "Iterator[Recording]":
+    """Open an audio file, or the one at a place in a container; a range of bytes is read in parts, as a file is.
+
+    Args:
+        path: of the file or the container.
+        name: what errors call a member.
 
     Raises:
-        RejectRecord: as ``probe``.
+        RejectRecord: as ``probe``, also where there is no such container, or it ends before.
     """
-    with open_audio(path) as file, open_bytes(AudioBytes(str(path), file, start, size)) as recording:
-        yield recording
+    if member is None:
+        with open_audio(path) as file, open_bytes(AudioBytes(str(path), file)) as recording:
+            yield recording
+    elif member.kind != "bytes":
+        with open_bytes(AudioBytes(name, read_audio(Path(path), member))) as recording:
+            yield recording
+    else:
+        with open_audio(path) as file:
+            if os.fstat(file.fileno()).st_size < member.start + member.size:
+                raise RejectRecord("unreadable_audio", f"{path} ends within the recording at byte {member.start}")
+            with open_bytes(AudioBytes(name, file, member.start, member.size)) as recording:
+                yield recording
 
 
 @contextmanager
-def open_bytes(source: AudioBytes) -> Iterator[Recording]:
+def open_bytes(source: AudioBytes) -> "Iterator[Recording]":
     """Open an audio file of which there are the bytes, as ``open_recording``."""
     if source.size == 0:
         raise RejectRecord("empty_audio", f"{source.name} has no bytes")
     with closing(Recording(source)) as recording:
         yield recording
-
-
-def _open_decoder(source: AudioBytes) -> Decoder:
-    try:
-        return SndfileDecoder(source)
-    except RejectRecord as reject:
-        if reject.reason != "unreadable_audio":
-            raise
-        if needs_sph2pipe(source):
-            return Sph2pipeDecoder(source)
-        demuxer = recognise(source)
-        if demuxer is None:
-            raise
-    return FfmpegDecoder(source, demuxer)
 
 
 class Recording:
@@ -149,11 +144,16 @@ class Recording:
 
     def __init__(self, source: AudioBytes) -> None:
         self.source = source
-        self._decoder = _open_decoder(source)
+        self._decoder = open_decoder(source)
         self._failed: RejectRecord | None = None
         self.info = self._decoder.info
+        rate = self.info.sampling_rate
+        if not MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
+            raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz")
+        if self.info.num_samples <= 0:
+            raise RejectRecord("empty_audio", f"{source.name} has no samples")
         self._begin = self._position = 0  # of the samples that are kept; the decoder is at their end
-        self._kept: list[np.ndarray] = []
+        self._kept = _NO_SAMPLES
 
     def read(self, start: int = 0, num_samples: int | None = None, channel: Channel = None) -> np.ndarray:
         """Decode ``num_samples`` (by default all that follow) from sample ``start`` on: float32 (num_samples,).
@@ -175,19 +175,17 @@ class Recording:
         """Decode as ``read``, but of a file that holds 16 bits int16 (num_samples,), unless channels are mixed."""
         channel = choose_channel(channel, self.info.channels)
         wanted = self._check_claims(start, num_samples)
-        audio = self._take(start, start + wanted, channel)
-        self._check_samples(audio, len(audio), wanted)
+        try:
+            audio = self._take(start, start + wanted, channel)
+        except RejectRecord as reject:
+            # What follows must not be taken for what was asked for.
+            self._failed = reject
+            raise
+        if len(audio) < wanted:
+            detail = f"{len(audio)} samples decoded instead of {wanted}"
+            raise RejectRecord("duration_mismatch", f"{self.source.name}: {detail}")
+        check_finite(audio, self.source.name)
         return audio
-
-    def blocks(self) -> Iterator[np.ndarray]:
-        """Decode all of a mono recording block by block; rejects as ``read`` does."""
-        choose_channel(None, self.info.channels)
-        num_samples = self._check_claims(0, None)
-        for start in range(0, num_samples, _BLOCK_SAMPLES):
-            wanted = min(_BLOCK_SAMPLES, num_samples - start)
-            block = to_float(self._take(start, start + wanted, None))
-            self._check_samples(block, start + len(block), start + wanted)
-            yield block
 
     def check_end(self) -> None:
         """Raise RejectRecord where the file ends before its header says, or its pages are damaged."""
@@ -211,32 +209,32 @@ class Recording:
             raise RejectRecord("unreadable_audio", f"{name}: {size} bytes are too few for {wanted} samples of speech")
         return wanted
 
-    def _check_samples(self, audio: np.ndarray, found: int, wanted: int) -> None:
-        if found < wanted:
-            detail = f"{found} samples decoded instead of {wanted}"
-            raise RejectRecord("duration_mismatch", f"{self.source.name}: {detail}")
-        check_finite(audio, self.source.name)
-
     def _take(self, start: int, end: int, channel: Channel) -> np.ndarray:
         """Return the samples from ``start`` to ``end``, or fewer where the decoder gives up."""
         self._go_to(start)
-        parts = []
+        parts = [self._kept]
         # Blocks, so that a wrong header cannot ask for more memory than there is audio.
         # Of many channels fewer samples, so that a block is as large.
         block_samples = _BLOCK_SAMPLES * 8 // max(8, self.info.channels)
-        while self._position < end and self._decode(min(block_samples, end - self._position)):
-            self._drop_before(start)
-        position = self._begin
-        for block in self._kept:
-            part = block[max(0, start - position) : max(0, end - position)]
-            if channel is not None:
-                part = to_float(part).mean(axis=1, dtype=np.float32) if channel == "downmix" else part[:, channel]
-            parts.append(part)
-            position += len(block)
-        parts = [part for part in parts if len(part)]
-        if not parts:
-            return np.empty(0, dtype=np.float32)
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        wanted = found = 1
+        try:
+            while self._position < end and found == wanted:
+                if self._failed is not None:
+                    raise RejectRecord(self._failed.reason, self._failed.detail)
+                wanted = min(block_samples, end - self._position)
+                parts.append(self._decoder.read(wanted))
+                found = len(parts[-1])
+                self._position += found
+                if self._position <= start:
+                    parts.clear()
+        finally:
+            parts = [part for part in parts if len(part)]
+            self._kept = np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else _NO_SAMPLES
+            self._begin = self._position - len(self._kept)
+        audio = self._kept[max(0, start - self._begin) : max(0, end - self._begin)]
+        if channel is None or not len(audio):
+            return audio
+        return to_float(audio).mean(axis=1, dtype=np.float32) if channel == "downmix" else audio[:, channel]
 
     def close(self) -> None:
         self._decoder.close()
@@ -244,39 +242,16 @@ class Recording:
     def _go_to(self, start: int) -> None:
         if self._failed is not None and self.info.exact_seeks:  # what follows the damage may be read
             self._decoder.close()
-            self._decoder = _open_decoder(self.source)
+            self._decoder = open_decoder(self.source)
             self._failed, self._begin, self._position = None, -1, -1
         if self.info.exact_seeks and not self._begin <= start <= self._position:
-            self._kept.clear()
-            self._seek(start)
+            self._kept = _NO_SAMPLES
+            self._decoder.seek(start)
+            self._begin = self._position = start
         elif start < self._begin:
             raise ValueError(f"sample {start} of {self.source.name} was dropped: parts are read in order")
-        self._drop_before(start)
-
-    def _seek(self, start: int) -> None:
-        try:
-            self._decoder.seek(start)
-        except RejectRecord as reject:
-            self._failed = reject
-            raise
-        self._begin = self._position = start
-
-    def _decode(self, num_samples: int) -> bool:
-        """Decode the next samples; False at the end."""
-        if self._failed is not None:
-            raise RejectRecord(self._failed.reason, self._failed.detail)
-        try:
-            block = self._decoder.read(num_samples)
-        except RejectRecord as reject:
-            self._failed = reject
-            raise
-        self._kept.append(block)
-        self._position += len(block)
-        return len(block) == num_samples
-
-    def _drop_before(self, start: int) -> None:
-        while self._kept and self._begin + len(self._kept[0]) <= start:
-            self._begin += len(self._kept.pop(0))
+        self._kept = self._kept[start - self._begin :]
+        self._begin = self._position - len(self._kept)
 
 
 def choose_channel(wanted: Any, channels: int) -> Channel:

@@ -4,8 +4,6 @@ Audio that is stored or goes into a codec is resampled as Lhotse does it, so tha
 same recording. Audio for a speaker encoder is stored nowhere, and is resampled with less error by default.
 """
 
-from __future__ import annotations
-
 import math
 from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
@@ -55,38 +53,27 @@ def resampled_length(num_samples: int, from_rate: int, to_rate: int) -> int:
     return _round_half_up(num_samples / from_rate * to_rate)
 
 
-def resample(audio: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
-    """Resample float32 ``audio`` (samples,) with torchaudio's default windowed sinc; no-op for equal rates.
+def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resampling = "sinc") -> np.ndarray:
+    """Resample float32 ``audio`` (samples,); no-op for equal rates.
 
-    The samples and their number are those of Lhotse's ``Recording.resample(to_rate).load_audio()`` in a
-    process with one torch thread, such as a DataLoader worker.
-
-    Returns:
-        float32 samples (resampled_length(len(audio), from_rate, to_rate),).
-    """
-    return resample_for_encoder(audio, from_rate, to_rate, "sinc")
-
-
-def resample_for_encoder(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resampling) -> np.ndarray:
-    """Resample float32 ``audio`` (samples,) for a speaker encoder; no-op for equal rates.
-
-    ``soxr`` is libsoxr at its high quality; ``kaiser`` torchaudio's windowed sinc with a Kaiser window and 64 zero
-    crossings; ``sinc`` is ``resample``.
+    ``sinc`` is torchaudio's default windowed sinc: the samples and their number are those of Lhotse's
+    ``Recording.resample(to_rate).load_audio()`` in a process with one torch thread, such as a DataLoader worker.
+    ``kaiser`` has a Kaiser window and 64 zero crossings; ``soxr`` is libsoxr at its high quality.
 
     Returns:
-        float32 samples; their number is that of ``resample``, give or take one.
+        float32 samples (resampled_length(len(audio), from_rate, to_rate),); of ``soxr``, give or take one.
     """
     if from_rate == to_rate or len(audio) == 0:
         return audio
-    _check_ratio(from_rate, to_rate)  # soxr could, but not the stages after match
-    if resampling != "soxr":
-        return _with_torchaudio(audio, from_rate, to_rate, resampling)
-    import soxr
+    # The filter has a phase for every output sample until the rates meet again, which without a common divisor is late:
+    # it would take gigabytes. soxr could, but not the stages after match.
+    divisor = math.gcd(from_rate, to_rate)
+    if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
+        raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
+    if resampling == "soxr":
+        import soxr
 
-    return soxr.resample(audio, from_rate, to_rate, quality="HQ")
-
-
-def _with_torchaudio(audio: np.ndarray, from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> np.ndarray:
+        return soxr.resample(audio, from_rate, to_rate, quality="HQ")
     import torch
 
     waveform = torch.from_numpy(np.require(audio, np.float32, ["C", "W"]))[None]
@@ -94,7 +81,7 @@ def _with_torchaudio(audio: np.ndarray, from_rate: int, to_rate: int, window: Li
     torch.set_num_threads(1)  # the last bits of a convolution depend on the number of threads
     try:
         with torch.no_grad():
-            resampled = _resampler(from_rate, to_rate, window)(waveform)[0].numpy()
+            resampled = _resampler(from_rate, to_rate, resampling)(waveform)[0].numpy()
     finally:
         torch.set_num_threads(num_threads)
     length = resampled_length(len(audio), from_rate, to_rate)
@@ -108,16 +95,8 @@ def _round_half_up(num_samples: float) -> int:
     return int(Decimal(round(num_samples, ndigits=8)).quantize(Decimal(0), rounding=ROUND_HALF_UP))
 
 
-def _check_ratio(from_rate: int, to_rate: int) -> None:
-    """Raise RejectRecord for two rates whose filter would take gigabytes: it has a phase for every output sample until
-    the rates meet again, which without a common divisor is late."""
-    divisor = math.gcd(from_rate, to_rate)
-    if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
-        raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
-
-
 @lru_cache(maxsize=16)
-def _resampler(from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> torch.nn.Module:
+def _resampler(from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> "torch.nn.Module":
     import torchaudio
 
     options: dict[str, Any] = _KAISER if window == "kaiser" else {}

@@ -4,34 +4,39 @@ A stage that reads a segment gets, beside the samples, notes about the file as i
 the segment compares with them.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Final
+from threading import Lock
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import xxhash
 
-from sharmill.audio.containers import gather_rows, open_member
-from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.files import Recording, decode_bytes, open_recording
+from sharmill.audio.arrow import UnreadableRows, open_rows, read_audio
+from sharmill.audio.decoder import AudioBytes, AudioInfo, to_float
+from sharmill.audio.files import Recording, decode_bytes, open_bytes, open_recording
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
-from sharmill.audio.samples import to_float
 from sharmill.audio.sound import measure_sound
 from sharmill.errors import RejectRecord
 from sharmill.files.storage import checksum_bytes
-from sharmill.manifest import AudioNotes, Member, Segment
+from sharmill.manifest import AudioNotes, Segment
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.
 SILENT_PEAK: Final = 1e-3
 # A file that is copied as a whole may have pictures and notes of this size beside its samples.
 _MAX_FILE_BYTES: Final = 64 << 20
+# In memory, of rows of parquet files and of what is made of segments.
+_SPOOLED_BYTES: Final = 64 << 20
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,6 @@ class Location:
     num_samples: int
     size: int
     modified: int
-    member: Member | None = None
 
     @property
     def is_whole_file(self) -> bool:
@@ -73,14 +77,12 @@ class SegmentAudio:
 
 @dataclass(frozen=True, slots=True)
 class FileCopy:
-    """The bytes of a file that is a segment, what a decoder gives for them, and the measures of its sound, packed.
+    """The bytes of a file that is a segment, and the measures of its sound, packed.
 
     ``sound`` is "" where an earlier stage has decoded the file and has not measured it.
     """
 
     data: bytes
-    sampling_rate: int
-    num_samples: int
     location: Location
     sound: str
 
@@ -97,44 +99,30 @@ class SegmentReader:
     roots: AudioRoots
     duration_tolerance: float = math.inf
 
-    def gather(self, segments: Iterable[Segment]) -> AbstractContextManager[None]:
-        """Return a context in which segments may be read in any order, each group of rows that has some read once."""
-        found = []
-        for segment in segments:
-            if segment.member is not None:
-                # Reading it raises it again.
-                with suppress(RejectRecord):
-                    found.append((self.roots.locate(segment), segment.member))
-        return gather_rows(found)
-
     def read(self, segment: Segment) -> SegmentAudio:
         """Decode a segment.
 
         Raises:
             RejectRecord: the audio cannot be used, is silent, or is not what ``segment.notes`` say.
         """
-        ((_, audio),) = self.read_recording([segment])
-        if isinstance(audio, RejectRecord):
-            raise audio
-        return audio
-
-    def read_recording(self, segments: Sequence[Segment]) -> Iterator[tuple[int, SegmentAudio | RejectRecord]]:
-        """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.
-
-        Yields the index of each segment with what ``read`` returns for it, or with the reject that ``read`` raises.
-        """
-        for index, found in self.read_or_copy(segments, lambda location: False):
-            assert not isinstance(found, FileCopy)
-            if isinstance(found, SegmentAudio):
-                found = replace(found, samples=to_float(found.samples))
-            yield index, found
+        ((_, found),) = self.read_or_copy([segment])
+        if isinstance(found, RejectRecord):
+            raise found
+        assert isinstance(found, SegmentAudio)
+        return replace(found, samples=to_float(found.samples))
 
     def read_or_copy(
-        self, segments: Sequence[Segment], may_copy: Callable[[Location], bool]
+        self,
+        segments: Sequence[Segment],
+        may_copy: Callable[[Location], bool] = lambda location: False,
+        data: bytes | None = None,
     ) -> Iterator[tuple[int, SegmentAudio | FileCopy | RejectRecord]]:
-        """Read segments of one recording as ``read_recording``; of whole files that ``may_copy`` chooses, the bytes.
+        """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.
 
-        Samples of files that hold 16 bits are int16, unless channels are mixed.
+        ``data`` are its bytes, where they were read before.
+
+        Yields the index of each segment with its samples, with the bytes of a whole file that ``may_copy`` chooses, or
+        with the reject that ``read`` raises. Samples of files that hold 16 bits are int16, unless channels are mixed.
 
         Bytes are decoded once all the same, unless they are those that an earlier stage has decoded: a file that breaks
         later would take its whole shard with it.
@@ -143,29 +131,28 @@ class SegmentReader:
         try:
             # A link may have changed since the stage prepare saw it.
             path, member = self.roots.locate(segments[0]), segments[0].member
-            opened = open_recording(path) if member is None else open_member(path, member, segments[0].audio_filepath)
-            with opened as recording:
-                checksum_once = cache(lambda: _checksum_of(recording))
+            name = segments[0].audio_filepath
+            with (
+                open_recording(path, member, name) if data is None else open_bytes(AudioBytes(name, data))
+            ) as recording:
+                checksum_once = cache(recording.source.checksum)
                 for index in in_order:
                     try:
                         location = _locate(segments[index], path, recording.info)
-                        self._check_claims(segments[index], location)
+                        # Before it is decoded, so that a foreign file takes no more memory than its record says.
+                        if location.num_samples / location.info.sampling_rate > segments[index].duration:
+                            self._check_length(segments[index], location)
                         if may_copy(location):
                             yield index, self._copy(segments[index], location, recording)
                         else:
-                            yield index, self._read_part(segments[index], location, recording, checksum_once)
+                            count = None if location.is_whole_file else location.num_samples
+                            samples = recording.read_stored(location.start, count, segments[index].channel)
+                            found = _checksum(segments[index], location, samples, checksum_once)
+                            yield index, self._check(segments[index], location, samples, found)
                     except RejectRecord as reject:
                         yield index, reject
         except RejectRecord as reject:  # it cannot be opened; what is wrong with a segment was yielded
             yield from ((index, reject) for index in in_order)
-
-    def _read_part(
-        self, segment: Segment, location: Location, recording: Recording, checksum_once: Callable[[], str]
-    ) -> SegmentAudio:
-        start, count = (0, None) if location.is_whole_file else (location.start, location.num_samples)
-        samples = recording.read_stored(start, count, segment.channel)
-        found = _checksum(segment, location, samples, checksum_once)
-        return self._check(segment, location, samples, recording.info.sampling_rate, found)
 
     def _copy(self, segment: Segment, location: Location, recording: Recording) -> FileCopy:
         if location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels:
@@ -173,43 +160,32 @@ class SegmentReader:
             raise RejectRecord("unreadable_audio", f"{location.path}: {detail}")
         data = recording.source.read()
         found = checksum_bytes(data)
-        rate, num_samples, sound = location.info.sampling_rate, location.num_samples, segment.notes.sound
         if found == segment.notes.checksum:
-            self._check_size(segment, location)
-            self._check_duration(segment, num_samples, rate)
-        else:
-            samples, rate = decode_bytes(data)
-            checked = self._check(segment, location, samples, rate, found)
-            num_samples, sound = len(checked.samples), checked.notes.sound
-        return FileCopy(data, rate, num_samples, location, sound)
+            self._check_length(segment, location)
+            return FileCopy(data, location, segment.notes.sound)
+        samples, _ = decode_bytes(data)
+        return FileCopy(data, location, self._check(segment, location, samples, found).notes.sound)
 
-    def _check_claims(self, segment: Segment, location: Location) -> None:
-        """Reject audio that has more samples than its record says, or was replaced, before it is decoded."""
-        if location.num_samples / location.info.sampling_rate > segment.duration:
-            self._check_size(segment, location)
-            self._check_duration(segment, location.num_samples, location.info.sampling_rate)
-
-    def _check_size(self, segment: Segment, location: Location) -> None:
+    def _check_length(self, segment: Segment, location: Location) -> None:
+        """Reject audio that was replaced since its record was checked, or is longer or shorter than that says."""
         if segment.notes.size not in (-1, location.size):
             raise RejectRecord(
                 "changed_audio",
                 f"{location.path} has {location.size} bytes, and had {segment.notes.size} when the stage prepare "
                 "looked at it",
             )
-
-    def _check_duration(self, segment: Segment, num_samples: int, rate: int) -> None:
-        seconds = num_samples / rate
+        rate = location.info.sampling_rate
+        seconds = location.num_samples / rate
         # A segment is rounded to samples at both ends.
         if abs(seconds - segment.duration) > self.duration_tolerance + 1 / rate:
             raise RejectRecord(
                 "duration_mismatch", f"the manifest says {segment.duration:g} s, the audio has {seconds:g} s"
             )
 
-    def _check(self, segment: Segment, location: Location, samples: np.ndarray, rate: int, found: str) -> SegmentAudio:
-        self._check_size(segment, location)
+    def _check(self, segment: Segment, location: Location, samples: np.ndarray, found: str) -> SegmentAudio:
         if segment.notes.checksum not in ("", found):
             raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
-        self._check_duration(segment, len(samples), rate)
+        self._check_length(segment, location)
         low, high = to_float(np.array([samples.min(), samples.max()]))
         peak = max(float(high), -float(low))
         if peak < SILENT_PEAK:
@@ -217,12 +193,110 @@ class SegmentReader:
             raise RejectRecord(
                 "silent_audio", f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
             )
+        rate = location.info.sampling_rate
         sound = segment.notes.sound or measure_sound(to_float(samples), rate).pack()
         return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found, sound), location)
 
 
+class SegmentsOnce(Generic[Made]):
+    """Results made of the audio of segments, asked for in any order, also by several threads.
+
+    Each unique segment is made once, and kept as long as it will be asked for again: in memory up to a bound, beyond it
+    in a temporary file (TMPDIR), which goes with the process. When the first segment of a recording is asked for, all
+    of that recording are made: it is opened once and read in the order of offsets.
+
+    Args:
+        uses: the segments, each as often as it will be asked for.
+        make: makes bytes, and what describes them, of the audio of a segment; may raise RejectRecord.
+        may_copy: chooses the whole files of which ``make`` is to get the bytes.
+    """
+
+    def __init__(
+        self,
+        reader: SegmentReader,
+        uses: Iterable[Segment],
+        make: Callable[[SegmentAudio | FileCopy], tuple[bytes, Made]],
+        may_copy: Callable[[Location], bool] = lambda location: False,
+    ) -> None:
+        self._uses_left = Counter(uses)
+        self._reader = reader
+        self._make_one = make
+        self._may_copy = may_copy
+        # What will be asked for once, and was made alone, is given out as it is.
+        self._kept: dict[Segment, tuple[tuple[int, int] | bytes, Made] | RejectRecord] = {}
+        self._spool = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES, prefix="sharmill-")  # noqa: SIM115
+        self._spool_lock = Lock()
+        self._together: dict[Hashable, tuple[Lock, list[Segment]]] = {}
+        for segment in self._uses_left:
+            self._together.setdefault(_made_with(segment), (Lock(), []))[1].append(segment)
+        self._rows = self._read_rows()
+
+    def _read_rows(self) -> dict[Hashable, tuple[int, int]]:
+        """Read the audio in rows of parquet files in their order: a whole row group is read to have one row of it."""
+        found: dict[Hashable, tuple[int, int]] = {}
+        in_rows = (one for one in self._uses_left if one.member is not None and one.member.kind != "bytes")
+        rows: dict[Any, Segment] = {one.recording: one for one in in_rows}
+        for recording in sorted(rows):
+            member = rows[recording].member
+            assert member is not None
+            # Reading it raises it again.
+            with suppress(RejectRecord, UnreadableRows):
+                path = self._reader.roots.locate(rows[recording])
+                if not open_rows(path).is_mapped:
+                    found[recording] = self._put(read_audio(path, member))
+        return found
+
+    def get(self, segment: Segment) -> tuple[bytes, Made]:
+        """Return what is made of a segment.
+
+        Raises:
+            RejectRecord: its audio cannot be used.
+        """
+        lock, together = self._together[_made_with(segment)]
+        with lock:
+            if segment not in self._kept:
+                self._make(together)
+            found = self._kept[segment]
+            self._uses_left[segment] -= 1
+            if not self._uses_left[segment]:
+                del self._kept[segment]
+        if isinstance(found, RejectRecord):
+            raise found
+        kept, made = found
+        return kept if isinstance(kept, bytes) else self._get(*kept), made
+
+    def _put(self, data: bytes) -> tuple[int, int]:
+        """Keep bytes, and return where they are: what ``_get`` wants."""
+        with self._spool_lock:
+            start = self._spool.seek(0, os.SEEK_END)
+            self._spool.write(data)
+        return start, len(data)
+
+    def _get(self, start: int, size: int) -> bytes:
+        with self._spool_lock:
+            self._spool.seek(start)
+            return self._spool.read(size)
+
+    def _make(self, together: list[Segment]) -> None:
+        row = self._rows.get(together[0].recording)
+        stored = None if row is None else self._get(*row)
+        is_alone = len(together) == 1 and self._uses_left[together[0]] == 1
+        for index, found in self._reader.read_or_copy(together, self._may_copy, stored):
+            try:
+                if isinstance(found, RejectRecord):
+                    raise found
+                data, made = self._make_one(found)
+                self._kept[together[index]] = (data if is_alone else self._put(data)), made
+            except RejectRecord as reject:
+                self._kept[together[index]] = reject
+
+
+def _made_with(segment: Segment) -> Hashable:
+    """Return a key that is equal for segments that are made together."""
+    return segment if segment.whole_file else segment.recording
+
+
 def _locate(segment: Segment, path: Path, info: AudioInfo) -> Location:
-    member = segment.member
     start, num_samples = 0, info.num_samples
     if not segment.whole_file:
         start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
@@ -231,8 +305,8 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> Location:
         if num_samples <= 0:
             raise RejectRecord("empty_audio", "the segment has no samples")
     status = path.stat()
-    size = status.st_size if member is None else member.size
-    return Location(path, info, start, num_samples, size, status.st_mtime_ns, member)
+    size = status.st_size if segment.member is None else segment.member.size
+    return Location(path, info, start, num_samples, size, status.st_mtime_ns)
 
 
 def _checksum(segment: Segment, location: Location, samples: np.ndarray, checksum_all: Callable[[], str]) -> str:
@@ -249,11 +323,3 @@ def _checksum(segment: Segment, location: Location, samples: np.ndarray, checksu
         if notes.checksum and (notes.size, notes.modified) == (location.size, location.modified):
             return notes.checksum
     return checksum_all()
-
-
-def _checksum_of(recording: Recording) -> str:
-    """Return the checksum of the bytes of a recording, as ``checksum``."""
-    digest = xxhash.xxh3_64()
-    for block in recording.source.blocks():
-        digest.update(block)
-    return digest.hexdigest()

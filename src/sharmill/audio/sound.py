@@ -1,7 +1,5 @@
 """Measures of the sound of a segment, made where it is decoded anyway, and their form in manifests."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from typing import Final, NamedTuple
@@ -57,7 +55,7 @@ class Sound(NamedTuple):
         return base64.b64encode(_PACKED.pack(*(round(max(-32768, min(32767, number))) for number in steps))).decode()
 
     @classmethod
-    def unpack(cls, text: str) -> Sound:
+    def unpack(cls, text: str) -> "Sound":
         """Return the measures that ``pack`` has made a text of.
 
         Raises:

@@ -1,12 +1,9 @@
 """The command ``sharmill``: its groups of commands, and its entry point.
 
-The commands are modules of this package, imported when they are asked for. What they import at their top is light, so
-that ``sharmill --help`` starts neither torch nor NeMo nor Ray; what is heavy they import when they run.
+A command's module is imported when the command is called, and no module for ``sharmill --help``. What modules of
+commands import at their top starts neither torch nor NeMo nor Ray; that they import when they run.
 """
 
-from __future__ import annotations
-
-import difflib
 import importlib
 import logging
 import signal
@@ -15,71 +12,81 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import click
+from click.shell_completion import CompletionItem
 
 import sharmill
-from sharmill.cli.console import quiet_option
-from sharmill.cli.exit_status import FAILED, OK, WRONG_USE, status_of_error
-from sharmill.errors import SharmillError
-from sharmill.executors.logs import PrintableFormatter, describe_error, one_line
+from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, describe_error, printable_line
+from sharmill.registry import explain_removal
 
-# A command NAME is the function NAME of the module NAME of this package, with "_" for "-".
+# By heading: the function of each command in this package, and the first line of its help.
 COMMANDS: Final = {
-    "Make": ("demo", "run", "manifest", "submit", "work"),
-    "Watch": ("calibrate", "plan", "status", "cancel"),
-    "Look": ("report", "inspect", "decode", "validate"),
-    "Change": ("append", "merge", "split", "index", "sidecars", "export"),
-    "Train": ("bins", "tune-batch", "verify-resume"),
-    "Set up": ("doctor",),
+    "Make": {
+        "demo": ("run.demo", "Run all stages on a synthetic corpus."),
+        "run": ("run.run", "Run all stages, or those named, for datasets."),
+        "manifest": ("datasets.manifest", "Make a manifest of a folder, a table or a corpus."),
+        "submit": ("run.submit", "Run stages on a cluster, each dataset with jobs of its own."),
+        "work": ("run.join_run", "Add ranks on this machine to a run, until it has ended."),
+    },
+    "Watch": {
+        "calibrate": ("plan.calibrate", "Try a sample, and advise on thresholds."),
+        "plan": ("plan.plan", "Show what would run, and what it would cost."),
+        "status": ("status.status", "Show the progress of every stage and rank of run directories."),
+        "cancel": ("status.cancel", "End what is at work in a run directory: jobs, or a process."),
+    },
+    "Look": {
+        "report": ("datasets.report", "Make a page to look at and to listen to."),
+        "inspect": ("datasets.inspect", "Look at a dataset, a shard or a cut."),
+        "decode": ("datasets.decode", "Turn the codes of a cut into audio that can be listened to."),
+        "validate": ("run.validate", "Check a finished dataset."),
+    },
+    "Change": {
+        "append": ("datasets.append", "Append shards to a finished dataset."),
+        "merge": ("datasets.merge", "Make one dataset of several."),
+        "split": ("datasets.split", "Divide a dataset by speakers."),
+        "index": ("datasets.index", "Make the index of a dataset from its files."),
+        "sidecars": ("datasets.sidecars", "Write the index files of lhotse 2 for a dataset."),
+        "export": ("datasets.export", "Write a dataset as files for trainers that do not read Shar."),
+    },
+    "Train": {
+        "bins": ("train.bins", "Estimate buckets for batches from lengths alone."),
+        "tune-batch": ("train.tune_batch", "Find the largest batch of each bucket that fits."),
+        "verify-resume": ("train.verify_resume", "Stop and resume a training's data."),
+    },
+    "Set up": {"doctor": ("train.doctor", "Examine this machine, or a training's settings.")},
 }
-# Commands and options of earlier versions, and what to use instead.
-_REMOVED: Final = {
-    "certify": "validate --recheck-codes SHARE tells how far codes differ",
-    "completion": 'eval "$(_SHARMILL_COMPLETE=bash_source sharmill)" in ~/.bashrc completes commands; zsh_source and '
-    "fish_source are for other shells",
-    "--simulate": "a plan is for the ranks of its configuration, such as sharmill plan CONFIG executor.workers=1024",
-}
-# Their output is the text that they were called for.
-_ONLY_LINES: Final = ("bins", "tune-batch", "verify-resume")
+_ALL: Final = {name: found for commands in COMMANDS.values() for name, found in commands.items()}
 
 
 class GroupedCommands(click.Group):
-    """A group of commands that are imported when they are asked for, and listed under the headings of ``COMMANDS``."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*(name for names in COMMANDS.values() for name in names), *super().list_commands(ctx)]
+    """A group of commands that are imported when they are called, and listed under the headings of ``COMMANDS``."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if not any(cmd_name in names for names in COMMANDS.values()):
+        if cmd_name not in _ALL:
             return super().get_command(ctx, cmd_name)
-        name = cmd_name.replace("-", "_")
-        command: click.Command = getattr(importlib.import_module(f"sharmill.cli.{name}"), name)
-        if cmd_name not in _ONLY_LINES and quiet_option not in command.params:
+        from sharmill.cli.command import quiet_option
+
+        module, function = _ALL[cmd_name][0].split(".")
+        command: click.Command = getattr(importlib.import_module(f"sharmill.cli.{module}"), function)
+        # The output of these is the text that they were called for.
+        if cmd_name not in ("bins", "tune-batch", "verify-resume") and quiet_option not in command.params:
             command.params.append(quiet_option)
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        names = self.list_commands(ctx)
-        if args[0] in _REMOVED:
-            ctx.fail(f"the command '{args[0]}' was removed: {_REMOVED[args[0]]}")
-        if args[0] not in names and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0], names, n=1)
-            ctx.fail(f"there is no command '{args[0]}'" + (f", did you mean '{near[0]}'?" if near else ""))
-        return super().resolve_command(ctx, args)
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        names = [CompletionItem(name, help=line) for name, (_, line) in _ALL.items() if name.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        width = max(len(name) for names in COMMANDS.values() for name in names)
-        for heading, names in COMMANDS.items():
+        width = max(map(len, _ALL))
+        for heading, commands in COMMANDS.items():
             with formatter.section(heading):
-                commands = {name: self.get_command(ctx, name) for name in names}
-                formatter.write_dl([
-                    (name.ljust(width), command.get_short_help_str(limit=formatter.width - width))
-                    for name, command in commands.items() if command
-                ])  # fmt: skip
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
 
-@click.group(cls=GroupedCommands, context_settings={"help_option_names": ["-h", "--help"]})
+# Their names are what click looks for a near one among.
+@click.group(
+    cls=GroupedCommands, commands=dict.fromkeys(_ALL), context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(sharmill.__version__)
 def cli() -> None:
     """Turn speech manifests into training-ready Lhotse Shar datasets.
@@ -106,29 +113,32 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         given = list(arguments) if arguments is not None else None
-        sys.exit(cli.main(args=given, prog_name="sharmill", standalone_mode=False) or OK)
+        sys.exit(cli.main(args=given, prog_name="sharmill", standalone_mode=False) or 0)
     except click.ClickException as error:
         click.echo(_describe_wrong_use(error), err=True)
-        sys.exit(WRONG_USE)
+        sys.exit(ConfigError.exit_status)
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted. What is done is kept; run the same command again to go on.", err=True)
-        sys.exit(FAILED)
+        sys.exit(SharmillError.exit_status)
     except SharmillError as error:
         click.echo(f"Error: {describe_error(error)}", err=True)
-        sys.exit(status_of_error(error))
+        sys.exit(error.exit_status)
 
 
 def _describe_wrong_use(error: click.ClickException) -> str:
     """Return one line for wrong use of a command; the whole help for a group without a command."""
-    # click has this class from 8.2 on; before, it prints the help itself.
-    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return error.format_message()
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "sharmill"
-    message = error.format_message().rstrip(".")
-    if isinstance(error, click.NoSuchOption) and error.option_name in _REMOVED:
-        message = f"the option '{error.option_name}' was removed: {_REMOVED[error.option_name]}"
-    return one_line(f"Error: {message}; see {command} --help")
+    option = getattr(error, "option_name", "")
+    names = (
+        f"the command '{getattr(error, 'command_name', '')}'",
+        f"the option '{option}'",
+        f"the option '{command.removeprefix('sharmill ')} {option}'",
+    )
+    removed = next(filter(None, map(explain_removal, names)), "")
+    return printable_line(f"Error: {removed or error.format_message().rstrip('.')}; see {command} --help")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,43 @@
-"""``sharmill plan``: units, hours, balance and disk of a run, without running it."""
+"""Commands before a run: ``plan``, its work and cost, and ``calibrate``, a pilot over a sample of the input."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import click
+from rich.filesize import decimal
 
-from sharmill.cli.arguments import split_arguments
-from sharmill.cli.console import describe_cost, json_option, make_console, make_table, plain, print_json
-from sharmill.cli.exit_status import OK
+from sharmill.cli.command import (
+    describe_cost,
+    describe_time,
+    json_option,
+    load_configs,
+    plain,
+    print_json,
+    print_table,
+    say,
+    say_all,
+)
+from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
+from sharmill.encode.stage import EncodeStage
+from sharmill.engine.balance import pack
+from sharmill.engine.view import read_or_preview_units
 from sharmill.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    from sharmill.config import Config
-    from sharmill.engine.stage import Stage
-    from sharmill.models.measure import Measurement
-    from sharmill.pilot.predict import StagePrediction
+from sharmill.executors.supervisor import usable_gpus, visible_gpus
+from sharmill.match.config import MatchConfig
+from sharmill.match.stage import MatchStage
+from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
+from sharmill.models.memory import Measurement, measure_canonical, measure_model
+from sharmill.pilot.advice import Advice
+from sharmill.pilot.rates import Calibration, StagePrediction, count_ranks, find_rates, predict
+from sharmill.pilot.sample import run_pilot
+from sharmill.pipeline import check_config, make_stages
+from sharmill.prepare.check import PrepareConfig
+from sharmill.training.buckets.batch_size import make_budget
 
 # Speech as FLAC at 16 to 24 kHz takes 15 to 35 kB a second; codes add little. A round figure on the safe side.
 _BYTES_PER_SECOND = 40_000
-_MEANING_OF_COLUMNS = (
-    "units: done and all; to process: all audio that is left, contexts included; largest: the load of the busiest rank"
-)
+# Of the hundred thresholds of a calibration, those that are printed beside the recommended one.
+_PRINTED_STEP = 5
 
 
 @click.command()
@@ -33,78 +46,58 @@ _MEANING_OF_COLUMNS = (
 @click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
 @json_option
 @click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
-def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None, measure: bool, as_json: bool) -> int:
+def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None, measure: bool) -> None:
     """Show what would run, and what it would cost.
 
     Nothing of it is run. Units, hours, balance and disk are those of each stage whose input is there already; time, GPU
     hours, core hours and disk those of all stages, once rates are known: from sharmill calibrate, or from an
     earlier run.
     """
-    from sharmill.config import load_config
-
-    paths, overrides, names = split_arguments(arguments)
-    if names:
-        raise ConfigError(f"'plan' takes no stage names: {', '.join(names)}", code="bad_usage")
-    console = make_console()
-    for path in paths:
-        config = load_config(path, overrides)
-        found = print_plan(console, config, earlier=earlier, gpu_hour=gpu_hour)
-        if as_json:
-            print_json(found)
+    for config in load_configs("plan", arguments):
+        print_json(print_plan(config, earlier=earlier, gpu_hour=gpu_hour))
         if measure:
-            _print_measurements(console, config)
-    return OK
+            _print_measurements(config)
 
 
-def _print_measurements(console: Console, config: Config) -> None:
+def _print_measurements(config: Config) -> None:
     """Print speed and memory of the models on the device of this machine, and the values for the configuration."""
-    from sharmill.encode.config import EncodeConfig
-    from sharmill.encode.stage import UNIT_SECONDS, EncodeStage
-    from sharmill.executors.devices import visible_gpus
-    from sharmill.match.config import MatchConfig
-    from sharmill.match.stage import MatchStage
-    from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
-    from sharmill.models.measure import measure_canonical, measure_model
-    from sharmill.prepare.config import PrepareConfig
-    from sharmill.training.buckets.batch_size import make_budget
-
     device = "cuda" if visible_gpus() else "cpu"
     make_deterministic(device)
     memory = make_budget("cuda:0" if device == "cuda" else device, 1.0, None).size
-    found: dict[str, list[Measurement]] = {}
-    columns = ("model", "MiB per second", "fits at once", "seconds of audio per second, by batch")
-    table = make_table(f"on one {device} of {memory / 2**30:.1f} GiB", columns, left=("model",))
-
-    def add(key: str, name: str, measured: Measurement) -> None:
-        found.setdefault(key, []).append(measured)
-        speeds = ", ".join(f"{size:g} s: {speed:.0f}" for size, speed in measured.speeds.items()) or "none fits"
-        row = (name, f"{measured.bytes_per_second / 2**20:.1f}", f"{measured.most_seconds:.0f} s", speeds)
-        table.add_row(*(plain(cell) for cell in row))
-
+    # With the key of their sections and their names.
+    found: list[tuple[str, str, Measurement]] = []
     if (match := config.find(MatchConfig)) is not None:
         encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
-        add(MatchStage.kind, match.encoder, measure_model(encoder, device, memory))
+        found.append((MatchStage.kind, match.encoder, measure_model(encoder, device, memory)))
     encode = config.section(EncodeConfig)
-    unit_seconds = encode.unit_seconds or UNIT_SECONDS[1]
+    unit_seconds = encode.unit_seconds or EncodeStage.unit_limits[1]
     for codec in encode.codecs:
         model = load_codec(codec.model, device, precision=encode.precision, **codec.options)
-        if encode.canonical_shapes:
-            add(EncodeStage.kind, codec.name, measure_canonical(model, device, memory, unit_seconds))
-        else:
-            add(EncodeStage.kind, codec.name, measure_model(model, device, memory))
-    console.print(table)
+        is_canonical = encode.canonical_shapes
+        measured = (
+            measure_canonical(model, device, memory, unit_seconds)
+            if is_canonical
+            else measure_model(model, device, memory)
+        )
+        found.append((EncodeStage.kind, codec.name, measured))
+    columns = ("model", "MiB per second", "fits at once", "seconds of audio per second, by batch")
+    rows = []
+    for _, name, measured in found:
+        speeds = ", ".join(f"{size:g} s: {speed:.0f}" for size, speed in measured.speeds.items()) or "none fits"
+        rows.append((name, f"{measured.bytes_per_second / 2**20:.1f}", f"{measured.most_seconds:.0f} s", speeds))
+    print_table(f"on one {device} of {memory / 2**30:.1f} GiB", columns, rows, left=("model",))
+    of_codecs = [measured for kind, _, measured in found if kind == EncodeStage.kind]
     if encode.canonical_shapes:
-        console.print(plain(_describe_canonical(found[EncodeStage.kind], device, unit_seconds), style="dim"))
-    for key, measurements in found.items():
+        say(_describe_canonical(of_codecs, device, unit_seconds), style="dim")
+    for key in dict.fromkeys(kind for kind, *_ in found):
         # Of those of one row, any size is as good.
-        sizes = [measured.best_size for measured in measurements if not measured.one_row]
+        sizes = [measured.best_size for kind, _, measured in found if kind == key and not measured.one_row]
         if sizes and None not in sizes:
-            console.print(plain(f"{key}.batch_seconds={min(size for size in sizes if size is not None):g}"))
-    most = min(measured.most_seconds for measurements in found.values() for measured in measurements)
+            say(f"{key}.batch_seconds={min(size for size in sizes if size is not None):g}")
+    most = min(measured.most_seconds for *_, measured in found)
     longest = config.section(PrepareConfig).max_duration
     if longest is None or longest > most:
-        advice = f"prepare.max_duration={most:.0f}: longer segments do not fit on this {device}"
-        console.print(plain(advice, style="yellow"))
+        say(f"prepare.max_duration={most:.0f}: longer segments do not fit on this {device}", style="yellow")
 
 
 def _describe_canonical(measurements: list[Measurement], device: str, unit_seconds: float) -> str:
@@ -118,67 +111,161 @@ def _describe_canonical(measurements: list[Measurement], device: str, unit_secon
     return how
 
 
-def print_plan(
-    console: Console, config: Config, *, earlier: str | None = None, gpu_hour: float | None = None
-) -> list[StagePrediction]:
+def print_plan(config: Config, *, earlier: str | None = None, gpu_hour: float | None = None) -> list[StagePrediction]:
     """Print a row per stage that can be planned now, and a line for each that depends on what comes before it.
 
     Below it come time and cost, predicted from the rates of the run directory ``earlier`` or of the configuration's
     own; they are returned.
     """
-    from sharmill.cli.prediction import print_prediction
-    from sharmill.cli.stage_status import read_or_preview_units
-    from sharmill.engine.balance import pack
-    from sharmill.pilot.known_rates import find_rates
-    from sharmill.pilot.predict import compare_audio, count_ranks, predict_stage
-    from sharmill.pipeline import check_config, make_stages
-
     check_config(config, stages=())
     rates, source = find_rates(config, earlier)
-    predictions: list[StagePrediction] = []
-    num_records, audio_ratio = 0, 1.0
-    columns = ("stage", "units", "to process", "ranks", "largest", "balance", "disk")
-    table = make_table(config.name, columns, no_wrap=True)
-    not_yet = []
-    for stage in make_stages(config):
-        ranks, left = count_ranks(config, stage), None
-        rate = rates.get(stage.name)
+    stages = make_stages(config)
+    planned, rows, not_yet = {}, [], []
+    for stage in stages:
         try:
             units, done = read_or_preview_units(stage)
-            left = [unit.cost for unit in units if unit.index not in done]
-            loads = [sum(left[item] for item in items) for items in pack(left, ranks)]
-            table.add_row(*_row(stage, loads, len(units), left))
-            num_records = num_records or sum(unit.size for unit in units)
-            if rate is not None and stage.cost_unit != "records":
-                audio_ratio = compare_audio(rate, [unit.cost for unit in units], num_records)
         except ConfigError as error:
-            not_yet.append(plain(f"{stage.name}: not yet: {error}"))
-        if rate is not None:
-            predictions.append(predict_stage(
-                config, stage, rate, ranks=ranks, num_records=num_records, costs=left, audio_ratio=audio_ratio
-            ))  # fmt: skip
-    console.print(table)
-    for line in not_yet:
-        console.print(line)
-    console.print(plain(_MEANING_OF_COLUMNS, style="dim"))
+            not_yet.append(f"{stage.name}: not yet: {error}")
+            continue
+        planned[stage.name] = units, done
+        left = [unit.cost for unit in units if unit.index not in done]
+        loads = [sum(left[item] for item in items) for items in pack(left, count_ranks(config, stage))]
+        mean, largest, records = sum(loads) / len(loads), max(loads), stage.cost_unit == "records"
+        rows.append([
+            stage.name, f"{len(units) - len(left)}/{len(units)}", describe_cost(sum(left), records=records),
+            str(len(loads)), describe_cost(largest, records=records), f"{mean / largest:.0%}" if largest else "",
+            f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.replaces_root else "",
+        ])  # fmt: skip
+    predictions = predict(config, stages, rates, planned)
+    columns = ("stage", "units", "to process", "ranks", "largest", "balance", "disk")
+    print_table(config.name, columns, rows, no_wrap=columns)
+    say_all(not_yet)
+    say(
+        "units: done and all; to process: all audio that is left, contexts included; largest: the load of the busiest "
+        "rank",
+        style="dim",
+    )
     if predictions:
-        print_prediction(console, predictions, source, gpu_hour)
+        _print_prediction(predictions, source, gpu_hour)
     else:
-        advice = "no rates are known yet: sharmill calibrate measures them, --rates takes those of an earlier run"
-        console.print(plain(advice, style="dim"))
+        say("no rates are known yet: sharmill calibrate measures them, --rates takes those of an earlier run", "dim")
     return predictions
 
 
-def _row(stage: Stage, loads: list[float], num_units: int, left: list[float]) -> list[Text]:
-    largest, mean = max(loads), sum(loads) / len(loads)
-    records = stage.cost_unit == "records"
-    cells = (
-        stage.name,
-        f"{num_units - len(left)}/{num_units}",
-        describe_cost(sum(left), records=records),
-        str(len(loads)),
-        describe_cost(largest, records=records),
-        f"{mean / largest:.0%}" if largest else "",
-        f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.replaces_root else "",
+def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_hour: float | None) -> None:
+    """Print a row for each stage and one for all of them.
+
+    Args:
+        source: where the rates are from.
+        gpu_hour: the price of an hour of a GPU, or None.
+    """
+    columns = ["stage", "ranks", "time", "GPU h", "core h", "disk", *(["price"] if gpu_hour is not None else [])]
+    by_row = [(one.name if one.is_planned else f"{one.name} *", str(one.ranks), [one]) for one in predictions]
+    rows = []
+    for name, ranks, of_row in [*by_row, ("all", "", list(predictions))]:
+        gpu = sum(one.rank_seconds for one in of_row if one.on_gpu) / 3600
+        core = sum(one.rank_seconds for one in of_row if not one.on_gpu) / 3600
+        cells = [
+            name, ranks, describe_time(sum(one.wall_seconds for one in of_row)), describe_hours(gpu),
+            describe_hours(core), decimal(round(sum(one.num_bytes for one in of_row))),
+        ]  # fmt: skip
+        cells += [f"{gpu * gpu_hour:,.2f}"] if gpu_hour is not None else []
+        rows.append([plain(cell, style="bold" if name == "all" else "") for cell in cells])
+    print_table("predicted, for what is left", columns, rows, no_wrap=columns)
+    say(f"rates: {source}", style="dim")
+    if any(one.on_gpu for one in predictions):
+        say("GPU h: of ranks; several that share a GPU count as if each had its own", style="dim")
+    say("beside these times: the start of the command, and the page of the run", style="dim")
+    if any(not one.is_planned for one in predictions):
+        say("*: cannot be planned yet; in proportion to the records of the input", style="dim")
+
+
+def describe_hours(hours: float) -> str:
+    """Return hours of ranks, or nothing where there are none.
+
+    >>> describe_hours(1234.5), describe_hours(0.25), describe_hours(0)
+    ('1,234', '0.250', '')
+    """
+    return f"{hours:,.{0 if hours >= 1000 else 1 if hours >= 10 else 3}f}" if hours else ""
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="CONFIG [KEY=VALUE...]")
+# Each is compared with each, which takes 2 GB.
+@click.option("--records", "size", type=click.IntRange(2, 10_000), default=1000, show_default=True,
+              help="Records to draw, in whole speaker groups.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the draw.")
+@click.option("--max-wrong", type=click.FloatRange(0, 1), default=0.01, show_default=True,
+              help="Share of contexts that may be another speaker.")  # fmt: skip
+@click.option("--rates/--no-rates", default=True, show_default=True,
+              help="Measure rates of the stages, for sharmill plan: write and encode the sample too.")  # fmt: skip
+@json_option
+def calibrate(arguments: tuple[str, ...], size: int, seed: int, max_wrong: float, rates: bool) -> None:
+    """Try a sample, and advise on thresholds.
+
+    Speaker groups are drawn, checked, decoded and embedded. What is printed, and more, is written to calibration.json
+    in the run directory: contexts and wrong speakers at each threshold, rejects, formats and durations.
+    """
+    [config] = load_configs("calibrate", arguments, single=True)
+    check_config(config, stages=())
+    path, found = run_pilot(
+        config, size=size, seed=seed, max_wrong=max_wrong, measure=rates,
+        device="cuda" if usable_gpus(config.executor.device) else "cpu", tell=lambda line: say(line, style="dim"),
+    )  # fmt: skip
+    print_json(found)
+    _print_calibration(found)
+    say(str(path))
+
+
+def _print_calibration(found: Calibration) -> None:
+    """Print the tables and the advice of a pilot."""
+    say(
+        f"pilot: {found.num_drawn:,} of {found.num_records:,} records, {found.num_groups:,} speaker groups, "
+        f"{found.audio_seconds:,.0f} s of audio; seed {found.seed}"
     )
-    return [plain(cell) for cell in cells]
+    if found.num_partial_groups:
+        say(
+            f"{found.num_partial_groups} groups are too large to be taken whole: contexts and wrong speakers are lower "
+            "bounds, since in the whole group there is more to choose from"
+        )
+    if found.advice is not None:
+        _print_thresholds(found.advice)
+    if found.rejects:
+        columns = ("stage", "reason", "records", "share", "one of them")
+        rows = [(one.stage, one.reason, str(one.count), f"{one.share:.1%}", one.example[:100]) for one in found.rejects]
+        title = "records that would be rejected whatever the threshold is"
+        print_table(title, columns, rows, left=("stage", "reason", "one of them"))
+    formats = ", ".join(
+        f"{one.count:,} {one.format} of {one.sampling_rate} Hz{f' and {one.channels} channels' * (one.channels > 1)}"
+        for one in found.formats
+    )
+    say(f"audio: {formats or 'none'}")
+    if found.durations:
+        listed = ", ".join(f"{float(share):.0%} {value:g}" for share, value in found.durations.items())
+        say(f"seconds, by share of utterances that are shorter: {listed}")
+    if found.too_short_for_context:
+        say(f"{found.too_short_for_context:.1%} of the utterances cannot be contexts, by their duration")
+
+
+def _print_thresholds(advice: Advice) -> None:
+    recommended = advice.recommended
+    rows = []
+    for place, one in enumerate(advice.thresholds):
+        chosen = one == recommended
+        # Those that do the same as the next printed one tell nothing.
+        following = advice.thresholds[place + _PRINTED_STEP :][:1]
+        is_repeated = any((one.context_share, one.wrong_share) == (n.context_share, n.wrong_share) for n in following)
+        if chosen or (place % _PRINTED_STEP == 0 and not is_repeated):
+            wrong, most = ("" if share is None else f"{share:.1%}" for share in (one.wrong_share, one.wrong_bound))
+            note, style = ("recommended", "bold") if chosen else ("", "")
+            cells = (f"{one.min_similarity:.2f}", f"{one.context_share:.1%}", wrong, most, note)
+            rows.append([plain(cell, style=style) for cell in cells])
+    columns = ("min_similarity", "records with a context", "of these another speaker", "at most, 95 % sure", "")
+    print_table("contexts by match.min_similarity", columns, rows, left=("",), no_wrap=columns)
+    if advice.misplaced is not None and advice.foreign is not None:
+        say(
+            f"labels: about {advice.misplaced:.1%} of the utterances stand in a group of another speaker, and "
+            f"{advice.foreign:.1%} of the others' candidates are of another"
+        )
+    setting = "" if recommended is None else f"set match.min_similarity={recommended.min_similarity:g}: "
+    say(f"{setting}{advice.reason}")

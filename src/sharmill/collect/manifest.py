@@ -1,52 +1,71 @@
-"""``sharmill manifest`` as a function: one pass over folders, tables, manifests or a corpus, written aside first."""
-
-from __future__ import annotations
+"""``sharmill manifest`` as a stage: records of folders, tables, manifests or a corpus, completed from headers alone."""
 
 import dataclasses
 import itertools
 import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import msgspec
 
-from sharmill.collect.complete import Chunk, Completed, Completion, Input, Raw, read_input
-from sharmill.collect.corpora import RECIPE_LOG, read_corpus
-from sharmill.collect.workers import map_in_order
-from sharmill.engine.rejects import describe_rejects
-from sharmill.engine.unit import Totals
-from sharmill.errors import ConfigError, FatalError
-from sharmill.files.host import usable_cores
+from sharmill.audio.files import choose_channel, probe
+from sharmill.audio.roots import AudioRoots
+from sharmill.collect.corpora import RECIPE_LOG, Found, run_recipe
+from sharmill.engine.run import Listener, merge_files
+from sharmill.engine.stage import (
+    Advance,
+    Commit,
+    Output,
+    Processor,
+    RunDir,
+    Stage,
+    Totals,
+    Unit,
+    add_up,
+    make_unit,
+    versions,
+)
+from sharmill.engine.state import describe_rejects
+from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
+from sharmill.executors.local import run_alone
 from sharmill.files.storage import (
-    PROBE,
-    disk_errors,
-    fsync_directory,
-    fsync_file,
-    path_aside,
+    Staging,
+    load_record,
+    remove,
     remove_asides,
-    remove_tree,
     require_writable,
     write_atomic,
 )
-from sharmill.manifest import write_lines
-from sharmill.sources import FileSource, Source
-from sharmill.sources.files import find_files, names_several, read_ends
+from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
+from sharmill.prepare.check import PrepareConfig, check_fields, parse_record, segment_times
+from sharmill.sources import Located, Source, record_text
+from sharmill.sources.files import expand_home, find_files, names_several, read_ends
 from sharmill.sources.folder import FolderSource
+from sharmill.sources.lhotse import LhotseSource
 from sharmill.sources.nemo import NemoSource
+from sharmill.sources.speakers import UNDETERMINED
 from sharmill.sources.table import TableSource
 
-# Enough that sending them costs little beside the work, and few enough that Ctrl-C is answered soon.
-_RECORDS_PER_CHUNK: Final = 500
+_RECORDS_PER_UNIT: Final = 1000
+# A record's own duration may differ by so many seconds from that of its audio.
+_TOLERANCE: Final = PrepareConfig().duration_tolerance
+# Segments of one recording follow one another.
+_probe = lru_cache(maxsize=16)(probe)
+_TYPES: Final[dict[str, type[Source]]] = {
+    ".csv": TableSource, ".tsv": TableSource, ".json": NemoSource, ".jsonl": NemoSource,
+}  # fmt: skip
 # Ends of the names of files beside a manifest: rejects, warnings of the recipe, and the description, written last.
 REJECTS: Final = ".rejects.jsonl"
 LOG: Final = ".recipe.log"
 INFO: Final = ".info.yaml"
-_REJECTS: Final = "rejects/all.jsonl"
+# In the plan: the result of a recipe.
+_FOUND: Final = "found.json"
+# What is counted of the records of a manifest.
+_COUNTS: Final = ("with_text", "with_speaker", "of_several_channels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +80,7 @@ class ManifestOptions:
         splits: names or patterns of its splits, none for all.
         vocabulary: where to write the vocabulary of the texts, or None.
         of_words: it is one of words, not of characters.
+        force: replace a manifest that is there, its companions and the vocabulary.
     """
 
     audio_root: str | None = None
@@ -70,6 +90,7 @@ class ManifestOptions:
     splits: tuple[str, ...] = ()
     vocabulary: str | None = None
     of_words: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,10 +115,29 @@ class Destination:
         """Return the path of a companion, whose name has this end."""
         return self.path.with_name(self.path.stem + end)
 
+    def files(self, splits: Iterable[str] = ("",)) -> list[Path]:
+        """Return the paths of all files, of which some may not be written."""
+        vocabulary = [self.vocabulary] if self.vocabulary else []
+        return [*map(self.of_split, splits), *map(self.beside, (INFO, REJECTS, LOG)), *vocabulary]
+
+
+class Input(NamedTuple):
+    """One input of a manifest.
+
+    Attributes:
+        source: the reader of its records, with the rules for speakers and channels, and the audio root.
+        split: of a corpus; "" for the only one.
+        defaults: keys of records that have none of their own.
+    """
+
+    source: Source
+    split: str
+    defaults: dict[str, str]
+
 
 def make_manifest(
-    sources: Sequence[str], output: str, options: ManifestOptions, *, workers: int | str = "auto",
-    force: bool = False, progress: Callable[[int, int], None] = lambda records, rejects: None,
+    sources: Sequence[str], output: str, options: ManifestOptions, *, workers: int | Literal["auto"] = "auto",
+    listener: Listener | None = None,
 ) -> tuple[Destination, Totals]:  # fmt: skip
     """Make a manifest of folders, tables, manifests or a corpus, whose bytes do not depend on ``workers``.
 
@@ -105,266 +145,321 @@ def make_manifest(
         sources: paths of folders and files.
         output: path of the manifest.
         workers: processes, a number or ``auto`` for all cores.
-        force: replace a manifest that is there, its companions and the vocabulary.
-        progress: called with the numbers of records that were read, and rejected, so far.
 
     Raises:
-        ConfigError: the sources, the options or the output cannot be used.
-        FatalError: no record can be used, a worker process was killed, or the disk fails.
+        ConfigError: the sources, the options or the output cannot be used, or another process makes the manifest.
+        FatalError: no record can be used, or the disk fails.
     """
-    roots = _find_roots(sources, options)
+    given = _make_sources(sources, options)
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
-    destination = Destination(Path(output), _common_root(roots, options.audio_root), vocabulary)
-    inputs = _make_inputs(sources, roots, destination.root, options)
-    _check_destination(destination, sources, force=force)
-    number = usable_cores() if workers == "auto" else int(workers)
-    with disk_errors(destination.path.parent), _folder_aside(destination) as folder:
-        if options.corpus is None:
-            parts = [("", number, read_input(entry.source, {})) for number, entry in enumerate(inputs)]
-        else:
-            found = read_corpus(options.corpus, roots[0], options.recipe_options, options.splits,
-                                inputs[0].source.channel, folder)  # fmt: skip
-            inputs = [dataclasses.replace(inputs[0], dataset=found.dataset)]
-            parts = [(split, 0, read_input(source, found.defaults)) for split, source in found.splits.items()]
-        splits = list(dict.fromkeys(split for split, _, _ in parts))
-        if not force:
-            _refuse_existing(map(destination.of_split, splits))
-        complete = Completion(inputs, of_words=options.of_words)
-        with closing(map_in_order(complete, _cut(parts), number if number > 1 else 0)) as results:
-            rows, rejects = _write(results, splits, folder, progress)
-        return destination, _publish(rows, rejects, folder, destination)
-
-
-def _cut(parts: Iterable[tuple[str, int, Iterable[Raw]]]) -> Iterator[Chunk]:
-    for split, number, records in parts:
-        left = iter(records)
-        while chunk := list(itertools.islice(left, _RECORDS_PER_CHUNK)):
-            yield Chunk(split, number, chunk)
-
-
-def _write(
-    results: Iterable[Completed], splits: Sequence[str], folder: Path, progress: Callable[[int, int], None]
-) -> tuple[dict[str, Completed], Counter[str]]:
-    """Write the manifest of each split, and the rejects, into a folder.
-
-    Return the sums of the results of each split, without their lines and rejects, and the number of rejects by reason.
-    """
-    rows = {split: Completed(split) for split in splits}
-    rejects: Counter[str] = Counter()
-    num_in = 0
-    (folder / _REJECTS).parent.mkdir()
-    with ExitStack() as stack:
-        rejected = stack.enter_context((folder / _REJECTS).open("wb"))
-        files = {split: stack.enter_context((folder / str(n)).open("wb")) for n, split in enumerate(splits)}
-        for completed in results:
-            files[completed.split].writelines(line + b"\n" for line in completed.lines)
-            rejected.writelines(reject.to_json() + b"\n" for reject in completed.rejects)
-            rows[completed.split].add(completed)
-            rejects.update(reject.reason for reject in completed.rejects)
-            num_in += completed.num_in
-            progress(num_in, rejects.total())
-    return rows, rejects
-
-
-def _publish(rows: dict[str, Completed], rejects: Counter[str], folder: Path, destination: Destination) -> Totals:
-    """Publish what was written into a folder, the description last; return the accounts with notes for the user."""
-    # Recipes look at files in the order of the file system.
-    warnings = sorted((folder / RECIPE_LOG).read_text("utf-8").splitlines()) if (folder / RECIPE_LOG).exists() else []
-    write_lines(folder / RECIPE_LOG, map(str.encode, warnings))
-    examples = describe_rejects((folder / _REJECTS).parent, rejects)
-    for end, file, is_any in ((REJECTS, _REJECTS, rejects), (LOG, RECIPE_LOG, warnings)):
-        if is_any:
-            _move(folder / file, destination.beside(end))
-        else:
-            remove_tree(destination.beside(end))
-    num_in, num_out = sum(row.num_in for row in rows.values()), sum(row.counts["records"] for row in rows.values())
-    if not num_out:
-        raise FatalError(
-            f"none of the {num_in} records can be used, so {destination.path} is not written; mend the input, then run "
-            f"the same command with --force. The commonest reasons (all: {destination.beside(REJECTS)}):",
-            code="too_many_rejects",
-            details=examples,
+    roots = [str(source.audio_root) for source in given]
+    root = Path(os.path.commonpath(roots))
+    if options.audio_root is not None:
+        root = _absolute(expand_home(options.audio_root))
+        if not root.is_dir():
+            raise ConfigError(f"--audio-root {options.audio_root} is not a folder", code="missing_input")
+        refuse(
+            *(
+                (
+                    not Path(inner).is_relative_to(root),
+                    f"{inner} does not lie below --audio-root {options.audio_root}; name a folder that holds all "
+                    "sources",
+                )
+                for inner in roots
+            ),
+            code="bad_usage",
         )
-    for number, split in enumerate(rows):
-        _move(folder / str(number), destination.of_split(split))
-    if destination.vocabulary is not None:
-        write_atomic(destination.vocabulary, _vocabulary_lines(rows))
-    by_reason = dict(sorted(rejects.items()))
-    numbers = {destination.of_split(split).name: _numbers(row) for split, row in rows.items()}
-    info = {"audio_root": str(destination.root), "manifests": numbers, "rejects": by_reason}
-    write_atomic(destination.beside(INFO), msgspec.yaml.encode(info))
-    notes = _notes(rows.values())
-    if warnings:
-        notes.append(f"the recipe warns {len(warnings)} times, first: {warnings[0]} (see {destination.beside(LOG)})")
-    hours = sum(row.seconds for row in rows.values()) / 3600
-    totals = Totals(num_in=num_in, num_out=num_out, rejects=by_reason, hours=hours, notes=notes)
-    totals.check("manifest", num_in)
-    return totals
-
-
-def _move(file: Path, final: Path) -> None:
-    """Publish a file that was written aside on the same disk."""
-    fsync_file(file)
-    file.replace(final)
-    fsync_directory(final.parent)
-
-
-def _vocabulary_lines(rows: dict[str, Completed]) -> bytes:
-    """Return the vocabulary of the splits for training, or of all if none is; the commonest first, one a line."""
-    counts: Counter[str] = Counter()
-    for split in [split for split in rows if "train" in split] or rows:
-        counts.update(rows[split].vocabulary)
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return "".join(f"{entry}\n" for entry, _ in ordered).encode()
-
-
-def _numbers(row: Completed) -> dict[str, Any]:
-    """Return the numbers of a manifest: records, hours, and how many have a text, a speaker, an unchosen channel."""
-    return {"records": row.counts["records"], "hours": round(row.seconds / 3600, 6)} | {
-        name: row.counts[name] for name in ("with_text", "with_speaker", "of_several_channels")
-    }
-
-
-def _notes(rows: Iterable[Completed]) -> list[str]:
-    """Return sentences about what the records lack that a dataset may need."""
-    total: Counter[str] = Counter()
-    for row in rows:
-        total.update(row.counts)
-    notes = []
-    if without := total["records"] - total["with_text"]:
-        notes.append(f"{without} records have no text: a dataset takes them with prepare.require_text=false")
-    if without := total["records"] - total["with_speaker"]:
-        notes.append(f"{without} records have no speaker: --speaker makes one of the path, as {{path[0]}}")
-    if several := total["of_several_channels"]:
-        notes.append(f"{several} records are audio of several channels: --channel chooses one, or downmix their mean")
-    return notes
-
-
-@contextmanager
-def _folder_aside(destination: Destination) -> Iterator[Path]:
-    """Provide a folder beside the manifest to write into; remove what killed processes have left of theirs."""
-    for file in (destination.path, destination.beside(INFO), destination.vocabulary or destination.path):
-        remove_asides(file.parent, {PROBE, file.name})
-    folder = path_aside(destination.path)
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    except FileNotFoundError as error:
-        if folder.exists():
-            raise
-        raise FatalError(f"another process makes {destination.path}; run one at a time", code="locked") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _find_roots(sources: Sequence[str], options: ManifestOptions) -> list[Path]:
-    """Return the audio root of each source: a folder itself, the folder of a file, or the one that is given."""
-    if options.corpus is not None and len(sources) > 1:
-        raise ConfigError("--from is for one folder, that of the corpus", code="bad_usage")
-    roots, folders = [], []
-    for source in sources:
-        path = _expanded(source)
-        if not path.exists() and (options.corpus is not None or not names_several(source)):
-            raise ConfigError(f"there is no file or folder {path}; correct its path", code="missing_input")
-        if path.is_dir():
-            folders.append(_absolute(path))
-        elif options.corpus is not None:
-            raise ConfigError(f"{path} is not a folder; name that of the corpus", code="bad_usage")
-        own = path if path.is_dir() else _expanded(options.audio_root or str(find_files([source])[0].parent))
-        roots.append(_absolute(own))
-    for one, other in itertools.permutations(folders, 2):
-        if one.is_relative_to(other):
-            raise ConfigError(f"{one} lies within {other}; name the outer one only", code="bad_usage")
-    return roots
-
-
-def _common_root(roots: Sequence[Path], given: str | None) -> Path:
-    if given is None:
-        return Path(os.path.commonpath(roots))
-    root = _absolute(_expanded(given))
-    if not root.is_dir():
-        raise ConfigError(f"--audio-root {given} is not a folder", code="missing_input")
-    for inner in roots:
-        if not inner.is_relative_to(root):
-            raise ConfigError(f"{inner} does not lie below --audio-root {given}; name a folder that holds all sources",
-                              code="bad_usage")  # fmt: skip
-    return root
-
-
-def _check_destination(destination: Destination, sources: Sequence[str], *, force: bool) -> None:
-    path, vocabulary = destination.path, destination.vocabulary or destination.path
-    if path.is_dir():
-        raise ConfigError(f"--output {path} is a folder; name a file in it", code="bad_usage")
-    if vocabulary.is_dir():
-        raise ConfigError(f"--vocabulary {vocabulary} is a folder; name a file", code="bad_usage")
-    if any(Path(source).exists() and path.exists() and path.samefile(source) for source in sources):
-        raise ConfigError(f"--output {path} is one of the sources; name another file", code="bad_usage")
-    if not force:
-        _refuse_existing({path, vocabulary, *map(destination.beside, (INFO, REJECTS, LOG))})
+    destination = Destination(Path(output), root, vocabulary)
+    path, beside = destination.path, vocabulary or destination.path
+    is_source = any(Path(source).exists() and path.exists() and path.samefile(source) for source in sources)
+    refuse(
+        (path.is_dir(), f"--output {path} is a folder; name a file in it"),
+        (beside.is_dir(), f"--vocabulary {beside} is a folder; name a file"),
+        (is_source, f"--output {path} is one of the sources; name another file"),
+        code="bad_usage",
+    )
+    if not options.force:
+        _refuse_existing(destination.files())
     require_writable(path.parent)
-    require_writable(vocabulary.parent)
+    require_writable(beside.parent)
+    with run_alone(
+        ManifestStage(destination, given, options), workers=workers, listener=listener, resumes=False
+    ) as result:
+        assert result.totals is not None
+        return destination, result.totals
 
 
-def _refuse_existing(files: Iterable[Path]) -> None:
-    if there := sorted(str(file) for file in files if file.exists()):
-        raise ConfigError(
-            f"there is already {', '.join(there)}; name another file, or replace with --force", code="foreign_output"
+class ManifestStage(Stage):
+    """The stage that completes records. One unit is some of an input; its run directory lies beside the manifest."""
+
+    kind: ClassVar[str] = "manifest"
+    cost_unit: ClassVar = "records"
+
+    def __init__(self, destination: Destination, given: Sequence[Source], options: ManifestOptions) -> None:
+        self.run_dir = RunDir(destination.path.with_name(f".{destination.path.name}.manifest"))
+        self.root = self.dir.path
+        self.destination = destination
+        self.given = given
+        self.options = options
+
+    def identity(self) -> dict[str, Any]:
+        return {"versions": versions()}
+
+    def plan(self, folder: Path) -> Iterator[Unit]:
+        if self.options.corpus is not None:
+            directory = Path(str(self.given[0].audio_root))
+            found = run_recipe(self.options.corpus, directory, self.options.recipe_options, self.options.splits, folder)
+            (folder / _FOUND).write_bytes(msgspec.json.encode(found))
+        inputs = self.inputs(folder)
+        if not self.options.force:
+            _refuse_existing(map(self.destination.of_split, {entry.split for entry in inputs}))
+        index = 0
+        for number, entry in enumerate(inputs):
+            before = index
+            for piece in entry.source.pieces(_RECORDS_PER_UNIT):
+                params = {"input": number, "piece": piece.params}
+                yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
+                index += 1
+            if index == before:
+                names = ", ".join(path for key, path in entry.source.paths().items() if key in entry.source.file_keys)
+                raise ConfigError(f"{names} has no records; name a file that has some", code="bad_manifest")
+
+    def inputs(self, folder: Path) -> list[Input]:
+        """Return the inputs as they are read: of a corpus its splits, which ``folder``, that of the plan, has."""
+        if self.options.corpus is None:
+            return [Input(source, "", {}) for source in self.given]
+        found = load_record(folder / _FOUND, Found)
+        keys = {entry.name: getattr(self.given[0], entry.name) for entry in fields(Source) if entry.name != "type"}
+        keys["dataset"] = keys["dataset"] or found.dataset
+        inputs = []
+        for split, names in found.splits.items():
+            files: dict[str, Any] = {key: str(folder / name) for key, name in names.items()}
+            source = (
+                LhotseSource(keep_ids=True, **files, **keys) if "recordings" in files else NemoSource(**files, **keys)
+            )
+            inputs.append(Input(source, split, found.defaults))
+        return inputs
+
+    def open(self, device: str) -> Processor:
+        return Completion(self.inputs(self.dir.plan), self.options, self.destination.root)
+
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
+        """Publish the manifest and what lies beside it, the description last; return the accounts with notes."""
+        totals = add_up(commits)
+        inputs = self.inputs(self.dir.plan)
+        parts: dict[str, list[Commit]] = {entry.split: [] for entry in inputs}
+        for unit, commit in zip(units, commits, strict=True):
+            parts[inputs[unit.params["input"]].split].append(commit)
+        destination, log = self.destination, self.dir.plan / RECIPE_LOG
+        # Recipes look at files in the order of the file system.
+        warnings = sorted(log.read_text("utf-8").splitlines()) if log.exists() else []
+        for file in destination.files(parts):
+            # Left by killed processes.
+            remove_asides(file.parent, {file.name})
+        _replace(destination.beside(REJECTS), [self.dir.rejects] if totals.rejects else [])
+        remove(destination.beside(LOG))
+        if warnings:
+            write_atomic(destination.beside(LOG), "".join(f"{line}\n" for line in warnings).encode())
+        if not totals.num_out:
+            raise FatalError(
+                f"none of the {totals.num_in} records can be used, so {destination.path} is not written; mend the "
+                "input, then run the same command with --force. The commonest reasons (all: "
+                f"{destination.beside(REJECTS)}):",
+                code="too_many_rejects",
+                details=describe_rejects(self.dir.rejects_of_units, totals.rejects),
+            )
+        for split, made in parts.items():
+            _replace(destination.of_split(split), [self.root / commit.files[0].name for commit in made])
+        if destination.vocabulary is not None:
+            write_atomic(destination.vocabulary, self._vocabulary(parts))
+        by_reason = dict(sorted(totals.rejects.items()))
+        numbers = {destination.of_split(split).name: _add_up_counts(made) for split, made in parts.items()}
+        info = {"audio_root": str(destination.root), "manifests": numbers, "rejects": by_reason}
+        write_atomic(destination.beside(INFO), msgspec.yaml.encode(info))
+        total = _add_up_counts(commits)
+        lacking = {
+            "have no text: a dataset takes them with prepare.require_text=false": total["records"] - total["with_text"],
+            "have no speaker: --speaker makes one of the path, as {path[0]}": total["records"] - total["with_speaker"],
+            "are audio of several channels: --channel chooses one, or downmix their mean": total["of_several_channels"],
+        }
+        notes = [f"{count} records {what}" for what, count in lacking.items() if count]
+        if warnings:
+            notes.append(
+                f"the recipe warns {len(warnings)} times, first: {warnings[0]} (see {destination.beside(LOG)})"
+            )
+        return dataclasses.replace(totals, rejects=by_reason, notes=notes)
+
+    def _vocabulary(self, parts: dict[str, list[Commit]]) -> bytes:
+        """Return the vocabulary of the splits for training, or of all if none is; the commonest first, one a line."""
+        counts: Counter[str] = Counter()
+        for split in [split for split in parts if "train" in split] or parts:
+            for commit in parts[split]:
+                counts.update(load_record(self.root / commit.files[1].name, dict[str, int]))
+        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        return "".join(f"{entry}\n" for entry, _ in ordered).encode()
+
+
+class Completion(Processor):
+    """The completion of records from headers alone, with paths relative to the root of all inputs, in one rank."""
+
+    def __init__(self, inputs: Sequence[Input], options: ManifestOptions, root: Path) -> None:
+        self._inputs = inputs
+        self._options = options
+        self._roots = AudioRoots.of(entry.source.audio_root for entry in inputs)
+        self._prefixes = [os.path.relpath(str(entry.source.audio_root), root) for entry in inputs]
+        dataset = "_".join(root.name.split()) or "audio"
+        self._rules = [entry.source.speaker_rule(dataset) for entry in inputs]
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        number = unit.params["input"]
+        # A corpus is one source, however many splits it has.
+        source = number if self._options.corpus is None else 0
+        lines: list[bytes] = []
+        rejects: list[Reject] = []
+        counts = Counter[str](dict.fromkeys(("seconds", *_COUNTS), 0))
+        vocabulary = Counter[str]()
+        for raw in self._inputs[number].source.read(unit.params["piece"]):
+            assert not isinstance(raw, Located), "tables and manifests name files"
+            found: Any = record_text(raw).decode("utf-8", "replace")
+            try:
+                found = parse_record(raw)
+                record, channels = self._complete(found, number)
+            except RejectRecord as reject:
+                rejects.append(Reject(ManifestStage.kind, reject.reason, reject.detail, found, source))
+            else:
+                lines.append(msgspec.json.encode(record))
+                several = channels > 1 and "channel" not in record
+                of_record = ("text" in record, "speaker" in record, several)
+                counts.update({"seconds": record["duration"], **dict(zip(_COUNTS, of_record, strict=True))})
+                words = record.get("text", "").split()
+                vocabulary.update(words if self._options.of_words else "".join(words))
+            advance(1.0)
+        part = f"parts/{unit.index:06d}"
+        write_lines(staging.path(f"{part}.jsonl"), lines)
+        staging.path(f"{part}.vocabulary.json").write_bytes(msgspec.json.encode(vocabulary))
+        return Output(
+            files=[f"{part}.jsonl", f"{part}.vocabulary.json"], num_out=len(lines), rejects=rejects, stats=counts
         )
 
+    def _complete(self, found: dict[str, Any], number: int) -> tuple[dict[str, Any], int]:
+        """Return the completed record of one that was found, and the number of channels of its audio.
 
-def _make_inputs(sources: Sequence[str], roots: Sequence[Path], root: Path, options: ManifestOptions) -> list[Input]:
-    inputs = []
-    unused = set(options.keys)
-    for source, audio_root in zip(sources, roots, strict=True):
-        kind = _kind_of(source)
-        fields = {field.name for field in dataclasses.fields(Source if options.corpus is not None else kind)}
-        unused -= fields
-        keys = {key: value for key, value in options.keys.items() if key in fields}
-        prefix = os.path.relpath(audio_root, root)
-        dataset = "_".join(root.name.split()) or "audio"
-        made = _make_source(kind, source, keys | {"audio_root": str(audio_root)})
-        inputs.append(Input(source=made, prefix="" if prefix == "." else prefix, dataset=dataset))
-    if unused:
-        raise ConfigError(f"{', '.join(sorted(unused))}: none of the sources has such a setting", code="bad_usage")
-    if options.corpus is None and (options.splits or options.recipe_options):
-        raise ConfigError("--splits and --recipe-option are for a corpus, which --from names", code="bad_usage")
-    for entry in inputs:
-        if isinstance(entry.source, FileSource):
-            entry.source.check()
-            entry.source.check_speaker()
-    return inputs
+        Raises:
+            RejectRecord: the record, its file or its header cannot be used.
+        """
+        entry, rule = self._inputs[number], self._rules[number]
+        record = entry.defaults | found
+        check_fields(record)
+        root, below = self._roots.place(number, record["audio_filepath"])
+        path = os.path.normpath(f"{self._prefixes[number]}/{below}")
+        tag = rule.make_tag(record, path)
+        info = _probe(self._roots.roots[root].path / below, whole=record.get("offset") is None)
+        offset, duration = segment_times(record, info, _TOLERANCE)
+        made: dict[str, Any] = {"audio_filepath": path}
+        if record.get("offset") is None:
+            made["duration"] = info.num_samples / info.sampling_rate  # exact
+        elif duration <= 0:
+            raise RejectRecord("empty_audio", "the segment has no duration")
+        else:
+            made |= {"offset": offset, "duration": duration}
+        if text := transcript_of(record):
+            made["text"] = text
+        if tag is not None:
+            made["speaker"] = str(tag)
+        elif rule.language != UNDETERMINED:
+            # It would stand in the tag.
+            made["lang"] = rule.language
+        made |= {key: value for key, value in record.items() if key not in TYPED_KEYS}
+        own = record.get("channel")
+        channel = entry.source.channel if own is None else own
+        if info.channels > 1 and channel is not None:
+            made["channel"] = choose_channel(channel, info.channels)
+        return made, info.channels
 
 
-def _kind_of(source: str) -> type[Source]:
-    """Return the type of a source: by its ending, else by its first letter."""
-    path = _expanded(source)
+def _replace(path: Path, parts: Sequence[Path]) -> None:
+    """Publish parts as one file; without any there is to be no file."""
+    if parts:
+        merge_files(parts, path)
+    else:
+        remove(path)
+
+
+def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
+    """Return the numbers of a manifest: records, hours, and how many have a text, a speaker, an unchosen channel."""
+    counts = Counter[str]()
+    for commit in commits:
+        counts.update({"records": commit.num_out, **commit.stats})
+    return {
+        "records": counts["records"], "hours": round(counts["seconds"] / 3600, 6),
+        **{name: counts[name] for name in _COUNTS},
+    }  # fmt: skip
+
+
+def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Source]:
+    """Return the sources, with the keys of the options that they have."""
+    of_corpus = options.corpus is not None
+    refuse(
+        (of_corpus and len(sources) > 1, "--from is for one folder, that of the corpus"),
+        (
+            not of_corpus and (options.splits or options.recipe_options),
+            "--splits and --recipe-option are for a corpus, which --from names",
+        ),
+        code="bad_usage",
+    )
+    made = [_make_source(source, options) for source in sources]
+    known = {entry.name for source in made for entry in fields(Source if of_corpus else source)}
+    unused = sorted(options.keys.keys() - known)
+    folders = [Path(str(source.audio_root)) for source in made if isinstance(source, FolderSource)]
+    refuse(
+        (unused, f"{', '.join(unused)}: none of the sources has such a setting"),
+        *(
+            (one.is_relative_to(other), f"{one} lies within {other}; name the outer one only")
+            for one, other in itertools.permutations(folders, 2)
+        ),
+        code="bad_usage",
+    )
+    if not of_corpus:
+        for source in made:
+            source.check()
+            source.check_speaker()
+    return made
+
+
+def _make_source(source: str, options: ManifestOptions) -> Source:
+    """Return a source; its audio root is a folder itself, the folder of a file, or the one that is given."""
+    path = expand_home(source)
+    if not path.exists() and (options.corpus is not None or not names_several(source)):
+        raise ConfigError(f"there is no file or folder {path}; correct its path", code="missing_input")
+    own: dict[str, Any] = {}
     if path.is_dir():
-        return FolderSource
-    known: dict[str, type[Source]] = {
-        ".csv": TableSource,
-        ".tsv": TableSource,
-        ".json": NemoSource,
-        ".jsonl": NemoSource,
-    }
-    if kind := known.get(path.suffix.lower()):
-        return kind
-    head, _ = read_ends(find_files([source])[0], "source")
-    return NemoSource if head.lstrip().startswith(b"{") else TableSource
-
-
-def _make_source(kind: type[Source], source: str, keys: dict[str, Any]) -> Source:
-    if kind is TableSource:
-        keys = {"delimiter": "\t" if source.lower().endswith(".tsv") else ",", "table": source} | keys
-    elif kind is NemoSource:
-        keys = {"manifest": source} | keys
+        kind: type[Source] = FolderSource
+        root = path
+    elif options.corpus is not None:
+        raise ConfigError(f"{path} is not a folder; name that of the corpus", code="bad_usage")
+    else:
+        file = find_files([source])[0]
+        kind = _TYPES.get(file.suffix.lower(), TableSource)
+        if file.suffix.lower() not in _TYPES and read_ends(file, "source")[0].lstrip().startswith(b"{"):
+            kind = NemoSource
+        root = expand_home(options.audio_root) if options.audio_root else file.parent
+        own = {"manifest": source}
+        if kind is TableSource:
+            own = {"table": source, "delimiter": "\t" if file.suffix.lower() == ".tsv" else ","}
+    known = {entry.name for entry in fields(kind)}
+    keys = {key: value for key, value in options.keys.items() if key in known}
     try:
-        return msgspec.convert(keys, kind)
+        return msgspec.convert(own | keys | {"audio_root": str(_absolute(root))}, kind)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {str(error).partition(' - at ')[0]}", code="bad_usage") from error
 
 
-def _expanded(path: str) -> Path:
-    return Path(os.path.expanduser(path))  # noqa: PTH111 (Path raises where there is no such user)
+def _refuse_existing(files: Iterable[Path]) -> None:
+    there = sorted(str(file) for file in files if file.exists())
+    if there:
+        raise ConfigError(
+            f"there is already {', '.join(there)}; name another file, or replace with --force", code="foreign_output"
+        )
 
 
 def _absolute(path: Path) -> Path:

@@ -3,44 +3,29 @@
 Configurations of datasets, cluster profiles and the training example are read with these functions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import types
 import typing
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import IO, Any, Final, Literal, TypeVar
 
 import msgspec
+import yaml
 
-from sharmill.config.references import References
-from sharmill.config.schema import NAME, Config, StageSection
-from sharmill.config.untrusted import load_untrusted_yaml
-from sharmill.errors import ConfigError
+from sharmill.config.schema import NAME, Config, References, StageSection
+from sharmill.errors import ConfigError, one_line, refuse
 from sharmill.files.storage import NotRegularError, open_regular
-from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASES, STAGES, nearest
-
-if TYPE_CHECKING:
-    from yaml import Node
-
-# Keys of earlier versions, and what to use instead.
-_REMOVED_KEYS: Final = {
-    "encode.compile": "codecs run as they are; leave the key out",
-    "executor.mixed_versions": "restore the versions that the stage was begun with, or begin it anew with --restart",
-    "executor.mixed_devices": "a stage keeps to the kind of device that it was begun on; leave the key out",
-    "submit_ahead": "leave the key out; the jobs of a stage are submitted when it is planned",
-    "metrics.tensorboard": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or --prometheus FILE",
-}
-
-# The field of a section for the options of a model, which lie beside its keys; ``options_of`` of the section's class is
-# the registry of such models, and the key that names one.
-_OPTIONS: Final = "options"
+from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASES, STAGES, explain_removal, nearest
 
 Loaded = TypeVar("Loaded")
-_OF_SEVERAL_LINES = ("speaker_key", "setup")
+_WORDS_OF_YAML: Final[dict[Any, bool]] = {"yes": True, "on": True, "no": False, "off": False}
+# Of YAML that others may have written.
+_MAX_BYTES: Final = 1 << 20
+_MAX_DEPTH: Final = 100
+# At the top: keys whose texts may have several lines, and sources, which check their own.
+_UNCHECKED = ("speaker_key", "setup", "sources")
 # C0 and C1 but the tab, and what ends lines in Unicode.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -69,22 +54,20 @@ def load_for_display(path: Path) -> Config:
     options are left out, and an executor. Of other packages only stages that are installed here are imported. Keys of
     other versions are left out.
     """
-    values, _ = _read_merged(Config, path, (), for_display=True)
-    stand_in = {"manifest": "not read", "audio_root": "not read"}
+    values, _ = _read_merged(path, (), for_display=True)
     if _executor_name(values) not in EXECUTORS.own:
         del values["executor"]
     # Stages of packages that are not installed here, or broken, cannot be shown.
     for key in _added_stages(values):
         if not STAGES.can_load(key):
             del values[key]
-    types = _types_of(Config, values | {"sources": [stand_in]})
-    values = {key: _gather_options(types[key], values[key], keep=False) for key in values if key in types}
-    return to_config(values | {"sources": [stand_in]}, str(path))
+    values["sources"] = [{"manifest": "not read", "audio_root": "not read"}]
+    return _to_typed(Config, values, str(path), for_display=True)
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a YAML file as the dataclass ``kind``, with the overrides, checks and errors of ``load_config``."""
-    values, references = _read_merged(kind, Path(path), overrides)
+    values, references = _read_merged(Path(path), overrides)
     loaded = _to_typed(kind, values, str(path))
     if isinstance(loaded, Config):
         # Not a key: nothing that is compared or written as a part of the configuration.
@@ -134,18 +117,21 @@ def to_plain(value: Any) -> Any:
 
 
 def _options_of(owner: Any) -> str:
-    """Return the field of a section that has the options of its model, or nothing where it names none."""
-    return _OPTIONS if hasattr(owner, "options_of") else ""
+    """Return the field of a section that has the options of its model, or nothing where it names none.
+
+    The options lie beside its keys; ``options_of`` of its class is the registry of such models and the key that names
+    one.
+    """
+    return "options" if hasattr(owner, "options_of") else ""
 
 
 def _read_merged(
-    kind: type, path: Path, overrides: Sequence[str], *, for_display: bool = False
+    path: Path, overrides: Sequence[str], *, for_display: bool = False
 ) -> tuple[dict[str, Any], References]:
     """Return the values of a file with the overrides, and the references among them.
 
     For a display, the file may be one that others wrote, and variables that are not set here stand for themselves.
     """
-    import yaml
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -159,12 +145,16 @@ def _read_merged(
                 stream.seek(0)
                 config = OmegaConf.load(stream)
         for override in overrides:
-            key, _, value = override.partition("=")
-            plain = OmegaConf.to_container(config)
-            types = _types_of(kind, plain, key)
-            _check_section(types, config, key, f"{path}: {override}")
+            key, _, text = override.partition("=")
+            plain, (section, dot, _) = OmegaConf.to_container(config), key.partition(".")
+            # Null leaves out all that it is about.
+            is_left_out = dot and isinstance(plain, dict) and plain.get(section, "") is None
+            if is_left_out:
+                raise ConfigError(
+                    f"{path}: {override}: {section} is null; leave this out, or null", code="bad_config_value"
+                )
             is_list = OmegaConf.is_list(OmegaConf.select(config, key))
-            OmegaConf.update(config, key, _override_value(value, _type_at(types, key, plain)), merge=not is_list)
+            OmegaConf.update(config, key, _parse_override(key, text), merge=not is_list)
         references = References.of(OmegaConf.to_container(config))
         if for_display:
             config = OmegaConf.create(references.without_unset(OmegaConf.to_container(config)))
@@ -173,20 +163,51 @@ def _read_merged(
         raise ConfigError(f"there is no configuration file {path}", code="bad_config_file") from error
     except (OSError, UnicodeDecodeError, NotRegularError) as error:
         raise ConfigError(f"cannot read {path}: {error}", code="bad_config_file") from error
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, " ".join((error.problem or "").split())
+        where = f"line {mark.line + 1}, column {mark.column + 1}: {problem}; look at this line and the one before it"
+        raise ConfigError(f"{path} is not valid YAML: {where}", code="bad_config_file") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {_describe_yaml_error(error)}", code="bad_config_file") from error
+        raise ConfigError(f"{path} is not valid YAML: {one_line(error)}", code="bad_config_file") from error
     except RecursionError as error:
         raise ConfigError(
             f"{path}: values are nested too deeply, or contain themselves", code="bad_config_file"
         ) from error
     except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}", code="bad_config_value") from error
+        raise ConfigError(f"{path}: {one_line(error)}", code="bad_config_value") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
     return typing.cast("dict[str, Any]", values), references
 
 
-def _check_nulls(path: Path, root: Node | None) -> None:
+def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
+    """Return the mapping in a YAML file that others may have written; ``origin`` names it in messages.
+
+    Raises:
+        ConfigError: it is larger than 1 MiB, nested deeper than 100 levels, has aliases, by which a few lines can stand
+            for more than memory holds, or is no mapping.
+        yaml.YAMLError: it is not YAML, or has tags of Python.
+    """
+    data = stream.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(f"{origin} is larger than 1 MiB: it is no configuration", code="bad_config_file")
+    depth = 0
+    # By events, which the parser yields without recursion.
+    for event in yaml.parse(data, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        line = f"{origin}: line {event.start_mark.line + 1}"
+        refuse(
+            (isinstance(event, yaml.AliasEvent), f"{line} has an alias, which no configuration that was stored has"),
+            (depth > _MAX_DEPTH, f"{line} has more than {_MAX_DEPTH} levels, which no configuration has"),
+            code="bad_config_file",
+        )
+    values = yaml.safe_load(data)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{origin} is no mapping of keys to values", code="bad_config_file")
+    return typing.cast("dict[Any, Any]", values)
+
+
+def _check_nulls(path: Path, root: yaml.Node | None) -> None:
     """Raise ConfigError where an audio_root, or a stage, is empty or ~: its null has a meaning, and has to be said."""
     top = _pairs(root)
     of_sources = (
@@ -210,80 +231,90 @@ def _remedy_of_null(key: str) -> str:
     return f"give it keys, or write null for {section.without}"
 
 
-def _pairs(node: object) -> list[tuple[Node, Node]]:
-    import yaml
-
+def _pairs(node: object) -> list[tuple[yaml.Node, yaml.Node]]:
     return node.value if isinstance(node, yaml.MappingNode) else []
 
 
-def _check_section(types: dict[str, Any], config: Any, key: str, origin: str) -> None:
-    """Raise ConfigError where a key of a section is overridden that is null, which leaves out all that it is about."""
-    section, dot, _ = key.partition(".")
-    may_be_null = type(None) in typing.get_args(types.get(section))
-    if dot and may_be_null and section in config and config[section] is None:
-        raise ConfigError(f"{origin}: {section} is null; leave this out, or null", code="bad_config_value")
+def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str, *, for_display: bool = False) -> Loaded:
+    _check_controls(values, origin, "")
+    return typing.cast("Loaded", _make_section(kind, values, "", origin, for_display=for_display))
 
 
-def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str) -> Loaded:
-    types = _types_of(kind, values, origin)
-    _check_keys(types, values, origin, "")
-    _check_controls({key: value for key, value in values.items() if key != "sources"}, origin, "")
+def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool = False) -> Any:
+    """Return the typed value of a key at a place such as ``sources[0]``.
+
+    For a display, options of models and unknown keys are left out.
+    """
+    owner = _without_null(kind, value)
+    form, kinds = typing.get_origin(owner), typing.get_args(owner)
+    # Of sources, a tuple, each has its own type.
+    if isinstance(value, list) and (form is list or (form is tuple and all(map(dataclasses.is_dataclass, kinds)))):
+        kinds = kinds * len(value) if form is list else kinds
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return [_make(one, item, f"{place}[{n}]", origin, for_display=for_display) for n, (one, item) in pairs]
+    if isinstance(value, dict) and dataclasses.is_dataclass(owner):
+        return _make_section(owner, value, place, origin, for_display=for_display)
+    try:
+        if kind is bool and isinstance(value, str):
+            value = _WORDS_OF_YAML.get(value, value)
+        # Not strict: a number may be quoted, overrides are text, and YAML takes 1e3 for text.
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}: {_readable(kind, str(error), place)}", code="bad_config_value") from error
+
+
+def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *, for_display: bool = False) -> Any:
+    """Return the dataclass that the keys of a mapping describe, with options and sections beside its own keys."""
+    types = _own_types(kind) if for_display and kind is not Config else _types_of(kind, values, _at(origin, place))
+    if not for_display and (unknown := [key for key in values if key not in types]):
+        raise _unknown_key(types, unknown[0], place, origin)
+    made = {
+        key: _make(types[key], values[key], f"{place}.{key}" if place else key, origin, for_display=for_display)
+        for key in types if key in values
+    }  # fmt: skip
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     if kind is Config:
-        values = _make_parts(values, types, origin)
+        made["sections"] = _make_sections(types, made, origin)
+    elif options := made.keys() - fields:
+        # As the file has them, but for the texts of overrides.
+        made[_options_of(kind)] = {key: made[key] if isinstance(values[key], str) else values[key] for key in options}
+    made = {key: value for key, value in made.items() if key in fields}
+    for name, field in fields.items():
+        is_needed = field.default is field.default_factory is dataclasses.MISSING
+        if is_needed and name not in made:
+            raise ConfigError(f"{_at(origin, place)}: the key '{name}' is missing", code="missing_key")
     try:
-        return _convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise _refusal(types, error, origin) from error
+        return kind(**made)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ConfigError(f"{_at(origin, place)}: {error}", code="bad_config_value") from error
 
 
-def _convert(values: Any, kind: Any) -> Any:
-    # Not strict: a number may be quoted, and YAML takes 1e3 for text.
-    return msgspec.convert(values, kind, strict=False)
-
-
-def _make_parts(values: dict[str, Any], types: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the values of a configuration with its sources and sections made, by the classes that are theirs."""
-    made = dict(values)
-    if typing.get_origin(types["sources"]) is tuple:
-        pairs = zip(values["sources"], typing.get_args(types["sources"]), strict=True)
-        made["sources"] = [_make(one, kind, f"sources[{number}]", origin) for number, (one, kind) in enumerate(pairs)]
-    if "executor" in values:
-        made["executor"] = _make(values["executor"], types["executor"], "executor", origin)
-    made["sections"] = {}
+def _make_sections(types: dict[str, Any], made: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Return the sections of stages, in the order of the stages, with those that no key gives but all have."""
+    sections: dict[str, Any] = {}
     for key in (key for key in types if key not in typing.get_type_hints(Config)):
-        value, kind = made.pop(key, None if _section_of(types[key]).presence == "if_given" else {}), types[key]
-        if isinstance(value, list) and _section_of(kind).presence == "if_given":
-            made["sections"][key] = _make_list(value, _section_of(kind), key, origin)
-        elif value is not None or key in values:
-            made["sections"][key] = _make(value, kind, key, origin)
-            if name := getattr(made["sections"][key], "name", ""):
-                _check_name(name, key, origin)
-    return made
+        if key in made:
+            sections[key] = made[key]
+        elif _without_null(types[key]).presence != "if_given":
+            sections[key] = _make(types[key], {}, key, origin)
+        else:
+            continue
+        several = isinstance(sections[key], list)
+        names: list[str] = []
+        for one in sections[key] if several else [sections[key]]:
+            name = str(getattr(one, "name", ""))
+            where = f"{key}[{len(names)}]" if several else key
+            if (several or name) and (not NAME.fullmatch(name) or name in names):
+                raise ConfigError(
+                    f"{origin}: {where}: name {name!r} must be letters, digits, '_', '-', '.', and no other's",
+                    code="bad_config_value",
+                )
+            names.append(name)
+    return sections
 
 
-def _make(value: Any, kind: Any, key: str, origin: str) -> Any:
-    """Return the part of a configuration that a value describes."""
-    try:
-        return _convert(_gather_options(kind, value), kind)
-    except msgspec.ValidationError as error:
-        raise _refusal({key: kind}, error, origin, key) from error
-
-
-def _make_list(values: list[Any], kind: type[StageSection], key: str, origin: str) -> list[Any]:
-    """Return the sections of a list, whose names tell their stages apart."""
-    made = [_make(value, kind, f"{key}[{number}]", origin) for number, value in enumerate(values)]
-    names = [str(getattr(one, "name", "")) for one in made]
-    for number, name in enumerate(names):
-        _check_name(name, f"{key}[{number}]", origin, names[:number])
-    return made
-
-
-def _check_name(name: str, key: str, origin: str, others: Sequence[str] = ()) -> None:
-    if not NAME.fullmatch(name) or name in others:
-        raise ConfigError(
-            f"{origin}: {key}: name {name!r} must be letters, digits, '_', '-', '.', and no other's",
-            code="bad_config_value",
-        )
+def _at(origin: str, place: str) -> str:
+    return f"{origin}: {place}" if place else origin
 
 
 def _check_controls(value: Any, origin: str, key: str) -> None:
@@ -291,7 +322,7 @@ def _check_controls(value: Any, origin: str, key: str) -> None:
     if isinstance(value, dict):
         for name, child in value.items():
             check_one_line(str(name), f"{origin}: the key {name!r}")
-            if key or name not in _OF_SEVERAL_LINES:
+            if key or name not in _UNCHECKED:
                 _check_controls(child, origin, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for number, child in enumerate(value):
@@ -308,17 +339,11 @@ def check_one_line(text: str, what: str) -> None:
         )
 
 
-def _refusal(types: dict[str, Any], error: msgspec.ValidationError, origin: str, prefix: str = "") -> ConfigError:
-    code = "missing_key" if "missing required field" in str(error) else "bad_config_value"
-    return ConfigError(f"{origin}: {_readable(types, str(error), prefix)}", code=code)
-
-
-def _source_kinds(values: Any, origin: str) -> list[Any]:
-    """Return the classes of the entries of ``sources``."""
-    entries = values.get("sources") if isinstance(values, dict) else None
-    entries = entries if isinstance(entries, list) else []
-    names = [entry.get("type") if isinstance(entry, dict) else None for entry in entries]
-    return [_source_type(name, number, origin) for number, name in enumerate(names)]
+def _own_types(kind: Any) -> dict[str, Any]:
+    """Return the types of the keys of a dataclass but for those that lie beside them."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    beside = "sections" if kind is Config else _options_of(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name != beside}
 
 
 def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
@@ -326,23 +351,37 @@ def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:
 
     The type of ``sources`` is a tuple of the classes of its entries; sections follow the keys that belong to no stage.
     """
-    hints = typing.get_type_hints(kind)
-    found: dict[str, Any] = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    found = _own_types(kind)
     if kind is not Config:
         return _with_options(kind, found, values, origin)
-    del found["sections"]
-    found["executor"] = _executor_type(values, origin)
-    if kinds := _source_kinds(values, origin):
-        found["sources"] = types.GenericAlias(tuple, tuple(kinds))
-    for kind_of_stage in (*STAGES.own, *_added_stages(values)):
-        if (section := STAGES.load_class(kind_of_stage).section) is not None:
+    found["executor"] = _load(EXECUTORS.load_class, _executor_name(values), f"{origin}: executor.kind")
+    entries = values.get("sources") if isinstance(values, dict) else None
+    if isinstance(entries, list) and entries:
+        names = [entry.get("type") if isinstance(entry, dict) else None for entry in entries]
+        found["sources"] = types.GenericAlias(tuple, tuple(
+            _load(SOURCES.load_class, "nemo" if name is None else str(name), f"{origin}: sources[{number}].type")
+            for number, name in enumerate(names)
+        ))  # fmt: skip
+    for name in (*STAGES.own, *_added_stages(values)):
+        if (section := STAGES.load_class(name).section) is not None:
             if not (
                 isinstance(section, type) and issubclass(section, StageSection) and dataclasses.is_dataclass(section)
             ):
-                message = f"the section of the stage {kind_of_stage!r} is no dataclass derived from StageSection"
-                raise ConfigError(f"{origin}: {message}", code="bad_plugin")
-            found[kind_of_stage] = _with_presence(section)
+                raise ConfigError(
+                    f"{origin}: the section of the stage {name!r} is no dataclass derived from StageSection",
+                    code="bad_plugin",
+                )
+            by_presence: dict[str, Any] = {"always": section, "unless_null": section | None}
+            found[name] = by_presence.get(section.presence, section | list[section] | None)  # type: ignore[valid-type]
     return found
+
+
+def _load(load: Callable[[str], Any], name: str, what: str) -> Any:
+    """Return what a registry loads; ``what`` begins the message of its errors."""
+    try:
+        return load(name)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}", code=error.code) from error
 
 
 def _added_stages(values: Any) -> list[str]:
@@ -360,135 +399,38 @@ def _executor_name(values: Any) -> str:
     return name if isinstance(name, str) else DEFAULT_EXECUTOR
 
 
-def _has_key(executor: str, key: Any) -> bool:
-    return key in {field.name for field in dataclasses.fields(EXECUTORS.load_class(executor))}
-
-
-def _executor_type(values: Any, origin: str) -> Any:
-    """Return the class of the executor that values name, or of the default one."""
-    try:
-        return EXECUTORS.load_class(_executor_name(values))
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: executor.kind: {error}", code=error.code) from error
-
-
 def _with_options(kind: Any, types: dict[str, Any], values: Any, origin: str) -> dict[str, Any]:
     """Return the types of the keys of a section with those of the options of the model that its values name.
 
     Raises:
         ConfigError: there is no such model, or it has an option that is a key of the section.
     """
-    types.pop(_options_of(kind), None)
     if not _options_of(kind) or values.keys() <= types.keys():
         return types
     registry, key = kind.options_of
     if not (name := values.get(key, getattr(kind, key, None))):
         return types
-    try:
-        family = registry.load(registry.split(str(name))[0])
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}", code=error.code) from error
+    family = _load(registry.load, registry.split(str(name))[0], origin)
     options: dict[str, Any] = family.options() if hasattr(family, "options") else {}
     if taken := sorted(options.keys() & types):
         raise ConfigError(f"{origin}: the model's option {taken[0]!r} is another key already", code="bad_plugin")
     return types | options
 
 
-def _gather_options(kind: Any, values: Any, *, keep: bool = True) -> Any:
-    """Return values in which the options beside the keys of a section are one value of it.
+def _parse_override(key: str, text: str) -> Any:
+    """Return what the right side of an override stands for: null, YAML, or text, which the type of its key reads.
 
-    Without ``keep``, options and unknown keys are left out.
+    Lists, mappings and quoted texts are YAML. ``name=0123`` is a name; ``speaker_key=[^/]+``, which is no YAML, and
+    ``{speaker}`` are texts.
     """
-    kind = _without_null(kind, values)
-    if typing.get_origin(kind) is list and isinstance(values, list):
-        return [_gather_options(typing.get_args(kind)[0], value, keep=keep) for value in values]
-    if not dataclasses.is_dataclass(kind) or not isinstance(values, dict):
-        return values
-    types, beside = typing.get_type_hints(kind), _options_of(kind)
-    types.pop(beside, None)
-    own = {key: _gather_options(types[key], value, keep=keep) for key, value in values.items() if key in types}
-    others = {key: value for key, value in values.items() if key not in types}
-    return own if not keep else own | ({beside: others} if beside else others)
-
-
-def _with_presence(section: type[StageSection]) -> Any:
-    if section.presence == "always":
-        return section
-    return section | None if section.presence == "unless_null" else section | list[section] | None  # type: ignore[valid-type]
-
-
-def _section_of(kind: Any) -> type[StageSection]:
-    return typing.cast("type[StageSection]", _without_null(kind))
-
-
-def _source_type(name: Any, number: int, origin: str) -> Any:
-    """Return the class of a type of sources; ``nemo`` if none is named."""
+    if text in ("", "~", "null"):
+        # Null has to be said where it has a meaning.
+        return text if text != "null" and _remedy_of_null(key.rpartition(".")[2]) else None
+    is_mapping = text[0] == "{" and (text == "{}" or ": " in text)
     try:
-        return SOURCES.load_class("nemo" if name is None else str(name))
-    except ConfigError as error:
-        raise ConfigError(f"{origin}: sources[{number}].type: {error}", code=error.code) from error
-
-
-def _describe_yaml_error(error: Exception) -> str:
-    """Return the problem of an error of PyYAML, and its place, as one line."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return " ".join(str(error).split())
-    problem = " ".join(str(getattr(error, "problem", "")).split())
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}; look at this line and the one before it"
-
-
-def _override_value(text: str, expected: Any) -> Any:
-    """Return the value that the right side of an override stands for: YAML, or the text itself where text is expected.
-
-    ``name=0123`` is a name, and what is no YAML is text as well: ``prepare.filters.cer=>= 3``, ``speaker_key=[^/]+``.
-    """
-    import yaml
-
-    is_union = typing.get_origin(expected) in (typing.Union, types.UnionType)
-    parts = set(typing.get_args(expected)) if is_union else {expected}
-    is_text = str in parts and not parts & {int, float, bool}
-    may_be_list = any(typing.get_origin(part) is list for part in parts)
-    is_null = expected is not str and text.lower() in ("", "null", "~")
-    if is_text and text and not is_null and text[0] not in ("'\"[" if may_be_list else "'\""):
-        # Text as it stands, be it like a number or with a '#' in it.
-        return text
-    try:
-        value = yaml.safe_load(text)
+        return yaml.safe_load(text) if is_mapping or text[0] in "['\"" else text
     except yaml.YAMLError:
         return text
-    may_be_section = is_union and any(dataclasses.is_dataclass(part) for part in parts)
-    if value is None and text != "null" and (may_be_section or (is_text and may_be_list)):
-        return text  # nothing, or ~: null opens all folders, or leaves out contexts, and has to be said
-    as_it_is = (str, list) if may_be_list else str
-    return text if is_text and value is not None and not isinstance(value, as_it_is) else value
-
-
-def _type_at(types: dict[str, Any], key: str, values: Any = None) -> Any:
-    """Return the type of a key such as ``sources[0].manifest`` or ``sources.0.manifest``, or None.
-
-    That of an option depends on the model that ``values`` name.
-    """
-    parts = re.findall(r"[^.\[\]]+", key)
-    owner = types.get(parts[0]) if parts else None
-    for before, part in pairwise(parts):
-        values = _item(values, before)
-        owner = _without_null(owner, values)
-        origin, items = typing.get_origin(owner), typing.get_args(owner)
-        if origin in (list, tuple) and part.isdigit():
-            owner = items[0] if origin is list else items[int(part)] if int(part) < len(items) else None
-        elif dataclasses.is_dataclass(owner):
-            given = {**values, part: None} if isinstance(values, dict) else {}
-            owner = _with_options(owner, typing.get_type_hints(owner), given, key).get(part)
-        else:
-            owner = items[1] if origin is dict else None
-    return owner
-
-
-def _item(values: Any, key: str) -> Any:
-    if isinstance(values, dict):
-        return values.get(key)
-    return values[int(key)] if isinstance(values, list) and key.isdigit() and int(key) < len(values) else None
 
 
 def _without_null(kind: Any, value: Any = None) -> Any:
@@ -500,63 +442,35 @@ def _without_null(kind: Any, value: Any = None) -> Any:
     return next(iter(lists or [part for part in parts if dataclasses.is_dataclass(part)]), kind)
 
 
-def _check_keys(types: dict[str, Any], values: dict[Any, Any], origin: str, prefix: str) -> None:
-    """Raise ConfigError for the first key of a mapping, or of one within it, that has no type."""
-    for key, value in values.items():
-        if key not in types:
-            if removed := _REMOVED_KEYS.get(f"{prefix}{key}"):
-                raise ConfigError(f"{origin}: the key '{prefix}{key}' was removed: {removed}", code="unknown_key")
-            meant = nearest(str(key), list(types)) if prefix else _nearest_below(str(key), types)
-            if prefix == "executor." and (kinds := [name for name in EXECUTORS.own if _has_key(name, key)]):
-                meant = f"; it is a key of the kind {' or '.join(kinds)}"
-            raise ConfigError(f"{origin}: unknown key '{prefix}{key}'{meant}", code="unknown_key")
-        _check_keys_within(types[key], value, origin, f"{prefix}{key}")
+def _unknown_key(types: dict[str, Any], key: Any, place: str, origin: str) -> ConfigError:
+    """Return the error about a key that has no type, with the key that may be meant: one of a section, too."""
+    name = f"{place}.{key}" if place else f"{key}"
+    meant = nearest(str(key), list(types))
+    if place == "executor":
+        kinds = [kind for kind in EXECUTORS.own if key in _own_types(EXECUTORS.load_class(kind))]
+        meant = f"; it is a key of the kind {' or '.join(kinds)}" if kinds else meant
+    elif not place:
+        below = []
+        for section, owner in types.items():
+            if typing.get_origin(owner) in (list, tuple):
+                section, owner = f"{section}[0]", typing.get_args(owner)[0]
+            owner = _without_null(owner)
+            if dataclasses.is_dataclass(owner) and key in {field.name for field in dataclasses.fields(owner)}:
+                below.append(f"'{section}.{key}'")
+        meant = f"; did you mean {' or '.join(below)}?" if below else meant
+    problem = explain_removal(f"the key '{name}'") or f"unknown key '{name}'{meant}"
+    return ConfigError(f"{origin}: {problem}", code="unknown_key")
 
 
-def _check_keys_within(owner: Any, value: Any, origin: str, place: str) -> None:
-    owner = _without_null(owner, value)
-    items = typing.get_args(owner)
-    if isinstance(value, list) and typing.get_origin(owner) in (list, tuple):
-        kinds = items if typing.get_origin(owner) is tuple else items * len(value)
-        for number, (item, kind) in enumerate(zip(value, kinds, strict=False)):
-            _check_keys_within(kind, item, origin, f"{place}[{number}]")
-    elif isinstance(value, dict) and dataclasses.is_dataclass(owner):
-        types = _types_of(typing.cast("type", owner), value, f"{origin}: {place}")
-        _check_keys(types, value, origin, f"{place}.")
-        for key in value.keys() - {field.name for field in dataclasses.fields(owner)}:
-            _make(value[key], types[key], f"{place}.{key}", origin)
-
-
-def _nearest_below(name: str, types: dict[str, Any]) -> str:
-    """Return the end of a sentence about a key that the top of a configuration lacks; a section may have it."""
-    below = []
-    for section, owner in types.items():
-        if typing.get_origin(owner) in (list, tuple):
-            section, owner = f"{section}[0]", typing.get_args(owner)[0]
-        owner = _without_null(owner)
-        if dataclasses.is_dataclass(owner) and name in {field.name for field in dataclasses.fields(owner)}:
-            below.append(f"'{section}.{name}'")
-    return f"; did you mean {' or '.join(below)}?" if below else nearest(name, list(types))
-
-
-def _readable(types: dict[str, Any], message: str, prefix: str = "") -> str:
-    """Rewrite a message of msgspec, ``... - at `$.min_similarity```, with the key first, in words of YAML.
-
-    Args:
-        types: by key; the message is about the one that ``prefix`` is, if it is given.
-    """
+def _readable(kind: Any, message: str, place: str) -> str:
+    """Rewrite a message of msgspec, ``... - at `$[0]```, about a value of a type: its key first, in words of YAML."""
     text, _, where = message.partition(" - at `$")
-    where = where.strip("`.").replace("[...]", "")
-    choices = _choices(_type_at({"top": types[prefix]}, f"top.{where}") if prefix else _type_at(types, where))
-    where = ".".join(part for part in (prefix, where) if part).replace(".[", "[")
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
-        text = f"the key '{missing[1]}' is missing"
-    elif invalid := re.fullmatch(r"Invalid enum value (.*)", text):
-        text = f"{invalid[1]} is not one of {', '.join(choices)}"
+    if invalid := re.fullmatch(r"Invalid enum value (.*)", text):
+        text = f"{invalid[1]} is not one of {', '.join(_choices(kind))}"
     else:
         text = text.replace("`object", "`mapping").replace("`array", "`list")
         text = text[0].lower() + text[1:]
-    return f"{where}: {text}" if where else text
+    return f"{place}{where.strip('`').replace('[...]', '')}: {text}"
 
 
 def _choices(expected: Any) -> list[str]:

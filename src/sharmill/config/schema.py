@@ -1,21 +1,35 @@
-"""Typed configuration of one dataset: what belongs to no stage, and the base of the sections of stages.
+"""Typed configuration of one dataset: what belongs to no stage, the base of the sections of stages, and references.
 
 The string below each key is its documentation: docs/configuration.md is generated from these strings.
 """
 
-from __future__ import annotations
-
+import hashlib
+import os
 import re
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, cast
 
-from sharmill.config.references import References
+import msgspec
+
 from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 Precision = Literal["fp32", "tf32", "bf16"]
 Presence = Literal["always", "unless_null", "if_given"]
+# Ranges of keys; they are checked where a configuration is read.
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Above0 = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+# Of a value in a configuration: ("encode", "codecs", 0, "model").
+Place = tuple[str | int, ...]
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+_VARIABLE: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)")
+_WITHOUT_DEFAULT: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)\s*\}")
+# Shorter values are not looked for in texts that were made of the configuration, which have the same letters by chance.
+_MIN_CHARACTERS: Final = 4
 
 
 def require(condition: bool, message: str) -> None:
@@ -55,6 +69,138 @@ class MetricsConfig:
     """Beginning of the names of the runs there, before stage and rank."""
 
 
+@dataclass(frozen=True)
+class References:
+    """References of one configuration to the environment: what is stored of a run has them as they were written.
+
+    The values may be secrets. They are used, and handed to ranks, but the stored configuration, the identities of plans
+    and the index of a dataset name the variable instead.
+
+    Args:
+        written: values by their place in the configuration, ``("encode", "codecs", 0, "model")``, as they were written.
+        variables: for each value that the environment gave, the name of its variable.
+    """
+
+    written: Mapping[Place, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, values: Any) -> "References":
+        """Return the references in the values of a YAML file that are not resolved yet."""
+        texts: dict[Place, Any] = {}
+        _walk(values, texts.setdefault)
+        written = {place: text for place, text in texts.items() if isinstance(text, str) and "${" in text}
+        if not _named(written.values(), unset=True):
+            return cls()
+        return cls(written=written, variables=_named(written.values()))
+
+    def without_unset(self, values: Any) -> Any:
+        """Return values that are not resolved yet, fit to be shown where variables are not set: without references.
+
+        Names and paths become the texts of their references, other keys get their defaults.
+        """
+        texts = " ".join(self.written.values())
+        if all(name in os.environ for name in _WITHOUT_DEFAULT.findall(texts)):
+            return values
+
+        def to_words(place: Place, value: Any) -> Any:
+            return "_".join(re.findall(r"[\w.-]+", value.replace("oc.env:", ""))) if place in self.written else value
+
+        optional = {
+            place
+            for place in self.written
+            if isinstance(place[-1], str) and place[-1] not in ("name", "run_dir", "dataset_dir", "model")
+        }
+        return _walk(values, to_words, without=optional)
+
+    def put_back(self, values: Any) -> Any:
+        """Return the resolved values of a configuration with the references in their places again."""
+        return _walk(values, self.written.get, whole=self.written)
+
+    def identify(self, identity: dict[str, Any], section: str) -> dict[str, Any]:
+        """Return the identity of a stage's plan without values of the environment.
+
+        Its keys are those of the whole configuration, or of the section. Values at the place of a reference are as they
+        were written, of whatever length and type they are; in others, which may be made of several keys, the values of
+        variables are looked for. A part of the SHA-256 of each stands behind it, by which a change is noticed.
+        """
+        if not self.written:
+            return identity
+
+        def with_digests(place: Place, value: Any) -> Any:
+            # A folder has several texts in an identity.
+            if (written := self.written.get(place)) is None:
+                return value
+            return _walk(value, lambda _, text: None if text is None else f"{written}#{_digest(str(text))}")
+
+        for place in ((), (section,)):
+            identity = _walk(identity, with_digests, place, whole=self.written)
+        return cast("dict[str, Any]", _hide(identity, _searchable(self.variables), digests=True))
+
+    def hide(self, value: Any) -> Any:
+        """Return JSON values in which variables stand for what they are set to, where that has four characters or more.
+
+        >>> References(variables={"/secret": "MODELS"}).hide({"model": "/secret/mimi"})
+        {'model': '${oc.env:MODELS}/mimi'}
+        """
+        return _hide(value, _searchable(self.variables), digests=False)
+
+    def hide_at(self, place: Place, text: str) -> str:
+        """Return a text that was made of the value at a place with its variables in it, however short their values."""
+        written = self.written.get(place)
+        return text if written is None else _hide(text, _named([written]), digests=False)
+
+
+def _walk(
+    value: Any, change: Callable[[Place, Any], Any], place: Place = (), *, whole: Container[Place] = (),
+    without: Container[Place] = (),
+) -> Any:  # fmt: skip
+    """Return plain values, each replaced by what ``change`` returns of its place and itself.
+
+    Args:
+        place: that of ``value``.
+        whole: places at which a list or a mapping is one value.
+        without: places of keys that are left out.
+    """
+    if isinstance(value, dict) and place not in whole:
+        kept = {key: (child, (*place, key)) for key, child in value.items() if (*place, key) not in without}
+        return {key: _walk(child, change, at, whole=whole, without=without) for key, (child, at) in kept.items()}
+    if isinstance(value, list | tuple) and place not in whole:
+        return [_walk(child, change, (*place, n), whole=whole, without=without) for n, child in enumerate(value)]
+    return change(place, value)
+
+
+def _named(texts: Iterable[str], *, unset: bool = False) -> dict[str, str]:
+    """Return the names of the variables in texts by their values; ``unset`` adds those that have none."""
+    names = sorted({name for text in texts for name in _VARIABLE.findall(text)}, reverse=True)
+    return {os.environ.get(name, ""): name for name in names if os.environ.get(name) or unset}
+
+
+def _searchable(variables: Mapping[str, str]) -> dict[str, str]:
+    return {value: name for value, name in variables.items() if len(value) >= _MIN_CHARACTERS}
+
+
+def _hide(value: Any, variables: Mapping[str, str], *, digests: bool) -> Any:
+    if not variables:
+        return value
+    if isinstance(value, dict):
+        return {_hide(k, variables, digests=digests): _hide(v, variables, digests=digests) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hide(child, variables, digests=digests) for child in value]
+    if not isinstance(value, str):
+        return value
+
+    def name(match: re.Match[str]) -> str:
+        return f"${{oc.env:{variables[match[0]]}}}" + (f"#{_digest(match[0])}" if digests else "")
+
+    longest_first = sorted(variables, key=len, reverse=True)
+    return re.sub("|".join(map(re.escape, longest_first)), name, value)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One dataset, from its manifests to its shards."""
@@ -68,16 +214,16 @@ class Config:
     sources: list[Any]
     """Inputs, in order. ``type`` names the kind of each; the other keys belong to the kind."""
     speaker_key: str = "speaker"
-    """Rule that makes speaker groups, among whose members contexts are chosen. A preset (``speaker``, ``librispeech``,
+    """Rule that makes speaker groups: a preset (``speaker``, ``librispeech``,
     ``libritts``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
     ``jhsdGtc20Amp20Keynote``, ``all``), or a regular expression with named groups that is searched in
     ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and patterns
-    take names as they are (``S1`` and ``s1`` are two speakers). The other presets are published rules, which fold
-    case. Not used where ``match`` is null."""
+    take names as they are (``S1`` and ``s1`` are two speakers); the other presets are published rules, which fold
+    case."""
     append_to: str | None = None
     """Finished dataset that ``sharmill append`` adds the new shards to. Records that it has are rejected as
     ``already_there``, which does not count for ``max_reject_fraction``."""
-    max_reject_fraction: float = 0.5
+    max_reject_fraction: Share = 0.5
     """Stop a stage when more than this fraction of its records is rejected."""
     # Of all stages, by kind: a StageSection, a list of them, or None.
     sections: dict[str, Any] = field(default_factory=dict)
@@ -99,7 +245,6 @@ class Config:
         # An id that is kept may look like one that is made of a path.
         kept = {source.keeps_ids for source in self.sources}
         require(len(kept) == 1, "keep_ids must be the same for all sources; those without the key keep no ids")
-        require(0 <= self.max_reject_fraction <= 1, "max_reject_fraction must be between 0 and 1")
 
     def all(self, kind: type[Kind]) -> list[Kind]:
         """Return the sections of a class: none, one, or several where the configuration has a list of them."""
@@ -119,7 +264,7 @@ class Config:
             raise LookupError(f"{self.name} has no section of {kind.__name__}")
         return found
 
-    def with_section(self, section: StageSection) -> Config:
+    def with_section(self, section: StageSection) -> "Config":
         """Return a copy that has another section in the place of the one of its class."""
         keys = [key for key, one in self.sections.items() if type(one) is type(section)]
         return replace(self, sections=self.sections | dict.fromkeys(keys, section))

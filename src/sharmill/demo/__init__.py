@@ -1,7 +1,5 @@
 """The demo: a synthetic corpus, and a configuration for it, with run and dataset in one folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path

@@ -1,31 +1,28 @@
 """The demo corpus: speech of a dozen synthetic speakers with a NeMo manifest and some bad records.
 
 It is what ``sharmill demo`` and the end-to-end tests run on, and shows what real corpora have: FLAC and WAV,
-whole files and segments of long ones, optional keys. Voices are in ``voices``, texts in ``sentences.txt``, bad
-records in ``defects``.
+whole files and segments of long ones, optional keys, and one bad record of each kind, for the demo's rejects. Texts are
+in ``sentences.txt``.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
 import json
 import random
 import re
-import shutil
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import soundfile
+from numpy.typing import NDArray
 
-from sharmill.demo.defects import bad_records
-from sharmill.demo.espeak import Espeak
-from sharmill.demo.voices import SOLO_VOICE, Record, Speaker, SpokenText, make_speakers, write_audio
-from sharmill.errors import ConfigError
+from sharmill.demo.espeak import Espeak, VoiceSettings
+from sharmill.errors import ConfigError, refuse
+from sharmill.files.storage import make_folder, open_folder_atomic
 
 # Raised whenever the same arguments would give other files, so that an old corpus is not taken for a new one.
 _VERSION: Final = 2
@@ -35,6 +32,161 @@ _MARKER: Final = "corpus.json"
 
 _UTTERANCES_PER_SESSION: Final = 5
 _PAUSE_SECONDS: Final = 0.4
+
+Record = dict[str, Any]
+Samples = NDArray[Any]
+
+# Durations of an utterance in seconds; a sentence that comes out shorter or longer is replaced.
+_MIN_DURATION: Final = 1.0
+_MAX_DURATION: Final = 12.0
+
+_LEVEL: Final = 0.08  # root mean square of the speech, relative to full scale
+
+# Rate, pitch and range of the pitch of each speaker. The variants were picked by measurement: among espeak's own, they
+# are the twelve whose closest pair is the least similar to the resemblyzer speaker encoder.
+VOICES: Final[dict[str, VoiceSettings]] = {
+    "ada": VoiceSettings("en-us+f5", 170, 54, 55),
+    "ben": VoiceSettings("en+david", 175, 45, 50),
+    "cora": VoiceSettings("en+Alicia", 165, 52, 60),
+    "dan": VoiceSettings("en-us+Gene", 180, 48, 45),
+    "ella": VoiceSettings("en-gb-scotland+anika", 175, 55, 60),
+    "finn": VoiceSettings("en-gb-scotland+Hugo", 165, 50, 40),
+    "gwen": VoiceSettings("en-029+aunty", 160, 50, 50),
+    "hugh": VoiceSettings("en-029+Lee", 170, 46, 50),
+    "iris": VoiceSettings("en-us+steph2", 180, 52, 55),
+    "jack": VoiceSettings("en+pablo", 170, 50, 45),
+    "kate": VoiceSettings("en-029+kaukovalta", 165, 50, 55),
+    "liam": VoiceSettings("en-us+sandro", 175, 50, 50),
+}
+# Of a speaker beside the others, who has one utterance only, so that nothing can be its context.
+_SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
+
+
+class Speaker:
+    """A voice that says texts, each a little faster or slower."""
+
+    def __init__(self, name: str, voice: VoiceSettings, espeak: Espeak, *, seed: int) -> None:
+        self.name = name
+        self._voice = voice
+        self.sampling_rate = espeak.sampling_rate
+        self._espeak = espeak
+        self._rng = np.random.default_rng([seed, *name.encode()])
+
+    def say(self, text: str) -> NDArray[np.int16] | None:
+        """Return speech for ``text``, shape (time,); None where it is not between the limits on the duration.
+
+        The n-th utterance of a speaker has its own rate, within 5 % of the voice's.
+        """
+        rate = round(self._voice.rate * self._rng.uniform(0.95, 1.05))
+        speech = self._espeak.synthesize(text, replace(self._voice, rate=rate))
+        if not _MIN_DURATION <= len(speech) / self.sampling_rate <= _MAX_DURATION:
+            return None
+        samples = speech.astype(np.float64)
+        samples *= _LEVEL / np.sqrt(np.mean(samples**2))
+        return np.round(np.clip(samples, -1.0, 1.0) * 32767).astype(np.int16)
+
+
+def make_speakers(espeak: Espeak, *, num_voices: int, seed: int) -> list[Speaker]:
+    """Return the first ``num_voices`` speakers."""
+    return [Speaker(name, voice, espeak, seed=seed) for name, voice in itertools.islice(VOICES.items(), num_voices)]
+
+
+@dataclass(frozen=True)
+class SpokenText:
+    """Samples of shape (time,) that a speaker said, not yet on disk."""
+
+    audio_root: Path
+    speaker: Speaker
+    text: str
+    samples: Samples
+
+    def record(self, path: str) -> Record:
+        """Return a manifest record; ``path`` is relative to the audio root."""
+        return {
+            "audio_filepath": path,
+            "duration": round(len(self.samples) / self.speaker.sampling_rate, 6),
+            "text": self.text,
+            "speaker": f"| Language:en Dataset:Demo Speaker:{self.speaker.name} |",
+        }
+
+    def write(self, path: str) -> Record:
+        """Write the samples to a path relative to the audio root; return their record."""
+        _write_audio(self.audio_root / path, self.samples, self.speaker.sampling_rate)
+        return self.record(path)
+
+
+def _write_audio(path: Path, samples: Samples, sampling_rate: int) -> None:
+    """Write samples, shape (time,) or (time, channels), in the format that the suffix of ``path`` names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subtype = "FLOAT" if samples.dtype == np.float32 else "PCM_16"
+    soundfile.write(path, samples, sampling_rate, subtype=subtype)
+    if subtype == "FLOAT":
+        content = bytearray(path.read_bytes())
+        # libsndfile puts the time of writing into this chunk: name, size, version, time, each of four bytes.
+        if (chunk := content.find(b"PEAK")) >= 0:
+            content[chunk + 12 : chunk + 16] = bytes(4)
+            path.write_bytes(content)
+
+
+_NOT_JSON: Final = '{"audio_filepath": "ada/ada_9999.flac", "duration": 3.2, "text": "this line was cut o'
+_SHORT_SAMPLES: Final = round(0.05 * Espeak.sampling_rate)
+
+
+@dataclass(frozen=True)
+class _Defect:
+    """A kind of bad record, made of good speech.
+
+    Args:
+        path: of its file, relative to the audio root; ``{0}`` is the speaker.
+        samples: what is written there of the good samples; None writes no file.
+        content: what becomes of the bytes of the file.
+        keys: the keys of the record that are not those of good speech.
+    """
+
+    path: str
+    samples: Callable[[Samples], Samples] | None = lambda good: good
+    content: Callable[[bytes], bytes] = lambda file: file
+    keys: Callable[[SpokenText], dict[str, Any]] = lambda said: {}
+
+    def make(self, said: SpokenText) -> Record:
+        """Write the file, and return the record."""
+        path = self.path.format(said.speaker.name)
+        if self.samples is None:
+            return said.record(path) | self.keys(said)
+        record = replace(said, samples=self.samples(said.samples)).write(path)
+        file = said.audio_root / path
+        file.write_bytes(self.content(file.read_bytes()))
+        return record | self.keys(said)
+
+
+def _with_nan(good: Samples) -> Samples:
+    samples = good.astype(np.float32) / np.float32(32768)
+    samples[1000:1010] = np.nan
+    return samples
+
+
+_MADE: Final[dict[str, _Defect]] = {
+    "missing_file": _Defect("{0}/no_such_file.flac", samples=None),
+    "not_audio": _Defect("{0}/{0}_not_audio.wav",
+                        content=lambda file: b"<html><body>404 not found</body></html>\n" * 50),
+    # Cut off behind its header, which gives the full length, so that only decoding shows it.
+    "truncated_flac": _Defect("{0}/{0}_truncated.flac",
+                             content=lambda file: file[: int(len(file) * 0.4)]),
+    "stereo": _Defect("{0}/{0}_stereo.wav",
+                     samples=lambda good: np.stack([good, good // 2], axis=1)),
+    "wrong_duration": _Defect("{0}/{0}_wrong_duration.flac",
+                             keys=lambda said: {"duration": round(said.record("")["duration"] + 4.0, 6)}),
+    "empty_text": _Defect("{0}/{0}_empty_text.flac", keys=lambda said: {"text": " "}),
+    "bad_speaker_tag": _Defect("{0}/{0}_bad_speaker_tag.flac",
+                              keys=lambda said: {"speaker": f"| Speaker:{said.speaker.name} |"}),
+    "skipme": _Defect("{0}/{0}_skipme.flac", keys=lambda said: {"_skipme": 1}),
+    # A sound file, but outside the audio root.
+    "outside_root": _Defect("../outside_root.flac"),
+    "nan_samples": _Defect("{0}/{0}_nan.wav", samples=_with_nan),
+    "too_short": _Defect("{0}/{0}_short.flac",
+                        samples=lambda good: good[len(good) // 2 :][:_SHORT_SAMPLES]),
+}  # fmt: skip
+_SINGLE: Final = _Defect("{0}/{0}_only.flac")
 
 
 @dataclass(frozen=True)
@@ -72,45 +224,28 @@ def make_corpus(
         "utterances_per_voice": utterances_per_voice,
         "seed": seed,
     }
-    if utterances_per_voice < 2:
-        raise ConfigError(
-            f"utterances_per_voice is {utterances_per_voice}; a context needs 2 or more", code="bad_config_value"
-        )
-    if (finished := _find_finished(directory, arguments)) is not None:
-        return finished
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    building = directory.parent / f".{directory.name}.{uuid.uuid4().hex}.tmp"
-    try:
-        totals = _build(building, num_voices=num_voices, utterances_per_voice=utterances_per_voice, seed=seed)
-        marker = json.dumps({"arguments": arguments, "totals": totals}, indent=2)
-        (building / _MARKER).write_text(marker + "\n")
-        try:
-            building.rename(directory)
-        except OSError:
-            # Another process was faster; what it left is looked at below.
-            if not (directory / _MARKER).exists():
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    finished = _find_finished(directory, arguments)
-    assert finished is not None, f"{directory} was published without its marker"
-    return finished
-
-
-def _find_finished(directory: Path, arguments: dict[str, int]) -> CorpusSummary | None:
-    """Return the corpus in ``directory`` if it was made with these arguments; None if nothing is there."""
-    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return None
+    refuse(
+        (
+            not 1 <= num_voices <= len(VOICES),
+            f"num_voices is {num_voices}; the demo corpus has 1 to {len(VOICES)} voices",
+        ),
+        (utterances_per_voice < 2, f"utterances_per_voice is {utterances_per_voice}; a context needs 2 or more"),
+    )
     marker = directory / _MARKER
-    if not marker.is_file():
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        make_folder(directory.absolute().parent)
+        with open_folder_atomic(directory.absolute()) as aside:
+            totals = _build(aside, num_voices=num_voices, utterances_per_voice=utterances_per_voice, seed=seed)
+            (aside / _MARKER).write_text(json.dumps({"arguments": arguments, "totals": totals}, indent=2) + "\n")
+    elif not marker.is_file():
         raise ConfigError(
             f"{directory} is not empty and holds no demo corpus; choose another directory", code="foreign_output"
         )
     content = json.loads(marker.read_text())
     if content["arguments"] != arguments:
         raise ConfigError(
-            f"{directory} holds a demo corpus made with {content['arguments']}, not {arguments}; "
-            "remove it or choose another directory",
+            f"{directory} holds a demo corpus made with {content['arguments']}, not {arguments}; remove it or choose "
+            "another directory",
             code="foreign_output",
         )
     return CorpusSummary(directory / _MANIFEST, directory / _AUDIO_ROOT, **content["totals"])
@@ -131,26 +266,26 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
 
     good: list[Record] = []
     for index, speaker in enumerate(speakers):
+        own, suffix = [speak(speaker) for _ in range(utterances_per_voice)], ".wav" if index % 3 == 2 else ".flac"
         # Every sixth speaker was recorded in sessions, the others utterance by utterance.
-        write = _write_sessions if index % 6 == 1 else _write_utterances
-        own = [speak(speaker) for _ in range(utterances_per_voice)]
-        good.extend(write(own, suffix=".wav" if index % 3 == 2 else ".flac"))
+        if index % 6 == 1:
+            good += _write_sessions(own, suffix=suffix)
+        else:
+            name = speaker.name
+            good += [said.write(f"{name}/{name}_{number:04d}{suffix}") for number, said in enumerate(own)]
     good = [_add_optional_keys(record, index, rng) for index, record in enumerate(good)]
 
-    utterances = (speak(speaker) for speaker in itertools.cycle(speakers))
-    solo = Speaker("solo", SOLO_VOICE, espeak, seed=seed)
-    bad = list(bad_records(utterances, speak(solo), good[0]))
+    # One of each kind, which ``demo_defect`` names; the one that is a text is no JSON.
+    solo = speak(Speaker("solo", _SOLO_VOICE, espeak, seed=seed))
+    made = zip(_MADE.items(), itertools.cycle(speakers), strict=False)
+    bad: list[Record | str] = [defect.make(speak(speaker)) | {"demo_defect": name} for (name, defect), speaker in made]
+    bad += [_SINGLE.make(solo) | {"demo_defect": "single_utterance"}, _NOT_JSON, good[0] | {"demo_defect": "duplicate"}]
     _write_manifest(directory / _MANIFEST, good, bad, rng)
     return {
         "num_records": len(good) + len(bad),
         "num_bad_records": len(bad),
         "audio_seconds": round(sum(record["duration"] for record in good), 3),
     }
-
-
-def _write_utterances(utterances: list[SpokenText], *, suffix: str) -> list[Record]:
-    name = utterances[0].speaker.name
-    return [said.write(f"{name}/{name}_{index:04d}{suffix}") for index, said in enumerate(utterances)]
 
 
 def _write_sessions(utterances: list[SpokenText], *, suffix: str) -> list[Record]:
@@ -160,12 +295,13 @@ def _write_sessions(utterances: list[SpokenText], *, suffix: str) -> list[Record
         session = utterances[first : first + _UTTERANCES_PER_SESSION]
         speaker = session[0].speaker
         path = f"{speaker.name}/{speaker.name}_session_{first // _UTTERANCES_PER_SESSION:02d}{suffix}"
-        pieces = [speaker.silence(_PAUSE_SECONDS)]
+        pause = np.zeros(round(_PAUSE_SECONDS * speaker.sampling_rate), np.int16)
+        pieces = [pause]
         for utterance in session:
             offset = sum(map(len, pieces)) / speaker.sampling_rate
             records.append(utterance.record(path) | {"offset": round(offset, 6)})
-            pieces += [utterance.samples, speaker.silence(_PAUSE_SECONDS)]
-        write_audio(utterances[0].audio_root / path, np.concatenate(pieces), speaker.sampling_rate)
+            pieces += [utterance.samples, pause]
+        _write_audio(utterances[0].audio_root / path, np.concatenate(pieces), speaker.sampling_rate)
     return records
 
 

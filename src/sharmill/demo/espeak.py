@@ -1,10 +1,8 @@
 """Speech synthesis for the demo corpus: the few calls of libespeak-ng that it needs, through ctypes.
 
 The library and its data come from the wheel ``espeakng-loader``, which is imported only when an ``Espeak`` is
-made. Which voices there are in the corpus is decided in ``voices``.
+made. Which voices there are in the corpus is decided in ``corpus``.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -28,6 +26,10 @@ _PARAMETER_IDS: Final[dict[str, int]] = {"rate": 1, "pitch": 3, "pitch_range": 4
 _SAMPLING_RATE: Final = 22050
 _RANDOM_SEED: Final = 1
 
+_SYNTH_ARGUMENTS: Final = (
+    ctypes.c_char_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p,
+    ctypes.c_void_p,
+)  # fmt: skip
 _SynthCallback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 
@@ -92,23 +94,24 @@ class Espeak:
         # The library keeps only the address of the callback: this name keeps the object itself alive.
         callback = _SynthCallback(collect)
         with _fresh_library(self._library_path) as library:
-            self._initialize(library, callback)
+            data = self._data_path.encode()
+            rate = library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, data, _INITIALIZE_DONT_EXIT)
+            if rate != _SAMPLING_RATE:
+                raise ConfigError(
+                    f"espeak-ng cannot use its data in {self._data_path!r} (it answered {rate})", code="missing_package"
+                )
+            # Breath noise comes from a generator that would otherwise be seeded with the time.
+            library.espeak_ng_SetRandSeed(ctypes.c_long(_RANDOM_SEED))
+            library.espeak_SetSynthCallback(callback)
             if library.espeak_SetVoiceByName(voice.name.encode()) != 0:
                 raise ConfigError(f"espeak-ng has no voice {voice.name!r}", code="bad_config_value")
             for field, parameter in _PARAMETER_IDS.items():
                 library.espeak_SetParameter(parameter, getattr(voice, field), 0)
-            _speak(library, text)
+            encoded = text.encode() + b"\0"
+            library.espeak_Synth.argtypes = _SYNTH_ARGUMENTS
+            if library.espeak_Synth(encoded, len(encoded), 0, _POSITION_CHARACTER, 0, _CHARS_UTF8, None, None) != 0:
+                raise RuntimeError(f"espeak-ng failed on {text!r}")
         return np.concatenate(chunks) if chunks else np.zeros(0, np.int16)
-
-    def _initialize(self, library: ctypes.CDLL, callback: Any) -> None:
-        rate = library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, self._data_path.encode(), _INITIALIZE_DONT_EXIT)
-        if rate != _SAMPLING_RATE:
-            raise ConfigError(
-                f"espeak-ng cannot use its data in {self._data_path!r} (it answered {rate})", code="missing_package"
-            )
-        # Breath noise comes from a generator that would otherwise be seeded with the time.
-        library.espeak_ng_SetRandSeed(ctypes.c_long(_RANDOM_SEED))
-        library.espeak_SetSynthCallback(callback)
 
 
 @contextlib.contextmanager
@@ -126,16 +129,3 @@ def _fresh_library(path: str) -> Iterator[ctypes.CDLL]:
     finally:
         library.espeak_Terminate()
         close(library._handle)
-
-
-def _speak(library: ctypes.CDLL, text: str) -> None:
-    encoded = text.encode() + b"\0"
-    synth = library.espeak_Synth
-    synth.argtypes = [
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        *(ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.c_uint),
-        *(ctypes.c_void_p, ctypes.c_void_p),
-    ]
-    if synth(encoded, len(encoded), 0, _POSITION_CHARACTER, 0, _CHARS_UTF8, None, None) != 0:
-        raise RuntimeError(f"espeak-ng failed on {text!r}")

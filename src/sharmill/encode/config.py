@@ -1,11 +1,9 @@
 """Keys of the stages of codes: ``survey``, ``encode`` and ``assemble``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sharmill.config import NAME, Precision, Presence, StageSection, require
+from sharmill.config import NAME, Above0, Precision, Presence, StageSection, require
 from sharmill.registry import CODECS
 
 
@@ -38,7 +36,7 @@ class EncodeConfig(StageSection):
 
     codecs: list[CodecConfig] = field(default_factory=lambda: [CodecConfig(name="builtin", model="builtin")])
     """List of codecs; each has the keys below."""
-    batch_seconds: float = 30.0
+    batch_seconds: Above0 = 30.0
     """Audio in one batch of a codec, in seconds, padding included. On a CPU no batch has more than 10 s."""
     precision: Precision = "fp32"
     """Arithmetic of the codecs, as for ``match``. Any but ``fp32`` changes codes; ``dataset.json`` names it."""
@@ -47,11 +45,9 @@ class EncodeConfig(StageSection):
     """Pad every segment to one of a few lengths, in batches of one size for each, so that its codes do not depend on
     its neighbours; on a GPU the last batch of each length is filled up with silence. Codecs whose codes depend on
     padding take segments one by one."""
-    unit_seconds: float | None = None
+    unit_seconds: Above0 | None = None
     """Audio in one unit of work, in seconds; ``null`` chooses for about 64 units, between 60 s and two hours each."""
 
     def __post_init__(self) -> None:
-        require(self.batch_seconds > 0, "batch_seconds must be positive")
-        require(self.unit_seconds is None or self.unit_seconds > 0, "unit_seconds must be positive or null")
         names = [codec.name for codec in self.codecs]
         require(len(set(names)) == len(names), "two codecs have the same name")

@@ -1,41 +1,71 @@
 """Stage ``survey``: a list of the unique segments of a dataset's stored audio, which serves all codecs.
 
 It reads every audio file once, so that a dataset needs nothing but its files: whoever wrote it, however it has grown.
-"""
 
-from __future__ import annotations
+A place is an item of an audio field of a shard. Places are numbered through the dataset: all targets in the order of
+the shards, then all contexts. Places with the same bytes hold one segment, whose owner is the first of them. Segments
+are numbered in the order in which they are encoded: by place, except that neighbours are sorted by length.
+"""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
+import xxhash
 
 from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.segments import PLACE, SEGMENT, SegmentNumbers, hash_segment, seconds_of
 from sharmill.engine.hashes import find_first
-from sharmill.engine.identity import versions
-from sharmill.engine.rundir import StageDir
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.stage import (
+    Advance,
+    Commit,
+    Output,
+    Processor,
+    Stage,
+    StageDir,
+    Totals,
+    Unit,
+    add_up,
+    make_unit,
+    versions,
+)
 from sharmill.errors import ConfigError, UnitFailed
-from sharmill.files.staging import Staging
-from sharmill.files.storage import checksum, open_atomic
-from sharmill.files.stored import (
-    decode_stored,
+from sharmill.files.storage import (
+    Staging,
+    checksum,
+    load_record,
     load_stored_array,
-    map_stored_array,
-    read_stored,
+    open_atomic,
     save_array,
     write_array,
 )
-from sharmill.shar.cut_lines import read_cut_ids
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.items import ItemTable
-from sharmill.shar.layout import CUTS
+from sharmill.shar.items import ItemTable, read_cut_ids
+from sharmill.shar.layout import CUTS, ShardedDataset
 
 _MAX_UINT32 = (1 << 32) - 1
+
+# Where the data of an item lies in its file, and what its metadata say of it.
+PLACE: Final = np.dtype(
+    [("hash", "<u8", 2), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
+)
+# The owner of a segment: ``field`` counts the audio fields of the dataset.
+SEGMENT: Final = np.dtype([("place", PLACE), ("shard", "<u4"), ("field", "<u4")])
+
+# Segments that are sorted by length together: enough for batches of equal lengths, few enough for a shard's segments
+# to stay near each other.
+_WINDOW: Final = 1 << 15
+
+
+def hash_segment(data: bytes | memoryview, num_samples: int, sampling_rate: int) -> tuple[int, int]:
+    """Return the two halves of the xxh3-128 of stored audio; other metadata make another segment of the same bytes."""
+    digest = xxhash.xxh3_128_intdigest(data, seed=sampling_rate << 32 | num_samples)
+    return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
+
+
+def seconds_of(segments: np.ndarray) -> np.ndarray:
+    """Return the durations of segments in seconds, float64."""
+    return np.asarray(segments["place"]["num_samples"] / segments["place"]["sampling_rate"])
 
 
 class SurveyStage(Stage):
@@ -70,21 +100,9 @@ class SurveyStage(Stage):
         name = stage.path.relative_to(self.run_dir.path).as_posix()
         if not stage.done.exists():
             raise ConfigError(f"{name} is not finished: run it first", code="stage_not_run")
-        identity = decode_stored(stage.identity, read_stored(stage.identity), dict[str, Any])
+        identity = load_record(stage.identity, dict[str, Any])
         if identity.get("input") != self.dataset.audio_checksum():
             raise ConfigError(f"the dataset has changed since {name}: run that again", code="stage_not_run")
-
-    def segments(self) -> np.ndarray:
-        """Open the array of the finished stage that has the unique segments."""
-        return map_stored_array(self.segments_file)
-
-    def seconds(self) -> np.ndarray:
-        """Return the durations (segments,) float64 of the unique segments of the finished stage."""
-        return seconds_of(self.segments())
-
-    def numbers(self) -> np.ndarray:
-        """Open the array of the finished stage that has the numbers of the segments at all places."""
-        return map_stored_array(self.numbers_file)
 
     def audio_files(self) -> list[list[Path]]:
         """Return for each shard its files of audio."""
@@ -107,11 +125,9 @@ class SurveyStage(Stage):
     def open(self, device: str) -> Processor:
         return SurveyProcessor(self.dataset.directory)
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
         tables = [self.root / commit.files[0].name for commit in commits]
-        num_fields = len(self.dataset.record().audio_fields)
-        shape = num_fields, sum(commit.num_out for commit in commits)
+        shape = len(self.dataset.record().audio_fields), sum(commit.num_out for commit in commits)
         merge_tables(tables, shape, self.segments_file, self.numbers_file)
         return add_up(commits)
 
@@ -119,25 +135,64 @@ class SurveyStage(Stage):
         return [self.segments_file, self.numbers_file]
 
 
-def merge_tables(tables: list[Path], shape: tuple[int, int], segments_file: Path, numbers_file: Path) -> None:
+def merge_tables(
+    tables: list[Path], shape: tuple[int, int], segments_file: Path, numbers_file: Path, *, window: int = _WINDOW
+) -> None:
     """Write the unique segments of a dataset, and their numbers at all places.
 
     Args:
         tables: for each shard an array (audio fields, cuts) of ``PLACE``.
         shape: numbers of audio fields and of cuts of the dataset.
+        window: number of segments that are sorted by length together.
     """
-    num_fields = shape[0]
     # Its name lasts with the fsync of the stage's folder that comes before done.json.
     segments_file.parent.mkdir(exist_ok=True)
     # Copies: a view would keep the whole table.
-    parts = (table["hash"].copy() for _, _, table in _read_tables(tables, num_fields))
+    parts = (table["hash"].copy() for _, _, table in _read_tables(tables, shape[0]))
     hashes = np.concatenate([np.empty((0, 2), np.uint64), *parts])
-    numbers = SegmentNumbers(find_first(*hashes.T))
+    # For each place the first place that has the same hash.
+    owners = find_first(*hashes.T)
     del hashes
+    count = int(np.count_nonzero(owners == np.arange(len(owners), dtype=np.uint32)))
+    numbers = np.empty(len(owners), np.uint32)
+
+    def number_segments() -> Iterator[np.ndarray]:
+        number = 0
+        for segments, places in _sorted_segments(_read_tables(tables, shape[0]), owners, window):
+            numbers[places] = np.arange(number, number + len(places), dtype=np.uint32)
+            number += len(places)
+            yield segments
+
     with open_atomic(segments_file) as stream:
-        write_array(stream, SEGMENT, (numbers.count(),), numbers.sort(_read_tables(tables, num_fields)))
+        write_array(stream, SEGMENT, (count,), number_segments())
     with open_atomic(numbers_file) as stream:
-        write_array(stream, np.dtype("<u4"), shape, [numbers.of_places()])
+        write_array(stream, np.dtype("<u4"), shape, [numbers[owners]])
+
+
+def _sorted_segments(
+    tables: Iterable[tuple[int, int, np.ndarray]], owners: np.ndarray, window: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the segments, arrays of ``SEGMENT``, in the order of their numbers, and the places of their owners."""
+    place = 0
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for shard, field, table in tables:
+        here = np.arange(place, place + len(table), dtype=np.uint32)
+        place += len(table)
+        own = owners[here] == here
+        segments = np.empty(int(own.sum()), SEGMENT)
+        segments["place"], segments["shard"], segments["field"] = table[own], shard, field
+        found.append((segments, here[own]))
+        if sum(len(places) for _, places in found) >= window:
+            yield _sort_by_length(found)
+            found = []
+    if found:
+        yield _sort_by_length(found)
+
+
+def _sort_by_length(found: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    segments, places = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.argsort(-seconds_of(segments), kind="stable")
+    return segments[order], places[order]
 
 
 def _read_tables(paths: list[Path], num_fields: int) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -180,27 +235,14 @@ def _survey_file(path: Path, ids: list[str]) -> np.ndarray:
         UnitFailed, DamagedShard: they do not, or say too little of themselves.
     """
     table = np.empty(len(ids), PLACE)
-    items = ItemTable(path)
-    try:
-        if len(items) != len(ids):
-            raise UnitFailed(f"{path} has {len(items)} items instead of {len(ids)}", code="damaged_shard")
-        for number, cut_id in enumerate(ids):
-            item = items.item(number)
-            if item.cut_id != cut_id:
-                raise UnitFailed(f"{path}: item {number} is {item.cut_id!r}, not {cut_id!r}", code="damaged_shard")
-            if item.data is None or item.metadata is None:
-                raise UnitFailed(f"{path}: {cut_id} has no audio", code="damaged_shard")
-            num_samples, rate = _length(item.metadata)
-            if not rate:
-                raise UnitFailed(f"{path}: {cut_id} has no number of samples and rate", code="damaged_shard")
-            offset, size = items.place(number)
-            table[number] = (hash_segment(item.data, num_samples, rate), offset, size, num_samples, rate)
-    finally:
-        items.close()
+    items = ItemTable(path, ids=ids)
+    for number, cut_id in enumerate(ids):
+        item = items.item(number)
+        if item.data is None or item.metadata is None:
+            raise UnitFailed(f"{path}: {cut_id} has no audio", code="damaged_shard")
+        num_samples, rate = (item.metadata.get(key, 0) for key in ("num_samples", "sampling_rate"))
+        if not all(isinstance(value, int) and 0 <= value <= _MAX_UINT32 for value in (num_samples, rate)) or not rate:
+            raise UnitFailed(f"{path}: {cut_id} has no number of samples and rate", code="damaged_shard")
+        offset, size = items.place(2 * number)
+        table[number] = (hash_segment(item.data, num_samples, rate), offset, size, num_samples, rate)
     return table
-
-
-def _length(recording: dict[str, Any]) -> tuple[int, int]:
-    """Return samples and rate of the audio that a Recording describes; zeros where it does not say them."""
-    length = recording.get("num_samples", 0), recording.get("sampling_rate", 0)
-    return length if all(isinstance(value, int) and 0 <= value <= _MAX_UINT32 for value in length) else (0, 0)

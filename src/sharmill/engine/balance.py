@@ -1,7 +1,5 @@
 """Spread items of known cost over bins so that the fullest bin is as light as possible, or into runs of equal cost."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterable

@@ -1,23 +1,249 @@
 """The fence around the output of a stage: only ranks of the present plan, of one run, can publish there.
 
-Each plan has a random token, which its ranks carry from the start on. All that they write lies below two folders that
-are named by it: ``ranks/<token>`` in the stage's folder of the run directory, and one in the staging folder beside the
-final files. Only the process that directs the run makes these; a restart removes them before anything else, so that
-every late write and rename of an older rank fails.
+Each plan has a random token, which its ranks carry from the start on; it begins with the id of the run, which tells
+whose its folders are. All that they write lies below two folders that are named by it: ``ranks/<token>`` in the stage's
+folder of the run directory, and one in the staging folder beside the final files. Only the process that directs the run
+makes these; a restart removes them before anything else, so that every late write and rename of an older rank fails.
+
+A reservation keeps other runs from folders of a dataset directory until its run has published all. It is one file in
+the staging folder, called by the random id in the run directory, so a run that was moved, or copied, is the same run.
+It names the folders of all unfinished stages of the run. As long as it is there, nobody but its run has published in
+these folders since they were found to be free or the run's own.
 """
 
-from __future__ import annotations
-
+import logging
+import os
+import socket
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
-from sharmill.engine.patience import Patience
-from sharmill.engine.rundir import StageDir
-from sharmill.engine.stage import Stage
-from sharmill.errors import FatalError
-from sharmill.files.staging import token_staging
-from sharmill.files.storage import make_folder, remove_asides, remove_at_once
+import msgspec
+from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
+from sharmill.engine.stage import RunDir, Stage, StageDir
+from sharmill.errors import ConfigError, FatalError
+from sharmill.files.host import user_name
+from sharmill.files.storage import (
+    NOT_JSON,
+    STAGING_NAME,
+    Patience,
+    fsync,
+    make_folder,
+    read_stored,
+    remove,
+    remove_asides,
+    remove_at_once,
+    remove_if_empty,
+    require_writable,
+    token_staging,
+    write_atomic,
+)
+
+log = logging.getLogger(__name__)
+
+_SUFFIX = ".reservation"
+# In the place of the name of a folder: the directory as a whole.
+_ALL = "."
 _TOKEN = "-".join(2 * [16 * "[0-9a-f]"])
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a reservation: the run, and the folders that it has reserved.
+
+    ``device`` is the number, on ``host``, of the file system that the run directory's parent is on.
+    """
+
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    run: str
+    host: str
+    user: str
+    since: str
+    device: int
+    folders: list[str]
+
+
+def reserve(stages: Sequence[Stage], *, restart: bool) -> None:
+    """Reserve the folders of those of a run's stages that are not done, or of all on a restart.
+
+    The run looks before it writes, since its reservation must not be in the way of one that is there, and after it.
+    So of two that come at once one at least sees the other, and perhaps both give way.
+
+    Raises:
+        ConfigError: another run has reserved one of them, or has made what is there; nothing is reserved then.
+    """
+    publishing = [stage for stage in stages if stage.reserves[1]]
+    stages = [stage for stage in publishing if restart or not stage.dir.is_finished()]
+    if not stages:
+        # A run that was killed between the end of its last stage and this may have left one.
+        release(publishing)
+        return
+    root, run_dir = stages[0].reserves[0], stages[0].run_dir
+    require_writable(root)
+    wanted = {folder for stage in stages for folder in stage.reserves[1]}
+    if any(stage.replaces_root and (restart or not stage.dir.token_file.exists()) for stage in stages):
+        # What others are adding to the directory would be lost.
+        wanted.add(_ALL)
+    own, before = run_dir.make_id(), _own_folders(root, run_dir)
+    refuse_reservations(root, own, wanted)
+    write_atomic(run_dir.reserved, os.fsencode(root.resolve()))
+    run = run_dir.path.resolve()
+    host, user, device = _place(run)
+    since = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
+    _write(
+        root,
+        Reservation(
+            id=own, run=str(run), host=host, user=user, since=since, device=device,
+            folders=sorted(before | wanted - {_ALL}),
+        ),
+    )  # fmt: skip
+    try:
+        refuse_reservations(root, own, wanted)
+        for stage in stages:
+            if not before.issuperset(stage.reserves[1]):
+                # Nobody else can come in between any more.
+                stage.check_output()
+    except BaseException:
+        _keep(root, own, before)
+        raise
+
+
+def require_own_output(stage: Stage) -> None:
+    """Raise ConfigError if a stage would publish into what another run has reserved, or has made."""
+    root, folders = stage.reserves
+    refuse_reservations(root, stage.run_dir.read_id(), folders)
+    # A reservation without a plan says nothing about what was put there since.
+    if not (_own_folders(root, stage.run_dir).issuperset(folders) and stage.dir.token_file.exists()):
+        stage.check_output()
+
+
+def release(stages: Sequence[Stage]) -> None:
+    """Give up what stages of a run have reserved, but what those of them need that are begun and not finished."""
+    stages = [stage for stage in stages if stage.reserves[1]]
+    begun = [stage for stage in stages if stage.dir.token_file.exists() and not stage.dir.is_finished()]
+    if stages:
+        root, run_dir = stages[0].reserves[0], stages[0].run_dir
+        given_up = {folder for stage in stages for folder in stage.reserves[1]}
+        needed = {folder for stage in begun for folder in stage.reserves[1]}
+        _keep(root, run_dir.read_id(), _own_folders(root, run_dir) - (given_up - needed))
+
+
+def release_cancelled(run_dir: RunDir) -> list[Path]:
+    """Give up what a run has reserved; return the folders that stay reserved, since it has published files there.
+
+    Nobody else could use these folders in any case. The caller holds the run directory's lock, and no rank is left.
+    """
+    if not run_dir.reserved.exists():
+        return []
+    root, own = Path(os.fsdecode(read_stored(run_dir.reserved))), run_dir.read_id()
+    used = {folder for folder in _own_folders(root, run_dir) if any((root / folder).glob("*"))}
+    _remove_plans(root, own)
+    _keep(root, own, used)
+    return [root / folder for folder in sorted(used)]
+
+
+def refuse_reservations(root: Path, own: str = "", folders: Collection[str] = (_ALL,)) -> None:
+    """Raise ConfigError if another run than that of an id has reserved one of these folders, by default any.
+
+    One whose run directory was removed on this host by this user goes.
+    """
+    for path in _find(root, f"[!.]*{_SUFFIX}") if folders else ():
+        other, gone = _read(path), ""
+        if other is None or other.id == own or not (_ALL in folders or {*folders} & {*other.folders}):
+            continue
+        if _is_missing(other.run):
+            gone = ", a run directory that is not there any more, or cannot be seen from here"
+            with suppress(OSError):
+                # A file system that is not mounted leaves an empty folder of another one.
+                if _place(Path(other.run)) == (other.host, other.user, other.device):
+                    log.warning("%s has gone, and so does its reservation %s", other.run, path)
+                    # Ranks that were left have lost their ledger, and lose their staging folder now.
+                    _remove_plans(root, other.id)
+                    _keep(root, other.id, ())
+                    continue
+        raise ConfigError(
+            f"{root} is reserved: {other.user} on {other.host} has been at work on {', '.join(other.folders)} there "
+            f"since {other.since}, from {other.run}{gone}. Wait until that run is finished, or choose another "
+            f"dataset_dir; if it will never go on: sharmill cancel {other.run}, or remove {path}",
+            code="reserved",
+        )
+
+
+def _place(run: Path) -> tuple[str, str, int]:
+    """Return this host, this user, and the number of the file system that a run directory's parent is on here."""
+    return socket.gethostname(), user_name(), run.parent.stat().st_dev
+
+
+def _is_missing(run: str) -> bool:
+    """Return True if a run directory is not there, as far as this user may see."""
+    try:
+        Path(run).lstat()
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError)  # what lies in a private home, say, may be there
+    return False
+
+
+def _path(root: Path, run_id: str) -> Path:
+    return root / STAGING_NAME / f"{run_id}{_SUFFIX}"
+
+
+def _find(root: Path, pattern: str) -> list[Path]:
+    """Return what matches a pattern in the staging folder, in order; another run may remove the folder meanwhile."""
+    with suppress(FileNotFoundError):
+        return sorted((root / STAGING_NAME).glob(pattern))
+    return []
+
+
+def _read(path: Path) -> Reservation | None:
+    try:
+        return msgspec.json.decode(read_stored(path), type=Reservation)
+    except FileNotFoundError:
+        return None
+    except NOT_JSON as error:
+        raise ConfigError(
+            f"{path} is no reservation: if no run is at work on {path.parent.parent}, remove that file", code="reserved"
+        ) from error
+
+
+def _own_folders(root: Path, run_dir: RunDir) -> set[str]:
+    """Return the folders of a directory that a run has reserved."""
+    found = _read(_path(root, run_dir.read_id()))
+    return set() if found is None else {*found.folders}
+
+
+# Another run may remove the empty folder at this moment.
+@retry(retry=retry_if_exception_type(FileNotFoundError), stop=stop_after_attempt(10), reraise=True)
+def _write(root: Path, reservation: Reservation) -> None:
+    write_atomic(_path(root, reservation.id), msgspec.json.encode(reservation) + b"\n")
+
+
+def _keep(root: Path, run_id: str, folders: Collection[str]) -> None:
+    """Have the reservation of a run be for these folders alone, and go where there are none."""
+    path, staging = _path(root, run_id), root / STAGING_NAME
+    if not staging.is_dir():
+        return
+    if folders:
+        if (found := _read(path)) is not None:
+            _write(root, msgspec.structs.replace(found, folders=sorted(folders)))
+        return
+    path.unlink(missing_ok=True)
+    # Of this run alone: others may be making theirs. Names of tokens and reservations begin with the id.
+    for aside in _find(root, f".{run_id}*.tmp"):
+        remove(aside)
+    remove_if_empty(staging)
+    # A stage is noted as finished elsewhere: what came back after that would stay.
+    for folder in (staging, root):
+        with suppress(FileNotFoundError):
+            fsync(folder)
+
+
+def _remove_plans(root: Path, run_id: str) -> None:
+    """Remove the staging folders of the run with this id, of which no rank is left."""
+    for folder in _find(root, f"{run_id}-*"):
+        remove_at_once(folder)
 
 
 def fenced_folders(stage: Stage) -> list[Path]:

@@ -1,7 +1,5 @@
 """The search for equal hashes among those of a whole dataset, in memory."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -1,38 +1,96 @@
-"""The frozen plan of a stage: made once, bound to the identity of its configuration, inputs and versions."""
+"""The frozen plan of a stage, which is made once, and the ledger: what is in it is done, what is not is not.
 
-from __future__ import annotations
+A plan is bound to its identity, which is all that the output bytes depend on: configuration, inputs and versions of
+packages. A difference of two is told in words.
 
-import shutil
-from collections.abc import Iterator
-from typing import Any
+In the ledger every process appends to a file of its own, one JSON line a commit, synced to disk; so a process that is
+killed can only leave one incomplete last line, which is not a record.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, Final
+from uuid import uuid4
 
 import msgspec
+from msgspec import UNSET
 
-from sharmill.engine.fence import remove_fences
-from sharmill.engine.identity import find_changes
-from sharmill.engine.patience import Patience
-from sharmill.engine.reservations import make_run_id, new_token, require_own_output, reserve
-from sharmill.engine.rundir import StageDir
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Unit
+from sharmill.engine.fence import remove_fences, require_own_output, reserve
+from sharmill.engine.stage import Commit, Stage, StageDir, Unit
 from sharmill.errors import ConfigError
-from sharmill.files.staging import STAGING_NAME
 from sharmill.files.storage import (
-    fsync_directory,
+    NOT_JSON,
+    STAGING_NAME,
+    Patience,
+    PublishedFile,
+    Tail,
+    fsync,
+    load_record,
     make_folder,
-    path_aside,
-    publish_directory,
+    open_folder_atomic,
+    read_records,
     refuse_strangers,
+    remove,
     remove_asides,
     remove_at_once,
-    remove_for_good,
     remove_if_empty,
-    remove_tree,
     stopping_errors,
     write_atomic,
 )
-from sharmill.files.stored import decode_stored, read_stored, read_stored_lines
 from sharmill.registry import STAGES
+
+log = logging.getLogger(__name__)
+
+_commit_decoder = msgspec.json.Decoder(Commit)
+_SHOWN_CHARACTERS: Final = 60
+_FOLDER_KEYS: Final = {"folder", "from_run_dir"}
+# Their values say nothing to people.
+_CHECKSUMS: Final = {"input": "the input has other content", "files": "files of the dataset have changed"}
+
+
+def find_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return a clause for each difference of two identities: ``match.min_similarity is 0.7, was 0.6``."""
+    changes = []
+    for path, before, now in find_differences(old, new):
+        top = path.partition(".")[0].partition("[")[0]
+        changes.append(_CHECKSUMS.get(top) or f"{path} is {show(now)}, was {show(before)}")
+    return list(dict.fromkeys(changes))
+
+
+def find_differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the innermost places at which two values differ, and what is there; keys in their alphabetical order.
+
+    It is ``msgspec.UNSET`` where only the other has the key. Folders that ``identify_folder`` has identified are the
+    same where their paths are, or their places as seen from the run directory.
+
+    >>> list(find_differences({"a": [1, 2], "b": 3}, {"a": [1, 5], "b": 3}))
+    [('a[1]', 2, 5)]
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        if old.keys() == new.keys() == _FOLDER_KEYS:
+            if all(old[key] != new[key] for key in _FOLDER_KEYS):
+                yield path, old["folder"], new["folder"]
+            return
+        for key in sorted(old.keys() | new.keys()):
+            inner = f"{path}.{key}" if path else key
+            yield from find_differences(old.get(key, UNSET), new.get(key, UNSET), inner)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, (left, right) in enumerate(zip(old, new, strict=True)):
+            yield from find_differences(left, right, f"{path}[{number}]")
+    elif type(old) is not type(new) or old != new:
+        yield path, old, new
+
+
+def show(value: Any) -> str:
+    """Return a value as JSON of at most 60 characters; ``absent`` for ``msgspec.UNSET``."""
+    text = "absent" if value is UNSET else msgspec.json.encode(value).decode()
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
+
 
 # What the engine writes in a stage's folder, beside the plan and the folders of ranks; parts are those of units.
 _OWN_FILES = (
@@ -49,15 +107,20 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """
     stage.token = ""
     _refuse_linked_folders(stage)
-    run_id = make_run_id(stage.run_dir, stage.seconds_until_seen)
+    run_id = stage.run_dir.make_id()
     restart = restart or stage.dir.begin_anew.exists()
     require_own_output(stage)
-    identity = _as_stored(stage.references.identify(_identity(stage), stage.kind))
+    identity = stage.identity()
+    if stage.kind not in STAGES.own and stage.kind in STAGES.names():
+        # Another package brings it.
+        identity |= {"package": STAGES.version(stage.kind)}
+    # As it is read back: JSON has no tuples, and the keys are stored in order.
+    identity = msgspec.json.decode(msgspec.json.encode(stage.references.identify(identity, stage.kind), order="sorted"))
     if stage.dir.identity.exists() and not restart:
-        changes = find_changes(read_identity(stage), identity)
+        changes = find_changes(load_record(stage.dir.identity, dict[str, Any]), identity)
         if not changes:
             stage.token = stage.dir.read_token()
-            return load_plan(stage)
+            return stage.dir.read_units()
         begun = any(stage.dir.ledger.glob("*.jsonl"))
         if begun and not stage.replan_when_changed:
             raise ConfigError(
@@ -71,20 +134,13 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     return _freeze(stage, identity, run_id)
 
 
-def _identity(stage: Stage) -> dict[str, Any]:
-    """Return the identity of a stage, with the version of the package that brings it, if that is another."""
-    is_added = stage.kind not in STAGES.own and stage.kind in STAGES.names()
-    return stage.identity() | ({"package": STAGES.version(stage.kind)} if is_added else {})
-
-
 def mark_to_begin_anew(stage: Stage) -> None:
     """Have the next run that comes to the stage begin it anew, also one without ``--restart``.
 
     A run may end before it has come there itself: killed, or since jobs are to go on.
     """
     if stage.dir.token_file.exists():
-        with stopping_errors(stage.dir.plan):
-            write_atomic(stage.dir.begin_anew, b"")
+        write_atomic(stage.dir.begin_anew, b"")
 
 
 def _is_planned(stage: Stage) -> bool:
@@ -96,34 +152,17 @@ def _is_planned(stage: Stage) -> bool:
         try:
             stage.dir.plan.mkdir()
         except FileExistsError:
-            what = str(stage.dir.identity)
-            return Patience(stage.seconds_until_seen).wait_until(stage.dir.identity.exists, what)
+            return Patience(stage.seconds_until_seen).wait_until(stage.dir.identity.exists, str(stage.dir.identity))
         remove_if_empty(stage.dir.plan)
     return False
-
-
-def read_identity(stage: Stage) -> Any:
-    """Return the identity that the stage's plan is bound to."""
-    return decode_stored(stage.dir.identity, read_stored(stage.dir.identity), dict[str, Any])
-
-
-def load_plan(stage: Stage) -> list[Unit]:
-    """Return the units of a plan that is known to exist."""
-    return list(iterate_plan(stage))
 
 
 def count_planned(stage: Stage) -> int | None:
     """Return the number of units of a plan, or None where it is damaged: it is to be discarded all the same."""
     try:
-        return len(load_plan(stage))
+        return len(stage.dir.read_units())
     except (ConfigError, FileNotFoundError):
         return None
-
-
-def iterate_plan(stage: Stage) -> Iterator[Unit]:
-    """Return an iterator over the units of a plan that is known to exist."""
-    path = stage.dir.units
-    return (decode_stored(path, line, Unit) for line in read_stored_lines(path))
 
 
 def discard_stage(stage: Stage) -> None:
@@ -136,7 +175,7 @@ def discard_stage(stage: Stage) -> None:
     with stopping_errors(stage.dir.path):
         for paths in (stage.dir, *stage.later()):
             remove_fences(paths, stage.root)
-        remove_for_good([stage.dir.done])
+        remove(stage.dir.done)
         # Without a plan, what lies where the stage publishes is not this run's to remove.
         if stage.dir.token_file.exists():
             stage.discard()
@@ -149,12 +188,10 @@ def _remove_files(paths: StageDir) -> None:
     folders = [paths.path / name for name in ("parts", "logs", "ranks", STAGING_NAME)]
     if paths.token_file.exists():
         remove_asides(paths.path)
-        for pattern in _OWN_FILES:
-            for path in paths.path.glob(pattern):
-                remove_tree(path)
+        remove(*(path for pattern in _OWN_FILES for path in paths.path.glob(pattern)))
         remove_if_empty(*folders)
         # What came back without the plan would be refused as a stranger's.
-        fsync_directory(paths.path)
+        fsync(paths.path)
         remove_at_once(paths.plan)
     remove_if_empty(*folders, paths.path, paths.path.parent)
 
@@ -182,8 +219,12 @@ def _refuse_linked_folders(stage: Stage) -> None:
     refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
 
 
-def _refuse_foreign_folder(stage: Stage) -> None:
-    """Raise ConfigError where the stage's folder has files, but no plan and nothing that one leaves on its way."""
+def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
+    """Make the plan anew, and return its units.
+
+    Raises:
+        ConfigError: the stage's folder has files, but no plan and nothing that one leaves on its way.
+    """
     # An empty one was left by a process that was killed while it asked whether there is a plan.
     remove_if_empty(stage.dir.plan)
     make_folder(stage.dir.path)
@@ -195,31 +236,149 @@ def _refuse_foreign_folder(stage: Stage) -> None:
             f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",
             code="foreign_output",
         )
-
-
-def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
-    _refuse_foreign_folder(stage)
     reserve([stage], restart=True)
     discard_stage(stage)
     make_folder(stage.dir.path)
-    token, aside = new_token(run_id), path_aside(stage.dir.plan)
-    with stopping_errors(aside):
-        try:
-            aside.mkdir()
-            units = list(stage.plan(aside))
-            with (aside / stage.dir.units.name).open("wb") as stream:
-                for unit in units:
-                    stream.write(msgspec.json.encode(unit) + b"\n")
-            (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity))
-            (aside / stage.dir.token_file.name).write_text(token)
-            publish_directory(aside, stage.dir.plan)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
+    token = f"{run_id}-{secrets.token_hex(8)}"
+    with open_folder_atomic(stage.dir.plan) as aside:
+        units = list(stage.plan(aside))
+        with (aside / stage.dir.units.name).open("wb") as stream:
+            for unit in units:
+                stream.write(msgspec.json.encode(unit) + b"\n")
+        (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity))
+        (aside / stage.dir.token_file.name).write_text(token)
     stage.token = token
     return units
 
 
-def _as_stored(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return an identity as it is read back, to be compared: JSON has no tuples, and the keys are stored in order."""
-    return msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
+def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
+    """Return the commit of every unit that is done, by unit index. Records of another plan do not count."""
+    return {commit.index: commit for commit in iterate_ledger(paths, {unit.index: unit.id for unit in units})}
+
+
+def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None, tail: Tail | None = None) -> Iterator[Commit]:
+    """Yield the commits of units of a plan; one at a time is held in memory.
+
+    A unit that two attempts have ended has two, of the same output.
+
+    Args:
+        ids: the ids of the units that count, by their indices; by default all units of the plan.
+        tail: reads the ledger; what it has read before is not read again.
+    """
+    for path, line in (tail or Tail(paths.ledger)).lines():
+        try:
+            commit = _commit_decoder.decode(line)
+        except NOT_JSON as error:
+            # A file system that lost its power may leave such lines; the unit is done again.
+            log.warning("a line of %s is no record: %s", path, error)
+            continue
+        if commit.token == paths.token and (ids is None or ids.get(commit.index) == commit.id):
+            yield commit
+
+
+def committed_files(stage: Stage) -> list[PublishedFile]:
+    """Return the files of all units that the stage's present plan has finished, those that were revoked too."""
+    if not stage.dir.token:
+        return []
+    # Without a look at the plan's units: it may be damaged, and is to be discarded then.
+    commits = [*iterate_ledger(stage.dir), *read_revoked(stage).values()]
+    return [file for commit in commits for file in commit.files]
+
+
+def revoke(stage: Stage, indices: Collection[int]) -> None:
+    """Take the commits of units out of the ledger, so that the next run does them again.
+
+    They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
+    and others not: the same call makes up for it. Only for the one process that directs a run.
+    """
+    remove_asides(stage.dir.ledger)
+    commits = read_ledger(stage.dir, stage.dir.read_units())
+    taken_back = {index: commits[index] for index in indices if index in commits} | read_revoked(stage)
+    write_atomic(stage.dir.revoked, _encode(taken_back.values()))
+    kept = [commit for commit in commits.values() if commit.index not in indices]
+    earlier = list(stage.dir.ledger.glob("*.jsonl"))
+    write_atomic(stage.dir.ledger / f"{uuid4().hex}.jsonl", _encode(kept))
+    remove(*earlier)
+
+
+def read_revoked(stage: Stage) -> dict[int, Commit]:
+    """Return the commits that were revoked and whose units are not finished again, by unit index."""
+    if not stage.dir.revoked.exists():
+        return {}
+    return {commit.index: commit for commit in read_records(stage.dir.revoked, Commit)}
+
+
+def _encode(commits: Iterable[Commit]) -> bytes:
+    return b"".join(msgspec.json.encode(commit) + b"\n" for commit in commits)
+
+
+def find_outstanding(
+    stage: Stage, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
+) -> tuple[dict[int, Commit], list[Unit]]:
+    """Return the commits whose output is in place, and the units without one; only output of ``check`` is looked at.
+
+    The files of a unit have the sizes of its commit, and its rejects are there. Once a stage is finished, the folders
+    of its files are listed instead: that tells what was removed since, or replaced by a link, and asks a shared file
+    system for little.
+
+    Raises:
+        ConfigError: a folder on the way to one of them is a link, or a stranger's.
+    """
+    paths = stage.dir
+    is_finished = paths.done.exists()
+    commits = dict(done)
+    checked = [done[unit.index] for unit in check if unit.index in done]
+    refuse_strangers(stage.root, {(stage.root / file.name).parent for commit in checked for file in commit.files})
+    list_folder = cache(_regular_files)
+    for commit in checked:
+        output = [(stage.root / file.name, file.size) for file in commit.files]
+        if commit.num_rejected:
+            output.append((paths.unit_rejects(commit.index), -1))
+        for path, size in output:
+            is_there = path.name in list_folder(path.parent) if is_finished else _is_regular_file(path, size)
+            if not is_there:
+                commits.pop(commit.index, None)
+    return commits, [unit for unit in units if unit.index not in commits]
+
+
+def wait_for_units(
+    stage: Stage, units: Sequence[Unit], given: Sequence[Unit], failures: Container[int]
+) -> tuple[dict[int, Commit], list[Unit]]:
+    """Wait until this node sees that units are done which ranks have reported as such.
+
+    Args:
+        units: all those of the stage.
+        given: those that the executor was given.
+        failures: the indices of units that failed for good.
+
+    Returns: the commits whose files are in place, and the units without one.
+    """
+    found: tuple[dict[int, Commit], list[Unit]] = ({}, [])
+
+    def look() -> bool:
+        nonlocal found
+        found = find_outstanding(stage, units, read_ledger(stage.dir, units), check=given)
+        return all(unit.index in failures for unit in found[1])
+
+    patience = Patience(stage.seconds_until_seen)
+    if not patience.wait_until(look, f"{stage.name}: the output of all units"):
+        # Here an error that has not passed ends the stage.
+        look()
+    return found
+
+
+def _regular_files(folder: Path) -> set[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if entry.is_file(follow_symlinks=False)}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
+def _is_regular_file(path: Path, size: int) -> bool:
+    """Return True if there is a file of this size, or of any for -1."""
+    try:
+        status = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return S_ISREG(status.st_mode) and size in (status.st_size, -1)

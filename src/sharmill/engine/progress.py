@@ -1,26 +1,31 @@
-"""Heartbeats: each rank process writes what it is doing to a file of its own, at fixed intervals."""
+"""What a rank tells of itself while it works: heartbeats in a file of its own, where its time goes, optional curves.
 
-from __future__ import annotations
+Curves of throughput and rejects go to Weights & Biases, and are off unless configured. A missing package, a missing key
+or a network that is down costs the curve, never the run.
+"""
 
+import io
+import logging
 import os
 import resource
-import socket
+import sys
 import threading
 import time
-from collections.abc import Container, Iterator
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from sharmill.config import MetricsConfig
+from sharmill.engine.stage import Commit, Unit
 from sharmill.errors import ConfigError
-from sharmill.files.host import is_gone, state_and_start, this_kernel
-from sharmill.files.storage import open_stored, path_aside
-from sharmill.files.stored import NOT_JSON
+from sharmill.files.host import Process
+from sharmill.files.storage import NOT_JSON, open_stored, path_aside
 
 BEATS_PER_LEASE = 8
-_MAX_BYTES = 1 << 20
 # A shared file system may show a record to other nodes half a minute later.
 SILENT_SECONDS = 60.0
 
@@ -28,23 +33,19 @@ SILENT_SECONDS = 60.0
 _Number = Annotated[float, msgspec.Meta(gt=-1e12, lt=1e12)]
 
 
-class RankProgress(msgspec.Struct, kw_only=True):
+class RankProgress(Process, kw_only=True):
     """The heartbeat of one process, a rank or its driver: the last that it has said of itself.
 
     ``owner`` is the random id of the process, and ``slot`` the host with its GPU or core; a driver has neither.
-    ``ready`` says that a rank has loaded what it needs.
-
     Times are Unix seconds by the rank's own clock, which may be minutes from others; ``written`` alone is by that of
-    the file system, set when the record is read. ``cost_done`` is the cost of the units done, and ``unit_cost_done``
-    what is done of the cost of the unit in flight, whose attempt may take ``unit_limit`` seconds. ``kernel`` and
-    ``process_started`` tell if ``pid`` still is this process.
+    the file system, set when the record is read. ``ready`` is the time at which a rank had loaded what it needs, 0
+    before. ``cost_done`` is the cost of the units done, and ``unit_cost_done``
+    what is done of the cost of the unit in flight, whose attempt may take ``unit_limit`` seconds.
     """
 
     rank: int
     slot: str
     owner: str
-    pid: int
-    host: str
     started: _Number
     updated: _Number = 0.0
     unit: int | None = None
@@ -54,10 +55,8 @@ class RankProgress(msgspec.Struct, kw_only=True):
     cost_done: _Number = 0.0
     unit_cost_done: _Number = 0.0
     peak_memory_mb: _Number = 0.0
-    ready: bool = False
+    ready: _Number = 0.0
     ended: bool = False
-    kernel: str = ""
-    process_started: int = 0
     written: float = 0.0
 
     def is_alive(self, now: float, seconds: float = SILENT_SECONDS) -> bool:
@@ -65,11 +64,7 @@ class RankProgress(msgspec.Struct, kw_only=True):
 
         ``now`` is by the clock of the file system, as ``written``.
         """
-        return not self.ended and now - self.written <= seconds and not self.is_gone()
-
-    def is_gone(self) -> bool:
-        """Return True if its process was one of this machine and has ended."""
-        return self.kernel == this_kernel() and is_gone(self.pid, self.process_started)
+        return not self.ended and now - self.written <= seconds and not self.is_known_dead()
 
 
 _decoder = msgspec.json.Decoder(RankProgress)
@@ -87,20 +82,11 @@ class ProgressWriter:
         self._path = path
         self._interval = interval
         self.last_beat = time.monotonic()
-        self.record = RankProgress(
-            rank=rank,
-            slot=slot,
-            owner=owner,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            started=time.time(),
-            kernel=this_kernel(),
-            process_started=state_and_start(os.getpid())[1],
-        )
+        self.record = RankProgress.this(rank=rank, slot=slot, owner=owner, started=time.time())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
-    def __enter__(self) -> ProgressWriter:
+    def __enter__(self) -> "ProgressWriter":
         self.write()
         self._thread.start()
         return self
@@ -144,24 +130,128 @@ def _write(path: Path, record: RankProgress) -> bool:
 
 def mark_ended(folder: Path, owners: Container[str]) -> None:
     """Correct the records of ranks that have ended, and may not have said so."""
-    for path, record in _records(folder, "rank-*.json"):
+    for record in read_progress(folder):
         if not record.ended and record.owner in owners:
             record.ended = True
             record.unit = None
-            _write(path, record)
+            _write(folder / f"rank-{record.owner}.json", record)
 
 
 def read_progress(folder: Path, pattern: str = "rank-*.json") -> list[RankProgress]:
     """Return the progress records of all ranks, or of all that match a pattern, in the order of the ranks."""
-    return sorted((record for _, record in _records(folder, pattern)), key=lambda record: (record.rank, record.started))
-
-
-def _records(folder: Path, pattern: str) -> Iterator[tuple[Path, RankProgress]]:
+    records = []
     for path in sorted(folder.glob(pattern)):
         # They are not synced to disk: one may be empty after a power cut, gone because a relaunch has begun, or stale
         # on a shared disk. Progress is for people to look at: no such error ends a run.
         with suppress(*NOT_JSON, OSError, ConfigError):
             with open_stored(path) as stream:
-                record = _decoder.decode(stream.read(_MAX_BYTES))
+                record = _decoder.decode(stream.read(1 << 20))
                 record.written = os.fstat(stream.fileno()).st_mtime
-            yield path, record
+            records.append(record)
+    return sorted(records, key=lambda record: (record.rank, record.started))
+
+
+_seconds: defaultdict[str, float] = defaultdict(float)
+
+
+@contextmanager
+def spent_on(delay: Literal["decoding", "model", "disk"]) -> Iterator[None]:
+    """Add the time of a context to that of a kind, for the rank that this process is.
+
+    For the one thread that does the units: what runs ahead beside it delays nothing.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        _seconds[delay] += time.monotonic() - started
+
+
+def take_delays() -> dict[str, float]:
+    """Return the seconds since the last call, by kind, and begin anew."""
+    taken = {name: round(seconds, 3) for name, seconds in sorted(_seconds.items())}
+    _seconds.clear()
+    return taken
+
+
+log = logging.getLogger(__name__)
+
+
+class Curves:
+    """Values over steps in places such as Weights & Biases. An error of a place ends its curves, never the run."""
+
+    def __init__(self) -> None:
+        # By name: what adds the values of a step, and what writes what is still held.
+        self._places: dict[str, tuple[Callable[[dict[str, Any], int], object], Callable[[], object]]] = {}
+
+    def add_point(self, values: dict[str, Any], step: int) -> None:
+        """Add a point to every curve."""
+        for name, (write, _) in list(self._places.items()):
+            self._try(name, write, values, step)
+
+    def close(self) -> None:
+        """Write what the curves still hold."""
+        for name, (_, close) in list(self._places.items()):
+            self._try(name, close)
+
+    def _open_wandb(self, *, timeout: float = 30.0, **options: Any) -> None:
+        """Begin a run in Weights & Biases; no key is asked for, and no wait is without a limit.
+
+        Args:
+            timeout: seconds to wait for the server at the start and at the end.
+            options: of ``wandb.init``.
+        """
+        import wandb
+
+        # Without a limit a network that goes down during the run would keep its end waiting for ever.
+        settings = wandb.Settings(init_timeout=timeout, finish_timeout=timeout, silent=True)
+        # Without a key, Weights & Biases would ask for one at a terminal, and the run would wait for an answer.
+        stdin, sys.stdin = sys.stdin, io.StringIO()
+        try:
+            run = wandb.init(settings=settings, **options)
+        finally:
+            sys.stdin = stdin
+        self._places["wandb"] = lambda values, step: run.log(values, step=step), run.finish
+
+    def _try(self, place: str, action: Callable[..., object], /, *arguments: Any, **options: Any) -> None:
+        try:
+            action(*arguments, **options)
+        except Exception as error:  # noqa: BLE001 - whatever goes wrong with a curve must not cost the run
+            self._places.pop(place, None)
+            log.warning("%s is off for this rank: %s: %s", place, type(error).__name__, error)
+
+
+class MetricsLog(Curves):
+    """Curves of one rank over its units; ``folder`` is there as long as the plan is the present one.
+
+    Args:
+        timeout: seconds to wait for the server at the start and at the end.
+    """
+
+    def __init__(
+        self, config: MetricsConfig, stage_name: str, folder: Path, rank: int, *, timeout: float = 30.0
+    ) -> None:
+        super().__init__()
+        self._started = time.monotonic()
+        self._units, self._audio_seconds, self._rejects = 0, 0.0, 0
+        if config.wandb_project:
+            self._try(
+                "wandb", self._open_wandb,
+                project=config.wandb_project, entity=config.wandb_entity, group=stage_name, dir=str(folder),
+                name="-".join(filter(None, [config.wandb_name, stage_name, f"rank-{rank:03d}"])), timeout=timeout,
+            )  # fmt: skip
+
+    def commit(self, unit: Unit, commit: Commit) -> None:
+        """Add the point of a unit that is done."""
+        self._units += 1
+        self._audio_seconds += unit.cost
+        self._rejects += commit.num_rejected
+        self.add_point(
+            {
+                "audio_hours": self._audio_seconds / 3600,
+                "audio_hours_per_hour": self._audio_seconds / max(time.monotonic() - self._started, 1e-6),
+                "unit_seconds": commit.seconds,
+                "rejects": float(self._rejects),
+            },
+            self._units,
+        )

@@ -1,8 +1,5 @@
 """Run one stage: plan, do what is missing, check the accounts, finalize; with any stage and any executor."""
 
-from __future__ import annotations
-
-import logging
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,38 +9,47 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from sharmill.engine.attempts import Attempts
-from sharmill.engine.fence import make_fence
-from sharmill.engine.ledger import find_outstanding, read_ledger, read_revoked, revoke, wait_for_units
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import FailedAttempt, StageResult, Submitted
-from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.rejects import check_rejects
-from sharmill.engine.reservations import release, release_unbegun, reserve
-from sharmill.engine.run_notes import End, Given, begin_run
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage, add_up
-from sharmill.engine.state import find_live, find_workers
-from sharmill.engine.unit import Commit, Totals, Unit
+from sharmill.engine.fence import make_fence, release, reserve
+from sharmill.engine.plan import find_outstanding, read_ledger, read_or_make_plan, read_revoked, revoke, wait_for_units
+from sharmill.engine.progress import RankProgress
+from sharmill.engine.stage import Commit, FailedAttempt, Given, RunDir, Stage, StageResult, Unit
+from sharmill.engine.state import check_rejects, find_live, find_workers
 from sharmill.errors import ConfigError, FatalError
 from sharmill.files.locks import FolderLock
-from sharmill.files.staging import remove_dead_attempts, token_staging
 from sharmill.files.storage import (
-    PROBE,
     open_atomic,
     open_stored,
+    remove,
     remove_asides,
     remove_at_once,
-    remove_tree,
+    remove_dead_attempts,
+    remove_if_empty,
     require_writable,
     time_of_folder,
+    token_staging,
     write_atomic,
 )
-from sharmill.files.stored import read_record
-
-log = logging.getLogger(__name__)
 
 Unlocked = Callable[[], AbstractContextManager[object]]
+
+
+class Listener:
+    """Base of those that follow a run: a subclass overrides the events that it shows; the others do nothing.
+
+    All methods are called in the thread that runs the stage.
+    """
+
+    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
+        """Take note that a stage begins; ``done`` are the commits of earlier runs."""
+
+    def looked(self, ranks: Sequence[RankProgress]) -> None:
+        """Take note of the heartbeats of all ranks, those that have ended too; called about once a second."""
+
+    def unit_done(self, unit: Unit, commit: Commit) -> None:
+        """Take note that a unit is done."""
+
+    def stage_ended(self, stage: Stage, result: StageResult) -> None:
+        """Take note that a stage is done, or has units that failed, or is submitted."""
 
 
 class Executor(ABC):
@@ -57,30 +63,21 @@ class Executor(ABC):
     def require_devices(self, stages: Iterable[Stage]) -> None:  # noqa: B027 - most find out where the ranks are
         """Raise ConfigError where stages are to run on GPUs of this machine, and none can be used."""
 
-    def is_begun(self) -> bool:
-        """Return True in a process that goes on with a run which another one has begun.
-
-        Raises:
-            FatalError: that run has ended.
-        """
-        return False
-
-    @abstractmethod
-    def find_jobs(self, run_dir: RunDir, *, joins: bool, take_over: bool) -> Sequence[Any]:
+    def find_jobs(self, run_dir: RunDir) -> Sequence[Any] | None:
         """Return the jobs of a run that are in a queue, each of which has a text.
 
-        Args:
-            joins: other processes are at work on the run, and this one adds its ranks.
-            take_over: the user says that no jobs are left where nobody can be asked.
+        None in a process that goes on with a run which another one has begun: it begins nothing.
 
         Raises:
             ConfigError: jobs are, or may be, in a queue beside which this executor must not begin.
+            FatalError: the run that this process was to go on with has ended.
         """
+        return ()
 
     def begin(self, run_dir: RunDir, given: Given, jobs: Sequence[Any], *, joins: bool) -> None:
         """Note the beginning of a run, unless this process joins it; ``jobs`` are those of ``find_jobs``."""
         if not joins:
-            begin_run(run_dir, given)
+            run_dir.begin(given)
 
     @abstractmethod
     def run(
@@ -89,7 +86,7 @@ class Executor(ABC):
         units: Sequence[Unit],
         listener: Listener,
         unlocked: Unlocked = nullcontext,
-    ) -> StageResult | Submitted:
+    ) -> StageResult:
         """Do the units, and return those that failed for good; or submit ranks that will do them.
 
         The listener follows what the executor sees: where ranks are submitted, nothing. An executor that waits for
@@ -114,7 +111,7 @@ def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
 
 @contextmanager
 def reserved(run_dir: RunDir, stages: Sequence[Stage], *, restart: bool, releases: bool = True) -> Iterator[None]:
-    """Reserve what the stages of a run publish into; if it ``releases``, at its end what none of them has begun goes.
+    """Reserve what the stages of a run publish into; if it ``releases``, that ends with it.
 
     Raises:
         ConfigError: another run has reserved it.
@@ -123,7 +120,7 @@ def reserved(run_dir: RunDir, stages: Sequence[Stage], *, restart: bool, release
     def end() -> None:
         # What others still need stays; they release it.
         if releases and not find_workers(run_dir):
-            release_unbegun(stages)
+            release(stages)
 
     try:
         reserve(stages, restart=restart)
@@ -154,7 +151,6 @@ def run_stage(
         ConfigError: before any work.
         FatalError: the stage stopped: too many rejects, a full disk, accounts that do not add up.
     """
-    require_writable(stage.run_dir.path)
     stage.max_reject_fraction = max_reject_fraction
     units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
@@ -167,23 +163,18 @@ def run_stage(
     if not joins:
         commits, missing = _take_back_lost(stage, units, commits)
     listener.stage_started(stage, units, list(commits.values()))
-    before = add_up(commits.values())
-    check_rejects(stage, units, before.rejects, before.num_in)
-    outcome: StageResult | Submitted = StageResult()
+    result = StageResult()
     if missing:
         if not joins:
-            require_writable(stage.root)
             make_fence(stage)
             if not any(commit.device_kind for commit in commits.values()):
                 # Nothing is done, so it may begin on any kind of device.
-                remove_tree(stage.dir.device_kind)
-        outcome = executor.run(stage, missing, listener, unlocked)
-    if isinstance(outcome, Submitted):
-        result = StageResult(submitted=outcome)
-    else:
+                remove(stage.dir.device_kind)
+        result = executor.run(stage, missing, listener, unlocked)
+    if result.submitted is None:
         if missing:
-            commits, missing = wait_for_units(stage, units, missing, outcome.failures)
-        result = _finish(stage, units, commits, outcome)
+            commits, missing = wait_for_units(stage, units, missing, result.failures)
+        result = _finish(stage, units, commits, result)
     listener.stage_ended(stage, result)
     return result
 
@@ -207,7 +198,7 @@ def _take_back_lost(stage: Stage, units: list[Unit], done: dict[int, Commit]) ->
         # A second commit that may differ, as on another GPU, must not stand beside the first.
         revoke(stage, lost)
     if missing or not stage.is_finalized():
-        remove_tree(stage.dir.done)
+        remove(stage.dir.done)
     if not stage.dir.done.exists():
         reserve([stage], restart=False)
     return commits, missing
@@ -222,10 +213,12 @@ def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome
         errors = {index: outcome.failures.get(index) or FailedAttempt(index, gone, gone) for index in missing}
         write_atomic(paths.failures, b"".join(msgspec.json.encode(error) + b"\n" for error in errors.values()))
         return StageResult(failures=errors, given_up=outcome.given_up)
-    totals = read_totals(stage)
+    totals = stage.dir.read_totals()
     if totals is None:
         # All is there: a rank that still does a unit once more changes nothing from here on.
-        remove_at_once(token_staging(stage.root, stage.token))
+        staging = token_staging(stage.root, stage.token)
+        remove_at_once(staging)
+        remove_if_empty(staging.parent)
         for folder in (paths.ranks, paths.rejects_of_units, paths.progress):
             remove_asides(folder)
         _check_redone(stage, commits)
@@ -234,10 +227,9 @@ def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome
         totals = stage.finalize(units, in_order)
         totals.check(stage.name, sum(unit.size for unit in units))
         check_rejects(stage, units, totals.rejects, totals.num_in)
-        release(stage)
         write_atomic(paths.done, msgspec.json.encode(totals))
-        remove_tree(paths.revoked)
-    remove_tree(paths.failures)
+        remove(paths.revoked)
+    remove(paths.failures)
     return StageResult(totals, given_up=outcome.given_up)
 
 
@@ -269,34 +261,11 @@ def merge_files(paths: Iterable[Path], goal: Path) -> None:
                 shutil.copyfileobj(part, merged)
 
 
-def describe_end(stages: Sequence[tuple[Stage, StageResult]], *, findings: int = 0, appended: str = "") -> End:
-    """Return the end of a run as it is noted: of its stages the last is done, or has units that failed.
-
-    Args:
-        findings: errors that the checker found.
-        appended: a sentence about the append to another dataset.
-    """
-    stage, result = stages[-1] if stages else (None, StageResult())
-    if stage is not None and not result.ok:
-        named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
-        message = f"{stage.name}: {len(result.failures)} units failed ({named}); tracebacks: {stage.dir.failures}"
-        return End(state="failed", message=message, code="units_failed")
-    out = [sentence for stage, _ in stages for sentence in Attempts(stage.dir.attempts).describe_out()]
-    done = "; on the way: ".join(["all stages are done" if stages else "there is no stage to run", *out])
-    return End(state="done", message="; ".join(filter(None, [done, appended])), findings=findings)
-
-
-def read_totals(stage: Stage) -> Totals | None:
-    """Return the totals of a finished stage, or None."""
-    return read_record(stage.dir.done, Totals)
-
-
 def _remove_leftovers(stage: Stage) -> None:
     """Remove what killed processes left aside, but nothing of ranks, which may be at work for the same plan."""
-    remove_dead_attempts(stage.root, stage.token)
-    remove_asides(stage.root, {PROBE})
+    remove_dead_attempts(token_staging(stage.root, stage.token))
     paths = stage.run_dir
     own = (paths.id, paths.reserved, paths.config, paths.given, paths.end, paths.rejects, paths.stats)
-    remove_asides(paths.path, {path.name for path in own} | {PROBE})
+    remove_asides(paths.path, {path.name for path in own})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_asides(folder)

@@ -1,22 +1,170 @@
-"""The local executor: the process of the run supervises ranks on this machine, or is the only one itself."""
+"""Executors that a configuration can name: the keys of all, what they are asked, and the executor of this machine."""
 
-from __future__ import annotations
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+import msgspec
 
-from sharmill.engine.child import variable
-from sharmill.engine.claims import Rank
-from sharmill.engine.follow import Follower
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Unit
-from sharmill.engine.work import work
-from sharmill.executors.base import ConfiguredExecutor
-from sharmill.executors.devices import VISIBLE, Device, plan_devices, usable_gpus
-from sharmill.executors.logs import logging_to
-from sharmill.executors.supervisor import Supervisor
-from sharmill.files.host import usable_cores
+from sharmill.config import Above0, Config, NotNegative, Positive
+from sharmill.engine.fence import require_current
+from sharmill.engine.progress import read_progress
+from sharmill.engine.run import Executor, Listener, Unlocked, locked, reserved, run_stage
+from sharmill.engine.stage import Stage, StageResult, Unit
+from sharmill.engine.state import StageState, driven_round
+from sharmill.engine.work import Rank, work
+from sharmill.errors import FatalError
+from sharmill.executors.supervisor import VISIBLE, Device, Supervisor, logging_to, plan_devices, usable_gpus
+from sharmill.files.host import usable_cores, variable
+from sharmill.files.storage import disk_errors, refuse_strangers, remove_asides, remove_at_once, remove_if_empty
+
+
+class Check(msgspec.Struct, frozen=True):
+    """A thing of this machine that was looked at: what was found, and what to do where that is off."""
+
+    name: str
+    found: str
+    to_do: str = ""
+
+
+class Follower:
+    """Tells a listener what the ranks of a stage do, each time that it looks; and in the end, how that ended.
+
+    Args:
+        units: those that the listener knows to be missing; of others nothing is told.
+
+    Attributes:
+        state: the state of the stage, as of the last look.
+        num_ready: how many ranks have loaded what they need, and have not ended.
+        given_up: sentences about places that the executor has given up, by which attempts can tell nothing.
+    """
+
+    def __init__(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> None:
+        self._stage = stage
+        self._listener = listener
+        self.state = StageState(stage)
+        self._units = {unit.index: unit for unit in units}
+        self.num_ready = 0
+        self.given_up: list[str] = []
+
+    @property
+    def num_done(self) -> int:
+        """The number of units that ranks have committed since this was made."""
+        return len(self._units.keys() - self.state.missing)
+
+    def look(self) -> bool:
+        """Report what is new, and return True if the stage has ended.
+
+        Raises:
+            FatalError: a user has cancelled the run.
+        """
+        self._stage.run_dir.require_not_cancelled()
+        for commit in self.state.look():
+            if commit.index in self._units:
+                self._listener.unit_done(self._units[commit.index], commit)
+        ranks = read_progress(self._stage.dir.progress)
+        self.num_ready = sum(rank.ready > 0 and not rank.ended for rank in ranks)
+        self._listener.looked(ranks)
+        return self.state.has_ended()
+
+    def outcome(self) -> StageResult:
+        """Return how the work has ended, once no rank is left.
+
+        Raises:
+            SharmillError: an error has ended the stage, or no slot is left that could go on.
+        """
+        self.look()
+        paths = self._stage.dir
+        if paths.done.exists() and paths.read_token() == paths.token:
+            # Another process that is at work on it was faster.
+            return StageResult()
+        require_current(self._stage)
+        state, attempts = self.state, self.state.attempts
+        if attempts.stopped is not None:
+            raise attempts.stopped
+        out = attempts.describe_out()
+        if out and not all(attempts.is_given_up(index, ()) for index in state.missing):
+            raise attempts.all_out_error(self._stage.name, paths.logs)
+        return StageResult(
+            failures={index: attempts.error(index) for index in sorted(state.missing)}, given_up=self.given_up or out
+        )
+
+
+@dataclass(frozen=True)
+class ConfiguredExecutor(Executor):
+    """Place where the stages run. SLURM has no key here: `sharmill submit` takes a cluster profile.
+
+    A subclass is a frozen dataclass with its further keys, whose ``kind`` is its name in the registry. It starts
+    supervisors, whose ranks do the units.
+
+    Attributes:
+        runs_here: its ranks are on this machine alone.
+        goes_on: attempts of ranks that have ended before count on.
+    """
+
+    runs_here: ClassVar[bool] = False
+    goes_on: ClassVar[bool] = False
+
+    kind: str = field(default="local", kw_only=True)
+    """``local``: processes on this machine. ``ray``: actors on a Ray cluster. Or an executor of another package:
+    ``python:package.module:Class``."""
+    workers: Positive | Literal["auto"] = "auto"
+    """Number of ranks. ``auto``: one per visible GPU for match and encode where there are any, else one per core. ``1``
+    on the CPU runs inside the process, so that a debugger works."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of match and encode. ``auto``: a GPU for each rank where there are any; a job that was given GPUs and
+    finds none is refused. ``cuda``: GPUs or nothing; on Ray, wait for GPU nodes. ``cpu``: no GPU is touched."""
+    unit_time_limit: Above0 | Literal["auto"] | None = "auto"
+    """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
+    its log and replaced, and the attempt has failed. ``auto``: ten seconds for each second of audio or record of the
+    unit, and an hour at least; none where ``workers: 1`` runs inside the process, which a number of seconds prevents.
+    ``null``: no limit."""
+    scratch: str | None = None
+    """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
+    a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""
+    seconds_until_seen: NotNegative = 60.0
+    """Seconds until every node sees what another has written, on SLURM and Ray: so long is waited, where need be, for
+    files that others have made. 60 is the longest that NFS keeps names by its defaults (``acdirmax``). File systems
+    that are coherent, as Lustre, GPFS and CephFS are, need none: 0."""
+    least_seconds_per_rank: NotNegative | None = None
+    """Least predicted work of a rank on SLURM, in seconds: no more ranks are submitted than have so much, where the
+    pace of the stage is known by a pilot (`sharmill calibrate`) or by what is done. ``null``: four times what starting
+    a rank and loading its model took in the pilot. ``0``: as many ranks as the profile allows."""
+
+    @classmethod
+    def examine(cls) -> Iterator[Check]:
+        """Yield what `sharmill doctor` is to tell about executors of this class on this machine."""
+        yield from ()
+
+    def check(self, config: Config) -> None:
+        """Raise ConfigError where the runs of a configuration cannot work here."""
+
+    def run(
+        self, stage: Stage, units: Sequence[Unit], listener: Listener,
+        unlocked: Unlocked = nullcontext,
+    ) -> StageResult:  # fmt: skip
+        """Do the units, and return those that failed for good; see ``engine.run.Executor``."""
+        # Ranks of other nodes may come later than those that are there.
+        join_seconds = 0.0 if self.runs_here else stage.lease_seconds
+        most = max(1, min(self.num_ranks(stage, units), len(units)))
+        with driven_round(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
+            follower = Follower(stage, units, listener)
+            with unlocked():
+                self.supervise(stage, numbers, follower)
+        return follower.outcome()
+
+    @abstractmethod
+    def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
+        """Return the number of ranks that are wanted; there are never more than units."""
+
+    @abstractmethod
+    def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
+        """Start ranks with these numbers, and return when they have ended; ``look`` with the follower meanwhile.
+
+        A ``Supervisor`` runs ranks in this process's environment; ``supervise_rank`` does so in a process elsewhere.
+        """
 
 
 @dataclass(frozen=True)
@@ -45,7 +193,7 @@ class LocalExecutor(ConfiguredExecutor):
                 with variable(VISIBLE, ""):
                     work(stage, rank, follower.look)
             else:
-                Supervisor(stage, devices, numbers, beat_seconds=1.0).run(follower.look)
+                Supervisor(stage, dict(zip(numbers, devices, strict=True)), beat_seconds=1.0).run(follower.look)
 
     def _devices(self, stage: Stage) -> list[Device]:
         uses_gpu = stage.resource == "gpu"
@@ -57,3 +205,48 @@ class JoiningExecutor(LocalExecutor):
     """Adds ranks of this machine to a run that was begun elsewhere."""
 
     goes_on: ClassVar[bool] = True
+
+
+@contextmanager
+def run_alone(
+    stage: Stage, *, workers: int | Literal["auto"] = "auto", listener: Listener | None = None, restart: bool = False,
+    resumes: bool = True,
+) -> Iterator[StageResult]:  # fmt: skip
+    """Run a stage that belongs to no dataset's run, and provide its result; its run directory goes at the end.
+
+    Args:
+        stage: its run directory is its own.
+        restart: discard what an interrupted run has left, instead of going on.
+        resumes: an interrupted run leaves its state for the next to go on from; else it leaves nothing.
+
+    Raises:
+        ConfigError: the run directory is locked by another process, or the stage cannot be planned.
+        FatalError: units failed.
+    """
+    run_dir = stage.run_dir
+    refuse_strangers(run_dir.path.parent, [run_dir.path])
+    try:
+        with disk_errors(run_dir.path), locked(run_dir):
+            try:
+                with reserved(run_dir, [stage], restart=restart or not resumes):
+                    result = run_stage(
+                        stage, LocalExecutor(workers), listener or Listener(),
+                        max_reject_fraction=stage.max_reject_fraction, restart=restart or not resumes,
+                    )  # fmt: skip
+                    if not result.ok:
+                        reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
+                        raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
+                    yield result
+                # At once, so that no later run takes what a killed process has left of it for a state to go on from.
+                remove_at_once(stage.dir.path)
+            finally:
+                if not resumes:
+                    remove_at_once(stage.dir.path)
+                if not stage.dir.token_file.exists():
+                    # It is finished, or nothing was begun; a run that ended may have been killed while it removed this.
+                    remove_asides(run_dir.path, {stage.dir.path.name})
+                    for path in (run_dir.id, run_dir.reserved):
+                        path.unlink(missing_ok=True)
+                    remove_if_empty(stage.dir.path)
+    finally:
+        remove_if_empty(run_dir.path)

@@ -1,7 +1,5 @@
 """The state of this machine: versions, GPUs, the file system of a folder, and the clusters that can be reached."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -11,28 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from sharmill.engine.identity import versions
+from sharmill.engine.stage import versions
 from sharmill.errors import ConfigError, DeviceError, SharmillError
-from sharmill.executors.base import Check
+from sharmill.executors.local import Check
 from sharmill.files.locks import FolderLock
 from sharmill.files.storage import write_atomic
 from sharmill.registry import CODECS, ENCODERS, EXECUTORS
 
-# Packages that every run needs, and those that some do, beside those of models.
+# Packages that every run needs.
 _NEEDED: Final = ("torch", "torchaudio", "lhotse", "numpy", "soundfile")
-_OPTIONAL: Final = ("pyarrow", "av", "submitit", "ray")
-_FEW_BYTES: Final = 10e9
-_FEW_INODES: Final = 100_000
-_SECONDS_TO_ASK: Final = 10.0
-_MAKE_ROOM: Final = "make room: an hour of speech with its contexts takes about 0.2 GB as FLAC"
-_MAKE_FILES: Final = "remove small files: a shard has about five files"
 
 
 def examine_machine(folder: Path) -> Iterator[Check]:
     """Yield what was found on this machine and in the file system of ``folder``, where datasets are to be made."""
     yield Check("python", f"{platform.python_version()} on {platform.platform()}")
     families = [registry.load(name) for registry in (ENCODERS, CODECS) for name in registry.own]
-    optional = [*dict.fromkeys(package for family in families for package in family.packages), *_OPTIONAL]
+    of_models = dict.fromkeys(package for family in families for package in family.packages)
+    optional = [*of_models, "pyarrow", "av", "submitit", "ray"]
     found = versions(*_NEEDED, *optional)
     yield Check("sharmill", found["sharmill"])
     torch, torchaudio = (found[package].partition("+")[0] for package in ("torch", "torchaudio"))
@@ -55,7 +48,7 @@ def examine_machine(folder: Path) -> Iterator[Check]:
 
 
 def _examine_gpus() -> Check:
-    from sharmill.executors.devices import visible_gpus
+    from sharmill.executors.supervisor import visible_gpus
     from sharmill.models.device import check_device, driver_version, explain_missing
 
     if gpus := visible_gpus():
@@ -81,10 +74,18 @@ def _examine_folder(folder: Path) -> Iterator[Check]:
     yield Check("file system", f"locks and atomic writes work in {place}")
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
-    yield Check("free space", f"{free / 1e9:,.1f} GB", "" if free >= _FEW_BYTES else _MAKE_ROOM)
+    yield Check(
+        "free space",
+        f"{free / 1e9:,.1f} GB",
+        "" if free >= 10e9 else "make room: an hour of speech with its contexts takes about 0.2 GB as FLAC",
+    )
     # Some file systems count no inodes, and say 0 of 0.
     if space.f_files:
-        yield Check("free inodes", f"{space.f_favail:,}", "" if space.f_favail >= _FEW_INODES else _MAKE_FILES)
+        yield Check(
+            "free inodes",
+            f"{space.f_favail:,}",
+            "" if space.f_favail >= 100_000 else "remove small files: a shard has about five files",
+        )
 
 
 def _examine_slurm() -> Check:
@@ -92,7 +93,7 @@ def _examine_slurm() -> Check:
         return Check("SLURM", "none here")
     try:
         said = subprocess.run(
-            ["scontrol", "ping"], capture_output=True, text=True, errors="replace", check=False, timeout=_SECONDS_TO_ASK
+            ["scontrol", "ping"], capture_output=True, text=True, errors="replace", check=False, timeout=10.0
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         return Check("SLURM", f"does not answer: {error}", "ask its administrators, or try again")

@@ -3,8 +3,6 @@
 A module that cannot be imported is left out, so that the rank which needs it meets the error and reports it.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -12,9 +10,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from sharmill.engine.child import end_with_parent
 from sharmill.errors import SharmillError
-from sharmill.executors.logs import redirect_output
+from sharmill.executors.supervisor import redirect_output
+from sharmill.files.host import end_with_parent
 
 end_with_parent()
 modules, path, log = json.loads(os.environ["SHARMILL_PRELOAD"])

@@ -6,8 +6,6 @@ actors that died with their process or their node are replaced. An actor whose G
 place, so that Ray gives that place to no other.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle
@@ -22,40 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from tenacity import (
-    RetryError,
     Retrying,
     retry_if_exception_type,
-    retry_if_result,
     stop_after_attempt,
-    stop_after_delay,
     wait_fixed,
 )
 
 import sharmill
-from sharmill.config import Config, require
-from sharmill.engine.attempts import MAX_FAILURES
+from sharmill.config import Config, Positive
 from sharmill.engine.fence import is_current, require_current
-from sharmill.engine.follow import Follower
-from sharmill.engine.identity import versions
 from sharmill.engine.progress import mark_ended, read_progress
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Unit
-from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError
-from sharmill.executors.base import Check, ConfiguredExecutor
-from sharmill.executors.devices import Device
-from sharmill.executors.logs import logging_to
-from sharmill.executors.supervisor import supervise_rank
+from sharmill.engine.stage import Stage, Unit, versions
+from sharmill.engine.state import MAX_FAILURES
+from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError, one_line
+from sharmill.executors.local import Check, ConfiguredExecutor, Follower
+from sharmill.executors.supervisor import Device, logging_to, supervise_rank
 from sharmill.files.host import limit_cores
-from sharmill.files.staging import remove_dead_attempts, token_staging
-from sharmill.files.storage import open_regular
+from sharmill.files.storage import open_regular, remove_dead_attempts, token_staging
 
 log = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN_LOOKS = 2.0
-_SECONDS_UNTIL_WARNING = 60.0
-_SECONDS_FOR_OTHER_NODES = 600.0
-_SECONDS_TO_LEAVE = 10.0
-_SECONDS_TO_STOP = 60.0
 
 
 def _import_ray() -> Any:
@@ -84,22 +67,27 @@ class RayExecutor(ConfiguredExecutor):
     kind: str = field(default="ray", kw_only=True)
     address: str = "auto"
     """Address of the Ray cluster."""
-    cores: int = 1
+    cores: Positive = 1
     """Cores set aside for each rank."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.cores >= 1, "cores must be at least 1")
 
     @classmethod
     def examine(cls) -> Iterator[Check]:
-        address = os.environ.get("RAY_ADDRESS", "not set")
-        yield Check("Ray", f"{versions('ray')['ray']}, RAY_ADDRESS is {address}")
+        yield Check("Ray", f"{versions('ray')['ray']}, RAY_ADDRESS is {os.environ.get('RAY_ADDRESS', 'not set')}")
 
     def check(self, config: Config) -> None:
         """Raise ConfigError where relative paths lead into a folder that Ray removes, or Ray is not installed."""
         _import_ray()
-        _check_paths(config)
+        paths = {"run_dir": config.run_dir, "dataset_dir": config.dataset_dir}
+        for number, source in enumerate(config.sources):
+            paths |= {f"sources[{number}].{key}": path for key, path in source.paths().items()}
+        relative = [f"{key} is {path!r}" for key, path in paths.items() if not Path(path).is_absolute()]
+        if relative and _is_in_copy():
+            raise ConfigError(
+                f"{', '.join(relative)}, but a Ray job runs in a copy of the working directory that is removed "
+                "afterwards: give absolute paths on a file system that all nodes share, or the folder that relative "
+                "paths are meant from with `jobs/ray_job.py --root DIR`",
+                code="bad_config_value",
+            )
 
     def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
         connect(self.address)
@@ -114,7 +102,7 @@ class RayExecutor(ConfiguredExecutor):
                 actors.run()
         finally:
             # No actor is left that could do it for itself.
-            remove_dead_attempts(stage.root, stage.token)
+            remove_dead_attempts(token_staging(stage.root, stage.token))
 
     def _gpus(self, stage: Stage) -> int:
         """Return the number of GPUs that a rank gets."""
@@ -202,7 +190,7 @@ class _Actors:
             FatalError: no place is left in which a rank can work, or actors cannot start.
         """
         ray, pickled = _import_ray(), pickle.dumps(self.stage)
-        usable_at, warns_at = time.monotonic(), time.monotonic() + _SECONDS_UNTIL_WARNING
+        usable_at, warns_at = time.monotonic(), time.monotonic() + 60.0
         try:
             while not self.follower.look():
                 places, now = _count_places(self.cores, self.gpus), time.monotonic()
@@ -210,7 +198,7 @@ class _Actors:
                 if self.follower.num_ready or len(self.holding) < max(places, 1):
                     usable_at = now
                 # Where ranks have worked, the nodes that are lost may be replaced, as spot instances are.
-                elif now - usable_at >= (_SECONDS_FOR_OTHER_NODES if self.follower.num_done else 0.0):
+                elif now - usable_at >= (600.0 if self.follower.num_done else 0.0):
                     raise list(self.given_up.values())[-1]
                 if now > warns_at and not self.follower.num_ready:
                     warns_at = float("inf")
@@ -218,12 +206,18 @@ class _Actors:
                               "each needs %d cores and %d GPUs, and there is room for %d", self.stage.name,
                               self.stage.dir.logs, self.cores, self.gpus, places)  # fmt: skip
                 self._collect()
-            if self.working:
-                ray.wait(list(self.working), num_returns=len(self.working), timeout=_SECONDS_TO_LEAVE)
+            self._await_end()
         finally:
             for _, actor in [*self.working.values(), *self.holding.values()]:
                 ray.kill(actor)
+            # One that is still there would take the mark back with its next heartbeat.
+            self._await_end()
             self._mark_ended({number for number, _ in self.working.values()})
+
+    def _await_end(self) -> None:
+        """Wait until all actors have ended, or for as long as they may take to leave."""
+        if self.working:
+            _import_ray().wait(list(self.working), num_returns=len(self.working), timeout=10.0)
 
     def _mark_ended(self, numbers: set[int]) -> None:
         """Note that ranks have ended which can no longer do so: their units are free at once, without a lease."""
@@ -252,7 +246,7 @@ class _Actors:
             FatalError: one actor after the other dies, and no rank is ready.
         """
         ray, calls = _import_ray(), self.working | self.holding
-        ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_SECONDS_BETWEEN_LOOKS)
+        ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=2.0)
         for call in ended:
             number, actor = calls[call]
             self.working.pop(call, None)
@@ -317,7 +311,7 @@ def connect(address: str) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         where = "no Ray cluster is running here" if address == "auto" else f"there is no Ray cluster at {address}"
         raise ConfigError(
-            f"{where} ({' '.join(str(error).split())[:200]}); start one with `ray start --head`, "
+            f"{where} ({one_line(error)}); start one with `ray start --head`, "
             "submit with `ray job submit`, or name one with executor.address=HOST:PORT",
             code="no_cluster",
         ) from error
@@ -353,66 +347,3 @@ def _read_address() -> str:
 def _is_in_copy() -> bool:
     """Return True if the current folder is a copy that Ray made of a job's working directory, and will remove."""
     return "working_dir_files" in Path.cwd().parts
-
-
-def _check_paths(config: Config) -> None:
-    """Refuse paths below the copy of a job's working directory: what is written there is lost with the copy.
-
-    Raises:
-        ConfigError: a path of the configuration is relative, and the current folder is such a copy.
-    """
-    paths = {"run_dir": config.run_dir, "dataset_dir": config.dataset_dir}
-    for number, source in enumerate(config.sources):
-        paths |= {f"sources[{number}].{key}": path for key, path in source.paths().items()}
-    relative = [f"{key} is {path!r}" for key, path in paths.items() if not Path(path).is_absolute()]
-    if relative and _is_in_copy():
-        raise ConfigError(
-            f"{', '.join(relative)}, but a Ray job runs in a copy of the working directory that is removed afterwards: "
-            "give absolute paths on a file system that all nodes share, or the folder that relative paths are meant "
-            "from with `jobs/ray_job.py --root DIR`",
-            code="bad_config_value",
-        )
-
-
-def stop_job(submission_id: str, address: str | None) -> None:
-    """Tell a Ray job to end, as ``ray job stop`` does, and wait for it: its driver gets a SIGTERM, and its ranks end.
-
-    Ray kills a driver that has not ended within three seconds: its lock stays behind, and a later run removes it.
-
-    Args:
-        address: of the dashboard, as ``ray job submit`` takes it; None for Ray's own settings.
-
-    Raises:
-        ConfigError: there is no such dashboard, or it knows no such job.
-        FatalError: the job goes on.
-    """
-    _import_ray()
-    from ray.job_submission import JobSubmissionClient
-
-    # The dashboard of a busy head answers late.
-    retrying = Retrying(
-        retry=retry_if_exception_type(ConnectionError), stop=stop_after_attempt(3), wait=wait_fixed(2), reraise=True
-    )
-    if address is not None:
-        # Else Ray takes these before what it is told.
-        for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
-            os.environ.pop(name, None)
-    try:
-        client = retrying(JobSubmissionClient, address)
-        retrying(client.stop_job, submission_id)
-        waiting = Retrying(
-            retry=retry_if_result(lambda status: not status.is_terminal()),
-            stop=stop_after_delay(_SECONDS_TO_STOP),
-            wait=wait_fixed(0.2),
-        )
-        waiting(retrying, client.get_job_status, submission_id)
-    except RetryError as error:
-        raise FatalError(
-            f"Ray job {submission_id} goes on {_SECONDS_TO_STOP:.0f} s after it was told to end", code="locked"
-        ) from error
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"Ray job {submission_id} cannot be stopped from here: {' '.join(str(error).split())}; name the dashboard "
-            f"of its cluster with --ray-address, or: ray job stop {submission_id}",
-            code="no_cluster",
-        ) from error

@@ -4,8 +4,6 @@
 elsewhere, with this node's share of cores and GPUs and files of its own, and takes them down when it is told to end.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -18,18 +16,16 @@ from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
-from sharmill.executors.signals import Terminated, ended_by_sigterm
+from sharmill.files.host import Terminated, ended_by_sigterm
 
-# A Python file that starts a worker in the place of ``ray``; for trials on one host, see jobs/sbatch/ray.sbatch.
-WORKER_VARIABLE = "SHARMILL_RAY_WORKER"
 _RAY = ("-c", "from ray.scripts.scripts import main; main()")
-_SECONDS_TO_END = 10
 
 
 def node_command(head: str, port: int, folder: Path, environment: Mapping[str, str]) -> list[str]:
     """Return the command that starts this node and stays until it is ended."""
     is_head = environment.get("SLURM_NODEID", "0") == "0"
-    worker = environment.get(WORKER_VARIABLE)
+    # A Python file that starts a worker in the place of ``ray``; for trials on one host, see jobs/sbatch/ray.sbatch.
+    worker = environment.get("SHARMILL_RAY_WORKER")
     cores = environment.get("SLURM_CPUS_PER_TASK") or environment.get("SLURM_CPUS_ON_NODE", "1")
     gpus = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     command = [
@@ -53,7 +49,12 @@ def node_command(head: str, port: int, folder: Path, environment: Mapping[str, s
     if is_head:
         command += ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
         return [*command, f"--node-ip-address={head}"]
-    address = head if ip_address(head).is_loopback else address_towards(head, port)
+    address = head
+    if not ip_address(head).is_loopback:
+        # That of this host on the network on which it reaches the head; nothing is sent.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((head, port))
+            address = str(probe.getsockname()[0])
     return [*command, f"--address={head}:{port}", f"--node-ip-address={address}"]
 
 
@@ -62,13 +63,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return the address that this host has on the network on which it reaches ``host``; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
 
 
 def run_node(head: str, port: int) -> int:
@@ -87,20 +81,16 @@ def run_node(head: str, port: int) -> int:
                 try:
                     status = process.wait()
                 finally:
-                    _end(process)
+                    process.terminate()
+                    try:
+                        process.wait(10)
+                    except subprocess.TimeoutExpired:
+                        # A worker whose head is gone may not listen. What it leaves behind, SLURM ends with the step.
+                        process.kill()
             if status == 0:
                 break
             time.sleep(2)
     return status
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_SECONDS_TO_END)
-    except subprocess.TimeoutExpired:
-        # A worker whose head is gone may not listen. What it leaves behind, SLURM ends with the step.
-        process.kill()
 
 
 if __name__ == "__main__":

@@ -1,54 +1,187 @@
-"""The supervisor, which starts the ranks of one machine or job, replaces those that die and ends those that hang.
+"""Ranks as processes of this machine: their devices, their logs, and the supervisor.
 
-Ranks are forked from the server of multiprocessing, which makes their imports once for all. If the supervisor is
-killed, the kernel ends that server, and with it the ranks.
+The supervisor starts the ranks of one machine or job, replaces those that die and ends those that hang. They are forked
+from the server of multiprocessing, which makes their imports once for all. If the supervisor is killed, the kernel ends
+that server, and with it the ranks. Every rank sees only its own GPU, if any, and logs to its own file in the run
+directory.
 """
 
-from __future__ import annotations
-
+import faulthandler
 import json
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
+from io import TextIOWrapper
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, TextIO
 
-from sharmill.engine.attempts import Note, NoteKind, end_attempt
-from sharmill.engine.child import describe_exit, end_with_parent, safe_path
-from sharmill.engine.claims import Rank
 from sharmill.engine.fence import require_current, wait_for_plan
-from sharmill.engine.patience import Patience
 from sharmill.engine.progress import mark_ended, read_progress
-from sharmill.engine.run_notes import require_not_cancelled
 from sharmill.engine.stage import Stage
-from sharmill.engine.state import StageState
-from sharmill.engine.work import Replace, was_most_of_job, work
-from sharmill.errors import SharmillError
-from sharmill.executors.devices import VISIBLE, Device
-from sharmill.executors.logs import logging_to, redirect_output
-from sharmill.executors.signals import Terminated, deferred_interrupts, ended_by_sigterm
-from sharmill.files.host import limit_cores, usable_cores
-from sharmill.files.staging import remove_dead_attempts
-from sharmill.files.stored import RecordLog
+from sharmill.engine.state import Note, NoteKind, StageState
+from sharmill.engine.work import Rank, Replace, was_most_of_job, work
+from sharmill.errors import ConfigError, PrintableFormatter, SharmillError
+from sharmill.files.host import (
+    Terminated,
+    deferred_interrupts,
+    describe_exit,
+    end_with_parent,
+    ended_by_sigterm,
+    limit_cores,
+    safe_path,
+    usable_cores,
+)
+from sharmill.files.storage import Patience, open_stored, remove_dead_attempts, stopping_errors, token_staging
 
 log = logging.getLogger(__name__)
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+# What the drivers of NVIDIA (on Linux, in containers, below Windows) and AMD have, where there is one.
+_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A rank's device: ``kind`` is ``cpu`` or ``cuda``, ``visible`` the only GPU that the rank may see, if any.
+
+    One on the CPU sees none: NeMo would use the memory of one, from every core.
+    """
+
+    kind: str = "cpu"
+    visible: str = ""
+
+    @classmethod
+    def given(cls, kind: str) -> "Device":
+        """Return the device of a job that was given one: the first GPU that is visible, if it is to be one."""
+        return cls(kind, os.environ.get(VISIBLE, "").split(",")[0] if kind == "cuda" else "")
+
+    def slot(self, number: int) -> str:
+        """Return the slot of a rank with this device on this host."""
+        return f"{socket.gethostname()}/{f'GPU {self.visible} of rank' if self.visible else 'rank'} {number}"
+
+
+@cache
+def visible_gpus() -> tuple[str, ...]:
+    """Return the identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them.
+
+    Asked once: what a rank inline hides from torch is not to be counted. Where there is no driver of GPUs, torch is not
+    imported to say so.
+    """
+    if "torch" not in sys.modules and not any(Path(path).exists() for path in _DRIVERS):
+        return ()
+    import torch
+
+    count = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    if count and named[0:1] and all(name.startswith("MIG-") for name in named):
+        # A process sees the first instance alone, whatever the list, and a rank has one.
+        return tuple(named)
+    return tuple(named[:count] if named else [str(number) for number in range(count)])
+
+
+def usable_gpus(device: str) -> tuple[str, ...]:
+    """Return the GPUs for ranks of this process where ``executor.device`` is ``device``.
+
+    Raises:
+        ConfigError: GPUs are asked for, or were given to this job, and torch finds none.
+    """
+    if device == "cpu":
+        return ()
+    gpus = visible_gpus()
+    if not gpus and (device == "cuda" or _gpus_are_given()):
+        from sharmill.models.device import explain_missing
+
+        wanted = "executor.device is cuda" if device == "cuda" else "this job was given GPUs"
+        raise ConfigError(
+            f"{wanted}, and none can be used; executor.device=cpu runs without. {explain_missing()}",
+            code="device_failed",
+        )
+    return gpus
+
+
+def _gpus_are_given() -> bool:
+    """Return True if the scheduler, or whoever started this process, has set GPUs aside for it."""
+    if (named := os.environ.get(VISIBLE)) is not None:
+        return named.split(",")[0].strip() not in ("", "-1", "NoDevFiles")
+    # Set by SLURM where a job has some, whatever else it sets.
+    return os.environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
+
+
+def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cores: int) -> list[Device]:
+    """Return the device of every rank.
+
+    ``workers`` is a number or ``auto``: one per GPU for a stage that uses them where there are any, else one per core.
+    With more ranks than GPUs, ranks share them in turn.
+    """
+    places = [Device("cuda", gpu) for gpu in gpus] if uses_gpu and gpus else [Device()] * cores
+    count = len(places) if workers == "auto" else int(workers)
+    return [places[rank % len(places)] for rank in range(count)]
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Send this process's log records to ``path`` as well, for as long as the context lasts."""
+    stream = TextIOWrapper(_open_log(path), encoding="utf-8")
+    handler = _LogFile(stream)
+    handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    sharmill = logging.getLogger("sharmill")
+    level = sharmill.level
+    sharmill.setLevel(logging.INFO)
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        sharmill.setLevel(level)
+        # What could not be written is still in the buffer, and closing tries once more.
+        with suppress(OSError):
+            stream.close()
+
+
+def redirect_output(path: Path) -> None:
+    """Send all that this process prints to the end of ``path``, and its stacks if it crashes or gets SIGUSR1."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with _open_log(path) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # A process that is killed does not flush: what it printed last is what one looks for.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+
+
+def _open_log(path: Path) -> BinaryIO:
+    with stopping_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open_stored(path, append=True)
+
+
+class _LogFile(logging.StreamHandler[TextIO]):
+    """A log that a full disk ends quietly: the unit that meets it says so in one line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
 
 # Exit statuses of ranks; with any other, a rank has not noted why it ends.
 _LEFT: Final = 0
 _NOTED: Final = 75
-_SECONDS_TO_LEAVE: Final = 30.0
 _SECONDS_TO_END: Final = 2.0
-_SECONDS_TO_PRINT: Final = 0.5
 
 
 def supervise_rank(
@@ -58,7 +191,7 @@ def supervise_rank(
     wait_for_plan(stage, Patience(stage.seconds_until_seen))
     require_current(stage)
     with logging_to(stage.dir.driver_log):
-        return Supervisor(stage, [device], [number], job_seconds=job_seconds, beat_seconds=beat_seconds).run()
+        return Supervisor(stage, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
 
 
 @dataclass
@@ -66,23 +199,20 @@ class Supervisor:
     """Runs ranks of a stage on devices of this machine until the stage has ended.
 
     Attributes:
-        numbers: of the ranks, one for each device.
+        devices: those of the ranks, by the numbers of these.
         job_seconds: the time limit of the job that this is, None where there is none.
         beat_seconds: the time between two heartbeats of a rank at most, and between two looks at them.
     """
 
     stage: Stage
-    devices: Sequence[Device]
-    numbers: Sequence[int]
+    devices: Mapping[int, Device]
     job_seconds: float | None = None
     beat_seconds: float = 15.0
 
     def __post_init__(self) -> None:
-        self._devices = dict(zip(self.numbers, self.devices, strict=True))
-        self._slots = {number: device.slot(number) for number, device in self._devices.items()}
+        self._slots = {number: device.slot(number) for number, device in self.devices.items()}
         self._state = StageState(self.stage)
-        self._notes = RecordLog(self.stage.dir.attempts)
-        self._idle = {*self.numbers}
+        self._idle = {*self.devices}
         self._running: dict[BaseProcess, Rank] = {}
 
     def run(self, on_look: Callable[[], object] = lambda: None) -> bool:
@@ -95,9 +225,11 @@ class Supervisor:
             FatalError: the plan has been replaced or finished by another process, a user has cancelled the run, or
                 the slots of all these ranks are taken out of work.
         """
-        preloaded = [__name__, *self.stage.modules()], sys.path, str(self.stage.dir.driver_log)
-        os.environ["SHARMILL_PRELOAD"] = json.dumps(preloaded)
+        os.environ["SHARMILL_PRELOAD"] = json.dumps(
+            [[__name__, *self.stage.modules()], sys.path, str(self.stage.dir.driver_log)]
+        )
         multiprocessing.set_forkserver_preload(["sharmill.executors.preload"])
+        _end_server()
         try:
             self._state.look()
             while not self._state.has_ended() and self._start_missing():
@@ -105,9 +237,10 @@ class Supervisor:
                 self._end_hanging()
             ready = {record.owner for record in read_progress(self.stage.dir.progress) if record.ready}
             self._end([process for process, rank in self._running.items() if rank.owner not in ready])
-            leave_by = time.monotonic() + _SECONDS_TO_LEAVE
+            leave_by = time.monotonic() + 30.0
             while self._running and time.monotonic() < leave_by:
                 self._wait_and_look(on_look)
+                self._end_hanging()
             attempts, has_ended = self._state.attempts, self._state.has_ended()
             if not has_ended and all(map(attempts.is_out, self._slots.values())):
                 raise attempts.all_out_error(self.stage.name, self.stage.dir.logs)
@@ -128,7 +261,7 @@ class Supervisor:
         for process in [process for process in self._running if not process.is_alive()]:
             self._remove(process)
         require_current(self.stage)
-        require_not_cancelled(self.stage.run_dir)
+        self.stage.run_dir.require_not_cancelled()
         self._state.look()
         on_look()
 
@@ -144,7 +277,7 @@ class Supervisor:
         return bool(self._running or startable)
 
     def _start(self, number: int) -> None:
-        device = self._devices[number]
+        device = self.devices[number]
         rank = Rank(
             number,
             self._slots[number],
@@ -162,8 +295,9 @@ class Supervisor:
             with safe_path():
                 process.start()
         except (OSError, EOFError) as error:
-            message = f"could not be started: {type(error).__name__}: {error}"
-            self._notes.append(Note(kind="failed", slot=rank.slot, message=message))
+            self._state.attempts.log.append(
+                Note(kind="failed", slot=rank.slot, message=f"could not be started: {type(error).__name__}: {error}")
+            )
         else:
             self._running[process] = rank
             self._idle.remove(number)
@@ -185,7 +319,7 @@ class Supervisor:
             assert process.pid is not None
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
-            process.join(_SECONDS_TO_PRINT)
+            process.join(0.5)
             process.kill()
             self._remove(process, why)
 
@@ -222,16 +356,18 @@ class Supervisor:
             is_done = begun.unit not in self._state.missing
             excused = told and not was_most_of_job(time.time() - begun.time, self.job_seconds)
             kind: NoteKind = "done" if is_done else "released" if excused else "failed"
-            message = f"{why}; its log is {self.stage.dir.rank_log(rank.number)}"
-            end_attempt(self._notes, self._state.attempts, begun, kind, message, message)
+            self._state.attempts.end(begun, kind, f"{why}; its log is {self.stage.dir.rank_log(rank.number)}")
         if not (open_attempts or told or process.exitcode in (_LEFT, _NOTED)):
-            self._notes.append(Note(kind="failed", slot=rank.slot, message=why))
+            self._state.attempts.log.append(Note(kind="failed", slot=rank.slot, message=why))
         mark_ended(self.stage.dir.progress, {rank.owner})
-        remove_dead_attempts(self.stage.root, self.stage.token)
+        remove_dead_attempts(token_staging(self.stage.root, self.stage.token))
 
 
 def _end_server() -> None:
-    """End the process that ranks are forked from, with all that is left of them: the next stage has other imports."""
+    """End the process that ranks are forked from, with all that is left of them.
+
+    Each stage has its own, since one that was started before has other imports and another environment.
+    """
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
         with suppress(ProcessLookupError):

@@ -1,43 +1,47 @@
 """Export of a dataset, shard by shard: each folder of a shard is published as a whole, the manifest last.
 
-What a form of export is made of lies in a module of its own, which ``sharmill.registry.EXPORTS`` names.
+``sharmill.registry.EXPORTS`` names the forms. That of sharmill itself, ``nemo_codes``, is a manifest with a file of
+codes per utterance, as NeMo's MagpieTTSDataset reads them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.files.locks import LOCK_NAME, FolderLock
 from sharmill.files.storage import (
     disk_errors,
     make_folder,
     open_atomic,
-    open_regular,
-    path_aside,
-    publish_directory,
+    open_folder_atomic,
+    read_record,
     refuse_strangers,
     remove_asides,
-    remove_tree,
     write_atomic,
 )
-from sharmill.files.stored import NOT_JSON
-from sharmill.inspect.export import choose_codec
+from sharmill.inspect.cuts import choose_codec
+from sharmill.manifest import CONTEXT_KEYS
 from sharmill.registry import EXPORTS
-from sharmill.shar.cut_lines import read_lines
-from sharmill.shar.index import CodecRecord, DatasetRecord, audio_checksum, read_dataset, read_shards
-from sharmill.shar.layout import CUTS
-from sharmill.shar.reading.shard_source import ReadableShard, open_shard_source
+from sharmill.shar.items import read_json_lines
+from sharmill.shar.layout import (
+    CONTEXT_CODES,
+    CUTS,
+    TARGET_CODES,
+    CodecRecord,
+    DatasetRecord,
+    ShardRecord,
+    audio_checksum,
+    read_dataset,
+    read_shards,
+)
+from sharmill.shar.reading.shard_source import open_shard_source
 
 # The record of what a folder is an export of, and within the folder of each shard the lines of its manifest.
 EXPORT_FILE: Final = "export.json"
-_MAX_IDENTITY_BYTES: Final = 1 << 20
 _LINES_FILE: Final = "lines.jsonl"
 _SHARDS_FOLDER: Final = "shards"
 
@@ -126,10 +130,14 @@ def export_dataset(
         for done, shard in enumerate(shards):
             final = folder / f"{shard.index:06d}"
             if not final.is_dir():
-                with closing(source.open(done, 0)) as opened:
-                    _write_shard(opened, shard.count, files, final)
+                opened = source.open(done, 0)
+                with open_folder_atomic(final) as aside:
+                    # Their positions in an order of cuts, which an export has no use for, are made up.
+                    cuts = (opened.read(number, (0, 0, 0, 0, number)) for number in range(shard.count))
+                    rows = [files.write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)]
+                    (aside / _LINES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
             progress(done + 1, len(shards))
-        return _write_manifest(out / files.manifest, folder, [(shard.index, shard.count) for shard in shards])
+        return _write_manifest(out / files.manifest, folder, shards)
 
 
 def _require_own(out: Path, identity: dict[str, Any]) -> None:
@@ -141,9 +149,8 @@ def _require_own(out: Path, identity: dict[str, Any]) -> None:
     if not out.exists() or all(path.name.startswith(own) for path in out.iterdir()):
         return
     try:
-        with open_regular(out / EXPORT_FILE, follow_links=False) as stream:
-            found = msgspec.json.decode(stream.read(_MAX_IDENTITY_BYTES), type=dict[str, Any])
-    except (FileNotFoundError, ValueError, *NOT_JSON):
+        found = read_record(out / EXPORT_FILE, dict[str, Any])
+    except ConfigError:
         found = None
     if found != identity:
         what = (
@@ -152,36 +159,66 @@ def _require_own(out: Path, identity: dict[str, Any]) -> None:
         raise ConfigError(f"{out} has {what}: name an empty folder, or remove it", code="foreign_output")
 
 
-def _write_shard(shard: ReadableShard, count: int, files: Export, final: Path) -> None:
-    """Publish the folder of a shard, with the files and the lines of its cuts."""
-    aside = path_aside(final)
-    aside.mkdir()
-    try:
-        lines = []
-        for number in range(count):
-            # The place in an order of cuts, which an export has no use for.
-            cut = shard.read(number, (0, 0, 0, 0, number))
-            lines.append(msgspec.json.encode(files.write_cut(cut, number, aside, final)) + b"\n")
-        (aside / _LINES_FILE).write_bytes(b"".join(lines))
-        publish_directory(aside, final)
-    finally:
-        remove_tree(aside)
-
-
-def _write_manifest(path: Path, folder: Path, counts: list[tuple[int, int]]) -> Exported:
+def _write_manifest(path: Path, folder: Path, shards: Sequence[ShardRecord]) -> Exported:
     """Put the lines of all shards together, and check that there is one for each cut."""
-    num_cuts, seconds = 0, 0.0
+    seconds = 0.0
     with open_atomic(path) as stream:
-        for index, count in counts:
-            lines = read_lines(folder / f"{index:06d}" / _LINES_FILE)
-            if len(lines) != count:
+        for shard in shards:
+            made = folder / f"{shard.index:06d}"
+            lines = read_json_lines(made / _LINES_FILE)
+            if len(lines) != shard.count:
                 raise FatalError(
-                    f"{folder / f'{index:06d}'} has {len(lines)} cuts of {count}: remove this folder and run the same "
-                    "command again",
+                    f"{made} has {len(lines)} cuts of {shard.count}: remove this folder and run the same command again",
                     code="accounts",
                 )
             for line in lines:
                 stream.write(line + b"\n")
                 seconds += msgspec.json.decode(line)["duration"]
-            num_cuts += count
-    return Exported(path, num_cuts, seconds)
+    return Exported(path, sum(shard.count for shard in shards), seconds)
+
+
+class NemoCodes:
+    """Codes as int32 tensors (codebooks, frames) in files that ``torch.load`` reads, and a manifest of NeMo's.
+
+    A line has the record of the utterance: its text keys, tag, language, and all other keys. The paths of contexts'
+    audio are left out, since NeMo would read such files from their beginning, whatever the context's offset.
+    """
+
+    version = 1
+    manifest = "manifest.json"
+
+    def __init__(self, record: DatasetRecord, codec: CodecRecord) -> None:
+        self.fields = (TARGET_CODES, CONTEXT_CODES) if record.has_contexts else (TARGET_CODES,)
+
+    def write_cut(self, cut: Any, number: int, folder: Path, final: Path) -> dict[str, Any]:
+        """Write ``<number>.target.pt`` and ``<number>.context.pt``, and return the line of the manifest.
+
+        A cut without a context has no second file: NeMo takes a text in its place.
+
+        Raises:
+            DamagedShard: the cut has no codes, or not one supervision with a text, as NeMo wants of every line.
+        """
+        import torch
+
+        from sharmill.training.codes import load_array
+
+        if len(cut.supervisions) != 1 or cut.supervisions[0].text is None or not cut.has_custom(TARGET_CODES):
+            raise DamagedShard(f"the cut {cut.id} does not have {TARGET_CODES} and one supervision with a text")
+        supervision = cut.supervisions[0]
+        record = {key: value for key, value in (supervision.custom or {}).items() if key not in CONTEXT_KEYS[:3]}
+        paths = {}
+        for field in filter(cut.has_custom, self.fields):
+            role = field.removesuffix("_codes")
+            name = f"{number:06d}.{role}.pt"
+            torch.save(torch.from_numpy(load_array(cut, field)).to(torch.int32), folder / name)
+            # NeMo's keys, which hold absolute paths.
+            paths[f"{role}_audio_codes_path"] = str(final / name)
+        return {
+            **record,
+            "id": cut.id,
+            "duration": cut.duration,
+            "text": supervision.text,
+            "speaker": supervision.speaker,
+            "language": supervision.language,
+            **paths,
+        }

@@ -1,8 +1,9 @@
 """Locks on folders that several hosts share; each says who holds it.
 
 The lock on a folder is the folder ``.sharmill-lock`` in it, with one file of a unique name: the record of its owner. A
-process enters by renaming a folder of its own to that name, which succeeds only where none or an empty one lies. It
-leaves by removing its file, and so is the file of a dead owner removed: by its name, which no later owner's file has.
+process enters by putting its own record there, and then looking at the others: if one is not known to have ended, it
+takes its own back and comes again. It leaves by removing its file, and so is the file of a dead owner removed: by its
+name, which no later owner's file has.
 
 Processes under the same kernel as the owner see whether it has ended. For others it is alive while its file is touched:
 they watch its time for a whole lease, by their own clocks, before they take the lock over. So no wrong clock ends the
@@ -11,105 +12,80 @@ lock of a live process. ``flock`` is not needed: on some file systems it is miss
 The leases of the library filelock are taken over only where two names can be exchanged, which Lustre and NFS cannot.
 """
 
-from __future__ import annotations
-
-import errno
-import json
 import logging
 import math
 import os
-import shutil
-import socket
+import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, NamedTuple
 from uuid import uuid4
 
 import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
-from sharmill.errors import ConfigError, FatalError
-from sharmill.files.host import interrupt, is_gone, state_and_start, this_kernel, user_name
+from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.files.host import Process, interrupt
 from sharmill.files.storage import open_regular, stopping_errors
 
 log = logging.getLogger(__name__)
 
 LOCK_NAME = ".sharmill-lock"
 LEASE_SECONDS = 120.0
-# Words before the number of the job that a process belongs to.
-SLURM_JOB: Final = "SLURM job "
-RAY_JOB: Final = "Ray job "
-SECONDS_TO_WAIT_FOR_INDEX = 600.0
-_TOUCHES_PER_LEASE = 6
 _POLL_SECONDS = 0.25
-_SECONDS_UNTIL_SAID = 5.0
 
 
-class LockOwner(msgspec.Struct, kw_only=True):
-    """The process that holds a lock, as its record describes it.
+class LockOwner(Process, kw_only=True):
+    """The process that holds a lock, or tries to, as its record describes it."""
 
-    ``kernel`` says where ``pid`` means this process, and ``started`` tells it from a later one of the same number.
-    """
-
-    host: str = "an unknown host"
-    pid: int = 0
-    user: str = "an unknown user"
-    job: str = ""
     since: str = "an unknown time"
-    kernel: str = ""
-    started: int = 0
     lease_seconds: float = LEASE_SECONDS
 
-    @property
-    def is_here(self) -> bool:
-        """True for a process under the same kernel as this, which may have ended."""
-        return self.kernel == this_kernel()
-
     def __str__(self) -> str:
-        job = f" ({self.job})" if self.job else ""
-        return f"process {self.pid} of {self.user} on {self.host}{job}, since {self.since}"
-
-
-class _Seen(NamedTuple):
-    """The record of an owner as it was found: its file, and when that was touched."""
-
-    file: Path
-    touched: int
-    owner: LockOwner
-
-
-def _read(lock: Path, lease_seconds: float) -> _Seen | None:
-    """Read the record in a lock's folder; None if there is none.
-
-    Args:
-        lease_seconds: of an owner whose record says nothing.
-    """
-    file = lock
-    try:
-        file = next(path for path in lock.iterdir() if path.name.startswith("owner-"))
-        # Opening makes NFS ask the server for the time too.
-        with open_regular(file, follow_links=False) as stream:
-            touched, data = os.fstat(stream.fileno()).st_mtime_ns, stream.read(1 << 16)
-    except (FileNotFoundError, StopIteration):
-        return None
-    except (NotADirectoryError, ValueError) as error:
-        message = f"{file} is not sharmill's: it is a link, or no regular file; remove it"
-        raise ConfigError(message, code="locked") from error
-    try:
-        owner = msgspec.json.decode(data, type=LockOwner)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        owner = LockOwner(lease_seconds=lease_seconds)  # torn by a power cut
-    return _Seen(file, touched, owner)
+        return f"{super().__str__()}, since {self.since}"
 
 
 def lock_owner(folder: Path) -> LockOwner | None:
     """Return who holds the lock on a folder, as far as its record says; None where nobody does."""
-    seen = _read(folder / LOCK_NAME, LEASE_SECONDS)
-    return None if seen is None else seen.owner
+    return next((owner for owner, _ in _read_owners(folder / LOCK_NAME, LEASE_SECONDS).values()), None)
+
+
+def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner, int]]:
+    """Return the records in a lock's folder, and when each was touched, by their files.
+
+    Args:
+        lease_seconds: of an owner whose record says nothing.
+    """
+    found = {}
+    try:
+        if lock.is_symlink():
+            raise _foreign(lock)
+        files = [path for path in lock.iterdir() if path.name.startswith("owner-")]
+    except FileNotFoundError:
+        return {}
+    except NotADirectoryError as error:
+        raise _foreign(lock) from error
+    for file in files:
+        try:
+            # Opening makes NFS ask the server for the time too.
+            with open_regular(file, follow_links=False) as stream:
+                touched, data = os.fstat(stream.fileno()).st_mtime_ns, stream.read(1 << 16)
+            owner = msgspec.json.decode(data, type=LockOwner)
+        except FileNotFoundError:
+            continue
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            owner = LockOwner(lease_seconds=lease_seconds)  # not written yet, or torn by a power cut
+        except ValueError as error:
+            raise _foreign(file) from error
+        found[file] = owner, touched
+    return found
+
+
+def _foreign(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is not sharmill's: it is a link, or no regular file; remove it", code="locked")
 
 
 class FolderLock:
@@ -120,6 +96,9 @@ class FolderLock:
         wait_seconds: how long to wait for another process; longer only while it is not known to be alive.
         lease_seconds: how long others wait for a heartbeat of this process before they take the lock over, and this
             process for the record of an owner.
+
+    Attributes:
+        must_end: is asked every few seconds while the lock is held; where it returns True, this process is interrupted.
 
     Raises:
         ConfigError: another process holds the lock; the message says which one.
@@ -133,24 +112,19 @@ class FolderLock:
 
     def __init__(self, folder: Path, *, wait_seconds: float = 0.0, lease_seconds: float = LEASE_SECONDS) -> None:
         self.path = folder / LOCK_NAME
+        self.must_end: Callable[[], bool] = lambda: False
         self._wait_seconds = wait_seconds
         self._lease_seconds = lease_seconds
         self._is_held = False
 
-    def __enter__(self) -> FolderLock:
+    def __enter__(self) -> "FolderLock":
         self._file = self.path / f"owner-{uuid4().hex}.json"
-        self._heartbeat: tuple[Path, int] | None = None
-        self._heartbeat_at = time.monotonic()
-        self._is_alive = False
-        self._is_lost = False
+        # Of each other's record: when it was touched, since when it has been so, and if it was seen to be touched.
+        self._seen: dict[Path, tuple[int, float, bool]] = {}
         self._leave = threading.Event()
         self._toucher = threading.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)
         with stopping_errors(self.path):
             self._wait_and_enter()
-            # What processes left that were killed while they entered; nobody can enter meanwhile.
-            for aside in self.path.parent.glob(f"{LOCK_NAME}.*"):
-                for _ in range(2):  # a disk may fail once, and what is left then stays until the next lock
-                    shutil.rmtree(aside, ignore_errors=True)
         self._is_held = True
         self._toucher.start()
         return self
@@ -175,7 +149,7 @@ class FolderLock:
         self._is_held = False
         self._leave.set()
         self._toucher.join()
-        if self._is_lost or not self._file.exists():
+        if not self._file.exists():
             raise FatalError(
                 f"{self._file} is gone: another process took the lock over, since this one gave no heartbeat for "
                 f"{self._lease_seconds:g} s, or somebody removed it; see that nobody else is at work in "
@@ -193,111 +167,88 @@ class FolderLock:
     def _wait_and_enter(self) -> None:
         began, is_said = time.monotonic(), False
         while True:
-            seen = _read(self.path, self._lease_seconds)
-            if seen is None and self._enter():
+            others = self._find_others()
+            if not others and self._enter():
                 return
-            if self._has_ended(seen):
-                if seen is None:
-                    message = f"{self.path} has files of nobody's; remove it if no sharmill process is at work there"
-                    raise ConfigError(message, code="locked")
-                log.info("%s: its owner has ended: %s", self.path, seen.owner)
-                seen.file.unlink(missing_ok=True)
-                continue
             waited = time.monotonic() - began
-            if seen is not None and self._is_alive and waited >= self._wait_seconds:
+            file, (owner, is_alive) = next(iter(others.items()), (self._file, (None, False)))
+            if is_alive and waited >= self._wait_seconds:
                 raise ConfigError(
-                    f"another sharmill process is at work in {self.path.parent}: {seen.owner} (lock: {seen.file}); "
+                    f"another sharmill process is at work in {self.path.parent}: {owner} (lock: {file}); "
                     "wait for it or end it first",
                     code="locked",
                 )
-            if not is_said and waited > _SECONDS_UNTIL_SAID:
+            if owner is not None and not is_said and waited > 5.0:
                 is_said = True
-                log.warning("waiting for %s to leave %s", seen and seen.owner, self.path.parent)
-            time.sleep(_POLL_SECONDS)
+                log.warning("waiting for %s to leave %s", owner, self.path.parent)
+            # Processes that come at once, and give way to each other, come back at different times.
+            time.sleep(_POLL_SECONDS * random.uniform(0.5, 1.5))
 
-    def _has_ended(self, seen: _Seen | None) -> bool:
-        """Return True if the owner has ended, or gave no heartbeat for a lease, and note if it is known to be alive.
+    def _find_others(self) -> dict[Path, tuple[LockOwner, bool]]:
+        """Return the records of others that have not ended, and if each is known to be alive; remove those of the dead.
 
-        A folder that nobody owns, and that cannot be entered, is watched for a lease too: NFS may show it so for a
-        while.
+        One of another kernel has ended if its file was not touched for its lease.
         """
-        if seen is not None and seen.owner.is_here:
-            self._is_alive = not is_gone(seen.owner.pid, seen.owner.started)
-            return not self._is_alive
-        heartbeat, now = (seen.file, seen.touched) if seen is not None else None, time.monotonic()
-        if heartbeat != self._heartbeat:
-            self._is_alive = bool(heartbeat and self._heartbeat and heartbeat[0] == self._heartbeat[0])
-            self._heartbeat, self._heartbeat_at = heartbeat, now
-        return now - self._heartbeat_at >= (self._lease_seconds if seen is None else seen.owner.lease_seconds)
+        others, now = {}, time.monotonic()
+        for file, (owner, touched) in _read_owners(self.path, self._lease_seconds).items():
+            before, since, is_alive = self._seen.get(file, (touched, now, owner.is_here))
+            if touched != before:
+                since, is_alive = now, True
+            self._seen[file] = touched, since, is_alive
+            if file == self._file:
+                continue
+            if owner.is_known_dead() or (not owner.is_here and now - since >= owner.lease_seconds):
+                log.info("%s: its owner has ended: %s", self.path, owner)
+                file.unlink(missing_ok=True)
+            else:
+                others[file] = owner, is_alive
+        return others
 
     def _enter(self) -> bool:
-        """Return False if another process was faster."""
-        aside = self.path.with_name(f"{LOCK_NAME}.{uuid4().hex}")
+        """Put the record of this process into the folder; take it back and return False if another one is there.
+
+        Making it has NFS list the folder anew. So of two that come at once one at least sees the other.
+        """
         mode = self.path.parent.stat().st_mode
-        aside.mkdir()
+        since = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        record = msgspec.json.encode(LockOwner.this(since=since, lease_seconds=self._lease_seconds))
         try:
-            # The owner of the lock removes whatever it finds beside it.
-            with suppress(FileNotFoundError):
-                # Whoever may write in the folder may remove a dead owner's file, whatever this process's umask.
-                aside.chmod(mode & 0o777)
-                file = aside / self._file.name
-                file.write_bytes(msgspec.json.encode(_describe_this_process(self._lease_seconds)))
-                file.chmod(mode & 0o666)
-                with _occupied():
-                    # Not every file system renames onto an empty folder.
-                    self.path.rmdir()
-                with _occupied():
-                    aside.rename(self.path)
-            # Asked in any case, since a server's answer to a rename may be lost.
-            return self._file.exists()
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            # Whoever may write in the folder may remove a dead owner's file, whatever this process's umask.
+            with suppress(FileExistsError):
+                self.path.mkdir()
+                self.path.chmod(mode & 0o777)
+            self._file.write_bytes(record)
+            self._file.chmod(mode & 0o666)
+            if not self._find_others():
+                return True
+        except FileNotFoundError:
+            log.debug("%s: its last owner removed it at this moment", self.path)
+        except OSError:
+            with suppress(OSError):
+                self._remove()
+            raise
+        self._remove()
+        return False
 
     def _keep_touching(self) -> None:
-        while not self._leave.wait(self._lease_seconds / _TOUCHES_PER_LEASE):
+        # Six times in a lease, or more often, since ``must_end`` is asked as well.
+        while not self._leave.wait(min(5.0, self._lease_seconds / 6)):
             try:
                 os.utime(self._file)
-            except FileNotFoundError:
-                if self._leave.is_set():
+                if self.must_end():
+                    interrupt()
                     return
-                self._is_lost = True
-                log.error("%s is gone: this process ends, since another one may be at work", self._file)
-                interrupt()
+            except FileNotFoundError:
+                if not self._leave.is_set():
+                    log.error("%s is gone: this process ends, since another one may be at work", self._file)
+                    interrupt()
                 return
-            except OSError as error:
+            except (OSError, SharmillError) as error:
                 log.warning("cannot touch %s: %s; trying again", self._file, error)
 
     @retry(retry=retry_if_exception_type(OSError), stop=stop_after_attempt(3), wait=wait_fixed(0.2), reraise=True)
     def _remove(self) -> None:
         self._file.unlink(missing_ok=True)
-        with _occupied():
+        # Others may be in it.
+        with suppress(OSError):
             self.path.rmdir()
-
-
-@contextmanager
-def _occupied() -> Iterator[None]:
-    """Do nothing where a folder is not there or not empty, or where another process is faster."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
-
-
-def _describe_this_process(lease_seconds: float) -> LockOwner:
-    job = ""
-    if "SLURM_JOB_ID" in os.environ:
-        job = SLURM_JOB + os.environ["SLURM_JOB_ID"]
-    elif "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
-        metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]).get("metadata", {})
-        job = f"{RAY_JOB}{metadata.get('job_submission_id')}"
-    return LockOwner(
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        user=user_name(),
-        job=job,
-        since=datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        kernel=this_kernel(),
-        started=state_and_start(os.getpid())[1],
-        lease_seconds=lease_seconds,
-    )

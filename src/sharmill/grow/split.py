@@ -2,12 +2,13 @@
 
 The cuts of a shard are divided, so new shards are written; their members are copied byte for byte. This is a stage of
 its own, so that the engine keeps the accounts, and a split that was interrupted goes on.
+
+Speakers stay together if one has contexts from a recording of the other, as with ``speaker_key: all``: what is a
+context in one split is never a target in another.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,35 +16,188 @@ from typing import Any, ClassVar, Literal
 import msgspec
 import numpy as np
 
-from sharmill.engine.identity import identify_folder, versions
-from sharmill.engine.ledger import committed_files
-from sharmill.engine.listener import Listener
-from sharmill.engine.run import locked, reserved, run_stage
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import ConfigError, DamagedShard, FatalError
-from sharmill.executors.local import LocalExecutor
-from sharmill.files.staging import Staging
-from sharmill.files.storage import (
-    checksum,
-    checksum_bytes,
-    disk_errors,
-    refuse_strangers,
-    remove_asides,
-    remove_at_once,
-    remove_for_good,
-    remove_if_empty,
+from sharmill.engine.plan import committed_files
+from sharmill.engine.run import Listener
+from sharmill.engine.stage import (
+    Advance,
+    Commit,
+    Output,
+    Processor,
+    RunDir,
+    Stage,
+    Totals,
+    Unit,
+    add_up,
+    identify_folder,
+    make_unit,
+    versions,
 )
-from sharmill.files.stored import decode_stored, map_stored_array, read_stored, save_array
-from sharmill.grow.parts import SourceDataset
-from sharmill.grow.placing import add_up_shards
-from sharmill.grow.speakers import SpeakerTable
-from sharmill.shar.cut_lines import read_cut_ids, read_lines, write_cut_lines
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
-from sharmill.shar.items import FieldWriter, ItemTable, open_items
-from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.executors.local import run_alone
+from sharmill.files.storage import (
+    Staging,
+    checksum_bytes,
+    hash_text,
+    load_record,
+    map_stored_array,
+    remove,
+    remove_asides,
+    save_array,
+)
+from sharmill.grow.join import SourceDataset, add_up_shards
+from sharmill.manifest import parse_speaker_tag
+from sharmill.shar.items import (
+    FieldWriter,
+    ItemTable,
+    decode_line,
+    open_items,
+    read_cut_ids,
+    read_json_lines,
+    write_cut_lines,
+)
+from sharmill.shar.layout import (
+    CUTS,
+    DATASET_FILE,
+    SHARDS_FILE,
+    DatasetRecord,
+    ShardedDataset,
+    ShardRecord,
+    read_dataset,
+    write_dataset,
+    write_shards,
+)
+from sharmill.sources.lhotse import Cut
+from sharmill.sources.speakers import NO_SPEAKER
+from sharmill.write.fields import shard_record
+
+_decoder = msgspec.json.Decoder(Cut)
+
+
+@dataclass(frozen=True)
+class SpeakerTable:
+    """The speakers of all cuts, and the groups of speakers that stay together.
+
+    Attributes:
+        speakers: name of each speaker: dataset and speaker of the tag.
+        groups: group of each speaker, (speakers,): the number of the first speaker in it.
+        speaker_of: speaker of each cut, (cuts,), in the order of the dataset.
+        seconds: of each cut, (cuts,).
+    """
+
+    speakers: list[str]
+    groups: np.ndarray
+    speaker_of: np.ndarray
+    seconds: np.ndarray
+
+    @classmethod
+    def read(cls, part: SourceDataset) -> "SpeakerTable":
+        """Read the cuts of a dataset.
+
+        Raises:
+            ConfigError: a cut has no speaker.
+            DamagedShard: a file of cuts cannot be read.
+        """
+        numbers: dict[str, int] = {}
+        columns = np.zeros(part.record.num_cuts, [("speaker", "i8"), ("seconds", "f8"), ("own", "u8"), ("other", "u8")])
+        position = 0
+        for shard in part.shards:
+            path = part.directory / shard.fields[CUTS].file
+            lines = read_json_lines(path)
+            if len(lines) != shard.count:
+                raise DamagedShard(f"{path}: {len(lines)} cuts instead of {shard.count}")
+            for line in lines:
+                cut = decode_line(path, line, _decoder)
+                supervision = cut.supervisions[0] if cut.supervisions else None
+                speaker = supervision.speaker if supervision else None
+                number = numbers.setdefault(_speaker(cut.id, speaker), len(numbers))
+                context = (supervision.custom or {}).get("context_recording_id") if supervision else None
+                own = hash_text(cut.recording.id) if cut.recording else 0
+                columns[position] = (number, cut.duration, own, hash_text(str(context)) if context else 0)
+                position += 1
+        return cls(
+            list(numbers),
+            _unite(len(numbers), columns["speaker"], columns["own"], columns["other"]),
+            columns["speaker"].astype(np.int32),
+            columns["seconds"].copy(),
+        )
+
+    def assign(self, shares: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
+        """Return the numbers of the cuts of each split, in order; ``train`` has what the others leave.
+
+        The groups are gone through in an order that their names and the seed make. A split takes each that brings it
+        nearer to its share of the seconds.
+
+        Args:
+            shares: of the other splits, of all seconds.
+
+        Raises:
+            ConfigError: there are fewer groups than splits.
+        """
+        members = np.unique(self.groups)
+        if len(members) <= len(shares):
+            apart = len(members) < len(self.speakers)
+            raise ConfigError(
+                f"{len(shares) + 1} splits need as many speakers, and the dataset has {len(members)}"
+                + (f" groups of its {len(self.speakers)} speakers: one has contexts from recordings of the other, "
+                   "so they must stay together" if apart else ""),
+                code="too_few_speakers",
+            )  # fmt: skip
+        group_of = self.groups[self.speaker_of]
+        seconds = np.bincount(group_of, weights=self.seconds, minlength=len(self.speakers))
+        left = sorted(members.tolist(), key=lambda group: (hash_text(f"{seed}\n{self.speakers[group]}"), group))
+        result = {}
+        for number, (split, share) in enumerate(shares.items()):
+            chosen = _fill(left, seconds, share * float(seconds.sum()), num_kept=len(shares) - number)
+            left = [group for group in left if group not in chosen]
+            result[split] = np.flatnonzero(np.isin(group_of, sorted(chosen)))
+        return {"train": np.flatnonzero(np.isin(group_of, left))} | result
+
+
+def _fill(groups: Sequence[int], seconds: np.ndarray, wanted: float, *, num_kept: int) -> set[int]:
+    """Return the groups of a split: at least one, and so many that ``num_kept`` are left at least."""
+    chosen: set[int] = set()
+    have = 0.0
+    for group in groups:
+        if len(groups) - len(chosen) == num_kept:
+            break
+        if abs(have + seconds[group] - wanted) < abs(have - wanted):
+            chosen.add(group)
+            have += seconds[group]
+    return chosen or {min(groups, key=lambda group: seconds[group])}
+
+
+def _unite(num_speakers: int, speakers: np.ndarray, own: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the group of each speaker: those whose recordings (``own``) the contexts (``other``) of another are from.
+
+    ``own`` and ``other`` are the hashes of recording ids of each cut, (cuts,); 0 stands for no context.
+    """
+    groups = np.arange(num_speakers)
+    owners = np.unique(np.stack([own, speakers.astype(np.uint64)], axis=1), axis=0)
+    users = np.unique(np.stack([other, speakers.astype(np.uint64)], axis=1), axis=0)
+    first = np.searchsorted(owners[:, 0], users[:, 0], side="left")
+    last = np.searchsorted(owners[:, 0], users[:, 0], side="right")
+    for (_, user), start, stop in zip(users.tolist(), first.tolist(), last.tolist(), strict=True):
+        for owner in owners[start:stop, 1].tolist():
+            left, right = sorted((int(groups[user]), int(groups[owner])))
+            if left != right:
+                groups[groups == right] = left
+    return groups
+
+
+def _speaker(cut_id: str, speaker: str | int | None) -> str:
+    """Return the name of a speaker, without what a tag says beside it: a speaker of two languages is one."""
+    try:
+        tag = parse_speaker_tag(str(speaker or ""))
+    except RejectRecord:
+        name = None if speaker is None else str(speaker)
+    else:
+        name = f"{tag.dataset} {tag.speaker}" if tag.speaker != NO_SPEAKER else None
+    if not name:
+        raise ConfigError(
+            f"the cut {cut_id} has no speaker, so that it cannot be split by speaker; give all records speakers",
+            code="no_speaker",
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -81,33 +235,8 @@ def split_dataset(
                 code="bad_usage",
             )
     stage = SplitStage(Path(dataset), Path(out).absolute(), dict(shares), seed=seed, shard_size=shard_size)
-    run_dir = stage.run_dir
-    refuse_strangers(run_dir.path.parent, [run_dir.path])
-    try:
-        with disk_errors(run_dir.path), locked(run_dir):
-            try:
-                with reserved(run_dir, [stage], restart=restart):
-                    splits = _run(stage, LocalExecutor(workers), listener or Listener(), restart=restart)
-                # At once, so that no later split takes what a killed process has left of it for a state to go on from.
-                remove_at_once(stage.dir.path)
-            finally:
-                if not stage.dir.token_file.exists():
-                    # It is finished, or nothing was begun.
-                    remove_asides(run_dir.path, {stage.dir.path.name})
-                    for path in (run_dir.id, run_dir.reserved):
-                        path.unlink(missing_ok=True)
-                    remove_if_empty(stage.dir.path)
-    finally:
-        remove_if_empty(run_dir.path)
-    return splits
-
-
-def _run(stage: SplitStage, executor: LocalExecutor, listener: Listener, *, restart: bool) -> list[Split]:
-    result = run_stage(stage, executor, listener, max_reject_fraction=0.0, restart=restart)
-    if not result.ok:
-        reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
-        raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
-    return stage.splits()
+    with run_alone(stage, workers=workers, listener=listener, restart=restart):
+        return stage.splits()
 
 
 class SplitStage(Stage):
@@ -141,7 +270,7 @@ class SplitStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         table = SpeakerTable.read(self.part)
         splits = table.assign(self.shares, self.seed)
-        speakers = {name: table.count_speakers(cuts) for name, cuts in splits.items()}
+        speakers = {name: len(np.unique(table.speaker_of[cuts])) for name, cuts in splits.items()}
         (folder / "speakers.json").write_bytes(msgspec.json.encode(speakers))
         index = 0
         for name, cuts in splits.items():
@@ -156,11 +285,11 @@ class SplitStage(Stage):
     def open(self, device: str) -> Processor:
         return SplitProcessor(self.part, self.dir.plan)
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
         shards: dict[str, list[ShardRecord]] = {name: [] for name in ("train", *self.shares)}
         for unit, commit in zip(units, commits, strict=True):
-            shards[unit.params["split"]].append(self._shard_record(unit, commit))
+            name, shard = unit.params["split"], unit.params["shard"]
+            shards[name].append(shard_record(commit, self.part.record.layout, shard, f"{name}/"))
         for name, records in shards.items():
             record = msgspec.structs.replace(self.part.record, name=f"{self.part.record.name}_{name}")
             remove_asides(self.root / name, {SHARDS_FILE, DATASET_FILE})
@@ -172,7 +301,7 @@ class SplitStage(Stage):
         return [self.root / name / file for name in ("train", *self.shares) for file in (SHARDS_FILE, DATASET_FILE)]
 
     def discard(self) -> None:
-        remove_for_good((*self.products(), *(self.root / file.name for file in committed_files(self))))
+        remove(*self.products(), *(self.root / file.name for file in committed_files(self)))
 
     def check_output(self) -> None:
         """Raise ConfigError where the folder holds what this split has not written."""
@@ -181,39 +310,18 @@ class SplitStage(Stage):
         if ShardedDataset(self.root).is_empty():
             return
         own = {self.root / file.name for file in committed_files(self)} if self.dir.token_file.exists() else set()
-        found = next((path for name in self.root.iterdir() for path in _files(name) if path not in own), None)
-        if not own or (found is not None and found not in self.products()):
+        known = {*own, *self.products()}
+        # Without those of the engine.
+        files = (path for path in self.root.rglob("*") if not str(path).startswith(f"{self.root}/.sharmill"))
+        if not own or any(path not in known for path in files if not path.is_dir()):
             raise ConfigError(
                 f"{self.root} is not empty: choose another place, or empty it yourself", code="foreign_output"
             )
 
     def splits(self) -> list[Split]:
         """Return what was made."""
-        path = self.dir.plan / "speakers.json"
-        speakers = decode_stored(path, read_stored(path), dict[str, int])
-        return [Split(name, ShardedDataset(self.root / name).record(), count) for name, count in speakers.items()]
-
-    def _shard_record(self, unit: Unit, commit: Commit) -> ShardRecord:
-        prefix = f"{unit.params['split']}/"
-        named = {file.name.removeprefix(prefix): file for file in commit.files}
-        files = {field.name: named[field.path(unit.params["shard"])] for field in self.part.record.layout}
-        return ShardRecord(
-            index=unit.params["shard"],
-            count=commit.num_out,
-            target_seconds=round(commit.stats["seconds"], 3),
-            context_seconds=round(commit.stats["context_seconds"], 3),
-            fields={
-                field: FieldFile(file.name.removeprefix(prefix), file.size, file.xxh3) for field, file in files.items()
-            },
-        )
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """Yield the files below a folder of splits, without those of the engine."""
-    if path.is_dir() and not path.name.startswith(".sharmill"):
-        yield from (file for file in sorted(path.rglob("*")) if not file.is_dir())
-    elif not path.is_dir():
-        yield path
+        speakers = load_record(self.dir.plan / "speakers.json", dict[str, int])
+        return [Split(name, read_dataset(self.root / name), count) for name, count in speakers.items()]
 
 
 class SplitProcessor(Processor):
@@ -248,38 +356,26 @@ class SplitProcessor(Processor):
                 advance(unit.cost * len(numbers) / unit.size)
         for field, copied in lines.items():
             write_cut_lines(staging.path(files[field]), copied)
-        stats = dict(zip(("seconds", "context_seconds"), seconds.values(), strict=True))
-        return Output(files=list(files.values()), num_out=len(lines[CUTS]), stats=stats)
+        return Output(
+            files=list(files.values()),
+            num_out=len(lines[CUTS]),
+            stats=dict(zip(("seconds", "context_seconds"), seconds.values(), strict=True)),
+        )
 
     def _copy(
         self, shard: ShardRecord, numbers: list[int], writers: Mapping[str, FieldWriter],
         lines: Mapping[str, list[bytes]], seconds: dict[str, float],
     ) -> None:  # fmt: skip
         """Copy cuts of a shard to the writers and the lines of fields, and add up their seconds of audio."""
-        path = self._checked(shard, CUTS)
-        stored, ids = read_lines(path), list(read_cut_ids(path))
+        path = self._part.path(shard, CUTS, by_checksum=True)
+        stored, ids = read_json_lines(path), list(read_cut_ids(path))
         lines[CUTS].extend(stored[number] for number in numbers)
         for field in (*writers, *(name for name in lines if name != CUTS)):
-            with closing(open_items(self._checked(shard, field))) as table:
-                if len(table) != len(ids):
-                    raise table.damage(f"{len(table)} items for {len(ids)} cuts")
-                for number in numbers:
-                    if isinstance(table, ItemTable):
-                        cut_id = writers[field].copy(table, number)
-                    else:
-                        cut_id = table.item(number).cut_id
-                        lines[field].append(table.line(number))
-                    if cut_id != ids[number]:
-                        raise table.damage(f"item {number} is {cut_id!r}, the cut there is {ids[number]!r}")
-                    if field in seconds:
-                        seconds[field] += (table.item(number).metadata or {}).get("duration", 0.0)
-
-    def _checked(self, shard: ShardRecord, field: str) -> Path:
-        """Return the path of a file whose bytes are those that the index lists: damage is not to get a new checksum."""
-        file = shard.fields[field]
-        path = self._part.directory / file.file
-        if not path.is_file() or checksum(path) != file.xxh3:
-            raise DamagedShard(
-                f"{path} is not what the index lists; sharmill validate {self._part.directory} tells all damage"
-            )
-        return path
+            table = open_items(self._part.path(shard, field, by_checksum=True), ids)
+            for number in numbers:
+                if isinstance(table, ItemTable):
+                    writers[field].copy(table, number)
+                else:
+                    lines[field].append(table.line(number))
+                if field in seconds:
+                    seconds[field] += (table.item(number).metadata or {}).get("duration", 0.0)

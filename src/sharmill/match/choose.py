@@ -1,9 +1,9 @@
-"""The context of every utterance of a speaker group, or why it has none, by the configuration of the stage."""
-
-from __future__ import annotations
+"""The context of every utterance of a speaker group, chosen or brought by its record, or why it has none."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable
+import math
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from sharmill.audio.files import probe
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import CONTEXT_KEYS, Context, Segment, Utterance
-from sharmill.match.candidates import origin_of
+from sharmill.manifest import CONTEXT_KEYS, Context, Segment, Utterance, recording_id
 from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment
-from sharmill.match.given import GivenContext, check_given
-from sharmill.match.select import select_context
-from sharmill.match.words import number_words
+from sharmill.match.select import number_words, select_context
 from sharmill.models import ModelFamily, find_speaker_encoder
 
 # Of a smaller group the similarities take less time on the CPU than their kernels take to start.
 _FEW_ROWS = 500
+# A cosine that a script computed in float32 may be a little more than 1.
+_TOLERANCE = 1e-3
+# Any but infinity.
+_MOST_SECONDS = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class ContextChooser:
 
     def may_match(self, group: list[Utterance]) -> bool:
         """Return False where the durations rule out every context; there is no need to embed the group then."""
-        return len(group) > 1 and any(self.long_enough(utterance.duration) for utterance in group)
+        return len(group) > 1 and any(self.long_enough(utterance.segment.duration) for utterance in group)
 
     def long_enough(self, duration: float) -> bool:
         """Return True if an utterance of so many seconds may be a context."""
@@ -72,10 +74,10 @@ class ContextChooser:
         }
         problem: dict[str, Any] = {
             "embeddings": _stack([segment.embedding for segment in segments]),
-            "durations": np.array([utterance.duration for utterance in group]),
+            "durations": np.array([utterance.segment.duration for utterance in group]),
             # Equal for the same file, by whatever links and roots it is named.
             "recordings": _number([self._recording(utterance) for utterance in group]),
-            "offsets": np.array([utterance.offset for utterance in group]),
+            "offsets": np.array([utterance.segment.offset for utterance in group]),
         }
         if match.exclude_same_text:
             # Equal for equal texts, case and spacing aside; -1 for an utterance without text.
@@ -92,22 +94,33 @@ class ContextChooser:
         outcomes: list[Utterance | RejectRecord] = []
         for row, utterance in enumerate(group):
             if index[row] >= 0:
-                outcomes.append(_with_context(utterance, _as_context(group[index[row]], float(similarity[row]))))
-            elif row in copies:
-                outcomes.append(_only_copies(group[copies[row][0]], copies[row][1]))
+                found = group[index[row]]
+                context = Context(
+                    segment=found.segment,
+                    recording_id=found.recording_id,
+                    text=found.text,
+                    similarity=round(float(similarity[row]), 6),
+                    normalized_text=found.custom.get("normalized_text"),
+                )
+                outcomes.append(_with_context(utterance, context))
             else:
-                outcomes.append(self._no_context(float(similarity[row])))
+                copy = (group[copies[row][0]], copies[row][1]) if row in copies else None
+                outcomes.append(self._no_context(float(similarity[row]), copy))
         return outcomes
 
     def _recording(self, utterance: Utterance) -> str:
-        """Return a name of the file that an utterance was taken from."""
-        if self.match.contexts_from_dataset:
-            return origin_of(utterance, self.roots)
-        return self.roots.real_name(utterance.segment)
+        """Return a name of the file that a record or a candidate was taken from."""
+        segment, (*sources, dataset) = utterance.segment, self.roots.roots
+        is_stored = segment.member is not None or self.roots.roots[segment.root] is dataset
+        if not (self.match.contexts_from_dataset and is_stored):
+            return self.roots.real_name(segment)
+        # What lies in a container, or was stored in the dataset, is known by its name.
+        name = segment.audio_filepath
+        return next((root.name_of(name) for root in sources if root.has(name)), name)
 
     def _draw_pool(self, group: list[Utterance], seed: int) -> np.ndarray:
         """Return which utterances of a group may be contexts (N,): so many as ``max_speaker_items``, or all."""
-        long_enough = np.flatnonzero([self.long_enough(utterance.duration) for utterance in group])
+        long_enough = np.flatnonzero([self.long_enough(utterance.segment.duration) for utterance in group])
         size = min(len(long_enough), self.match.max_speaker_items or len(group))
         pool = np.zeros(len(group), dtype=bool)
         pool[np.random.default_rng(seed).permutation(long_enough)[:size]] = True
@@ -134,7 +147,15 @@ class ContextChooser:
             if index[at] >= 0
         }
 
-    def _no_context(self, best_similarity: float) -> RejectRecord:
+    def _no_context(self, best_similarity: float, copy: tuple[Utterance, float] | None) -> RejectRecord:
+        """Return why an utterance has no context; ``copy`` would be it otherwise, with this similarity."""
+        if copy is not None:
+            segment = copy[0].segment
+            return RejectRecord(
+                "only_copies",
+                f"nothing else could be its context: {segment.audio_filepath} at {segment.offset:g} s has the same "
+                f"samples, or more than max_similarity: {copy[1]:.4f}",
+            )
         if best_similarity == -np.inf:
             return RejectRecord("no_long_context", f"no other utterance of its group has {self._limits()}")
         return RejectRecord(
@@ -148,28 +169,88 @@ class ContextChooser:
         longest = "" if match.max_duration is None else f" and at most {match.max_duration:g} s (match.max_duration)"
         return f"at least {match.min_duration:g} s (match.min_duration){longest} and satisfies the other limits"
 
+    def read_given(self, utterances: Sequence[Utterance]) -> dict[int, Context | RejectRecord]:
+        """Return the contexts that records bring, or why these cannot be used, by the numbers of the records.
+
+        What a context leaves out is filled in, but for its similarity: that is NaN if it is still to be computed.
+
+        Args:
+            utterances: those of a unit. A context that is one of them has its texts and ids, and lies where it lies, as
+                in an archive. Any other is a file below the audio root of its record.
+        """
+        known = {_place(one.segment): one for one in utterances}
+        found: dict[int, Context | RejectRecord] = {}
+        for one in utterances:
+            if one.custom.get("context_audio_filepath") is not None:
+                try:
+                    found[one.index] = self._read_given(one, known)
+                except RejectRecord as reject:
+                    found[one.index] = _bad_context(reject)
+        return found
+
+    def _read_given(self, utterance: Utterance, others: Mapping[Hashable, Utterance]) -> Context:
+        record = utterance.custom
+        path = record["context_audio_filepath"]
+        if not isinstance(path, str) or not path.strip():
+            raise RejectRecord("malformed", f"context_audio_filepath is {str(path)[:40]!r}")
+        offset = _number_of(record, "context_audio_offset", 0.0, _MOST_SECONDS)
+        duration = _number_of(record, "context_audio_duration", 0.0, _MOST_SECONDS)
+        similarity = _number_of(record, "context_speaker_similarity", -1 - _TOLERANCE, 1 + _TOLERANCE)
+        texts = {key: record.get(key) for key in ("context_audio_text", "context_audio_normalized_text")}
+        for key, text in texts.items():
+            if not isinstance(text, str | None):
+                raise RejectRecord("malformed", f"{key} is {str(text)[:40]!r}")
+        source = next(n for n, numbers in enumerate(self.roots.numbers) if utterance.segment.root in numbers)
+        root, relative = self.roots.place(source, path)
+        segment = Segment(root, relative, offset or 0.0, duration or 0.0, whole_file=offset is None)
+        if duration is None:
+            info = probe(self.roots.locate(segment))
+            seconds = info.num_samples / info.sampling_rate - segment.offset
+            if seconds <= 0:
+                raise RejectRecord("duration_mismatch", f"it begins at {segment.offset:g} s, after the end of its file")
+            segment = dataclasses.replace(segment, duration=seconds)
+        known = others.get(_place(segment))
+        if known is not None:
+            segment = known.segment
+        text, normalized = texts.values()
+        return Context(
+            segment=segment,
+            recording_id=known.recording_id if known else recording_id(segment.audio_filepath),
+            text=text if text is not None else known.text if known else "",
+            similarity=math.nan if similarity is None else min(1.0, max(-1.0, similarity)),
+            normalized_text=normalized or (known.custom.get("normalized_text") if known else None),
+        )
+
     def keep(
-        self,
-        utterance: Utterance,
-        given: GivenContext | RejectRecord,
-        found: dict[Segment, EmbeddedSegment | RejectRecord],
+        self, utterance: Utterance, given: Context | RejectRecord, found: dict[Segment, EmbeddedSegment | RejectRecord]
     ) -> Utterance | RejectRecord:
         """Return an utterance with the context that it brings, or why that cannot be used."""
         if isinstance(given, RejectRecord):
             return given
-        own = found[utterance.segment]
+        own, voice, segment = found[utterance.segment], found[given.segment], given.segment
         assert isinstance(own, EmbeddedSegment)
-        try:
-            context = check_given(utterance, own, given, found[given.context.segment], self.roots)
-        except RejectRecord as reject:
-            return reject
-        if not self.long_enough(context.segment.duration):
-            return RejectRecord("bad_context", f"the context that the record brings does not have {self._limits()}")
-        if context.similarity < self._least_similarity:
+        if isinstance(voice, RejectRecord):
+            return _bad_context(voice)
+        overlaps = (
+            utterance.segment.offset < segment.offset + segment.duration - 1e-6
+            and segment.offset < utterance.segment.offset + utterance.segment.duration - 1e-6
+        )
+        similarity = given.similarity
+        if math.isnan(similarity):
+            similarity = round(float(np.dot(np.float64(own.embedding), np.float64(voice.embedding))), 6)
+        if overlaps and self.roots.real_name(utterance.segment) == self.roots.real_name(segment):
+            problem = "is the utterance itself, or overlaps it"
+        elif own.content == voice.content:
+            problem = "has the same samples as the utterance"
+        elif not self.long_enough(segment.duration):
+            problem = f"does not have {self._limits()}"
+        elif similarity < self._least_similarity:
             limit = f"{self._least_similarity:g} (match.min_similarity)"
-            detail = f"has a similarity of {context.similarity:.4f}, below {limit}"
-            return RejectRecord("bad_context", f"the context that the record brings {detail}")
-        return _with_context(utterance, context)
+            problem = f"has a similarity of {similarity:.4f}, below {limit}"
+        else:
+            segment = dataclasses.replace(segment, notes=voice.notes)
+            return _with_context(utterance, dataclasses.replace(given, similarity=similarity, segment=segment))
+        return RejectRecord("bad_context", f"the context that the record brings {problem}")
 
 
 def encoder_family(match: MatchConfig) -> ModelFamily:
@@ -199,14 +280,6 @@ def _number(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
-def _only_copies(copy: Utterance, similarity: float) -> RejectRecord:
-    return RejectRecord(
-        "only_copies",
-        f"nothing else could be its context: {copy.audio_filepath} at {copy.offset:g} s has the same samples, or more "
-        f"than max_similarity: {similarity:.4f}",
-    )
-
-
 def _stack(rows: list[Any]) -> Any:
     """Return embeddings as one array, or as a tensor on their device where the product is worth its kernels."""
     if isinstance(rows[0], np.ndarray):
@@ -217,17 +290,26 @@ def _stack(rows: list[Any]) -> Any:
     return stacked if len(rows) > _FEW_ROWS else stacked.cpu().numpy()
 
 
-def _as_context(context: Utterance, similarity: float) -> Context:
-    return Context(
-        segment=context.segment,
-        recording_id=context.recording_id,
-        text=context.text,
-        similarity=round(similarity, 6),
-        normalized_text=context.custom.get("normalized_text"),
-    )
-
-
 def _with_context(utterance: Utterance, context: Context) -> Utterance:
     """Return the utterance with its context; keys that a source had for one of its own go."""
     custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
     return dataclasses.replace(utterance, custom=custom, context=context)
+
+
+def _bad_context(reject: RejectRecord) -> RejectRecord:
+    """Return why a record is rejected whose context would be rejected for this."""
+    return RejectRecord("bad_context", f"the context that the record brings: {reject.reason}: {reject.detail}")
+
+
+def _place(segment: Segment) -> Hashable:
+    # Manifests round their times.
+    return segment.root, segment.audio_filepath, round(segment.offset, 3), round(segment.duration, 3)
+
+
+def _number_of(record: Mapping[str, Any], key: str, least: float, most: float) -> float | None:
+    value = record.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise RejectRecord("malformed", f"{key} is {str(value)[:40]!r}")
+    return float(value)

@@ -1,27 +1,28 @@
-"""Speaker embeddings of a unit's segments, on the fly."""
+"""Speaker embeddings of a unit's segments, on the fly, and a sample of them for the report."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import base64
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 
-from sharmill.audio.resample import Resampling, resample_for_encoder
-from sharmill.audio.segments import SegmentAudio, SegmentReader
-from sharmill.audio.spool import Kept, Spool
-from sharmill.engine.delays import spent_on
+from sharmill.audio.decoder import to_float
+from sharmill.audio.resample import Resampling, resample
+from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentReader, SegmentsOnce
+from sharmill.engine.ahead import LoadedBatches
+from sharmill.engine.progress import spent_on
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
+from sharmill.models import SpeakerEncoder
+from sharmill.models.batches import pad, padded_batches
 from sharmill.models.memory import MemoryGuard
-from sharmill.models.protocols import SpeakerEncoder, pad, padded_batches
-from sharmill.models.shapes import Padding
-from sharmill.prefetch import prefetch
 
-_SPOOLED_BYTES: Final = 64 << 20
-_BATCHES_AHEAD: Final = 2
+# Of the sample of voices: for a dataset, and for one group.
+_WANTED_VOICES: Final = 1500
+_VOICES_PER_GROUP: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,7 @@ class EmbeddedSegment:
 
 
 _Loaded = tuple[np.ndarray, int, AudioNotes]
-
-
-@dataclass(frozen=True)
-class BegunSegments:
-    """Segments whose decoding has begun, in batches of their numbers; ``loaded`` yields what was decoded in order."""
-
-    segments: Sequence[Segment]
-    batches: list[list[int]]
-    loaded: Iterator[_Loaded | RejectRecord]
+BegunSegments = LoadedBatches[Segment, _Loaded | RejectRecord]
 
 
 @dataclass(frozen=True)
@@ -78,60 +71,58 @@ class Embedder:
 
         Some batches of audio are held, and in a spool all segments of each recording that has several of them.
         """
-        decoded = _Decoded(self, segments)
-        batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
-        loaded = prefetch(
-            decoded.load,
-            [index for batch in batches for index in batch],
+        once = SegmentsOnce(self.reader, segments, self._prepare)
+
+        def load(segment: Segment) -> _Loaded | RejectRecord:
+            try:
+                data, (content, notes) = once.get(segment)
+            except RejectRecord as reject:
+                return reject
+            return np.frombuffer(bytearray(data), np.float32), content, notes
+
+        return LoadedBatches(
+            segments,
+            padded_batches([segment.duration for segment in segments], self.batch_seconds),
+            load,
             threads=self.threads,
-            ahead=_BATCHES_AHEAD * self.batch_seconds,
-            weigh=lambda index: segments[index].duration,
+            weigh=attrgetter("duration"),
+            batch_weight=self.batch_seconds,
         )
-        return BegunSegments(segments, batches, chain(list(islice(loaded, 1)), loaded))
 
     def finish(
         self,
         begun: BegunSegments,
         advance: Callable[[float], None] = lambda seconds: None,
-        padding: Padding | None = None,
         when_all_begun: Callable[[], None] = lambda: None,
     ) -> list[EmbeddedSegment | RejectRecord]:
         """Return the embedding of every segment, or why it has none.
 
-        ``advance`` is called with the seconds of every batch that is done, what was padded is added to ``padding``, and
-        ``when_all_begun`` is called at each of the last batches, which are being decoded by then.
+        ``advance`` is called with the seconds of every batch that is done, and ``when_all_begun`` as of
+        ``LoadedBatches.take``.
         """
-        segments, loaded = begun.segments, begun.loaded
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
-        for number, batch in enumerate(begun.batches, start=1):
-            if number + _BATCHES_AHEAD > len(begun.batches):
-                when_all_begun()
+        for batch, loaded in zip(begun.batches, begun.take(when_all_begun), strict=True):
             usable: dict[int, _Loaded] = {}
-            for index in batch:
-                with spent_on("decoding"):
-                    item = next(loaded)
+            for index, item in zip(batch, loaded, strict=True):
                 if isinstance(item, RejectRecord):
                     outcomes[index] = item
                 else:
                     usable[index] = item
             try:
                 with spent_on("model"):
-                    outcomes.update(self._embed(usable, padding))
+                    outcomes.update(self._embed(usable))
             except RejectRecord as reject:
                 outcomes.update(dict.fromkeys(usable, reject))
-            advance(sum(segments[index].duration for index in batch))
+            advance(sum(begun.items[index].duration for index in batch))
         self.guard.unit_done()
-        return [outcomes[index] for index in range(len(segments))]
+        return [outcomes[index] for index in range(len(begun.items))]
 
-    def _embed(self, usable: dict[int, _Loaded], padding: Padding | None) -> dict[int, EmbeddedSegment]:
+    def _embed(self, usable: dict[int, _Loaded]) -> dict[int, EmbeddedSegment]:
         """Return the embeddings of a batch; raise RejectRecord for a segment that is too long to fit in memory."""
         if not usable:
             return {}
-        items = [samples for samples, _, _ in usable.values()]
-        audio, num_samples = pad(items, pinned=self.pinned)
+        audio, num_samples = pad([samples for samples, _, _ in usable.values()], pinned=self.pinned)
         seconds = audio.numel() / self.encoder.sampling_rate
-        if padding is not None:
-            padding.add(items, audio, self.encoder.sampling_rate)
         with self.guard.batch(seconds, len(usable), is_long=len(usable) == 1 and seconds > self.batch_seconds):
             rows = self.encoder.embed(audio, num_samples).float()
         return {
@@ -141,61 +132,54 @@ class Embedder:
             )
         }
 
-    def prepare(self, audio: SegmentAudio) -> np.ndarray:
-        """Return the samples of a segment at the rate of the encoder."""
-        return resample_for_encoder(audio.samples, audio.sampling_rate, self.encoder.sampling_rate, self.resampling)
+    def _prepare(self, audio: SegmentAudio | FileCopy) -> tuple[bytes, tuple[int, AudioNotes]]:
+        """Return the samples of a segment at the rate of the encoder, its content and its notes."""
+        assert isinstance(audio, SegmentAudio)
+        rates = audio.sampling_rate, self.encoder.sampling_rate
+        samples = resample(to_float(audio.samples), *rates, self.resampling)
+        return samples.astype(np.float32, copy=False).tobytes(), (audio.content, audio.notes)
 
 
-class _Decoded:
-    """The audio of segments, in any order.
+def sample_voices(
+    groups: Iterable[tuple[str, list[tuple[str, Any]]]], unit_id: str, size: int, total: int
+) -> list[tuple[str, str]]:
+    """Return names of groups, each with the embedding of one of its utterances, packed in text: for the report.
 
-    Recordings of which there are several are decoded first: each is opened once and read in the order of offsets. What
-    will be asked for in another order lies in a spool until then.
+    Each unit adds its share to its commit record, so that a dataset of any size has about as many voices, in whole or
+    half groups.
+
+    Args:
+        groups: names of groups, and the ids and embeddings (D,) of their utterances.
+        unit_id: the unit of these groups, by which the sample is drawn.
+        size: number of utterances of the unit.
+        total: number of utterances of the dataset.
     """
+    wanted = _WANTED_VOICES * size / max(1, total)
+    found: list[tuple[str, str]] = []
+    for name, members in sorted(groups, key=lambda group: _draw(unit_id, group[0])):
+        chosen = sorted(members, key=lambda member: _draw(unit_id, member[0]))[:_VOICES_PER_GROUP]
+        # Part of a group would say nothing of how its voices lie together: all of it, or by chance none.
+        if wanted < len(chosen) and _draw(f"share of {unit_id}", name) / 2**64 >= wanted / len(chosen):
+            break
+        found += [(name, pack_voice(embedding)) for _, embedding in chosen]
+        wanted -= len(chosen)
+        if wanted <= 0:
+            break
+    return found
 
-    def __init__(self, embedder: Embedder, segments: Sequence[Segment]) -> None:
-        self._embedder = embedder
-        self._segments = segments
-        self._spool = Spool(_SPOOLED_BYTES)
-        self._found: dict[int, tuple[Kept, int, AudioNotes] | RejectRecord] = {}
-        recordings: dict[Hashable, list[int]] = {}
-        for index, segment in enumerate(segments):
-            if not segment.whole_file:
-                recordings.setdefault(segment.recording, []).append(index)
-        several = [indices for indices in recordings.values() if len(indices) > 1]
-        for found in prefetch(self._decode_recording, several, threads=embedder.threads, ahead=0):
-            self._found.update(found)
 
-    def load(self, index: int) -> _Loaded | RejectRecord:
-        """Return samples, content and notes of a segment, or why it cannot be used; once for each."""
-        found = self._found.pop(index, None)
-        if found is None:
-            return self._decode(self._segments[index])
-        if isinstance(found, RejectRecord):
-            return found
-        kept, content, notes = found
-        samples = np.frombuffer(self._spool.get(kept), dtype=np.float32).copy()
-        self._spool.forget(kept)
-        return samples, content, notes
+def _draw(unit_id: str, name: str) -> int:
+    return xxhash.xxh3_64_intdigest(f"{unit_id}\n{name}".encode("utf-8", "surrogatepass"))
 
-    def _decode(self, segment: Segment) -> _Loaded | RejectRecord:
-        try:
-            audio = self._embedder.reader.read(segment)
-            return self._embedder.prepare(audio), audio.content, audio.notes
-        except RejectRecord as reject:
-            return reject
 
-    def _decode_recording(self, indices: list[int]) -> dict[int, tuple[Kept, int, AudioNotes] | RejectRecord]:
-        found: dict[int, tuple[Kept, int, AudioNotes] | RejectRecord] = {}
-        for place, audio in self._embedder.reader.read_recording([self._segments[index] for index in indices]):
-            index = indices[place]
-            if isinstance(audio, RejectRecord):
-                found[index] = audio
-                continue
-            try:
-                samples = self._embedder.prepare(audio)
-            except RejectRecord as reject:
-                found[index] = reject
-                continue
-            found[index] = self._spool.put(samples.astype(np.float32).tobytes()), audio.content, audio.notes
-        return found
+def pack_voice(embedding: Any) -> str:
+    """Return an embedding (D,), an array or a tensor, as text: in steps of 1/127 of its largest value."""
+    values = np.asarray(embedding.cpu() if hasattr(embedding, "cpu") else embedding, np.float32)
+    steps = np.rint(values * (127 / max(float(np.abs(values).max(initial=0.0)), 1e-9)))
+    return base64.b64encode(steps.astype(np.int8).tobytes()).decode()
+
+
+def unpack_voice(text: str) -> np.ndarray:
+    """Return the embedding (D,) that ``pack_voice`` has made a text of, with length 1."""
+    steps = np.frombuffer(base64.b64decode(text), np.int8).astype(np.float32)
+    return steps / max(float(np.linalg.norm(steps)), 1e-9)

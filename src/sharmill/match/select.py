@@ -11,17 +11,14 @@ on the device, and without the rounding it would decide between equal candidates
 float32 itself, because float32 keeps that noise where a similarity is near 0.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from sharmill.match.words import SharedWords
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +31,7 @@ _BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64: stays in the cache, yet eno
 _GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB: few launches, each long enough
 _MIN_BLOCK_ROWS: Final = 64  # the candidates are read from memory once per block
 _MICROSECONDS: Final = 1e6
+_WORD: Final = re.compile(r"[\w']+")
 
 
 def select_context(
@@ -104,18 +102,23 @@ def select_context(
         "min_duration": min_duration,
         "max_duration": max_duration,
     }
-    num_best = _check_options(choice, sample_size, block_size, limits)
+    for name, limit in limits.items():
+        _require(limit is None or not math.isnan(limit), f"{name} is NaN")
+    _require(choice in ("best", "sample"), f'choice must be "best" or "sample", got {choice!r}')
+    _require(sample_size >= 1, f"sample_size must be at least 1, got {sample_size}")
+    _require(block_size is None or block_size >= 1, f"block_size must be at least 1, got {block_size}")
     seconds = _times("durations", durations, num_rows, least=0.0)
     longest = math.inf if max_duration is None else max_duration
     eligible = (seconds >= min_duration) & (seconds <= longest)
     if candidates is not None:
         eligible &= _to_numpy(candidates, np.bool_)
     columns = np.flatnonzero(eligible)
-    exclusions: list[_Ranges | SharedWords] = []
+    exclusions: list[_Ranges | _SharedWords] = []
     exclusions += _exclusions(seconds, columns, recordings, offsets, texts, contents)
     if words is not None and max_text_overlap is not None:
-        exclusions.append(SharedWords(words, columns, max_text_overlap))
+        exclusions.append(_SharedWords(words, columns, max_text_overlap))
     most = math.inf if max_similarity is None else np.rint(max_similarity * _STEPS)
+    num_best = sample_size if choice == "sample" else 1
     best, steps = _best_candidates(units, columns, exclusions, most, num_best, block_size)
 
     least = max(np.rint(min_similarity * _STEPS), -_STEPS)  # -inf stands for none, and is never enough
@@ -129,18 +132,23 @@ def select_context(
     return _like(embeddings, index), _like(embeddings, similarity)
 
 
-def _check_options(choice: str, sample_size: int, block_size: int | None, limits: Mapping[str, float | None]) -> int:
-    """Refuse options out of range; return how many of the best candidates the choice needs."""
-    if choice not in ("best", "sample"):
-        raise ValueError(f'choice must be "best" or "sample", got {choice!r}')
-    if sample_size < 1:
-        raise ValueError(f"sample_size must be at least 1, got {sample_size}")
-    if block_size is not None and block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
-    for name, limit in limits.items():
-        if limit is not None and math.isnan(limit):
-            raise ValueError(f"{name} is NaN")
-    return sample_size if choice == "sample" else 1
+def number_words(texts: Iterable[str]) -> list[_IndexArray]:
+    """Return the distinct words of each text as numbers, equal ones for equal words; case and punctuation aside.
+
+    >>> [words.tolist() for words in number_words(["Go, go on!", "on we go", ""])]
+    [[0, 1], [0, 1, 2], []]
+    """
+    numbers: dict[str, int] = {}
+    found = []
+    for text in texts:
+        words = {numbers.setdefault(word, len(numbers)) for word in _WORD.findall(text.lower())}
+        found.append(np.array(sorted(words), dtype=np.int64))
+    return found
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def _is_tensor(values: Any) -> bool:
@@ -169,20 +177,18 @@ def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
 def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray[np.float64]:
     """Return ``values`` as (num_rows,) float64 seconds; raise ValueError if they are not finite or below ``least``."""
     seconds = _to_numpy(values, np.float64)
-    if seconds.shape != (num_rows,):
-        raise ValueError(f"{name} must have shape ({num_rows},) like the embeddings, got {seconds.shape}")
-    if not np.isfinite(seconds).all() or (seconds < least).any():
-        raise ValueError(f"{name} must be finite and at least {least} s")
+    _require(seconds.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {seconds.shape}")
+    _require(
+        bool(np.isfinite(seconds).all() and (seconds >= least).all()), f"{name} must be finite, at least {least} s"
+    )
     return seconds
 
 
 def _ids(name: str, values: ArrayLike, num_rows: int) -> _IndexArray:
     """Return ``values`` as (num_rows,) integers; raise ValueError if they are anything else."""
     ids = _to_numpy(values)
-    if ids.shape != (num_rows,):
-        raise ValueError(f"{name} must have shape ({num_rows},) like the embeddings, got {ids.shape}")
-    if num_rows and ids.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be integers, got {ids.dtype}")
+    _require(ids.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {ids.shape}")
+    _require(not num_rows or ids.dtype.kind in "iu", f"{name} must be integers, got {ids.dtype}")
     return ids.astype(np.int64)
 
 
@@ -193,16 +199,14 @@ def _unit_rows(embeddings: Any) -> Any:
         rows = (embeddings.cpu() if embeddings.device.type == "mps" else embeddings).detach().double().clone()
     else:
         rows = np.array(embeddings, dtype=np.float64)
-    if rows.ndim != 2:
-        raise ValueError(f"embeddings must have shape (N, D), got {tuple(rows.shape)}")
+    _require(rows.ndim == 2, f"embeddings must have shape (N, D), got {tuple(rows.shape)}")
     if 0 in rows.shape:
         return rows
     # In pieces, since a copy of all rows would be half as large again as what is returned.
     step = max(1, _BLOCK_ELEMENTS // rows.shape[1])
     parts = [rows[start : start + step] for start in range(0, len(rows), step)]
     num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # NaN is not less
-    if num_broken:
-        raise ValueError(f"embeddings must be finite; those of {num_broken} utterances are not")
+    _require(not num_broken, f"embeddings must be finite; those of {num_broken} utterances are not")
     for part in parts:
         # Dividing by the largest value first keeps the squares of huge and of tiny values in range.
         largest = abs(part).max(1)
@@ -256,14 +260,11 @@ def _exclusions(
 ) -> list[_Ranges]:
     """Collect what must not be picked: the utterance itself, what overlaps it, the same text, the same samples."""
     num_rows = len(seconds)
-    itself = np.searchsorted(columns, np.arange(num_rows))
-    stop = np.searchsorted(columns, np.arange(num_rows), side="right")
-    exclusions = [_Ranges(order=np.arange(len(columns)), first=itself, stop=stop)]
+    exclusions = [_same_ids(np.arange(num_rows), columns)]
+    _require(offsets is None or recordings is not None, "offsets mean nothing without recordings: pass both or neither")
     if recordings is not None:
         at = np.zeros(num_rows) if offsets is None else _times("offsets", offsets, num_rows, least=-math.inf)
         exclusions.append(_overlaps(_ids("recordings", recordings, num_rows), at, seconds, columns))
-    elif offsets is not None:
-        raise ValueError("offsets mean nothing without recordings: pass both or neither")
     if texts is not None:
         ids = _ids("texts", texts, num_rows)
         exclusions.append(_same_ids(ids, columns, applies=ids != -1))
@@ -299,10 +300,43 @@ def _same_ids(ids: _IndexArray, columns: _IndexArray, applies: NDArray[np.bool_]
     return _Ranges(order=order, first=first, stop=np.where(applies, stop, first))
 
 
+class _SharedWords:
+    """The candidates that share more than a part of the words of each utterance.
+
+    The share is that of the text with fewer distinct words: the common words over its number. A text without words
+    shares none.
+
+    Args:
+        words: distinct words of each of the N utterances, as ``number_words`` makes them.
+        columns: (M,) the candidates among them.
+        limit: the greatest share that is allowed.
+    """
+
+    def __init__(self, words: Sequence[_IndexArray], columns: _IndexArray, limit: float) -> None:
+        from scipy.sparse import csr_array
+
+        self._sizes = np.array([len(own) for own in words], dtype=np.int64)
+        flat = np.concatenate([np.empty(0, dtype=np.int64), *words])
+        starts = np.concatenate([[0], np.cumsum(self._sizes)])
+        shape = (len(words), int(flat.max(initial=-1)) + 1)
+        self._rows = csr_array((np.ones(len(flat), dtype=np.int32), flat, starts), shape=shape)
+        self._candidates = self._rows[columns].T.tocsr()
+        self._candidate_sizes = self._sizes[columns]
+        self._limit = limit
+
+    def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
+        """Return the excluded pairs of a block: row in the block, position among the candidates."""
+        common = (self._rows[block] @ self._candidates).tocoo()
+        row, candidate = common.coords
+        fewer = np.minimum(self._sizes[block][row], self._candidate_sizes[candidate])
+        excluded = common.data > self._limit * fewer + 1e-9
+        return row[excluded], candidate[excluded]
+
+
 def _best_candidates(
     units: Any,
     columns: _IndexArray,
-    exclusions: Sequence[_Ranges | SharedWords],
+    exclusions: Sequence[_Ranges | _SharedWords],
     most: float,
     num_best: int,
     block_size: int | None,

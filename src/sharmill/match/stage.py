@@ -1,79 +1,76 @@
 """Stage ``match`` (stage 1): a context for every utterance, from its speaker group."""
 
-from __future__ import annotations
-
 import dataclasses
+import glob
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import msgspec
 import numpy as np
 
 from sharmill.audio.resample import RESAMPLING_PACKAGES
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
-from sharmill.engine.ahead import UnitsAhead
-from sharmill.engine.delays import spent_on
-from sharmill.engine.identity import versions
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit, name_devices
+from sharmill.engine.ahead import AheadProcessor
+from sharmill.engine.plan import read_ledger
+from sharmill.engine.stage import (
+    Advance,
+    Commit,
+    Output,
+    Processor,
+    RunDir,
+    Stage,
+    Totals,
+    Unit,
+    add_up,
+    make_unit,
+    name_devices,
+    versions,
+)
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.staging import Staging
-from sharmill.files.storage import open_atomic, open_stored, remove_for_good
-from sharmill.files.stored import decode_stored, map_stored_array, read_stored, save_array
-from sharmill.manifest import Reject, Segment, Utterance, read_lines_at, records_checksum, write_lines
-from sharmill.match.candidates import (
-    CANDIDATES_NAME,
-    leave_out_strangers,
-    mix_groups,
-    segment_roots,
-    write_candidates,
+from sharmill.files.storage import Staging, map_stored_array, open_atomic, open_stored, remove, save_array
+from sharmill.manifest import (
+    Context,
+    Reject,
+    Segment,
+    Utterance,
+    read_lines_at,
+    records_checksum,
+    tagged_speaker,
+    write_lines,
 )
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
-from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder
-from sharmill.match.given import GivenContext, GivenContexts
-from sharmill.match.groups import divide, index_manifest, order_by_group
-from sharmill.match.voices import sample_voices
+from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder, sample_voices
+from sharmill.match.groups import (
+    divide,
+    index_lines,
+    number_groups,
+    order_by_group,
+    segment_roots,
+    write_candidates,
+)
 from sharmill.models import load_speaker_encoder, make_deterministic
-from sharmill.models.arithmetic import fit_batch_seconds
-from sharmill.models.device import check_device
-from sharmill.models.measure import require_room
-from sharmill.models.shapes import Padding, log_padding
-from sharmill.prepare.config import PrepareConfig
+from sharmill.models.batches import log_padding
+from sharmill.models.device import check_device, fit_batch_seconds
+from sharmill.models.memory import require_room
+from sharmill.prepare.check import PrepareConfig
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.prepare.stage import identify_roots, manifest_stem, prepared_manifest
-from sharmill.speaker_tag import tagged_speaker
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
 _UNITS_WANTED = 64
-UNIT_SECONDS: Final = (60.0, 1200.0)
+_UNIT_SECONDS: Final = (60.0, 1200.0)
 _MATCHED = "_withContextAudio"
+_CANDIDATES: Final = "candidates.jsonl"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
 # until at 600 most of the time goes into new pages of memory.
 _CPU_BATCH_SECONDS = 16.0
-
-
-class _Limits(msgspec.Struct):
-    # Texts where they came from the environment.
-    min_duration: float | str
-    min_similarity: float | str
-
-
-class _Identity(msgspec.Struct):
-    """The part of the identity of a plan that the name of its manifest has."""
-
-    match: _Limits
 
 
 class MatchStage(Stage):
@@ -113,7 +110,7 @@ class MatchStage(Stage):
             "encoder": encoder.identity(),
             "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "input": records_checksum(prepared),
-            "versions": versions(*RESAMPLING_PACKAGES[self.match.resampling], *encoder.dependencies),
+            "versions": versions(*RESAMPLING_PACKAGES[self.match.resampling], "torch", *encoder.packages),
         }
 
     def modules(self) -> list[str]:
@@ -124,37 +121,41 @@ class MatchStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         match = self.match
-        key, candidates = make_speaker_key(self.config.speaker_key), folder / CANDIDATES_NAME
+        key, candidates = make_speaker_key(self.config.speaker_key), folder / _CANDIDATES
+        paths = [prepared_manifest(self.config)]
+        num_candidates = 0
         if match.contexts_from_dataset:
             roots = segment_roots(self.config).roots
-            found = write_candidates(candidates, roots[-1].path, len(roots) - 1)
-            index = index_manifest(prepared_manifest(self.config), key, candidates)
-            num_records = len(index.groups) - found
-            index = leave_out_strangers(index, num_records)
-        else:
-            index = index_manifest(prepared_manifest(self.config), key)
-            num_records = len(index.groups)
+            num_candidates = write_candidates(candidates, roots[-1].path, len(roots) - 1)
+            paths.append(candidates)
+        lines = index_lines(*paths, group_key=key)
+        groups, num_records = number_groups(lines), len(lines) - num_candidates
+        if match.contexts_from_dataset:
+            # Not the groups that have no record.
+            wanted = np.isin(groups, np.unique(groups[:num_records]))
+            lines, groups = lines[wanted], groups[wanted]
         mixed = match.contexts_from_dataset and match.max_group is not None
-        order = mix_groups(index) if mixed else order_by_group(index.groups)
-        save_array(folder / "offsets.npy", index.offsets)
+        order = order_by_group(groups, mixed=mixed)
+        save_array(folder / "offsets.npy", lines["offset"])
         save_array(folder / "order.npy", order)
-        total = float(index.seconds.sum(dtype=np.float64))
-        spans = divide(index, order, unit_seconds=self._unit_seconds(total), max_group=match.max_group)
+        unit_seconds = self._unit_seconds(float(lines["seconds"].sum(dtype=np.float64)))
+        seconds = lines["seconds"][order]
+        spans = divide(seconds, groups[order], unit_seconds=unit_seconds, max_group=match.max_group)
         # Lines from this number on are candidates.
         further = {"num_records": num_records} if match.contexts_from_dataset else {}
         number = 0
-        for span in spans:
-            size = int(np.count_nonzero(order[span.start : span.stop] < num_records))
+        for start, stop in spans:
+            size = int(np.count_nonzero(order[start:stop] < num_records))
             if size:  # a part of a large group may have candidates only
-                params = {"start": span.start, "stop": span.stop, **further}
-                yield make_unit(number, cost=span.seconds, size=size, params=params)
+                cost = round(float(seconds[start:stop].sum(dtype=np.float64)), 3)
+                yield make_unit(number, cost=cost, size=size, params={"start": start, "stop": stop, **further})
                 number += 1
 
     def expect_units(self, num_records: float, cost: float) -> int:
         return max(1, round(cost / self._unit_seconds(cost)))
 
     def _unit_seconds(self, total: float) -> float:
-        return self.match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *UNIT_SECONDS))
+        return self.match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
 
     def check_node(self) -> None:
         segment_roots(self.config).check_node()
@@ -182,8 +183,7 @@ class MatchStage(Stage):
             pinned=device == "cuda",
         )
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
         with open_atomic(matched_manifest(self.config)) as merged:
             for commit in commits:
                 with open_stored(self.root / commit.files[0].name) as part:
@@ -195,36 +195,15 @@ class MatchStage(Stage):
         return [matched_manifest(self.config)]
 
     def discard(self) -> None:
-        # That of other limits too, which the plan tells: the stage write would take it for the output of a later plan.
-        paths = {matched_manifest(self.config)}
-        # A plan that is damaged does not tell, and is to be replaced.
-        with suppress(ConfigError, FileNotFoundError):
-            before = decode_stored(self.dir.identity, read_stored(self.dir.identity), _Identity).match
-            found = _manifest(self.config, before.min_duration, before.min_similarity)
-            # Of a stranger's plan the limits may be a path.
-            if found.parent == self.run_dir.manifests:
-                paths.add(found)
-        remove_for_good(paths)
+        # Those of other limits too: the stage write would take them for the output of a later plan.
+        pattern = glob.escape(f"{manifest_stem(self.config)}{_MATCHED}") + "MinDur[0-9]*MinSSIM*[0-9].json"
+        remove(matched_manifest(self.config), *self.run_dir.manifests.glob(pattern))
 
 
-@dataclass(frozen=True)
-class _BegunUnit:
-    """A unit whose audio is being decoded.
-
-    Attributes:
-        groups: its speaker groups.
-        given: contexts that records bring, by the number of the record.
-        wanted: the segments whose voices are needed.
-        held: closed once these are decoded.
-    """
-
-    groups: list[list[Utterance]]
-    given: dict[int, GivenContext | RejectRecord]
-    wanted: BegunSegments
-    held: ExitStack
+_Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], BegunSegments]
 
 
-class MatchProcessor(Processor):
+class MatchProcessor(AheadProcessor[_Begun]):
     """The choice of contexts for the speaker groups of a unit, in one rank.
 
     Args:
@@ -233,6 +212,7 @@ class MatchProcessor(Processor):
     """
 
     def __init__(self, config: Config, plan: Path, embed: Embedder, device_kind: str) -> None:
+        super().__init__()
         self.device_kind = device_kind
         self.config = config
         self.match = config.section(MatchConfig)
@@ -241,36 +221,35 @@ class MatchProcessor(Processor):
         self._group_key = make_speaker_key(config.speaker_key)
         self._num_lines = len(map_stored_array(plan / "order.npy"))
         self._chooser = ContextChooser(self.match, embed.reader.roots, self._key)
-        self._ahead = UnitsAhead(self._begin, drop=lambda begun: begun.held.close())
 
-    def expect(self, unit: Unit | None) -> None:
-        self._ahead.expect(unit)
+    def begin(self, unit: Unit) -> _Begun:
+        """Begin to decode the audio of a unit.
 
-    def close(self) -> None:
-        self._ahead.close()
-
-    def _begin(self, unit: Unit) -> _BegunUnit:
-        groups = [list(group) for _, group in groupby(self._read(unit), key=self._key)]
-        given = self._read_given(groups)
-        candidates = [utterance for group in groups for utterance in self._to_embed(group, given)]
+        Returns:
+            Its speaker groups; the contexts that records bring and are to keep, by the number of the record; and the
+            segments whose voices are needed.
+        """
+        utterances = self._read(unit)
+        groups = [list(group) for _, group in groupby(utterances, key=self._key)]
+        given = self._chooser.read_given(utterances) if self.match.contexts == "given" else {}
+        candidates: list[Utterance] = []
+        for group in groups:
+            if self._chooser.may_match(group) and any(one.index not in given for one in group):
+                candidates += group
+            else:
+                candidates += [one for one in group if isinstance(given.get(one.index), Context)]
         # The batches of all groups are made together, and a context that is a record is embedded as that.
         segments = {utterance.segment for utterance in candidates}
-        brought = [one.context.segment for one in given.values() if isinstance(one, GivenContext)]
+        brought = [one.segment for one in given.values() if isinstance(one, Context)]
         wanted = list(dict.fromkeys([*(one.segment for one in candidates), *(s for s in brought if s not in segments)]))
-        with ExitStack() as stack:
-            stack.enter_context(self._embed.reader.gather(wanted))
-            return _BegunUnit(groups, given, self._embed.begin(wanted), stack.pop_all())
+        return groups, given, self._embed.begin(wanted)
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        with spent_on("decoding"):
-            begun = self._ahead.take(unit)
-        groups, given = begun.groups, begun.given
+        groups, given, wanted = self.take(unit)
         # What lies behind comes from the dataset that is appended to, and can only be a context.
         num_records = unit.params.get("num_records", sys.maxsize)
-        padding = Padding()
-        with begun.held:
-            embedded = self._embed.finish(begun.wanted, advance, padding, self._ahead.begin)
-            found = dict(zip(begun.wanted.segments, embedded, strict=True))
+        embedded = self._embed.finish(wanted, advance, self.begin_next)
+        found = dict(zip(wanted.items, embedded, strict=True))
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:
@@ -284,32 +263,24 @@ class MatchProcessor(Processor):
                     matched.append(outcome)
         name = f"parts/{unit.index:06d}.jsonl"
         write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
-        seconds = sum(utterance.duration for utterance in matched)
-        stats: dict[str, Any] = {"seconds": seconds, **padding.stats("embedded")}
-        stats["voices"] = sample_voices(
-            ((self._key(group[0]), _embeddings(group, found)) for group in groups),
-            unit.id, unit.params["stop"] - unit.params["start"], self._num_lines,
-        )  # fmt: skip
+        seconds = sum(utterance.segment.duration for utterance in matched)
+        # Each batch has its longest segment first.
+        padded = sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches)
+        stats = {
+            "seconds": seconds,
+            "padded_seconds": padded,
+            "embedded_seconds": sum(segment.duration for segment in wanted.items),
+            "voices": sample_voices(
+                ((self._key(group[0]), _embeddings(group, found)) for group in groups),
+                unit.id, unit.params["stop"] - unit.params["start"], self._num_lines,
+            ),
+        }  # fmt: skip
         return Output(files=[name], num_out=len(matched), rejects=rejects, stats=stats)
-
-    def _read_given(self, groups: list[list[Utterance]]) -> dict[int, GivenContext | RejectRecord]:
-        """Return the contexts that records bring, by the number of the record, where they are to be kept."""
-        if self.match.contexts != "given":
-            return {}
-        contexts = GivenContexts((one for group in groups for one in group), self._embed.reader.roots)
-        found = {one.index: contexts.read(one) for group in groups for one in group}
-        return {index: context for index, context in found.items() if context is not None}
-
-    def _to_embed(self, group: list[Utterance], given: dict[int, GivenContext | RejectRecord]) -> list[Utterance]:
-        """Return the utterances of a group whose voices are needed."""
-        if self._chooser.may_match(group) and any(one.index not in given for one in group):
-            return group
-        return [one for one in group if isinstance(given.get(one.index), GivenContext)]
 
     def _match_found(
         self,
         group: list[Utterance],
-        given: dict[int, GivenContext | RejectRecord],
+        given: dict[int, Context | RejectRecord],
         found: dict[Segment, EmbeddedSegment | RejectRecord],
     ) -> Iterator[tuple[Utterance, Utterance | RejectRecord]]:
         """Yield each utterance of a group, and the same with its context, or why it has none."""
@@ -321,7 +292,7 @@ class MatchProcessor(Processor):
                 continue
             left.append(utterance)
             if own is not None:
-                utterance.notes = own.notes
+                utterance.segment = replace(utterance.segment, notes=own.notes)
         embedded = [own for one in left if isinstance(own := found.get(one.segment), EmbeddedSegment)]
         choose = any(one.index not in given for one in left)
         chosen = (
@@ -340,7 +311,7 @@ class MatchProcessor(Processor):
         offsets = map_stored_array(self._plan / "offsets.npy")[lines]
         found: dict[int, Utterance] = {}
         is_record = lines < unit.params.get("num_records", sys.maxsize)
-        manifests = {prepared_manifest(self.config): is_record, self._plan / CANDIDATES_NAME: ~is_record}
+        manifests = {prepared_manifest(self.config): is_record, self._plan / _CANDIDATES: ~is_record}
         for manifest, chosen in manifests.items():
             if chosen.any():
                 read = map(Utterance.from_json, read_lines_at(manifest, offsets[chosen]))
@@ -350,7 +321,7 @@ class MatchProcessor(Processor):
         return [found[number] for number in lines.tolist()]
 
     def _key(self, utterance: Utterance) -> str:
-        return self._group_key(utterance.audio_filepath, tagged_speaker(utterance.speaker))
+        return self._group_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
 
 
 def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | RejectRecord]) -> list[tuple[str, Any]]:
@@ -365,11 +336,7 @@ def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | R
 def matched_manifest(config: Config) -> Path:
     """Return the path of the manifest that stage 1 leaves."""
     match = config.section(MatchConfig)
-    return _manifest(config, match.min_duration, min_similarity(match))
-
-
-def _manifest(config: Config, min_duration: Any, min_similarity: Any) -> Path:
-    limits = f"MinDur{min_duration}MinSSIM{min_similarity}"
+    limits = f"MinDur{match.min_duration}MinSSIM{min_similarity(match)}"
     return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
 
 
@@ -378,5 +345,5 @@ def devices_of_match(config: Config) -> list[str]:
     stage = MatchStage(config)
     if not stage.dir.units.exists():
         return []
-    commits = read_ledger(stage.dir, load_plan(stage)).values()
+    commits = read_ledger(stage.dir, stage.dir.read_units()).values()
     return name_devices(commit.device_kind for commit in commits)

@@ -1,7 +1,9 @@
-"""Speaker encoders and codecs behind two protocols, found and loaded by name.
+"""Speaker encoders and codecs behind two protocols, found and loaded by name, or by what a dataset records of them.
 
 Importing this package, and finding a model, imports neither torch nor NeMo nor transformers; that happens when a model
-is loaded or checked.
+is loaded or checked. Decoding, resampling and the batching over a unit are the callers'; a backend gets float32 audio
+at its own sampling rate, and its results do not depend on what else is in the batch (beyond the noise of float
+arithmetic).
 
 >>> find_codec("builtin").identity()["backend"]
 'builtin'
@@ -13,14 +15,28 @@ adds one by an entry point in the group ``sharmill.encoders`` or ``sharmill.code
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import importlib.metadata
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import msgspec
+import xxhash
 
 from sharmill.config import Precision
-from sharmill.errors import ConfigError
-from sharmill.models.arithmetic import make_deterministic, with_precision
-from sharmill.models.family import ModelFamily, find_model
-from sharmill.models.protocols import Codec, DecodingCodec, SpeakerEncoder
-from sharmill.registry import CODECS, ENCODERS, Registry
+from sharmill.errors import ConfigError, FatalError, UnitFailed
+from sharmill.files.storage import checksum
+from sharmill.models.device import make_deterministic, with_precision
+from sharmill.registry import CODECS, ENCODERS, Registry, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sharmill.shar.layout import CodecRecord
 
 __all__ = [
     "Codec",
@@ -28,11 +44,213 @@ __all__ = [
     "ModelFamily",
     "SpeakerEncoder",
     "find_codec",
+    "find_recorded_codec",
     "find_speaker_encoder",
     "load_codec",
+    "load_recorded_codec",
     "load_speaker_encoder",
     "make_deterministic",
 ]
+
+
+@runtime_checkable
+class SpeakerEncoder(Protocol):
+    """A model that turns utterances into vectors whose cosine similarity says how alike the voices are.
+
+    Attributes:
+        sampling_rate: rate of the audio that ``embed`` expects, in Hz.
+        embedding_size: number of values in an embedding.
+        checksum: xxh3 (hex) over the model's parameters and saved buffers, in the order of their names.
+    """
+
+    sampling_rate: int
+    embedding_size: int
+    checksum: str
+
+    def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Embed a batch of utterances.
+
+        Args:
+            audio: (batch, samples) float32; what lies beyond an item's ``num_samples`` is ignored.
+            num_samples: (batch,) int64, the length of each item in samples.
+
+        Returns:
+            (batch, embedding_size) float32, on the CPU or on the model's device. Every row has length 1, except that
+            digital silence (all samples zero) has no voice and gives the zero vector: its similarity to everything,
+            itself included, is 0.
+
+        Raises:
+            ValueError: for shapes that do not fit together.
+        """
+        ...
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """A model that turns audio into discrete codes.
+
+    Attributes:
+        sampling_rate: rate of the audio that ``encode`` expects, in Hz.
+        samples_per_frame: samples of audio in one frame of codes.
+        num_codebooks: number of codes per frame.
+        codebook_size: every code is in ``range(codebook_size)``.
+        checksum: xxh3 (hex) over the parameters and saved buffers, in the order of their names.
+        trained: False for a model whose codes mean nothing.
+        equal_lengths_only: True if padding on the right changes an item's codes. The backend then encodes only items
+            with the same number of frames together, so that a caller who batches them by it loses no speed.
+    """
+
+    sampling_rate: int
+    samples_per_frame: int
+    num_codebooks: int
+    codebook_size: int
+    checksum: str
+    trained: bool
+    equal_lengths_only: bool
+
+    def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+        """Encode a batch of segments.
+
+        An item of n samples has exactly ``ceil(n / samples_per_frame)`` frames: its last frame is filled up with
+        zeros before the model sees it.
+
+        Args:
+            audio: (batch, samples) float32; what lies beyond an item's ``num_samples`` is ignored.
+            num_samples: (batch,) int64, the length of each item in samples.
+
+        Returns:
+            (batch, num_codebooks, max_frames) int64 on the CPU, 0 beyond an item's last frame.
+
+        Raises:
+            ValueError: for shapes that do not fit together.
+            FatalError: the model gives another number of frames.
+            UnitFailed: it gives an index outside its codebook, as of values that are not finite.
+        """
+        ...
+
+
+@runtime_checkable
+class DecodingCodec(Codec, Protocol):
+    """A codec that also turns codes into audio.
+
+    Attributes:
+        decoded_sampling_rate: rate of the audio that ``decode`` gives, in Hz; None if this model cannot decode.
+    """
+
+    decoded_sampling_rate: int | None
+
+    def decode(self, codes: Tensor, num_frames: Tensor) -> Tensor:
+        """Turn codes into audio. Each item is decoded alone, so that it does not depend on its batch.
+
+        Args:
+            codes: (batch, num_codebooks, frames) integers; what lies beyond an item's ``num_frames`` is ignored.
+            num_frames: (batch,) int64, the length of each item in frames.
+
+        Returns:
+            (batch, samples) float32 on the CPU, at ``decoded_sampling_rate``; 0 beyond an item's last frame.
+
+        Raises:
+            ValueError: for shapes that do not fit together, or codes outside the codebook.
+            ConfigError: if this model cannot decode.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily(ABC):
+    """A family of codecs or of speaker encoders; an object of the class is one of its models, not loaded yet.
+
+    A family is a frozen, keyword-only dataclass derived from this one. Its fields are its options: a configuration
+    gives them beside the name of the model. What the output does not depend on is a field with ``compare=False``.
+
+    Args:
+        name: the model as a configuration names it, ``family`` or ``family:target``.
+        target: what follows the family and a colon in the name; "" if nothing does.
+        version: of the package that brings the family, or the checksum of its file; "" for sharmill's own.
+    """
+
+    name: str
+    target: str
+    version: str = ""
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that its models are computed with beside torch, by the names that pip has."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that ``load`` imports, and that take the most time to import: the ranks of a machine import them once."""
+    strangers: ClassVar[tuple[tuple[float, float], ...]] = ()
+    """Of speaker encoders: similarities of two utterances of different speakers, in increasing order, each with the
+    share of pairs that are less similar; empty if none were measured."""
+
+    @property
+    def min_similarity(self) -> float | None:
+        """The least similarity of two utterances that a speaker encoder takes for one voice; None if none is known.
+
+        Similarities of two encoders cannot be compared, so that each needs a number of its own.
+        """
+        return None
+
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        """Return the types of the options by their names."""
+        hints, own = typing.get_type_hints(cls), {field.name for field in dataclasses.fields(ModelFamily)}
+        return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.name not in own}
+
+    def resolve(self) -> Path | None:
+        """Return the file or directory that the target is; None for a name, which is looked up elsewhere.
+
+        Raises:
+            ConfigError: the model cannot be loaded, for a reason that can be seen without loading it.
+        """
+        for package in self.packages:
+            try:
+                importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                raise ConfigError(
+                    f"the package {package} is not installed: run pip install {package}", code="missing_package"
+                ) from None
+        path = Path(self.target).expanduser()
+        return path if self.target and path.exists() else None
+
+    def check(self) -> None:
+        """Raise ConfigError, within seconds, unless the model is on this machine or can be fetched.
+
+        It is called before a stage that loads the model, and may import the packages.
+        """
+        self.resolve()
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells the model from others, as JSON values: names, options, checksum of a local file.
+
+        Raises:
+            ConfigError: as of ``resolve``.
+        """
+        path = self.resolve()
+        found: dict[str, Any] = {"backend": Registry.split(self.name)[0], "name": self.name}
+        found |= {"version": self.version} if self.version else {}
+        compared = {field.name for field in dataclasses.fields(self) if field.compare}
+        options = {option: getattr(self, option) for option in self.options() if option in compared}
+        found |= {"options": options} if options else {}
+        return found | ({} if path is None else {"checksum": _checksum_of(path)})
+
+    @property
+    def published_name(self) -> str:
+        """The name without the folders of this machine, for what is published."""
+        path = Path(self.target).expanduser()
+        return f"{Registry.split(self.name)[0]}:{path.name}" if self.target and path.exists() else self.name
+
+    @abstractmethod
+    def load(self, device: str) -> Any:
+        """Return the model on a torch device: a ``Codec`` or a ``SpeakerEncoder``.
+
+        Raises:
+            ConfigError: the model, its file or the installation is wrong; one line that says what to do.
+        """
+
+    def refuse_target(self) -> None:
+        """Raise ConfigError if the name has a target; for a family of one model."""
+        if self.target:
+            family = Registry.split(self.name)[0]
+            raise ConfigError(f"'{self.name}' has too much: write {family}", code="bad_model")
 
 
 def find_speaker_encoder(name: str, **options: Any) -> ModelFamily:
@@ -44,7 +262,7 @@ def find_speaker_encoder(name: str, **options: Any) -> ModelFamily:
     >>> find_speaker_encoder("nemo:titanet_large").min_similarity
     0.6
     """
-    return find_model(ENCODERS, name, options)
+    return _find_model(ENCODERS, name, options)
 
 
 def find_codec(name: str, **options: Any) -> ModelFamily:
@@ -56,7 +274,7 @@ def find_codec(name: str, **options: Any) -> ModelFamily:
     >>> find_codec("nemo:nvidia/low-frame-rate-speech-codec-22khz").published_name
     'nemo:nvidia/low-frame-rate-speech-codec-22khz'
     """
-    return find_model(CODECS, name, options)
+    return _find_model(CODECS, name, options)
 
 
 def load_speaker_encoder(
@@ -78,10 +296,7 @@ def load_speaker_encoder(
     >>> load_speaker_encoder("resemblyzer").embedding_size
     256
     """
-    encoder: SpeakerEncoder = find_speaker_encoder(name, **options).load(device)
-    _check_model(ENCODERS, name, encoder, SpeakerEncoder, "embed")
-    if precision != "fp32":
-        encoder.embed = with_precision(encoder.embed, device, precision)  # type: ignore[method-assign]
+    encoder: SpeakerEncoder = _load_model(ENCODERS, name, device, precision, options, SpeakerEncoder, "embed")
     return encoder
 
 
@@ -97,22 +312,144 @@ def load_codec(name: str, device: str = "cpu", *, precision: Precision = "fp32",
 
     Raises:
         ConfigError: if the name, the file or the installation is wrong, or the device does not have the precision; one
-            line that says what to do.
+            line that says what to do; also unless 1, 2 and 5 frames of audio give as many frames of valid codes.
 
     >>> load_codec("builtin").samples_per_frame
     640
     """
-    codec: Codec = find_codec(name, **options).load(device)
-    _check_model(CODECS, name, codec, Codec, "encode")
-    if precision != "fp32":
-        codec.encode = with_precision(codec.encode, device, precision)  # type: ignore[method-assign]
-    from sharmill.models.codec_backend import check_codec
+    codec: Codec = _load_model(CODECS, name, device, precision, options, Codec, "encode")
+    import torch
 
-    check_codec(codec, name)
+    for num_frames in (1, 2, 5):
+        samples = num_frames * codec.samples_per_frame
+        try:
+            codes = codec.encode(torch.zeros(1, samples), torch.tensor([samples]))
+        except (FatalError, UnitFailed) as error:
+            raise ConfigError(f"{error}; use another codec", code="bad_model") from error
+        is_as_long = tuple(codes.shape) == (1, codec.num_codebooks, num_frames)
+        if not (is_as_long and 0 <= int(codes.min()) <= int(codes.max()) < codec.codebook_size):
+            problem = "outside its codebook" if is_as_long else f"of shape {tuple(codes.shape)} for {num_frames} frames"
+            raise ConfigError(f"codec {name} gave codes {problem}; use another codec", code="bad_model")
     return codec
 
 
-def _check_model(registry: Registry, name: str, model: Any, protocol: type, method: str) -> None:
-    """Raise ConfigError where a model lacks something that its protocol asks for."""
+def find_recorded_codec(
+    record: CodecRecord, given: str | None, options: Mapping[str, Any] | None = None
+) -> ModelFamily:
+    """Return the codec that made the codes of a dataset, not loaded.
+
+    A dataset is data of others: what it names is not loaded because it says so. The codec that comes with sharmill is
+    an exception, for any other the user names the model.
+
+    Args:
+        given: the model that the user names for it; None for one of sharmill's own.
+        options: of its family.
+
+    Raises:
+        ConfigError: the user names none, and the dataset one that is not sharmill's own, or that was removed; or it can
+            be seen, without loading it, that it cannot be loaded.
+    """
+    hint = f"(say where it is with --codec-model {record.name}=MODEL)"
+    if given is None and record.model == "untrained":
+        raise ConfigError(
+            f"the codes called {record.name!r} are of an untrained codec, which was removed: encode with builtin",
+            code="bad_codec",
+        )
+    if given is None and record.model != "builtin":
+        raise ConfigError(
+            f"the dataset names the model {record.model}, which is not loaded because a dataset says so {hint}",
+            code="untrusted_model",
+        )
+    try:
+        model = find_codec(given or record.model, **(options or {}))
+        model.resolve()
+    except ConfigError as error:
+        # A dataset names local models without their folders.
+        raise ConfigError(f"{error} {hint}", code=error.code) from error
+    return model
+
+
+def load_recorded_codec(
+    record: CodecRecord, given: str | None, options: Mapping[str, Any] | None = None, precision: Precision = "fp32"
+) -> Codec:
+    """Load the codec that made the codes of a dataset.
+
+    Args:
+        given: as of ``find_recorded_codec``.
+        options: of its family.
+        precision: arithmetic of its encoding.
+
+    Raises:
+        ConfigError: as of ``find_recorded_codec``, or it is another model than the one that the dataset records.
+    """
+    find_recorded_codec(record, given, options)
+    name = given or record.model
+    codec = load_codec(name, precision=precision, **(options or {}))
+    if codec.checksum != record.checksum:
+        raise ConfigError(
+            f"{name} has the checksum {codec.checksum}, but the codes called {record.name!r} are of a model with "
+            f"{record.checksum}: name that one with --codec-model {record.name}=MODEL",
+            code="bad_codec",
+        )
+    for fact in ("sampling_rate", "samples_per_frame", "num_codebooks", "codebook_size"):
+        if (made := getattr(codec, fact)) != getattr(record, fact):
+            raise ConfigError(
+                f"dataset.json says {fact} {getattr(record, fact)} of the codec {record.name!r}, but the model has "
+                f"{made}: dataset.json is damaged",
+                code="bad_codec",
+            )
+    return codec
+
+
+def _load_model(
+    registry: Registry, name: str, device: str, precision: Precision, options: Mapping[str, Any], protocol: type,
+    method: str,
+) -> Any:  # fmt: skip
+    """Load a model whose ``method`` computes with a precision; raise ConfigError if it lacks a part of its protocol."""
+    model = _find_model(registry, name, options).load(device)
     if missing := [part for part in (*protocol.__annotations__, method) if not hasattr(model, part)]:
         raise ConfigError(f"the {registry.kind} {name!r} has no {' and no '.join(missing)}", code="bad_plugin")
+    if precision != "fp32":
+        setattr(model, method, with_precision(getattr(model, method), device, precision))
+    return model
+
+
+def _find_model(registry: Registry, name: str, options: Mapping[str, Any]) -> ModelFamily:
+    """Return a model by its name, with options of its family.
+
+    Raises:
+        ConfigError: there is no such family, it cannot be imported, or it has no such option or value of one.
+    """
+    implementation, target = registry.split(name)
+    family = registry.load(implementation)
+    if not (isinstance(family, type) and issubclass(family, ModelFamily)):
+        raise ConfigError(
+            f"the {registry.kind} {implementation!r} is not a class derived from sharmill.models.ModelFamily",
+            code="bad_plugin",
+        )
+    valid = list(family.options())
+    for option in options:
+        if option not in valid:
+            hint = nearest(option, valid, otherwise=None if valid else "")
+            raise ConfigError(f"the {registry.kind} {name!r} has no option {option!r}{hint}", code="unknown_key")
+    facts = {"name": name, "target": target, "version": registry.version(implementation)}
+    try:
+        return msgspec.convert(facts | dict(options), family, strict=False)
+    except msgspec.ValidationError as error:
+        what = str(error).replace("Object missing required field", "it needs the option").replace("$.", "")
+        raise ConfigError(f"the {registry.kind} {name!r}: {what}", code="bad_config_value") from error
+
+
+def _checksum_of(path: Path) -> str:
+    """Return the xxh3 of a file's bytes, or of the names, sizes and bytes of a directory's files but hidden ones.
+
+    Download tools keep their own notes, with times in them, in hidden folders beside the model.
+    """
+    if not path.is_dir():
+        return checksum(path)
+    digest = xxhash.xxh3_64()
+    files = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
+    for name in sorted(files):
+        if "/." not in f"/{name}":
+            digest.update(f"{name}\0{files[name].stat().st_size}\0{checksum(files[name])}".encode())
+    return digest.hexdigest()

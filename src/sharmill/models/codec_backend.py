@@ -4,20 +4,17 @@ A backend sets the attributes of ``Codec`` and implements ``encode_frames`` for 
 turn codes into audio gives ``decoded_sampling_rate`` too, and implements ``decode_frames``.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from sharmill.errors import ConfigError, FatalError, UnitFailed
-from sharmill.models.arithmetic import fit_batch_seconds
-from sharmill.models.protocols import Codec
+from sharmill.models.batches import padded_batches
+from sharmill.models.device import fit_batch_seconds
 from sharmill.models.tensors import check_batch, fit_length
 
 # Decoders that mirror the beginning and the end refuse less; a shorter item goes on with its last frame.
@@ -144,26 +141,16 @@ class CodecBackend(ABC):
             return self.decode_frames(codes[None].to(self.device))[0].float().cpu()
 
     def _batches(self, num_frames: Tensor) -> Iterator[Tensor]:
-        """Yield the row numbers of items that are encoded together, shortest first; leave out those without a frame."""
-        order = torch.argsort(num_frames, stable=True).tolist()
-        rows = [row for row in order if num_frames[row] > 0]
-        for _, group in groupby(rows, key=lambda row: self._group(int(num_frames[row]))):
-            batch: list[int] = []
-            for row in group:
-                if batch and not self._fits(len(batch) + 1, int(num_frames[row])):
-                    yield torch.tensor(batch)
-                    batch = []
-                batch.append(row)
-            yield torch.tensor(batch)
-
-    def _group(self, num_frames: int) -> int:
-        """Return the group of an item; items of one group may share a batch."""
-        alike_only = self.equal_lengths_only or num_frames < self.spec.min_frames_in_batch
-        return num_frames if alike_only else -1
-
-    def _fits(self, items: int, num_frames: int) -> bool:
-        seconds = items * num_frames * self.samples_per_frame / self.sampling_rate
-        return seconds <= fit_batch_seconds(math.inf, self.device.type)
+        """Yield the row numbers of items that are encoded together; leave out those without a frame."""
+        frames = num_frames.tolist()
+        rows = [row for row, number in enumerate(frames) if number]
+        seconds = fit_batch_seconds(math.inf, self.device.type)
+        for batch in padded_batches(
+            [frames[row] for row in rows],
+            seconds * self.sampling_rate / self.samples_per_frame,
+            equal_below=math.inf if self.equal_lengths_only else self.spec.min_frames_in_batch,
+        ):
+            yield torch.tensor(sorted((rows[index] for index in batch), key=lambda row: frames[row]))
 
     def _checked(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         """Return codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
@@ -186,20 +173,3 @@ class CodecBackend(ABC):
                 code="bad_codes",
             )
         return codes
-
-
-def check_codec(codec: Codec, name: str) -> None:
-    """Raise ConfigError unless 1, 2 and 5 frames of audio give as many frames of valid codes."""
-    for num_frames in (1, 2, 5):
-        samples = num_frames * codec.samples_per_frame
-        try:
-            codes = codec.encode(torch.zeros(1, samples), torch.tensor([samples]))
-        except (FatalError, UnitFailed) as error:
-            raise ConfigError(f"{error}; use another codec", code="bad_model") from error
-        if tuple(codes.shape) != (1, codec.num_codebooks, num_frames):
-            raise ConfigError(
-                f"codec {name} gave codes of shape {tuple(codes.shape)} for {num_frames} frames; use another codec",
-                code="bad_model",
-            )
-        if not 0 <= int(codes.min()) <= int(codes.max()) < codec.codebook_size:
-            raise ConfigError(f"codec {name} gave codes outside its codebook; use another codec", code="bad_model")

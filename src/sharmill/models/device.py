@@ -1,13 +1,20 @@
-"""Devices that models run on: whether torch can use them, and of which kind they are."""
+"""The device of a model: whether torch can use it, of which kind it is, and the arithmetic on it.
 
-from __future__ import annotations
+The arithmetic is the same in every run, as precise as the configuration says, in fitting batches. Importing this module
+imports no torch.
+"""
 
 import logging
+import os
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
-from sharmill.errors import DeviceError, first_line
+from sharmill.config import Precision
+from sharmill.errors import ConfigError, DeviceError, one_line
+from sharmill.files.host import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +40,7 @@ def check_device(device: str) -> str:
         torch.arange(64.0, device=device).square().sum().item()
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"torch cannot use the GPU: {first_line(error).rstrip('. ')}. {describe_torch()}") from error
+        raise DeviceError(f"torch cannot use the GPU: {one_line(error).rstrip('. ')}. {_describe_torch()}") from error
     kind = f"{name}, capability {capability[0]}.{capability[1]}"
     log.info("%s works: %s, driver %s, torch %s", device, kind, driver_version(), torch.__version__)
     return kind
@@ -48,19 +55,6 @@ def explain_missing() -> str:
     return "torch counts none, but can use one"
 
 
-def describe_torch() -> str:
-    """Return sentences about the build of torch, what it needs of a GPU, and what this machine has."""
-    import torch
-
-    cuda = torch.version.cuda
-    if cuda is None:
-        built = f"torch {torch.__version__} is built for CPUs alone"
-    else:
-        needs = _NEEDS.get(cuda.partition(".")[0])
-        built = f"torch {torch.__version__} is built for CUDA {cuda}" + (f", which needs {needs}" if needs else "")
-    return f"{built}; this machine's driver is {driver_version()}{_describe_capabilities()}. See docs/gpus.md"
-
-
 def driver_version() -> str:
     """Return the version of NVIDIA's kernel driver, or that there is none."""
     try:
@@ -71,11 +65,105 @@ def driver_version() -> str:
     return found[1] if found else "of an unknown version"
 
 
-def _describe_capabilities() -> str:
+def _describe_torch() -> str:
+    """Return sentences about the build of torch, what it needs of a GPU, and what this machine has."""
     import torch
 
+    cuda = torch.version.cuda
+    if cuda is None:
+        built = f"torch {torch.__version__} is built for CPUs alone"
+    else:
+        needs = _NEEDS.get(cuda.partition(".")[0])
+        built = f"torch {torch.__version__} is built for CUDA {cuda}" + (f", which needs {needs}" if needs else "")
+    found = ""
+    # It may know how many there are, and nothing else.
+    with suppress(RuntimeError, AssertionError):
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            found += f", its GPU {index} has capability {major}.{minor}"
+    return f"{built}; this machine's driver is {driver_version()}{found}. See docs/models.md"
+
+
+# On a CPU the activations of a large batch leave the cache, and are new pages each time: more audio at once is slower.
+_CPU_BATCH_SECONDS: Final = 10.0
+
+# More wait for Python's lock most of the time.
+_MOST_THREADS: Final = 16
+
+# The first generation of GPUs with TensorFloat-32 and bfloat16.
+_REDUCED_CAPABILITY: Final = (8, 0)
+
+Encode = TypeVar("Encode", bound=Callable[..., Any])
+
+
+def make_deterministic(device: str) -> int:
+    """Make torch's results independent of the machine's cores, and return how many threads may decode audio meanwhile.
+
+    One thread computes: sums then do not depend on the number of cores, and the other cores have ranks of their own.
+    cuBLAS gets a workspace of fixed size, without which recurrent layers may differ from run to run. TorchScript fuses
+    no kernels: it does so after some calls, so that the first results of a rank would differ from later ones.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    # Read when cuBLAS is first used; a value of the user's own is as fixed as ours.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    _allow_tf32(False)
+    torch._C._jit_set_texpr_fuser_enabled(False)
+    return min(usable_cores(), _MOST_THREADS) if device == "cuda" else 1
+
+
+def with_precision(encode: Encode, device: str, precision: Precision) -> Encode:
+    """Return a model's function that computes with a precision other than fp32.
+
+    Weights and results stay float32: torch's autocast says which operations compute in bfloat16.
+
+    Raises:
+        ConfigError: the device would silently compute with another precision. bfloat16 is real on every CPU, if slow on
+            one without instructions for it.
+    """
+    import torch
+
+    if device == "cpu" and precision == "tf32":
+        raise ConfigError(
+            "precision tf32 is a mode of NVIDIA GPUs, and this rank computes on a CPU: use fp32 or bf16",
+            code="bad_config_value",
+        )
+    if device != "cpu" and (capability := torch.cuda.get_device_capability(device)) < _REDUCED_CAPABILITY:
+        raise ConfigError(
+            f"precision {precision} needs a GPU of compute capability 8.0 or higher, and "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: use fp32",
+            code="bad_config_value",
+        )
+    kind = torch.device(device).type
+    computing = torch.autocast(kind, dtype=torch.bfloat16) if precision == "bf16" else _computing_in_tf32()
+    return cast("Encode", computing(encode))
+
+
+@contextmanager
+def _computing_in_tf32() -> Iterator[None]:
+    _allow_tf32(True)
     try:
-        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    except (RuntimeError, AssertionError):
-        return ""
-    return "".join(f", its GPU {index} has capability {major}.{minor}" for index, (major, minor) in enumerate(found))
+        yield
+    finally:
+        _allow_tf32(False)
+
+
+def _allow_tf32(allowed: bool) -> None:
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = _CPU_BATCH_SECONDS) -> float:
+    """Return the padded seconds that a batch on this kind of device may have: on a CPU ``on_cpu`` at most.
+
+    It depends on the configuration and the kind of device alone, as the output does that comes from these batches.
+
+    >>> fit_batch_seconds(600.0, "cuda"), fit_batch_seconds(600.0, "cpu"), fit_batch_seconds(5.0, "cpu")
+    (600.0, 10.0, 5.0)
+    """
+    return min(batch_seconds, on_cpu) if device == "cpu" else batch_seconds

@@ -1,4 +1,4 @@
-"""Memory of models: the errors that are about it, how much a model takes, and the end of work that does not fit.
+"""Memory of models: how much a model takes, which batches fit and are fast, and the end of work that does not fit.
 
 Importing this module imports no torch.
 """
@@ -8,13 +8,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import math
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, first_line, mentions_memory
+import numpy as np
+
+from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, mentions_memory, one_line
+from sharmill.models import Codec, SpeakerEncoder
+from sharmill.models.batches import Batch, plan_batches
+from sharmill.models.device import fit_batch_seconds
 
 # Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
 _UNITS_ALIKE: Final = 2
@@ -69,8 +77,12 @@ class MemoryGuard:
             FatalError: it is not the first one, and no unit has been done yet.
         """
         if self._left_over:
-            # Not where it failed: there, its traceback still holds the tensors.
-            _release_cached()
+            # So that this batch finds the memory that the one that failed has found. Not where it failed: there, its
+            # traceback still holds the tensors.
+            gc.collect()
+            torch = sys.modules.get("torch")
+            if torch is not None and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
             self._left_over = False
         try:
             yield
@@ -93,19 +105,11 @@ class MemoryGuard:
                     f"a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
                     f"lower {self._key} below {seconds:.0f}, with --restart {self._key.partition('.')[0]}"
                 )
-            raise kind(f"{self._model}: {why} ({first_line(error)})", code="out_of_memory") from error
+            raise kind(f"{self._model}: {why} ({one_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
         """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""
         self._proven = True
-
-
-def _release_cached() -> None:
-    """Give back what the failed batch has left, so that the next one finds the memory that this one found."""
-    gc.collect()
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def measure_peak(work: Callable[[], object], device: str) -> int:
@@ -118,7 +122,18 @@ def measure_peak(work: Callable[[], object], device: str) -> int:
         ConfigError: the system does not tell the peak of a process.
     """
     if device == "cpu":
-        return _measure_resident_peak(work)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # pages that are free already would be used first, and not be counted
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        except OSError as error:
+            raise ConfigError(
+                f"the memory of models cannot be measured on this machine: /proc/self/clear_refs: {error.strerror}",
+                code="unsupported_system",
+            ) from error
+        before = _resident("VmRSS")
+        work()
+        return max(0, _resident("VmHWM") - before)
     import torch
 
     torch.cuda.synchronize(device)
@@ -129,36 +144,204 @@ def measure_peak(work: Callable[[], object], device: str) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _measure_resident_peak(work: Callable[[], object]) -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # pages that are free already would be used first, and not be counted
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    except OSError as error:
-        raise ConfigError(
-            f"the memory of models cannot be measured on this machine: /proc/self/clear_refs: {error.strerror}",
-            code="unsupported_system",
-        ) from error
-    before = _resident("VmRSS")
-    work()
-    return max(0, _resident("VmHWM") - before)
-
-
 def _resident(key: str) -> int:
     """Return the bytes that the status of this process has behind a key."""
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) << 10
 
 
-def estimate_bytes_per_second(run: Callable[[float], object], device: str) -> float:
-    """Return the bytes of memory that a model takes per second of audio in a batch, padding included.
+_ROW_SECONDS: Final = 5.0
+_CPU_SIZES: Final = (5.0, fit_batch_seconds(math.inf, "cpu"))
+# Rounded up to canonical lengths: the two that memory is told from.
+_CANONICAL_SECONDS: Final = (2.0, 10.0)
+_GPU_SIZES: Final = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+# What another process, fragments and the system's own pages take beside the tensors.
+_USABLE_SHARE: Final = 0.7
+# A larger batch must be this much faster to be worth its memory.
+_WORTH: Final = 1.03
+_REPEATS: Final = 2
+# Of read speech: a gamma distribution with a mean of 6.5 s.
+_SPEECH_SHAPE, _SPEECH_SCALE, _SPEECH_LIMITS = 2.5, 2.6, (0.6, 20.0)
+
+# Rows and samples of a batch.
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The speed and the memory of a model on a device.
 
     Args:
-        run: runs the model on so many seconds of audio.
+        bytes_per_second: memory per second of audio in a batch, padding included.
+        speeds: by the seconds of a batch, seconds of audio per second; sizes that do not fit are left out.
+        most_seconds: the seconds of audio that fit at once: in a batch, or in one segment.
+        one_row: True if a batch is one segment whatever size is asked for. Speeds are then by the seconds of a segment.
     """
-    short, long = 2.0, 10.0
-    run(short)  # what is made once is no part of it
-    most = measure_peak(lambda: run(long), device)
+
+    bytes_per_second: float
+    speeds: dict[float, float]
+    most_seconds: float
+    one_row: bool = False
+
+    @property
+    def best_size(self) -> float | None:
+        """The least size that no larger one beats by much; None where none fits, and where all are one row."""
+        if self.one_row:
+            return None
+        best: float | None = None
+        for size, speed in sorted(self.speeds.items()):
+            if best is None or speed > _WORTH * self.speeds[best]:
+                best = size
+        return best
+
+
+def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Measurement:
+    """Run a model on seeded noise in batches of several sizes, as far as they fit.
+
+    Args:
+        device: ``cpu`` or ``cuda``, which the model is on.
+        memory: bytes of the device that may be used.
+    """
+    sizes = _CPU_SIZES if device == "cpu" else _GPU_SIZES
+    batches = {seconds: [_shape_of_rows(seconds, model.sampling_rate)] for seconds in sizes}
+    return _measure(BatchRunner(model, device), memory, batches)
+
+
+def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: float) -> Measurement:
+    """Run a codec on seeded noise of canonical lengths, in batches of canonical sizes: see ``plan_batches``.
+
+    Only audio counts in the speeds, and not the silence that fills up batches in a unit of segments as long as speech.
+
+    Args:
+        device: ``cpu`` or ``cuda``, which the codec is on.
+        memory: bytes of the device that may be used.
+        unit_seconds: audio of a unit.
+    """
+    rate, size = codec.sampling_rate, codec.samples_per_frame
+
+    def plan(seconds: Sequence[float], batch_seconds: float) -> list[Batch]:
+        frames = [-(-round(item * rate) // size) for item in seconds]
+        return plan_batches(frames, batch_seconds, codec, device, canonical=True)
+
+    def shape(seconds: float, batch_seconds: float = 0.0) -> Shape:
+        (batch,) = plan([seconds], batch_seconds)
+        return batch.num_rows, batch.num_frames * size
+
+    one_row = shape(_CANONICAL_SECONDS[0], _GPU_SIZES[-1])[0] == 1
+    if one_row:
+        batches = {samples / rate: [(rows, samples)] for rows, samples in map(shape, _CANONICAL_SECONDS)}
+    else:
+        batches = {seconds: [shape(item, seconds) for item in _CANONICAL_SECONDS] for seconds in _GPU_SIZES}
+    found = _measure(BatchRunner(codec, device, shape), memory, batches, one_row=one_row)
+    # Segments as long as speech, a unit of them at least.
+    count = math.ceil(unit_seconds / _SPEECH_LIMITS[0])
+    lengths = np.clip(np.random.default_rng(0).gamma(_SPEECH_SHAPE, _SPEECH_SCALE, count), *_SPEECH_LIMITS)
+    unit = list(lengths[: 1 + int(np.searchsorted(np.cumsum(lengths), unit_seconds))])
+    for seconds in () if one_row else found.speeds:
+        planned = plan(unit, seconds)
+        audio = sum(len(batch.items) * batch.num_frames for batch in planned)
+        found.speeds[seconds] *= audio / sum(batch.num_rows * batch.num_frames for batch in planned)
+    return found
+
+
+def _measure(
+    run: BatchRunner, memory: int, batches: Mapping[float, Sequence[Shape]], *, one_row: bool = False
+) -> Measurement:
+    """Measure a model on batches by size, one after the other, as far as they fit."""
+    bytes_per_second = run.estimate_bytes_per_second()
+    speeds: dict[float, float] = {}
+    for size, shapes in batches.items():
+        if size * bytes_per_second > _USABLE_SHARE * memory:
+            break
+        try:
+            taken = sum(run.time(*shape) for shape in shapes)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            break
+        speeds[size] = sum(rows * samples for rows, samples in shapes) / run.model.sampling_rate / taken
+    most = _USABLE_SHARE * memory / max(1.0, bytes_per_second)
+    return Measurement(bytes_per_second=bytes_per_second, speeds=speeds, most_seconds=most, one_row=one_row)
+
+
+def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: float, key: str) -> float:
+    """Return the seconds of audio that all memory of a GPU holds at once, which is measured.
+
+    On a CPU, where batches are small and memory is not one number, there is no such limit.
+
+    Args:
+        key: the key of the configuration that ``batch_seconds`` is the value of, for the message.
+
+    Raises:
+        ConfigError: not even a batch fits.
+    """
     if device == "cpu":
-        # Pages come and stay in large pieces, so that a difference of two peaks may be anything. It is a batch's size.
-        return most / long
-    return max(0.0, most - measure_peak(lambda: run(short), device)) / (long - short)
+        return math.inf
+    import torch
+
+    bytes_per_second = BatchRunner(model, device).estimate_bytes_per_second()
+    memory = torch.cuda.get_device_properties(device).total_memory
+    needed = bytes_per_second * batch_seconds
+    if needed > memory:
+        raise ConfigError(
+            f"{key} is {batch_seconds:g}: a batch takes about {needed / 2**30:.1f} GiB, and the device has "
+            f"{memory / 2**30:.1f}; set it to {_USABLE_SHARE * memory / bytes_per_second:.0f} or less",
+            code="out_of_memory",
+        )
+    return memory / max(1.0, bytes_per_second)
+
+
+def _shape_of_rows(seconds: float, sampling_rate: int) -> Shape:
+    """Return the shape of a batch of so many seconds, in rows of about 5 s."""
+    rows = max(1, round(seconds / _ROW_SECONDS))
+    return rows, round(seconds / rows * sampling_rate)
+
+
+class BatchRunner:
+    """A model that runs on batches of noise.
+
+    Args:
+        shape: returns the shape of a batch of so many seconds; by default it has rows of about 5 s.
+    """
+
+    def __init__(
+        self, model: Codec | SpeakerEncoder, device: str, shape: Callable[[float], Shape] | None = None
+    ) -> None:
+        self.model = model
+        self._device = device
+        self._shape = shape or (lambda seconds: _shape_of_rows(seconds, model.sampling_rate))
+
+    def run(self, rows: int, samples: int) -> None:
+        """Run the model on a batch of so many rows and samples."""
+        import torch
+
+        model = self.model
+        work: Callable[..., object] = model.encode if hasattr(model, "encode") else model.embed
+        audio = 0.1 * torch.randn(rows, samples, generator=torch.Generator().manual_seed(0))
+        work(audio, torch.full((rows,), samples, dtype=torch.int64))
+        if self._device != "cpu":
+            torch.cuda.synchronize(self._device)
+
+    def time(self, rows: int, samples: int) -> float:
+        """Return the least seconds that a batch takes, after a run that warms up."""
+        self.run(rows, samples)
+        times = []
+        for _ in range(_REPEATS):
+            started = time.perf_counter()
+            self.run(rows, samples)
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    def measure_peak(self, seconds: float) -> int:
+        """Return the most bytes that a batch of so many seconds takes, as ``measure_peak``."""
+        return measure_peak(lambda: self.run(*self._shape(seconds)), self._device)
+
+    def estimate_bytes_per_second(self) -> float:
+        """Return the bytes of memory that the model takes per second of audio in a batch, padding included."""
+        short, long = 2.0, 10.0
+        self.run(*self._shape(short))  # what is made once is no part of it
+        most = self.measure_peak(long)
+        if self._device == "cpu":
+            # Pages come and stay in large pieces, so that a difference of two peaks may be anything. It is a batch's
+            # size.
+            return most / long
+        return max(0.0, most - self.measure_peak(short)) / (long - short)

@@ -8,8 +8,6 @@ The method (partial utterances of 1.6 s, a mel spectrogram, a three-layer LSTM, 
 embeddings) is that of Wan et al., Generalized End-to-End Loss for Speaker Verification, https://arxiv.org/abs/1710.10467.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from pathlib import Path
@@ -137,10 +135,8 @@ def partial_starts(num_samples: int) -> list[int]:
 
 def _read_weights() -> dict[str, Tensor]:
     spec = importlib.util.find_spec("resemblyzer")
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            "the package resemblyzer is not installed: run pip install resemblyzer", code="missing_package"
-        )
+    assert spec is not None, "its family looks for the package"
+    assert spec.origin is not None
     path = Path(spec.origin).parent / "pretrained.pt"
     if not path.is_file():
         raise ConfigError(f"{path} is missing: run pip install --force-reinstall resemblyzer", code="bad_model")

@@ -13,10 +13,11 @@ import yaml
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sharmill.errors import ConfigError, first_line, is_device_error
+from sharmill.errors import ConfigError, is_device_error, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -46,36 +47,37 @@ class _SizeLimit(TorchDispatchMode):
 
 
 @contextmanager
-def loading(name: str, find_errors: Callable[[], tuple[type[Exception], ...]]) -> Iterator[None]:
+def loading(name: str, *errors: type[Exception]) -> Iterator[None]:
     """Raise ConfigError where the model of this name cannot be loaded, but not for what is the fault of the device.
 
-    ``find_errors`` is called after an error, and tells which ones damaged files and failed downloads raise; anything
-    else is a fault of ours and is shown as it is.
+    ``errors`` are those that damaged files and failed downloads raise; anything else is a fault of ours and is shown as
+    it is.
     """
     try:
         yield
     except torch.OutOfMemoryError:
         raise
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            f"cannot load {name}: its weights are damaged, or more than tensors", code="bad_model"
-        ) from error
-    except yaml.YAMLError as error:
-        raise ConfigError(
-            f"cannot load {name}: its configuration is damaged, or more than values", code="bad_model"
-        ) from error
-    except find_errors() as error:
+    except (pickle.UnpicklingError, yaml.YAMLError) as error:
+        are_weights = isinstance(error, pickle.UnpicklingError)
+        damage = "weights are damaged, or more than tensors" if are_weights else "configuration is more than values"
+        raise ConfigError(f"cannot load {name}: its {damage}", code="bad_model") from error
+    except errors as error:
         if is_device_error(error):
             raise
-        raise ConfigError(f"cannot load {name}: {first_line(error)}", code="bad_model") from error
+        raise ConfigError(f"cannot load {name}: {one_line(error)}", code="bad_model") from error
 
 
 @contextmanager
-def limited_layers(name: str, num_bytes: int) -> Iterator[None]:
+def limited_layers(name: str, path: Path) -> Iterator[None]:
     """Raise ConfigError where a model, while it is made, asks for much more memory than its weights' bytes explain.
 
     The sizes of layers are numbers of its configuration, which cost nothing to write.
+
+    Args:
+        path: its file, or the folder of its files.
     """
+    files = path.rglob("*") if path.is_dir() else [path]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file())
     limit = _SizeLimit(_NUMBERS_PER_BYTE * num_bytes + _FREE_NUMBERS)
     try:
         with limit:

@@ -18,17 +18,13 @@ import torch
 
 from sharmill.errors import ConfigError
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.family import size_of
-from sharmill.models.hub import require_reachable
+from sharmill.models.files import TRANSFORMERS_TYPES, require_reachable
 from sharmill.models.tensors import find_reach, limited_layers, loading, weights_checksum
-from sharmill.models.transformers import HUB_ADVICE, TRANSFORMERS_TYPES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-_LOADING_ERRORS = (OSError, RuntimeError, ValueError, KeyError)
 
 
 class _TransformersCodec(CodecBackend):
@@ -63,13 +59,24 @@ class _TransformersCodec(CodecBackend):
         return audio.reshape(1, -1)
 
 
-# Each returns the facts for a CodecSpec, and options of the model's ``encode``.
+def _describe(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the facts of a model for a ``CodecSpec``, and options of its ``encode``.
 
-
-def _encodec(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Describe EnCodec for one channel and without chunks: the 24 kHz model, and the 32 kHz one of MusicGen."""
+    Of EnCodec it describes models of one channel and without chunks: that of 24 kHz, and that of 32 kHz of MusicGen.
+    """
     config = model.config
-    _require_mono(config, name)
+    if config.model_type == "dac":
+        # Its convolutions look both ways: only items with the same number of frames share a batch.
+        frame = math.prod(config.downsampling_ratios)
+        return {"samples_per_frame": frame, "num_codebooks": config.n_codebooks, "equal_lengths_only": True}, {}
+    if config.model_type == "mimi":
+        facts = {
+            "samples_per_frame": round(config.sampling_rate / config.frame_rate),
+            "num_codebooks": config.num_quantizers,
+            # Where its convolutions are causal, as its attention is, padding on the right changes nothing.
+            "equal_lengths_only": not config.use_causal_conv,
+        }
+        return facts, {"num_quantizers": config.num_quantizers}
     if config.chunk_length_s is not None:
         raise ConfigError(
             f"{name} works on overlapping chunks of {config.chunk_length_s} s, so that n samples do not give "
@@ -88,32 +95,6 @@ def _encodec(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return facts, {"bandwidth": bandwidth}
 
 
-def _mimi(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Describe Mimi, with its convolutions and its attention causal: padding on the right changes nothing."""
-    config = model.config
-    _require_mono(config, name)
-    facts = {
-        "samples_per_frame": round(config.sampling_rate / config.frame_rate),
-        "num_codebooks": config.num_quantizers,
-        "equal_lengths_only": not config.use_causal_conv,
-    }
-    return facts, {"num_quantizers": config.num_quantizers}
-
-
-def _dac(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Describe DAC, whose convolutions look both ways: only items with the same number of frames share a batch."""
-    config = model.config
-    facts = {
-        "samples_per_frame": math.prod(config.downsampling_ratios),
-        "num_codebooks": config.n_codebooks,
-        "equal_lengths_only": True,
-    }
-    return facts, {}
-
-
-_CODECS = {"encodec": _encodec, "mimi": _mimi, "dac": _dac}
-
-
 def load_transformers_codec(name: str, source: Path | str, device: str) -> CodecBackend:
     """Load EnCodec, DAC or Mimi from a directory or from the hub, whichever the configuration says it is.
 
@@ -127,11 +108,20 @@ def load_transformers_codec(name: str, source: Path | str, device: str) -> Codec
         ConfigError: if the model is none of these or not whole, or it does not give one frame for every
             ``samples_per_frame`` samples.
     """
-    with loading(name, lambda: _LOADING_ERRORS), _quiet_transformers(), torch.random.fork_rng(devices=[]):
+    with (
+        loading(name, OSError, RuntimeError, ValueError, KeyError),
+        _quiet_transformers(),
+        torch.random.fork_rng(devices=[]),
+    ):
         model = _from_directory_or_hub(name, source)
     # Half-precision weights become float32, so that codes differ less between machines.
     model = model.float().eval().requires_grad_(False)
-    facts, options = _CODECS[model.config.model_type](model, name)
+    # DAC has no such number: it is for one channel.
+    if (channels := getattr(model.config, "audio_channels", 1)) != 1:
+        raise ConfigError(
+            f"{name} encodes {channels} channels, and all audio here is mono: use another codec", code="bad_model"
+        )
+    facts, options = _describe(model, name)
     spec = CodecSpec(
         name=name,
         sampling_rate=int(model.config.sampling_rate),
@@ -145,14 +135,14 @@ def load_transformers_codec(name: str, source: Path | str, device: str) -> Codec
 
 def _from_directory_or_hub(name: str, source: Path | str) -> Any:
     if not isinstance(source, str):
-        with limited_layers(name, size_of(source)):
+        with limited_layers(name, source):
             return _from_pretrained(str(source), name, local_files_only=True)
     try:
         return _from_pretrained(source, name, local_files_only=True)
     except OSError:
         from huggingface_hub import constants
 
-        require_reachable(constants.ENDPOINT, name, HUB_ADVICE)
+        require_reachable(constants.ENDPOINT, name)
     return _from_pretrained(source, name, local_files_only=False)
 
 
@@ -160,7 +150,7 @@ def _from_pretrained(source: str, name: str, *, local_files_only: bool) -> Any:
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
-    if config.model_type not in _CODECS:
+    if config.model_type not in TRANSFORMERS_TYPES:
         raise ConfigError(
             f"{name} is a model of type {config.model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
             code="bad_model",
@@ -188,14 +178,6 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-def _require_mono(config: Any, name: str) -> None:
-    if config.audio_channels != 1:
-        raise ConfigError(
-            f"{name} encodes {config.audio_channels} channels, and all audio here is mono: use another codec",
-            code="bad_model",
-        )
 
 
 def _encodec_min_frames(config: Any) -> int:

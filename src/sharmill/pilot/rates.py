@@ -1,18 +1,26 @@
-"""Rates of stages, measured on what has run: time, disk and files for each unit of cost."""
+"""Rates of stages, measured on what has run or by a pilot, and predictions of time, GPU hours and disk from them."""
 
-from __future__ import annotations
-
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 import msgspec
 
-from sharmill.engine.ledger import read_ledger
-from sharmill.engine.plan import load_plan
+from sharmill.config import Config
+from sharmill.engine.balance import pack
+from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit
+from sharmill.engine.stage import Commit, RunDir, Stage, Unit
+from sharmill.errors import ConfigError
+from sharmill.executors.supervisor import plan_devices, usable_gpus
+from sharmill.files.host import usable_cores
+from sharmill.files.storage import read_record
+from sharmill.pilot.advice import Advice
+from sharmill.pipeline import config_of_run, make_stages
+from sharmill.write.stage import WriteConfig
 
 
 class StageRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,13 +49,71 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
     records_per_unit: float
 
 
+class RejectShare(msgspec.Struct, frozen=True, kw_only=True):
+    """Records that a run would reject: the reason, how many of the pilot, the share of all, and one sentence of one."""
+
+    stage: str
+    reason: str
+    count: int
+    share: float
+    example: str
+
+
+class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of a format, by sampling rate and channels."""
+
+    format: str
+    sampling_rate: int
+    channels: int
+    count: int
+
+
+class SimilarityCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts in bins of equal width from -1 to 1: pairs of utterances by their similarity."""
+
+    within_groups: list[int]
+    across_groups: list[int]
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a pilot, as ``calibration.json`` of the run directory has it.
+
+    Attributes:
+        num_records: of the whole input; of the pilot are ``num_drawn``, of ``num_groups`` groups.
+        num_partial_groups: groups too large to be taken whole. Yields and wrong shares are lower bounds then, since
+            in the whole group there is more to choose from.
+        durations: seconds of the utterances that passed the checks, at the shares that are the keys.
+        too_short_for_context: share of them that is outside ``match.min_duration`` and ``max_duration``.
+        advice, similarities: None for a dataset without contexts.
+        audio_seconds: that was decoded and embedded.
+        rates: of the stages on one rank of this machine; empty where nothing was left to measure them on.
+    """
+
+    name: str
+    seed: int
+    encoder: str | None
+    device: str
+    num_records: int
+    num_drawn: int
+    num_groups: int
+    num_partial_groups: int
+    rejects: list[RejectShare]
+    formats: list[AudioFormat]
+    durations: dict[str, float]
+    too_short_for_context: float
+    advice: Advice | None
+    similarities: SimilarityCounts | None
+    audio_seconds: float
+    rates: list[StageRate]
+
+
 def measure_rates(stages: Sequence[Stage], num_records: int) -> list[StageRate]:
     """Return the rates of those stages that have finished units; ``num_records`` is the size of the input."""
     found = []
     for stage in stages:
         if not stage.dir.units.exists():
             continue
-        units = {unit.index: unit for unit in load_plan(stage)}
+        units = {unit.index: unit for unit in stage.dir.read_units()}
         commits = read_ledger(stage.dir, units.values())
         done = sum(units[index].cost for index in commits)
         if not done:
@@ -81,3 +147,152 @@ def _seconds_to_start(stage: Stage, commits: dict[int, Commit]) -> float:
     for commit in commits.values():
         busy[commit.rank] += commit.seconds  # type: ignore[assignment]
     return max(0.0, ended - planned - max(busy.values()))
+
+
+def read_calibration(run_dir: RunDir) -> Calibration | None:
+    """Return the outcome of the pilot of a run, or None if there was none."""
+    return read_record(run_dir.calibration, Calibration)
+
+
+def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate], str]:
+    """Return rates by the names of stages, and where they are from.
+
+    Args:
+        earlier: the run directory of another run, whose rates are taken alone; by default those of stages that the run
+            of the configuration itself has done, and of its pilot for the others.
+
+    Raises:
+        ConfigError: there is no run in ``earlier``, or nothing of it is done.
+    """
+    if earlier is not None:
+        rates = _rates_of_run(config_of_run(earlier))
+        if not rates:
+            raise ConfigError(f"{earlier} has no finished units: there are no rates in it", code="no_run_dir")
+        return rates, earlier
+    run_dir = RunDir(Path(config.run_dir))
+    pilot = read_calibration(run_dir)
+    piloted = {rate.name: rate for rate in pilot.rates} if pilot else {}
+    own = _rates_of_run(config)
+    sources = [str(run_dir.calibration)] if piloted.keys() - own.keys() else []
+    return piloted | own, " and ".join(sources + [f"what is done in {config.run_dir}"] * bool(own))
+
+
+def _rates_of_run(config: Config) -> dict[str, StageRate]:
+    stages = make_stages(config)
+    if not stages[0].dir.units.exists():
+        return {}
+    num_records = sum(unit.size for unit in stages[0].dir.read_units())
+    return {rate.name: rate for rate in measure_rates(stages, num_records)} if num_records else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePrediction:
+    """The rest of a stage, and its cost.
+
+    Attributes:
+        wall_seconds: from its start to its end.
+        rank_seconds: of all ranks together: on GPUs where ``on_gpu``, which ranks may share, on cores otherwise.
+        num_bytes: that it will publish.
+        is_planned: the units are known; where they are not, cost and balance follow from the size of the input.
+    """
+
+    name: str
+    ranks: int
+    wall_seconds: float
+    rank_seconds: float
+    on_gpu: bool
+    num_bytes: float
+    is_planned: bool
+
+
+def predict(
+    config: Config,
+    stages: Sequence[Stage],
+    rates: Mapping[str, StageRate],
+    planned: Mapping[str, tuple[Sequence[Unit], Collection[int]]],
+) -> list[StagePrediction]:
+    """Return predictions, on this machine, of what is left of the stages whose rate is known, in their order.
+
+    The cost of a stage that cannot be planned yet follows from the records of the input, and, if it counts audio, from
+    the length of their audio in the last stage before it that is planned.
+
+    Args:
+        stages: all stages of the run.
+        planned: the units of stages, by name, and the indices of those that are done.
+    """
+    first = planned.get(stages[0].name)
+    pilot = read_calibration(RunDir(Path(config.run_dir))) if first is None else None
+    num_records = sum(unit.size for unit in first[0]) if first else pilot.num_records if pilot else 0
+    found, audio_ratio = [], 1.0
+    for stage in stages:
+        if (rate := rates.get(stage.name)) is None:
+            continue
+        expected = rate.cost_per_record * num_records
+        if stage.name in planned:
+            units, done = planned[stage.name]
+            costs = [unit.cost for unit in units if unit.index not in done]
+            if stage.cost_unit != "records" and expected:
+                audio_ratio = sum(unit.cost for unit in units) / expected
+        else:
+            expected *= 1.0 if stage.cost_unit == "records" else audio_ratio
+            count = _count_units(config, stage, rate, num_records, expected)
+            costs = [expected / count] * count
+        # A rank that has nothing to do is not started.
+        used = min(count_ranks(config, stage), len(costs))
+        busiest = max((sum(costs[unit] for unit in units) for units in pack(costs, used)), default=0.0) if used else 0.0
+        found.append(StagePrediction(
+            name=stage.name,
+            ranks=used,
+            wall_seconds=busiest * rate.seconds_per_cost + (rate.seconds_to_start if used else 0.0),
+            rank_seconds=sum(costs) * rate.seconds_per_cost + used * rate.seconds_to_start,
+            on_gpu=stage.resource == "gpu" and rate.device not in ("", "cpu"),
+            num_bytes=sum(costs) * rate.bytes_per_cost,
+            is_planned=stage.name in planned,
+        ))  # fmt: skip
+    return found
+
+
+def _count_units(config: Config, stage: Stage, rate: StageRate, num_records: int, cost: float) -> int:
+    """Return into how many units a stage of a cost would be divided."""
+    if (units := stage.expect_units(num_records, cost)) is not None:
+        return units
+    # The others have a unit for each shard.
+    records = rate.records_per_record * num_records
+    write = config.section(WriteConfig)
+    return write.num_shards or max(1, math.ceil(records / (write.shard_size or rate.records_per_unit)))
+
+
+def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
+    """Return the time that the rest of each stage will take on this machine, by its name, of those whose rate is known.
+
+    Rates are those of the pilot, and of what the run has done before.
+
+    Args:
+        stages: all stages of the run, in their order.
+    """
+    rates, _ = find_rates(config, None)
+    planned = {}
+    for stage in stages:
+        if stage.dir.units.exists():
+            units = stage.dir.read_units()
+            planned[stage.name] = units, read_ledger(stage.dir, units)
+    return {one.name: one.wall_seconds for one in predict(config, stages, rates, planned)}
+
+
+def ranks_of_use(config: Config, stage: Stage, units: Sequence[Unit]) -> int:
+    """Return for how many ranks units are enough by ``executor.least_seconds_per_rank``; all where no pace is known."""
+    rate = find_rates(config, None)[0].get(stage.name)
+    if rate is None or not units:
+        return len(units)
+    least = config.executor.least_seconds_per_rank
+    # A rank is to work so many times as long as it takes to start.
+    least = 4.0 * rate.seconds_to_start if least is None else least
+    seconds = sum(unit.cost for unit in units) * rate.seconds_per_cost
+    return max(1, min(len(units), int(seconds / least))) if least else len(units)
+
+
+def count_ranks(config: Config, stage: Stage) -> int:
+    """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
+    workers = config.executor.workers
+    gpus = usable_gpus(config.executor.device) if stage.resource == "gpu" and workers == "auto" else ()
+    return len(plan_devices(workers, uses_gpu=stage.resource == "gpu", gpus=gpus, cores=usable_cores()))

@@ -1,13 +1,49 @@
-"""A seeded sample of whole speaker groups, drawn so that its means are those of all records."""
+"""The pilot: draw whole speaker groups, check, decode and embed them, and say what a run over all of it would do.
 
-from __future__ import annotations
+For the rates of the stages behind match, a small dataset of the drawn records is written, encoded and checked.
+"""
 
-from dataclasses import dataclass
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
-# Of a large group no fewer are taken, where there are so many.
-_LEAST_OF_GROUP = 100
+from sharmill.audio.files import open_recording
+from sharmill.config import Config, MetricsConfig, References
+from sharmill.engine.run import Listener
+from sharmill.engine.stage import RunDir
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.executors.local import LocalExecutor
+from sharmill.files.storage import disk_errors, hash_text, remove_asides, require_writable, write_atomic
+from sharmill.manifest import Utterance, tagged_speaker, write_lines
+from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
+from sharmill.match.config import MatchConfig
+from sharmill.match.embed import EmbeddedSegment
+from sharmill.match.groups import segment_roots
+from sharmill.match.stage import MatchStage, matched_manifest
+from sharmill.models.device import check_device
+from sharmill.pilot.advice import Voices, advise
+from sharmill.pilot.rates import AudioFormat, Calibration, RejectShare, SimilarityCounts, StageRate, measure_rates
+from sharmill.pipeline import choose_stages, make_stages, run_dataset
+from sharmill.prepare.check import RecordCheck, parse_record
+from sharmill.prepare.speaker_key import make_speaker_key
+from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.sources import Located, Piece, RawRecord
+from sharmill.validate.stage import ValidateConfig
+
+_QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 
 @dataclass(frozen=True)
@@ -43,32 +79,330 @@ def draw_groups(groups: np.ndarray, size: int, seed: int) -> Sample:
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     sizes = np.bincount(groups)
-    most = max(_LEAST_OF_GROUP, size // max(1, len(sizes)))
+    # Of a large group no fewer are taken, where there are so many.
+    most = max(100, size // max(1, len(sizes)))
     drawn = groups[generator.permutation(len(groups))]
     names, first = np.unique(drawn, return_index=True)
     names = names[np.argsort(first)]  # in the order in which they were drawn
     reached = np.cumsum(np.minimum(sizes[names], most))
     taken = names[: int(np.searchsorted(reached, size)) + 1]
-    if len(taken) == len(names):
-        hits = sizes.astype(np.float64)  # all are in it, each with its own share
-    else:
-        hits = np.bincount(drawn[: int(np.sort(first)[len(taken) - 1]) + 1], minlength=len(sizes)).astype(np.float64)
-    order = np.argsort(groups, kind="stable")
-    ends = np.cumsum(sizes)
-    rows, weights = [], []
-    for group in np.sort(taken).tolist():
-        members = order[ends[group] - sizes[group] : ends[group]]
-        if len(members) > most:
-            members = np.sort(generator.permutation(members)[:most])
-        rows.append(members)
-        weights.append(np.full(len(members), hits[group] / len(members)))
-    if not rows:
-        return Sample(np.empty(0, np.int64), np.empty(0), 0, 0)
-    row, weight = np.concatenate(rows), np.concatenate(weights)
-    by_row = np.argsort(row)
-    return Sample(
-        rows=row[by_row],
-        weights=weight[by_row] / weight.sum(),
-        num_groups=len(taken),
-        num_partial=int((sizes[taken] > most).sum()),
+    # Where all are in it, each has its own share.
+    last = len(drawn) if len(taken) == len(names) else int(np.sort(first)[len(taken) - 1]) + 1
+    hits = np.bincount(drawn[:last], minlength=len(sizes))
+    is_taken = np.isin(groups, taken)
+    large = np.sort(taken[sizes[taken] > most]).tolist()
+    for group in large:
+        is_taken[generator.permutation(np.flatnonzero(groups == group))[most:]] = False
+    rows = np.flatnonzero(is_taken)
+    weights = (hits / np.minimum(sizes, most))[groups[rows]]
+    return Sample(rows=rows, weights=weights / weights.sum(), num_groups=len(taken), num_partial=len(large))
+
+
+@dataclass
+class PilotRecords:
+    """A sample of the input, checked.
+
+    Attributes:
+        num_records: of the whole input.
+        sample: the records that were drawn.
+        utterances: those that passed the checks; ``index`` is the place in the sample.
+        rejects: of the others, by the place in the sample.
+        formats: numbers of files by format, sampling rate and channels.
+        seconds_per_record: time to read and to check one.
+    """
+
+    num_records: int
+    sample: Sample
+    utterances: list[Utterance] = field(default_factory=list)
+    rejects: dict[int, RejectRecord] = field(default_factory=dict)
+    formats: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    seconds_per_record: float = 0.0
+
+
+def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
+    """Draw whole speaker groups of the sources until there are ``size`` records, and check these.
+
+    Raises:
+        ConfigError: a source cannot be used.
+    """
+    stage = PrepareStage(config)
+    check = stage.make_check()
+    check.roots.check()
+    pieces = list(stage.pieces())
+    started = time.monotonic()
+    groups = _read_groups(config, check, pieces)
+    found = PilotRecords(len(groups), draw_groups(groups, size, seed))
+    read = time.monotonic()
+    for place, (number, raw) in enumerate(_read_rows(config, pieces, found.sample.rows.tolist())):
+        try:
+            record, member = _decode(raw)
+            utterance = check(record, number, member)
+            utterance.index = place
+            segment = utterance.segment
+            with open_recording(check.roots.locate(segment), segment.member, segment.audio_filepath) as recording:
+                info = recording.info
+            found.formats[info.format, info.sampling_rate, info.channels] += 1
+        except RejectRecord as reject:
+            found.rejects[place] = reject
+        else:
+            found.utterances.append(utterance)
+    found.seconds_per_record = (read - started) / max(1, len(groups))
+    found.seconds_per_record += (time.monotonic() - read) / max(1, len(found.sample.rows))
+    return found
+
+
+def _read_groups(config: Config, check: RecordCheck, pieces: list[tuple[int, Piece]]) -> np.ndarray:
+    """Return the number of the speaker group of every record (N,)."""
+    hashes = array("Q")
+    for number, piece in pieces:
+        for raw in config.sources[number].read(piece.params):
+            try:
+                record, member = _decode(raw)
+                key = check.group(record, number, member)
+            except RejectRecord:
+                key = f"\0{len(hashes)}"  # a record without a group is one of its own
+            hashes.append(hash_text(key))
+    return np.unique(np.frombuffer(hashes, np.uint64), return_inverse=True)[1].astype(np.int64)
+
+
+def _read_rows(config: Config, pieces: list[tuple[int, Piece]], rows: list[int]) -> Iterator[tuple[int, RawRecord]]:
+    """Yield the source and the raw record of each number, in increasing order; only their pieces are read."""
+    wanted, begin = set(rows), 0
+    for number, piece in pieces:
+        here = wanted.intersection(range(begin, begin + piece.num_records))
+        for position, raw in enumerate(config.sources[number].read(piece.params), begin) if here else ():
+            if position in here:
+                yield number, raw
+        begin += piece.num_records
+
+
+def _decode(raw: RawRecord) -> tuple[dict[str, Any], Any]:
+    return parse_record(raw), raw.member if isinstance(raw, Located) else None
+
+
+def run_pilot(
+    config: Config, *, size: int = 1000, seed: int = 0, max_wrong: float = 0.01, device: str = "cpu",
+    measure: bool = True, tell: Callable[[str], None] = lambda line: None,
+) -> tuple[Path, Calibration]:  # fmt: skip
+    """Run a pilot over a sample of a configuration's input.
+
+    Args:
+        size: records to draw.
+        max_wrong: the share of contexts that may be of another speaker.
+        device: ``cpu`` or ``cuda``.
+        measure: also measure rates, which needs the codecs.
+        tell: called with a line before each step.
+
+    Returns:
+        The file in the run directory that has the outcome, and the outcome.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or the input has no records.
+    """
+    path = RunDir(Path(config.run_dir)).calibration
+    with disk_errors(path.parent):
+        require_writable(path.parent)
+        remove_asides(path.parent, {path.name})
+    tell("reading the speaker groups of all records")
+    records = read_pilot(config, size, seed)
+    if not records.num_records:
+        raise ConfigError("the sources have no records", code="bad_manifest")
+    advice, similarities = None, None
+    embedded: dict[int, EmbeddedSegment] = {}
+    drawn, kept = len(records.sample.rows), len(records.utterances)
+    rates = [_rate(records, PrepareStage.kind, seconds_per_cost=records.seconds_per_record, cost=drawn, count=drawn)]
+    lost = {place: (PrepareStage.kind, why) for place, why in records.rejects.items()}
+    if (match := config.find(MatchConfig)) is not None:
+        tell(f"embedding {kept} utterances of {records.sample.num_groups} groups")
+        kind, started = check_device(device), time.monotonic()
+        embed = MatchStage(config).make_embedder(device)
+        loaded = time.monotonic()
+        outcomes = embed([one.segment for one in records.utterances])
+        for utterance, found in zip(records.utterances, outcomes, strict=True):
+            if isinstance(found, RejectRecord):
+                lost[utterance.index] = MatchStage.kind, found
+            else:
+                embedded[utterance.index] = found
+        audio = max(1e-9, sum(one.segment.duration for one in records.utterances))
+        rates.append(_rate(
+            records, MatchStage.kind, kind, seconds_to_start=loaded - started,
+            seconds_per_cost=(time.monotonic() - loaded) / audio, cost=audio, count=kept,
+        ))  # fmt: skip
+        tell("comparing voices")
+        voices = _choose(config, match, records, embedded, lost)
+        similarities = SimilarityCounts(
+            within_groups=_count_similarities(voices, voices.is_within),
+            across_groups=_count_similarities(voices, voices.is_across),
+        )
+        advice = advise(voices, max_wrong)
+    formats = [
+        AudioFormat(format=name, sampling_rate=rate, channels=channels, count=count)
+        for (name, rate, channels), count in records.formats.most_common()
+    ]
+    # Names as they were written, without values of the environment.
+    hide_at = config.references.hide_at
+    outcome = Calibration(
+        name=hide_at(("name",), config.name), seed=seed, device=device,
+        encoder=None if match is None else hide_at((MatchStage.kind, "encoder"), match.encoder),
+        num_records=records.num_records, num_drawn=drawn,
+        num_groups=records.sample.num_groups, num_partial_groups=records.sample.num_partial,
+        rejects=_share_rejects(records, lost, config.references), formats=formats,
+        advice=advice, similarities=similarities,
+        audio_seconds=sum(one.segment.duration for one in records.utterances if one.index in embedded),
+        rates=[], **_durations(config, records),
+    )  # fmt: skip
+    # Written before the rates are measured: an error of a later stage does not lose the advice.
+    _store(path, outcome)
+    if measure:
+        tell("writing, encoding and checking a dataset of them, for the rates")
+        rates += run_small(config, records.utterances, drawn)
+        outcome = msgspec.structs.replace(outcome, rates=rates)
+        _store(path, outcome)
+    return path, outcome
+
+
+def _store(path: Path, outcome: Calibration) -> None:
+    with disk_errors(path.parent):
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
+
+
+def _rate(
+    records: PilotRecords, name: str, device: str = "", *, seconds_per_cost: float, cost: float, count: int,
+    seconds_to_start: float = 0.0,
+) -> StageRate:  # fmt: skip
+    """Return the rate of a stage of a cost that leaves a manifest of ``count`` records."""
+    drawn = max(1, len(records.sample.rows))
+    size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
+    return StageRate(
+        name=name, device=device, seconds_to_start=seconds_to_start, seconds_per_cost=seconds_per_cost,
+        # A manifest is there twice: in the parts of units, and merged.
+        bytes_per_cost=2 * size / max(cost, 1e-9), cost_per_record=cost / drawn,
+        records_per_record=count / drawn, records_per_unit=count,
+    )  # fmt: skip
+
+
+def _choose(
+    config: Config,
+    match: MatchConfig,
+    records: PilotRecords,
+    embedded: dict[int, EmbeddedSegment],
+    lost: dict[int, tuple[str, RejectRecord]],
+) -> Voices:
+    """Return the voices with their best contexts; utterances that have none for another reason go to ``lost``."""
+    group_key = make_speaker_key(config.speaker_key)
+
+    def key(utterance: Utterance) -> str:
+        return group_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
+
+    # Whatever the threshold is, the context is the best that the other limits allow.
+    free = dataclasses.replace(
+        match, min_similarity=-1.0, choice="best", contexts="choose", contexts_from_dataset=False
     )
+    chooser = ContextChooser(free, segment_roots(config), key)
+    utterances = sorted((one for one in records.utterances if one.index in embedded), key=key)
+    best = []
+    for _, members in groupby(utterances, key=key):
+        group = list(members)
+        for utterance, outcome in zip(
+            group, chooser.choose(group, [embedded[one.index] for one in group]), strict=True
+        ):
+            if isinstance(outcome, RejectRecord):
+                lost[utterance.index] = MatchStage.kind, outcome
+                best.append(-np.inf)
+            else:
+                assert outcome.context is not None
+                utterance.context = outcome.context
+                best.append(outcome.context.similarity)
+    rows = [np.asarray(embedded[one.index].embedding, dtype=np.float64) for one in utterances]
+    stacked = np.stack(rows) if rows else np.empty((0, 1))
+    lengths = np.linalg.norm(stacked, axis=1, keepdims=True)
+    return Voices(
+        embeddings=np.divide(stacked, lengths, out=np.zeros_like(stacked), where=lengths > 0),
+        groups=_number(map(key, utterances)),
+        speakers=_number(tagged_speaker(one.speaker) for one in utterances),
+        candidates=np.array([chooser.long_enough(one.segment.duration) for one in utterances], dtype=bool),
+        best=np.array(best, dtype=np.float64),
+        weights=records.sample.weights[[one.index for one in utterances]],
+        reference=encoder_family(match).strangers,
+    )
+
+
+def _number(names: Iterable[str]) -> np.ndarray:
+    return np.unique(np.array([*names], dtype=object).astype(str), return_inverse=True)[1].reshape(-1)
+
+
+def _count_similarities(voices: Voices, pairs: np.ndarray) -> list[int]:
+    counts, _ = np.histogram(voices.similarities[np.triu(pairs | pairs.T, 1)], bins=50, range=(-1, 1))
+    return [int(number) for number in counts]
+
+
+def _share_rejects(
+    records: PilotRecords, lost: dict[int, tuple[str, RejectRecord]], references: References
+) -> list[RejectShare]:
+    grouped: dict[tuple[str, str], list[int]] = {}
+    for place, (stage, why) in lost.items():
+        grouped.setdefault((stage, why.reason), []).append(place)
+    return [
+        RejectShare(
+            stage=stage, reason=reason, count=len(places), share=float(records.sample.weights[places].sum()),
+            example=references.hide(lost[min(places)][1].detail),
+        )
+        for (stage, reason), places in sorted(grouped.items(), key=lambda one: -len(one[1]))
+    ]  # fmt: skip
+
+
+def _durations(config: Config, records: PilotRecords) -> dict[str, Any]:
+    seconds = np.array([one.segment.duration for one in records.utterances])
+    if not len(seconds):
+        return {"durations": {}, "too_short_for_context": 0.0}
+    quantiles = np.quantile(seconds, _QUANTILES)
+    short = 0.0
+    if (match := config.find(MatchConfig)) is not None:
+        short = float(((seconds < match.min_duration) | (seconds > (match.max_duration or np.inf))).mean())
+    durations = {f"{share:g}": round(float(value), 3) for share, value in zip(_QUANTILES, quantiles, strict=True)}
+    return {"durations": durations, "too_short_for_context": short}
+
+
+def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -> list[StageRate]:
+    """Write, encode and check a dataset of a pilot's utterances, with their contexts; return the rates of the stages.
+
+    Run directory and dataset lie below the run directory of the configuration, so that the disk is the one that a run
+    would use, and are removed at the end.
+
+    Args:
+        num_drawn: records of the pilot, rejects included.
+
+    Raises:
+        FatalError: a stage stopped.
+    """
+    if (match := config.find(MatchConfig)) is not None:
+        least = min_similarity(match)
+        utterances = [one for one in utterances if one.context is not None and one.context.similarity >= least]
+    if not utterances:
+        return []
+    with tempfile.TemporaryDirectory(prefix="pilot-", dir=config.run_dir) as folder:
+        small = dataclasses.replace(
+            config, run_dir=f"{folder}/run", dataset_dir=f"{folder}/dataset", append_to=None, max_reject_fraction=1.0,
+            metrics=MetricsConfig(),
+        )  # fmt: skip
+        if match is not None:
+            small = small.with_section(dataclasses.replace(match, contexts_from_dataset=False))
+        # The sources have more records than the pilot.
+        small = small.with_section(dataclasses.replace(config.section(ValidateConfig), against_sources=False))
+        # Not a key, so that it is not copied: without it, values of the environment would be stored.
+        object.__setattr__(small, "references", config.references)
+        manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
+        manifest.parent.mkdir(parents=True)
+        if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
+            # What the pilot has fetched is not fetched again, but where a disk has no hard links.
+            with suppress(shutil.Error):
+                shutil.copytree(copies, RunDir(Path(small.run_dir)).copies, copy_function=os.link)
+        # Its lines are numbered as those of a manifest are.
+        lines = (dataclasses.replace(one, index=number).to_json() for number, one in enumerate(utterances))
+        write_lines(manifest, lines)
+        stages = [kind for kind in choose_stages(config) if kind not in (PrepareStage.kind, MatchStage.kind)]
+        result = run_dataset(
+            small, Listener(), stages=stages, executor=LocalExecutor(workers=1, device=config.executor.device)
+        )
+        done = {stage.name for stage, outcome in result.stages if outcome.ok}
+        return measure_rates([stage for stage in make_stages(small) if stage.name in done], num_drawn)

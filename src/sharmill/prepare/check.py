@@ -1,20 +1,20 @@
-"""The checks of one record: fields, types, speaker, text, filters, file, header, duration."""
-
-from __future__ import annotations
+"""The checks of one record: fields, types, speaker, text, filters, file, header, duration; and their keys."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from sharmill.audio.containers import read_member
 from sharmill.audio.decoder import AudioInfo
-from sharmill.audio.files import choose_channel, probe, probe_bytes
+from sharmill.audio.files import choose_channel, open_recording
 from sharmill.audio.roots import AudioRoots, normalise_path
-from sharmill.errors import RejectRecord
+from sharmill.config import NotNegative, Positive, Presence, StageSection, require
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
     MAX_RECORD_BYTES,
@@ -26,24 +26,27 @@ from sharmill.manifest import (
     AudioNotes,
     Channel,
     Member,
+    Segment,
+    SpeakerTag,
     Utterance,
     kept_id,
+    nemo_language,
     recording_id,
     segment_id,
     transcript_of,
 )
-from sharmill.prepare.config import PrepareConfig
-from sharmill.prepare.filters import Filter
 from sharmill.prepare.speaker_key import SpeakerKey, needs_speaker
-from sharmill.prepare.stats import MAX_SECONDS
-from sharmill.shar.lhotse_json import plain_value
+from sharmill.shar.items import plain_value
 from sharmill.shar.reading.safety import find_forbidden
-from sharmill.sources.speakers import SpeakerRule
-from sharmill.speaker_tag import SpeakerTag, nemo_language
+from sharmill.sources import RawRecord, Source, Unreadable, record_text
+from sharmill.sources.files import decode_json
+from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule
 
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, SOURCE_CUT_ID, "_skipme"}
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
+# 31 years: what claims to be longer is no duration, and must not swamp the sums.
+MAX_SECONDS = 1e9
 _TYPES: dict[str, tuple[type, ...]] = {
     "audio_filepath": (str,),
     "duration": (int, float),
@@ -53,21 +56,93 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "normalized_text": (str,),
 }
 
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_decoder = msgspec.json.Decoder(dict[str, Any])
+_NUMBER = r"[+-]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?i:inf))"
+_COMPARISON = re.compile(rf"\s*(<=|>=|==|!=|<|>)\s*({_NUMBER})\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig(StageSection):
+    """Conditions that a record must meet. Records that do not are rejected with a reason."""
+
+    presence: ClassVar[Presence] = "always"
+
+    min_duration: NotNegative = 0.1
+    """Shortest utterance, in seconds."""
+    max_duration: float | None = 600.0
+    """Longest utterance, in seconds; ``null`` is no limit. A codec takes an utterance at once, and one of three hours
+    needs more than 20 GB of memory."""
+    duration_tolerance: NotNegative = 0.1
+    """Largest difference between the durations in the manifest and in the audio header, in seconds."""
+    require_text: bool = True
+    """Reject records without text. ``false`` keeps untranscribed speech."""
+    filters: dict[str, str] = field(default_factory=dict)
+    """Comparisons of manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``."""
+    unit_records: Positive = 2000
+    """Number of records in one unit of work."""
+
+    def __post_init__(self) -> None:
+        require(self.max_duration is None or self.max_duration > self.min_duration,
+                 "max_duration must be greater than min_duration")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A condition that holds where the record's ``key`` compares to ``limit`` as asked."""
+
+    key: str
+    symbol: str
+    limit: float
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        """Raise RejectRecord ``filtered`` where the value is absent, not a number, or on the wrong side."""
+        value = record.get(self.key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise RejectRecord("filtered", f"{self.key} is {str(value)[:40]!r}, not a number")
+        if not _OPERATORS[self.symbol](value, self.limit):
+            raise RejectRecord(
+                "filtered", f"{self.key} is {str(value)[:40]}, and the filter asks for {self.symbol} {self.limit:g}"
+            )
+
+
+def parse_filters(filters: Mapping[str, str]) -> list[Filter]:
+    """Parse the filters of a configuration.
+
+    Raises:
+        ConfigError: a filter is not a comparison with a number.
+    """
+    parsed = []
+    for key, text in sorted(filters.items()):
+        match = _COMPARISON.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"prepare.filters.{key}: {text!r} is not a comparison with a number; write one such as '<= 0.03'",
+                code="bad_config_value",
+            )
+        parsed.append(Filter(key, match[1], float(match[2])))
+    return parsed
+
 
 @dataclass(frozen=True)
 class RecordCheck:
     """Turns a raw record of source number ``source`` into an Utterance, or rejects it.
 
-    ``speakers`` and ``channels`` are the rules of the sources for speaker tags, and the channels that they ask for;
-    ``keep_ids`` says of which sources the ids of cuts are kept.
+    ``speakers`` are the rules of the sources for speaker tags.
     """
 
     config: PrepareConfig
     filters: list[Filter]
     roots: AudioRoots
+    sources: Sequence[Source]
     speakers: Sequence[SpeakerRule]
-    channels: Sequence[Channel]
-    keep_ids: Sequence[bool]
     group_key: SpeakerKey
 
     def __call__(self, record: dict[str, Any], source: int, member: Member | None = None) -> Utterance:
@@ -83,39 +158,37 @@ class RecordCheck:
         root, path, member = self._place(record["audio_filepath"], source, member)
         tag = self._tag(record, path, source)
         self.group_key(path, tag.speaker)
-        text = self._text(record)
+        text = transcript_of(record)
+        if not text and self.config.require_text:
+            if record.get("text") is None:
+                raise RejectRecord("missing_field", "the record has neither text nor normalized_text")
+            raise RejectRecord("empty_text", "text is empty, and so is normalized_text")
         for condition in self.filters:
             condition.check(record)
-        offset, duration = _seconds(record, "offset"), _seconds(record, "duration")
         no_duration = record.get("duration") is None
         if not no_duration:
-            self._check_duration(duration)
+            self._check_duration(_seconds(record, "duration"))
         file = self.roots.obtain(root, path if member is None else member.container)
-        info = probe(file) if member is None else probe_bytes(read_member(file, member), path)
-        channel = self._channel(record, source, info)
+        with open_recording(file, member, path) as opened:
+            info = opened.info
+        # Of mono audio the key ``channel`` of a record is a key like any other.
+        own = record.get("channel") if info.channels > 1 else None
+        channel = choose_channel(self.sources[source].channel if own is None else own, info.channels)
+        offset, duration = map(float, segment_times(record, info, self.config.duration_tolerance))
         if no_duration:
-            duration = info.num_samples / info.sampling_rate - offset
-            if duration > 0:
-                self._check_duration(duration)
-        self._check_header(record, offset, duration, info)
+            self._check_duration(duration)
         status, (speaker, original) = file.stat(), _written(tag)
         recording, custom = recording_id(path, channel), _further_keys(record, channel, no_duration)
-        if self.keep_ids[source]:
+        if self.sources[source].keeps_ids:
             custom[SOURCE_CUT_ID] = record[SOURCE_CUT_ID]
+        notes = AudioNotes(status.st_size if member is None else member.size, status.st_mtime_ns)
         return Utterance(
-            audio_filepath=path,
-            offset=offset,
-            duration=duration,
-            text=text,
-            speaker=speaker,
+            Segment(root, path, offset, duration, record.get("offset") is None, notes, channel, member),
+            text,
+            speaker,
             custom=custom if original is None else custom | {ORIGINAL_TAG: original},
-            root=root,
-            whole_file=record.get("offset") is None,
             recording_id=recording,
             cut_id=kept_id(custom) or segment_id(recording, offset, duration),
-            notes=AudioNotes(status.st_size if member is None else member.size, status.st_mtime_ns),
-            channel=channel,
-            member=member,
         )
 
     def group(self, record: dict[str, Any], source: int, member: Member | None = None) -> str:
@@ -139,28 +212,15 @@ class RecordCheck:
         return root, path, member._replace(container=container)
 
     def _tag(self, record: dict[str, Any], path: str, source: int) -> SpeakerTag:
-        rule = self.speakers[source]
-        tag = rule.make_tag(record, path)
-        if tag is None and needs_speaker(self.group_key):
+        nameless = None if needs_speaker(self.group_key) else NO_SPEAKER
+        tag = self.speakers[source].make_tag(record, path, nameless)
+        if tag is None:
             raise RejectRecord(
                 "missing_field",
                 "the record has no speaker, of which speaker_key makes groups; give its source a speaker template, "
                 "choose a speaker_key of the path, or make a dataset without contexts (match: null)",
             )
-        return tag or rule.without_speaker(record)
-
-    def _text(self, record: dict[str, Any]) -> str:
-        text = transcript_of(record)
-        if not text and self.config.require_text:
-            if record.get("text") is None:
-                raise RejectRecord("missing_field", "the record has neither text nor normalized_text")
-            raise RejectRecord("empty_text", "text is empty, and so is normalized_text")
-        return text
-
-    def _channel(self, record: dict[str, Any], source: int, info: AudioInfo) -> Channel:
-        """Return the channel to read; of mono audio the key ``channel`` of a record is a key like any other."""
-        own = record.get("channel") if info.channels > 1 else None
-        return choose_channel(self.channels[source] if own is None else own, info.channels)
+        return tag
 
     def _check_duration(self, duration: float) -> None:
         shortest, longest = self.config.min_duration, self.config.max_duration
@@ -169,22 +229,28 @@ class RecordCheck:
         if longest is not None and duration > longest:
             raise RejectRecord("too_long", f"{duration:g} s is more than prepare.max_duration={longest:g}")
 
-    def _check_header(self, record: dict[str, Any], offset: float, duration: float, info: AudioInfo) -> None:
-        """Compare with the header: a record without offset has the duration of the file, a segment lies inside it."""
-        seconds = info.num_samples / info.sampling_rate
-        tolerance = self.config.duration_tolerance
-        if record.get("offset") is None:
-            if abs(duration - seconds) > tolerance:
-                raise RejectRecord(
-                    "duration_mismatch", f"the manifest says {duration:g} s, the audio has {seconds:g} s"
-                )
-        elif offset + duration > seconds + tolerance:
-            raise RejectRecord(
-                "duration_mismatch",
-                f"the segment ends at {offset + duration:g} s, the audio at {seconds:g} s",
-            )
-        elif offset >= seconds:
-            raise RejectRecord("duration_mismatch", f"the segment begins after the end of the audio, {seconds:g} s")
+
+def segment_times(record: dict[str, Any], info: AudioInfo, tolerance: float) -> tuple[float, float]:
+    """Return the offset and duration of a record in seconds, as it has them, the duration else from the header.
+
+    Raises:
+        RejectRecord: ``duration_mismatch`` where a record without offset has not the duration of its file, or a segment
+            does not lie inside it, by more than ``tolerance`` seconds.
+    """
+    seconds = info.num_samples / info.sampling_rate
+    offset = record.get("offset") or 0.0
+    duration = record.get("duration")
+    duration = seconds - offset if duration is None else duration
+    if record.get("offset") is None:
+        if abs(duration - seconds) > tolerance:
+            raise RejectRecord("duration_mismatch", f"the manifest says {duration:g} s, the audio has {seconds:g} s")
+    elif offset >= seconds:
+        raise RejectRecord("duration_mismatch", f"the segment begins at {offset:g} s, the audio has {seconds:g} s")
+    elif offset + duration > seconds + tolerance:
+        raise RejectRecord(
+            "duration_mismatch", f"the segment ends at {offset + duration:g} s, the audio at {seconds:g} s"
+        )
+    return offset, duration
 
 
 @lru_cache(maxsize=1 << 12)
@@ -213,20 +279,18 @@ def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -
     return custom
 
 
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Decode the JSON object of a line.
+def parse_record(raw: RawRecord) -> dict[str, Any]:
+    """Decode the JSON object of a record.
 
     Raises:
-        RejectRecord: ``malformed``.
+        RejectRecord: ``malformed``, or what its source says of one that cannot be read.
     """
+    if isinstance(raw, Unreadable):
+        raise RejectRecord(raw.reason, raw.detail)
+    line = record_text(raw)
     if len(line) > MAX_RECORD_BYTES:
         raise RejectRecord("malformed", f"the line has {len(line):,} bytes, more than {MAX_RECORD_BYTES >> 20} MiB")
-    try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RejectRecord("malformed", f"the line is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise RejectRecord("malformed", "the line is not a JSON object")
+    record = decode_json(line, _decoder, "the line is not a JSON object")
     if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _is_deeper(record, _MAX_DEPTH):
         raise RejectRecord("malformed", f"the JSON is nested more than {_MAX_DEPTH} levels deep")
     return record

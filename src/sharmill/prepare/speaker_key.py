@@ -5,17 +5,13 @@ A key is made of the path of the audio file or of the name in the speaker tag; p
 The other presets give the keys of NeMo's ``extend_nemo_manifest_with_context_audio.py``, which fold case.
 """
 
-from __future__ import annotations
-
-import difflib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from sharmill.errors import ConfigError, RejectRecord
-
-_NO_GROUPS: Final = "speaker_key: the pattern {!r} has no named groups; write each part of the key as (?P<name>...)"
+from sharmill.registry import nearest
 
 SpeakerKey = Callable[[str, str], str]
 """(relative path of the audio, speaker name of the tag) -> key; may raise RejectRecord."""
@@ -53,26 +49,26 @@ class PathPattern:
         return key.lower() if self.fold_case else key
 
 
-def speaker_of_tag(audio_filepath: str, speaker: str) -> str:
+def _speaker_of_tag(audio_filepath: str, speaker: str) -> str:
     """Return the speaker, wherever the audio lies."""
     if not speaker.strip():
         raise RejectRecord("bad_speaker", f"the speaker tag of {audio_filepath!r} names no speaker")
     return speaker
 
 
-def speaker_in_any_case(audio_filepath: str, speaker: str) -> str:
+def _speaker_in_any_case(audio_filepath: str, speaker: str) -> str:
     """Return the speaker in lower case, wherever the audio lies."""
-    return speaker_of_tag(audio_filepath, speaker).lower()
+    return _speaker_of_tag(audio_filepath, speaker).lower()
 
 
-def whole_corpus(audio_filepath: str, speaker: str) -> str:
+def _whole_corpus(audio_filepath: str, speaker: str) -> str:
     """Return one key for everything."""
     return "all"
 
 
 def needs_speaker(key: SpeakerKey) -> bool:
     """Return True if a key is made of the name of the speaker, so that a record without one has no group."""
-    return key in (speaker_of_tag, speaker_in_any_case)
+    return key in (_speaker_of_tag, _speaker_in_any_case)
 
 
 def _layout(layout: str, pattern: str) -> PathPattern:
@@ -81,8 +77,8 @@ def _layout(layout: str, pattern: str) -> PathPattern:
 
 
 PRESETS: Final[dict[str, SpeakerKey]] = {
-    "speaker": speaker_of_tag,
-    "all": whole_corpus,
+    "speaker": _speaker_of_tag,
+    "all": _whole_corpus,
     "librispeech": _layout(
         "<speaker>-<chapter>-<utterance>.<extension>",
         r"(?:^|/)(?P<speaker>[^/-]+)-(?P<chapter>[^/-]+)-[^/-]+$",
@@ -99,7 +95,7 @@ PRESETS: Final[dict[str, SpeakerKey]] = {
         "<speaker>_<book>_<chapter>_<segment>.<extension>",
         r"(?:^|/)(?P<chapter>[^/]+)_[^/_]+$",
     ),
-    "nvyt2505": speaker_in_any_case,
+    "nvyt2505": _speaker_in_any_case,
     "rivaLindyRodney": _layout(
         "<speaker>/<rate>/<emotion>/<file>",
         r"^(?P<speaker>[^/]+)/[^/]+/(?P<emotion>[^/]+)/[^/]",
@@ -136,30 +132,17 @@ def make_speaker_key(spec: str) -> SpeakerKey:
         >>> make_speaker_key(r"^(?P<house>[^/]+)/(?P<voice>[^/]+)/")("North/Anna/1.wav", "anna")
         'North/Anna'
     """
-    if "(?P<" in spec:
-        return _own_pattern(spec)
-    names = {name.lower(): name for name in PRESETS}
-    if spec.lower() in names:
-        return PRESETS[names[spec.lower()]]
+    presets = {name.lower(): key for name, key in PRESETS.items()}
+    if spec.lower() in presets:
+        return presets[spec.lower()]
+    problem = f"is neither a preset nor a regular expression with named groups{nearest(spec, list(PRESETS))}"
     if re.search(r"[][()^$*+?|\\/]", spec):
-        raise ConfigError(_NO_GROUPS.format(spec), code="bad_config_value")
-    near = difflib.get_close_matches(spec.lower(), names, n=1)
-    hint = f"did you mean {names[near[0]]}?" if near else f"use one of {', '.join(PRESETS)},"
-    raise ConfigError(
-        f"speaker_key: there is no preset {spec!r}; {hint} or write a regular expression with named groups",
-        code="bad_config_value",
-    )
-
-
-def _own_pattern(spec: str) -> PathPattern:
-    """Compile the pattern of a user; raise ConfigError if it cannot be used."""
-    try:
-        pattern = re.compile(spec)
-    except re.error as error:
-        raise ConfigError(
-            f"speaker_key: {spec!r} is not a valid regular expression ({error}); correct it, or use a preset",
-            code="bad_config_value",
-        ) from error
-    if not pattern.groupindex:
-        raise ConfigError(_NO_GROUPS.format(spec), code="bad_config_value")
-    return PathPattern(pattern, f"the pattern {spec!r}", "/")
+        problem = "is a pattern that has no named groups; write each part of the key as (?P<name>...)"
+        try:
+            pattern = re.compile(spec)
+            if pattern.groupindex:
+                return PathPattern(pattern, f"the pattern {spec!r}", "/")
+        except re.error as error:
+            if "(?P<" in spec:
+                problem = f"is not a valid regular expression ({error}); correct it, or use a preset"
+    raise ConfigError(f"speaker_key: {spec!r} {problem}", code="bad_config_value")

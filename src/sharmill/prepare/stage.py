@@ -1,45 +1,243 @@
-"""Stage ``prepare``: one clean manifest and the rejects, from manifests as they come."""
+"""Stage ``prepare``: one clean manifest and the rejects, from manifests as they come, and the hours of both.
 
-from __future__ import annotations
+Duplicates and ambiguous ids over a whole input, and records that a finished dataset has already, are told from hashes:
+40 bytes a record of the input, 16 bytes a cut of the dataset.
+"""
 
 import dataclasses
 import math
-import shutil
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+import xxhash
 
-from sharmill.audio.fetch import FETCHES_AT_ONCE
-from sharmill.audio.roots import AudioRoots
+from sharmill.audio.roots import FETCHES_AT_ONCE, AudioRoots, is_url
 from sharmill.config import Config
-from sharmill.engine.identity import identify_folder, versions
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import RejectRecord
-from sharmill.files.staging import Staging
-from sharmill.files.storage import open_atomic, open_stored, remove_for_good, write_atomic
-from sharmill.files.stored import load_stored_array, read_stored, save_array
-from sharmill.manifest import Reject, Utterance, write_lines
-from sharmill.prefetch import prefetch
-from sharmill.prepare.check import RecordCheck, parse_record
-from sharmill.prepare.config import PrepareConfig
-from sharmill.prepare.filters import parse_filters
-from sharmill.prepare.ids import (
-    HASH_FIELDS,
-    IdKeeper,
-    find_suspects,
-    hash_utterance,
+from sharmill.engine.hashes import find_first
+from sharmill.engine.stage import (
+    Advance,
+    Commit,
+    Output,
+    Processor,
+    RunDir,
+    Stage,
+    Totals,
+    Unit,
+    add_up,
+    identify_folder,
+    make_unit,
+    versions,
 )
-from sharmill.prepare.known import KnownRecords
-from sharmill.prepare.speaker_key import make_speaker_key, whole_corpus
-from sharmill.prepare.stats import HoursTable
-from sharmill.sources import Located, RawRecord, Source, Unreadable, record_text
+from sharmill.errors import RejectRecord
+from sharmill.files.storage import (
+    Staging,
+    decode_stored,
+    hash_text,
+    load_stored_array,
+    open_atomic,
+    open_stored,
+    read_stored,
+    save_array,
+    write_atomic,
+)
+from sharmill.manifest import (
+    DURATION_FROM_HEADER,
+    SOURCE_CUT_ID,
+    Reject,
+    Utterance,
+    parse_speaker_tag,
+    segment_id,
+    write_lines,
+)
+from sharmill.prefetch import prefetch
+from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, parse_filters, parse_record
+from sharmill.prepare.speaker_key import make_speaker_key
+from sharmill.shar.items import read_utterances
+from sharmill.shar.layout import CUTS, ShardedDataset
+from sharmill.sources import Located, Piece, RawRecord, record_text
+
+_DIMENSIONS = ("dataset", "language", "speaker")
+# A segment is known by 128 bits, which do not meet by chance.
+HASH_FIELDS = np.dtype([("segment", "u8", 2), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
+
+
+class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
+    """Counts of records and seconds, and of what speaker tags and durations were made of; tables of parts add up.
+
+    Attributes:
+        sums: by dimension and value, of records that came in and that went on, and of their seconds; of origins, of the
+            records alone.
+    """
+
+    sums: dict[str, dict[str, list[float]]] = {}
+
+    def count_kept(self, utterance: Utterance, tag_from: str) -> None:
+        """Count a record that passed the checks; ``tag_from`` is what its speaker tag was made of."""
+        self._add("tag", tag_from, 1)
+        self._add("duration", "header" if utterance.custom.get(DURATION_FROM_HEADER) else "record", 1)
+        self._count(utterance.speaker, 1, 1, utterance.segment.duration, utterance.segment.duration)
+
+    def count_rejected(self, record: Any) -> None:
+        """Count a record that is rejected: a mapping, or the text of a line that is not JSON."""
+        found = record if isinstance(record, dict) else {}
+        duration, speaker = found.get("duration"), found.get("speaker")
+        if isinstance(duration, bool) or not isinstance(duration, (int, float)) or not 0 < duration <= MAX_SECONDS:
+            duration = 0.0
+        self._count(speaker if isinstance(speaker, str) else "", 1, 0, float(duration), 0.0)
+
+    def move_to_rejected(self, utterance: Utterance) -> None:
+        """Move a record that was counted as kept, and is a duplicate, to the rejected ones."""
+        self._count(utterance.speaker, 0, -1, 0.0, -utterance.segment.duration)
+
+    def add(self, other: "HoursTable") -> None:
+        for dimension, row in other.sums.items():
+            for value, numbers in row.items():
+                self._add(dimension, value, *numbers)
+
+    def report(self, totals: Totals) -> dict[str, Any]:
+        """Return the content of ``stats.json``."""
+        sums = {dimension: sorted(row.items()) for dimension, row in self.sums.items()}
+        total = self.sums.get("total", {}).get("total", [0, 0, 0.0, 0.0])
+        by = {f"by_{name}": {value: _report(*row) for value, row in sums.get(name, ())} for name in _DIMENSIONS}
+        origins = {
+            f"{name}_from": {value: int(row[0]) for value, row in sums.get(name, ())} for name in ("tag", "duration")
+        }
+        return {**_report(*total), "rejects": dict(sorted(totals.rejects.items())), **origins, **by}
+
+    def _count(self, tag: str, *numbers: float) -> None:
+        try:
+            parsed = parse_speaker_tag(tag)
+            values = (parsed.dataset, parsed.language, parsed.speaker)
+        except RejectRecord:
+            values = ("(unknown)",) * 3
+        self._add("total", "total", *numbers)
+        for dimension, value in zip(_DIMENSIONS, values, strict=True):
+            self._add(dimension, value, *numbers)
+
+    def _add(self, dimension: str, value: str, *numbers: float) -> None:
+        row = self.sums.setdefault(dimension, {})
+        before = row.get(value) or [0.0] * len(numbers)
+        row[value] = [one + more for one, more in zip(before, numbers, strict=True)]
+
+
+def _report(records_in: float, records_out: float, seconds_in: float, seconds_out: float) -> dict[str, Any]:
+    return {
+        "records_in": int(records_in),
+        "records_out": int(records_out),
+        "hours_in": round(seconds_in / 3600, 6),
+        "hours_out": round(seconds_out / 3600, 6),
+    }
+
+
+def hash_utterance(utterance: Utterance) -> tuple[tuple[int, int], int, int, int]:
+    """Return hashes of the exact segment, of its file and channel, and of the two ids: a row of ``HASH_FIELDS``."""
+    file = _file_text(utterance)
+    segment = xxhash.xxh3_128_intdigest(_segment_text(utterance).encode())
+    return (
+        (segment >> 64, segment & (1 << 64) - 1),
+        hash_text(file),
+        hash_text(utterance.recording_id),
+        # An id that was kept says nothing about the file.
+        hash_text(f"{'' if SOURCE_CUT_ID in utterance.custom else file}\n{utterance.cut_id}"),
+    )
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The duplicates and the ambiguous ids of an input.
+
+    Attributes:
+        duplicates: (N,) bool, by the number of the record: those whose segment was there before.
+        ambiguous: (N,) bool, those with an id that stands for something else too.
+        recordings: the hashes of recording ids that stand for more than one file.
+        cuts: the hashes of cut ids that stand for more than one segment, of those made of paths within a file.
+    """
+
+    duplicates: np.ndarray
+    ambiguous: np.ndarray
+    recordings: frozenset[int]
+    cuts: frozenset[int]
+
+    @classmethod
+    def of(cls, hashes: np.ndarray) -> "Ids":
+        """Return those of an input, from rows (N,) of ``HASH_FIELDS``."""
+        segment = find_first(*hashes["segment"].T)
+        recordings = _has_several(hashes["recording"], hashes["file"])
+        cuts = _has_several(hashes["cut"], segment)
+        return cls(
+            duplicates=segment != np.arange(len(hashes), dtype=np.uint32),
+            ambiguous=recordings | cuts,
+            recordings=frozenset(hashes["recording"][recordings].tolist()),
+            cuts=frozenset(hashes["cut"][cuts].tolist()),
+        )
+
+    def make_unique(self, utterance: Utterance) -> None:
+        """Give an utterance ids that no other one has.
+
+        An ambiguous id gets a suffix made from what it stands for, so that it does not depend on the order of the
+        input.
+        """
+        _, file, recording, cut = hash_utterance(utterance)
+        if recording in self.recordings:
+            utterance.recording_id += f"-{file:016x}"
+            if SOURCE_CUT_ID not in utterance.custom:
+                segment = utterance.segment
+                utterance.cut_id = segment_id(utterance.recording_id, segment.offset, segment.duration)
+        if cut in self.cuts:
+            utterance.cut_id += f"-{hash_text(_segment_text(utterance)):016x}"
+
+
+def _file_text(utterance: Utterance) -> str:
+    segment = utterance.segment
+    channel = "" if segment.channel is None else f"\n{segment.channel}"
+    return f"{segment.root}/{segment.audio_filepath}{channel}"
+
+
+def _segment_text(utterance: Utterance) -> str:
+    return f"{_file_text(utterance)}\n{utterance.segment.offset!r}\n{utterance.segment.duration!r}"
+
+
+def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Mark the entries whose key occurs with more than one value."""
+    first = find_first(keys)
+    several = np.zeros(len(keys), bool)
+    several[first[values != values[first]]] = True
+    return several[first]
+
+
+class KnownRecords:
+    """The cuts of a dataset, by what they were made of (path, channel, offset, duration) and by their ids.
+
+    Args:
+        directory: a finished dataset of sharmill's own.
+
+    Raises:
+        ConfigError: there is no finished dataset.
+        DamagedShard: a file of cuts cannot be read, or a cut does not say what it was made of.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        files = [directory / shard.fields[CUTS].file for shard in ShardedDataset(directory).shards()]
+        hashes = (number for file in files for _, one in read_utterances(file) for number in _known_by(one))
+        # The last one is for what would stand behind all others.
+        self._hashes = np.append(np.unique(np.fromiter(hashes, np.uint64)), np.uint64(0))
+
+    def __contains__(self, utterance: Utterance) -> bool:
+        wanted = np.array(_known_by(utterance), np.uint64)
+        return bool((self._hashes[np.searchsorted(self._hashes[:-1], wanted)] == wanted).any())
+
+
+def _known_by(utterance: Utterance) -> tuple[int, int]:
+    segment = utterance.segment
+    text = f"{segment.audio_filepath}\n{segment.channel}\n{segment.offset!r}\n{segment.duration!r}"
+    return hash_text(text), hash_text(utterance.cut_id)
 
 
 class PrepareStage(Stage):
@@ -62,28 +260,32 @@ class PrepareStage(Stage):
 
     def identity(self) -> dict[str, Any]:
         self.make_check().roots.check()
+        roots = [
+            identify_roots(AudioRoots.of([source.audio_root]), self.run_dir.path) for source in self.config.sources
+        ]
         append_to = self.config.append_to
         # Where it lies, and not what it has: it has more once the new shards are appended.
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), self.run_dir.path)}
         return grows | {
             "prepare": dataclasses.asdict(self.config.section(PrepareConfig)),
             "speaker_key": self.config.speaker_key if self.config.has_contexts else None,
-            "sources": [self._identify(source) for source in self.config.sources],
+            "sources": [
+                source.settings() | {"audio_root": folders[0] if len(folders) == 1 else folders}
+                for source, folders in zip(self.config.sources, roots, strict=True)
+            ],
             "input": [source.identity() for source in self.config.sources],
             "versions": versions(),
         }
 
-    def _identify(self, source: Source) -> dict[str, Any]:
-        folders = identify_roots(AudioRoots.of([source.audio_root]), self.run_dir.path)
-        return source.settings() | {"audio_root": folders[0] if len(folders) == 1 else folders}
-
     def plan(self, folder: Path) -> Iterator[Unit]:
-        index = 0
+        for index, (number, piece) in enumerate(self.pieces()):
+            params = {"source": number, "piece": piece.params}
+            yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
+
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        """Yield the pieces of all sources, each with the number of its source."""
         for number, source in enumerate(self.config.sources):
-            for piece in source.pieces(self.config.section(PrepareConfig).unit_records):
-                params = {"source": number, "piece": piece.params}
-                yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
-                index += 1
+            yield from ((number, piece) for piece in source.pieces(self.config.section(PrepareConfig).unit_records))
 
     def expect_units(self, num_records: float, cost: float) -> int:
         return max(1, math.ceil(num_records / self.config.section(PrepareConfig).unit_records))
@@ -92,22 +294,19 @@ class PrepareStage(Stage):
         self.make_check().roots.check_node()
 
     def open(self, device: str) -> Processor:
-        return PrepareProcessor(self.config.sources, self.make_check())
+        return PrepareProcessor(self.make_check())
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
         totals = add_up(commits)
         hours = HoursTable()
         for commit in commits:
-            hours.add(HoursTable.from_json(read_stored(self.root / commit.files[2].name)))
+            path = self.root / commit.files[2].name
+            hours.add(decode_stored(path, read_stored(path), HoursTable))
         found, seconds = self._merge(commits, hours)
-        if found:
-            self._append_rejects()
-        rejects = totals.rejects | found
         result = Totals(
             num_in=totals.num_in,
-            num_out=totals.num_out - sum(found.values()),
-            rejects=rejects,
+            num_out=totals.num_out - found.total(),
+            rejects=totals.rejects | found,
             hours=totals.hours - seconds / 3600,
         )
         write_atomic(
@@ -118,9 +317,6 @@ class PrepareStage(Stage):
     def products(self) -> list[Path]:
         return [prepared_manifest(self.config), self.run_dir.stats]
 
-    def discard(self) -> None:
-        remove_for_good((*self.products(), self._duplicates))
-
     def make_check(self) -> RecordCheck:
         """Return the checks of a record, by the configuration."""
         prepare = self.config.section(PrepareConfig)
@@ -128,65 +324,57 @@ class PrepareStage(Stage):
             config=prepare,
             filters=parse_filters(prepare.filters),
             roots=AudioRoots.of((source.audio_root for source in self.config.sources), self.run_dir.copies),
+            sources=self.config.sources,
             speakers=[source.speaker_rule(self.config.name) for source in self.config.sources],
-            channels=[source.channel for source in self.config.sources],
-            keep_ids=[source.keeps_ids for source in self.config.sources],
-            group_key=make_speaker_key(self.config.speaker_key) if self.config.has_contexts else whole_corpus,
+            group_key=make_speaker_key(self.config.speaker_key if self.config.has_contexts else "all"),
         )
 
-    def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[dict[str, int], float]:
-        """Write the prepared manifest and, aside, the rejects of records that are elsewhere already.
+    def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[Counter[str], float]:
+        """Write the prepared manifest, and append the rejects of records that are elsewhere already to the others.
 
         Returns:
             how many they are by reason, and their seconds.
         """
         parts = (load_stored_array(self.root / commit.files[1].name) for commit in commits)
-        suspects = find_suspects(np.concatenate([np.empty(0, HASH_FIELDS), *parts]))
-        keeper = IdKeeper(suspects.recordings, suspects.cuts)
+        ids = Ids.of(np.concatenate([np.empty(0, HASH_FIELDS), *parts]))
         known = KnownRecords(Path(self.config.append_to)) if self.config.append_to is not None else None
         found, seconds = Counter[str](), 0.0
-        with open_atomic(prepared_manifest(self.config)) as merged, open_atomic(self._duplicates) as rejected:
-            for position, line in enumerate(self._lines(commits)):
-                if suspects.records[position] or known is not None:
-                    utterance = Utterance.from_json(line)
-                    reject = None
-                    if suspects.repeated[position] and keeper.is_duplicate(utterance):
-                        reject = _reject(utterance, "duplicate_id", "is the same segment as an earlier record")
-                    else:
-                        keeper.make_unique(utterance)
-                        if known is not None and utterance in known:
-                            reject = _reject(utterance, "already_there", "is in the dataset that is appended to")
-                    if reject is not None:
-                        rejected.write(reject.to_json() + b"\n")
-                        hours.move_to_rejected(utterance)
-                        found[reject.reason] += 1
-                        seconds += utterance.duration
+        # The rejects of the units are merged anew before a stage is finalized once more.
+        with (
+            open_atomic(prepared_manifest(self.config)) as merged,
+            open_stored(self.dir.rejects, append=True) as rejects,
+        ):
+            for number, line in enumerate(self._lines(commits)):
+                if not (ids.duplicates[number] or ids.ambiguous[number] or known is not None):
+                    merged.write(line)
+                    continue
+                utterance = Utterance.from_json(line)
+                reason, why = "duplicate_id", "is the same segment as an earlier record"
+                if not ids.duplicates[number]:
+                    ids.make_unique(utterance)
+                    if known is None or utterance not in known:
+                        merged.write(utterance.to_json() + b"\n")
                         continue
-                    line = utterance.to_json() + b"\n"
-                merged.write(line)
-        return dict(found), seconds
+                    reason, why = "already_there", "is in the dataset that is appended to"
+                reject = Reject(self.kind, reason, f"{utterance.cut_id} {why}", utterance.public_record())
+                rejects.write(reject.to_json() + b"\n")
+                hours.move_to_rejected(utterance)
+                found[reason] += 1
+                seconds += utterance.segment.duration
+            rejects.flush()
+            os.fsync(rejects.fileno())
+        return found, seconds
 
     def _lines(self, commits: list[Commit]) -> Iterator[bytes]:
         for commit in commits:
             with open_stored(self.root / commit.files[0].name) as part:
                 yield from part
 
-    @property
-    def _duplicates(self) -> Path:
-        return self.dir.path / "duplicates.jsonl"
-
-    def _append_rejects(self) -> None:
-        with open_atomic(self.dir.rejects) as merged:
-            for path in (self.dir.rejects, self._duplicates):
-                with open_stored(path) as part:
-                    shutil.copyfileobj(part, merged)
-
 
 class PrepareProcessor(Processor):
     """The checks of the records of pieces of the sources, in one rank."""
 
-    def __init__(self, sources: Sequence[Source], check: RecordCheck) -> None:
-        self._sources = sources
+    def __init__(self, check: RecordCheck) -> None:
         self._check = check
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
@@ -194,7 +382,12 @@ class PrepareProcessor(Processor):
         kept: list[Utterance] = []
         rejects: list[Reject] = []
         hours = HoursTable()
-        for record, found in self._outcomes(number, self._sources[number].read(unit.params["piece"])):
+        check, lines = partial(self._outcome, number), self._check.sources[number].read(unit.params["piece"])
+        outcomes: Iterator[tuple[Any, Utterance | RejectRecord]] = map(check, lines)
+        if any(map(is_url, self._check.sources[number].named("audio_root"))):
+            # Audio is fetched of several at once.
+            outcomes = prefetch(check, lines, threads=FETCHES_AT_ONCE, ahead=4 * FETCHES_AT_ONCE)
+        for record, found in outcomes:
             if isinstance(found, RejectRecord):
                 rejects.append(Reject(PrepareStage.kind, found.reason, found.detail, record, number))
                 hours.count_rejected(record)
@@ -206,34 +399,22 @@ class PrepareProcessor(Processor):
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
         hashes = np.array([hash_utterance(utterance) for utterance in kept], dtype=HASH_FIELDS)
         save_array(staging.path(f"{part}.npy"), hashes)
-        staging.path(f"{part}.stats.json").write_bytes(hours.to_json())
+        staging.path(f"{part}.stats.json").write_bytes(msgspec.json.encode(hours))
         return Output(
             files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],
             num_out=len(kept),
             rejects=rejects,
-            stats={"seconds": sum(utterance.duration for utterance in kept)},
+            stats={"seconds": sum(utterance.segment.duration for utterance in kept)},
         )
 
-    def _outcomes(self, source: int, lines: Iterator[RawRecord]) -> Iterator[tuple[Any, Utterance | RejectRecord]]:
-        """Yield each record with what the checks make of it; where audio is fetched, of several at once."""
-        if self._check.roots.fetches(source):
-            return prefetch(partial(self._outcome, source), lines, threads=FETCHES_AT_ONCE, ahead=4 * FETCHES_AT_ONCE)
-        return map(partial(self._outcome, source), lines)
-
     def _outcome(self, source: int, line: RawRecord) -> tuple[Any, Utterance | RejectRecord]:
-        text = record_text(line)
-        record: Any = text.decode("utf-8", "replace")
+        """Return a record with what the checks make of it."""
+        record: Any = record_text(line).decode("utf-8", "replace")
         try:
-            if isinstance(line, Unreadable):
-                raise RejectRecord(line.reason, line.detail)
-            record = parse_record(text)
+            record = parse_record(line)
             return record, self._check(record, source, line.member if isinstance(line, Located) else None)
         except RejectRecord as reject:
             return record, reject
-
-
-def _reject(utterance: Utterance, reason: str, why: str) -> Reject:
-    return Reject(PrepareStage.kind, reason, f"{utterance.cut_id} {why}", utterance.public_record())
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:

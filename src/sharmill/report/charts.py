@@ -5,8 +5,6 @@ the same values for those who do not see it, print it, or let no script run. Col
 ``page.js`` puts in those of the theme and calls plotly, which is in the page once.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +12,8 @@ from typing import Any, Final
 
 import msgspec
 from markupsafe import Markup, escape
+
+from sharmill.report.section import render, show_number
 
 _HEIGHT: Final = 230
 _MAP_HEIGHT: Final = 340
@@ -24,20 +24,6 @@ _LONGEST_LABEL: Final = 9
 _LONGEST_TIP: Final = 80
 # Control characters, those that turn the direction of what follows, and halves of characters.
 _NOT_SHOWN: Final = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def show_number(value: float) -> str:
-    """Return a number as short as it can be read.
-
-    >>> [show_number(value) for value in (0.0, 0.25, 12.5, 1234.0, 2_500_000.0)]
-    ['0', '0.25', '12.5', '1,234', '2.5M']
-    """
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / {'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]:.3g}{unit}"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def plain_text(text: str) -> str:
@@ -70,7 +56,8 @@ def histogram(
     # No half counts on the axis of a few.
     few = {"nticks": min(_MOST_TICKS, max(counts, default=0) + 1)}
     axes = {"xaxis": {"range": [edges[0], edges[-1]]}, "yaxis": few, "bargap": 0}
-    return _chart([trace], label, description, _table((label, "count", "share"), rows), axes)
+    values = render("values.html", heads=(label, "count", "share"), rows=rows)
+    return _chart([trace], label, description, values, axes)
 
 
 def columns(
@@ -89,8 +76,8 @@ def columns(
     places = list(range(0, len(names), every))
     labels = [_cut(names[place], _LONGEST_LABEL) for place in places]
     axes = {"xaxis": {"tickvals": places, "ticktext": labels}, "bargap": 0.2}
-    rows = list(zip(names, shown, strict=True))
-    return _chart([trace], label, description, _table((label or "name", "value"), rows), axes)
+    values_of_names = render("values.html", heads=(label or "name", "value"), rows=zip(names, shown, strict=True))
+    return _chart([trace], label, description, values_of_names, axes)
 
 
 def curves(
@@ -111,7 +98,7 @@ def curves(
         "xaxis": {"range": list(x)}, "yaxis": {"range": [y[0], y[1] * 1.02], "tickformat": ".0%"},
         "showlegend": len(series) > 1,
     }  # fmt: skip
-    return _chart(traces, label, description, _table(("curve", label, "share"), rows), axes)
+    return _chart(traces, label, description, render("values.html", heads=("curve", label, "share"), rows=rows), axes)
 
 
 def scatter(points: Sequence[tuple[float, float, int, str]], *, description: str) -> Markup:
@@ -158,20 +145,6 @@ def _chart(
     return Markup('<div class="plot" style="height: {}px" role="img" aria-label="{}" data-plot="{}"></div>{}').format(
         height, description, plot, table
     )
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Return the values of a chart as a table that is closed at first."""
-    head = Markup("").join(Markup('<th scope="col">{}</th>').format(name) for name in heads)
-    body = Markup("").join(
-        Markup("<tr>{}</tr>").format(Markup("").join(Markup("<td>{}</td>").format(cell) for cell in row))
-        for row in rows
-    )
-    return Markup(
-        '<details class="values"><summary>Values</summary><div class="scroll" tabindex="0" role="group" '
-        'aria-label="Values of the chart"><table><thead><tr>{}</tr></thead>'
-        "<tbody>{}</tbody></table></div></details>"
-    ).format(head, body)
 
 
 def _tips(texts: Iterable[str]) -> list[str]:

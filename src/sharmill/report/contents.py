@@ -1,20 +1,27 @@
-"""Sections of charts: what the cuts are like, codebooks in use, sizes of shards and times of stages."""
-
-from __future__ import annotations
+"""Sections of accounts and charts: from input to output, cuts, pilot, speakers, codebooks, stages, and the card."""
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import numpy as np
 from markupsafe import Markup
 
 from sharmill.audio.sound import Sound
-from sharmill.report.charts import columns, figure, histogram, show_number
-from sharmill.report.facts import Facts, StageFacts
-from sharmill.report.section import Section, render
+from sharmill.engine.view import StageView
+from sharmill.errors import REASONS, REMEDIES
+from sharmill.pilot.rates import read_calibration
+from sharmill.report.charts import columns, curves, figure, histogram, scatter
+from sharmill.report.facts import Facts
+from sharmill.report.section import Section, render, show_number
 from sharmill.shar.histograms import SCALES, Histogram
 
+_MOST_ROWS: Final = 12
+# Upper ends of how often a clip serves as context.
+_USES: Final = (1, 2, 3, 4, 5, 10, 20, 50, 100)
+_CURVE_POINTS: Final = 60
+_BINS_PER_POINT: Final = 4
 _MOST_BARS: Final = 48
 _FEWEST_BARS: Final = 12
 _TITLES: Final = {
@@ -35,11 +42,56 @@ _TITLES: Final = {
 _OF_AUDIO: Final = frozenset(Sound._fields) | {"context_speech_level", "loudness_difference"}
 # Of more ranks the distribution is shown.
 _MOST_RANKS: Final = 40
+_GRID: Final = Markup('<div class="grid2">{}</div>')
 
-GRID: Final = Markup('<div class="grid2">{}</div>')
+
+def _make_funnel(facts: Facts) -> Markup | None:
+    """Return the accounts of the stages, with examples of what was rejected; None without a run directory."""
+    if facts.run is None:
+        return None
+    stages = [stage for stage in facts.run.stages if stage.counts == "records"]
+    num_in = next((stage.totals.num_in for stage in stages if stage.totals), 0)
+    rejects = [
+        (stage.view.name, reason, count, stage.examples.get(reason, []))
+        for stage in stages if stage.totals
+        for reason, count in sorted(stage.totals.rejects.items(), key=lambda one: (-one[1], one[0]))
+    ]  # fmt: skip
+    sums = [
+        (title, *_largest(facts.run.stats[key]))
+        for key, title in (("by_dataset", "Sources"), ("by_language", "Languages"), ("by_speaker", "Speakers"))
+        if facts.run.stats
+    ]
+    return render("funnel.html", stages=stages, num_in=num_in, rejects=rejects, reasons=REASONS, remedies=REMEDIES,
+                  sums=sums)  # fmt: skip
 
 
-def make_contents(facts: Facts) -> Markup | None:
+def _largest(rows: dict[str, dict[str, Any]]) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+    """Return the rows with the most hours, and how many there are beside them."""
+    kept = [(name, row) for name, row in rows.items() if row["records_in"]]
+    kept.sort(key=lambda one: (-one[1]["hours_out"], one[0]))
+    return kept[:_MOST_ROWS], max(0, len(kept) - _MOST_ROWS)
+
+
+def _make_card(facts: Facts) -> Markup:
+    """Return what the dataset is, and what it was made with."""
+    stages = facts.run.stages if facts.run else []
+    versions: dict[str, Any] = {}
+    for found in [stage.identity.get("versions") for stage in stages]:
+        versions |= found if isinstance(found, dict) else {}
+    models = [
+        (stage.view.name, stage.identity[key])
+        for stage in stages for key in ("encoder", "codec") if key in stage.identity
+    ]  # fmt: skip
+    files = [file for shard in facts.shards for file in shard.fields.values()]
+    return render(
+        "card.html", facts=facts, record=facts.record, versions=sorted(versions.items()), models=models,
+        devices=sorted({device for stage in stages if stage.view.pace for device in stage.view.pace.devices}),
+        num_files=len(files),
+        num_bytes=sum(file.size for file in files),
+    )  # fmt: skip
+
+
+def _make_contents(facts: Facts) -> Markup | None:
     """Return histograms of the cuts, or None where there is no dataset."""
     if facts.measures is None:
         return None
@@ -47,51 +99,28 @@ def make_contents(facts: Facts) -> Markup | None:
     for name, (title, label) in _TITLES.items():
         of_audio = name in _OF_AUDIO
         source = facts.sound if of_audio and facts.sound else facts.measures
-        if (found := source.histograms.get(name)) is not None and found.counts and not _says_nothing(name, found):
+        found = source.histograms.get(name)
+        if found is not None and found.counts:
             charts.append(figure(title, *_draw(name, found, label, color=2 if of_audio else 0)))
-    of_sound = _origin_of_sound(facts)
-    note = f"All charts are of {facts.origin}; those in green are of their audio."
-    if of_sound is None:
-        note = f"All charts are of {facts.origin}; nothing is known of their audio."
-    elif of_sound != facts.origin:
-        note = f"Charts in blue are of {facts.origin}; those in green, of audio, of {of_sound}."
-    clipped = facts.sound.histograms.get("clipped") if facts.sound else None
-    if clipped is not None and _says_nothing("clipped", clipped):
-        note += f" No target has more than {SCALES['clipped'].width:.2%} of its samples at full scale."
-    return Markup("<p>{}</p>").format(note) + GRID.format(Markup("").join(charts))
-
-
-def _says_nothing(name: str, found: Histogram) -> bool:
-    """Return True for the clipping of audio that has none: a sentence is enough."""
-    return name == "clipped" and found.first + len(found.counts) == 1
-
-
-def _origin_of_sound(facts: Facts) -> str | None:
-    """Return a phrase about what the measures of audio are of, or None where there are none."""
-    if facts.sound is None:
-        return None
-    measured = facts.sound.histograms["loudness"].total
-    if facts.record is not None and measured == facts.record.num_cuts:
-        return "all cuts"
-    if facts.sound is facts.measures and measured == facts.sound.num_cuts:
-        return facts.origin
-    of_sample = facts.sample is not None and facts.sound is facts.sample.measures
-    return f"{measured:,} cuts" + (" drawn at random" if of_sample else ", where it is known")
+    num_heard = facts.sound.histograms["loudness"].total if facts.sound else 0
+    is_drawn = facts.sample is not None and facts.sound is facts.sample.measures and num_heard < facts.measures.num_cuts
+    drawn = " drawn at random" if is_drawn else ""
+    note = f"Charts in blue are of {facts.origin}; those in green are of the audio of {num_heard:,} cuts{drawn}."
+    return Markup("<p>{}</p>").format(note) + _GRID.format(Markup("").join(charts))
 
 
 def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, str]:
     """Return the chart of a histogram, and its median and range in words."""
     scale = SCALES[name]
     together = math.ceil(len(found.counts) / _MOST_BARS)
-    padded = np.pad(found.counts, (0, -len(found.counts) % together))
-    counts = padded.reshape(-1, together).sum(axis=1).tolist()
+    first, counts = _take_together(found, together)
     # A few bins alone would look as if they were wide.
     wanted = max(0, (_FEWEST_BARS - len(counts)) // 2)
-    before, after = min(wanted, found.first), min(wanted, scale.num_bins - found.first - len(found.counts))
+    before, after = min(wanted, first), min(wanted, math.ceil(scale.num_bins / together) - first - len(counts))
     counts = [0] * before + counts + [0] * after
     # The last bar has fewer bins than the others where the scale ends within it.
     edges = [
-        scale.low + min(found.first + (number - before) * together, scale.num_bins) * scale.width
+        scale.low + min((first - before + number) * together, scale.num_bins) * scale.width
         for number in range(len(counts) + 1)
     ]
     low, median, high = (show_number(found.quantile(share, scale)) for share in (0.05, 0.5, 0.95))
@@ -102,7 +131,7 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
     return histogram(edges, counts, label=label, unit=scale.unit, description=f"{note}.", color=color), note
 
 
-def make_codes(facts: Facts) -> Markup | None:
+def _make_codes(facts: Facts) -> Markup | None:
     """Return the use of the codebooks of each codec, or None where there are no codes."""
     charts = []
     of_all = facts.run.code_counts if facts.run else {}
@@ -125,33 +154,29 @@ def make_codes(facts: Facts) -> Markup | None:
             columns(books, entropy.tolist(), label="codebook", description="Bits per code", show="{:.2f} bit".format),
             f"{entropy.mean():.2f} bit per code on average, of {math.log2(counts.shape[1]):.2f} possible",
         ))  # fmt: skip
-    return GRID.format(Markup("").join(charts)) if charts else None
+    return _GRID.format(Markup("").join(charts)) if charts else None
 
 
-def make_work(facts: Facts) -> Markup | None:
+def _make_work(facts: Facts) -> Markup | None:
     """Return sizes of shards, and times and rates of stages, by rank."""
     charts = []
     if facts.shards:
         sizes = [sum(file.size for file in shard.fields.values()) / 1e6 for shard in facts.shards]
         charts.append(figure("Size of shards", *_spread(sizes, "MB", "shards")))
         charts.append(figure("Cuts in a shard", *_spread([shard.count for shard in facts.shards], "cuts", "shards")))
-    stages = [stage for stage in facts.run.stages if any(stage.seconds_by_rank.values())] if facts.run else []
-    ranks = [figure(f"Rate of {stage.name}, by rank", *_rates(stage)) for stage in stages]
-    rows = [
-        (stage, sum(stage.cost_by_rank.values()), sum(stage.seconds_by_rank.values())) for stage in stages
-    ]  # fmt: skip
-    return render("work.html", rows=rows, charts=charts, ranks=ranks) if charts or rows else None
+    views = [(stage.view, stage.view.pace) for stage in facts.run.stages if stage.view.pace] if facts.run else []
+    ranks = [figure(f"Rate of {view.name}, by rank", *_rates(view, pace.rates)) for view, pace in views]
+    return render("work.html", rows=views, charts=charts, ranks=ranks) if charts or views else None
 
 
-def _rates(stage: StageFacts) -> tuple[Markup, str]:
-    unit = "records per second" if stage.cost_unit == "records" else "× real time"
-    rates = {rank: stage.cost_by_rank[rank] / max(spent, 1e-3) for rank, spent in stage.seconds_by_rank.items()}
+def _rates(view: StageView, rates: dict[int, float]) -> tuple[Markup, str]:
+    unit = "records per second" if view.cost_unit == "records" else "× real time"
     if len(rates) > _MOST_RANKS:
         return _spread(list(rates.values()), unit, "ranks")
     names = [f"rank {rank}" if len(rates) < 6 else str(rank) for rank in rates]
     chart = columns(
         names, list(rates.values()), label="", show=lambda rate: f"{show_number(rate)} {unit}",
-        description=f"{stage.name}: {unit} of each rank",
+        description=f"{view.name}: {unit} of each rank",
     )  # fmt: skip
     return chart, f"{show_number(min(rates.values()))} to {show_number(max(rates.values()))} {unit}"
 
@@ -164,6 +189,160 @@ def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, st
     return histogram(edges.tolist(), counts.tolist(), label=unit, unit=unit, description=f"{note}."), note
 
 
-CONTENTS = Section("contents", "What the cuts are like", 30, make_contents)
-CODES = Section("codes", "Codebooks", 50, make_codes)
-WORK = Section("work", "Shards and stages", 60, make_work)
+def _make_pilot(facts: Facts) -> Markup | None:
+    """Return what ``sharmill calibrate`` found, or None where it was not run, or there are no contexts."""
+    found = read_calibration(facts.run.run_dir) if facts.run is not None else None
+    if found is None or (advice := found.advice) is None or found.similarities is None:
+        return None
+    contexts = [(one.min_similarity, one.context_share) for one in advice.thresholds]
+    wrong = [(one.min_similarity, one.wrong_share) for one in advice.thresholds if one.wrong_share is not None]
+    most = [(one.min_similarity, one.wrong_bound) for one in advice.thresholds if one.wrong_bound is not None]
+    series = [("records with a context", contexts), ("of these another speaker", wrong)]
+    chart = curves(
+        [*series, ("at most, 95 % sure", most)] if most else series, x=(0, 1), y=(0, 1),
+        label="match.min_similarity", description="Shares of records by threshold",
+    )  # fmt: skip
+    sentence = advice.reason
+    if advice.recommended is not None:
+        sentence = f"Advice: match.min_similarity={advice.recommended.min_similarity:g}: {sentence}"
+    figures = [figure("Contexts by threshold", chart, f"{sentence}.")]
+    edges = np.linspace(-1, 1, len(found.similarities.within_groups) + 1).tolist()
+    for color, (title, counts) in enumerate((
+        ("Similarity within groups", found.similarities.within_groups),
+        ("Similarity across groups", found.similarities.across_groups),
+    )):  # fmt: skip
+        chart = histogram(edges, counts, label="cosine", unit="", description=title, color=color)
+        figures.append(figure(title, chart, f"{sum(counts):,} pairs of the pilot's utterances"))
+    drawn = f"{found.num_drawn:,} of {found.num_records:,} records in {found.num_groups:,} speaker groups"
+    return Markup('<p>{}</p><div class="grid2">{}</div>').format(
+        f"A pilot before the run: {drawn}.", Markup("").join(figures)
+    )
+
+
+def _make_voices(facts: Facts) -> Markup | None:
+    """Return the charts of speakers and contexts, or None where nothing is known of them."""
+    charts = [*_speakers(facts), *_context_uses(facts)]
+    if facts.run is not None and len(facts.run.voices) > 2:
+        charts += [_similarities(facts, facts.run.voices), _map(facts.run.voices)]
+    return Markup('<div class="grid2 two">{}</div>').format(Markup("").join(charts)) if charts else None
+
+
+def _speakers(facts: Facts) -> Iterator[Markup]:
+    """Yield the Lorenz curve of the speakers' hours."""
+    if facts.run is not None and facts.run.stats:
+        hours = [row["hours_out"] for row in facts.run.stats["by_speaker"].values()]
+        origin = "all records that prepare kept"
+    else:
+        hours, origin = list(facts.sample.speakers.values()) if facts.sample else [], facts.origin
+    shares = np.sort([value for value in hours if value > 0])
+    if len(shares) < 2:
+        return
+    sums = np.concatenate([[0.0], np.cumsum(shares)]) / shares.sum()
+    x = np.linspace(0, 1, len(sums))
+    gini = 1 - 2 * float(np.trapezoid(sums, x))
+    shown = np.unique(np.linspace(0, len(sums) - 1, _CURVE_POINTS).astype(int))
+    points = list(zip(x[shown].tolist(), sums[shown].tolist(), strict=True))
+    top = 1 - float(np.interp(0.9, x, sums))
+    note = f"{len(shares):,} speakers; the largest tenth has {top:.0%} of the hours; Gini {gini:.2f}; of {origin}"
+    yield figure(
+        "How even the speakers are",
+        curves(
+            [("speakers, from small to large", points), ("all alike", [(0, 0), (1, 1)])], x=(0, 1), y=(0, 1),
+            label="share of the speakers", description=f"Lorenz curve: {note}.",
+        ),
+        note,
+    )  # fmt: skip
+
+
+def _context_uses(facts: Facts) -> Iterator[Markup]:
+    """Yield how often a clip serves as context."""
+    if facts.run is not None and facts.run.context_uses is not None:
+        uses, origin = facts.run.context_uses, facts.origin_of_run
+    else:
+        uses = np.array(
+            [len(places) for places in facts.sample.context_uses.values()] if facts.sample else [], np.int64
+        )
+        origin = facts.sample.describe() if facts.sample else ""
+    if not len(uses):
+        return
+    ends = np.searchsorted(_USES, uses)
+    names = [str(end) if end == before + 1 else f"{before + 1}–{end}" for before, end in zip((0, *_USES), _USES)]  # noqa: B905
+    names.append(f"over {_USES[-1]}")
+    counts = np.bincount(ends, minlength=len(names))[: int(ends.max()) + 1].tolist()
+    note = (
+        f"{len(uses):,} clips are contexts, {uses.mean():.1f} times on average, one {uses.max():,} times; of {origin}"
+    )
+    yield figure(
+        "How often one clip is a context",
+        columns(names[: len(counts)], counts, label="times", description=f"{note}.", show="{:,} clips".format),
+        note,
+    )  # fmt: skip
+
+
+def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
+    """Return curves of the similarities within groups, across groups, and of the contexts that were chosen."""
+    vectors = np.stack([vector for _, vector in voices])
+    groups = np.unique([group for group, _ in voices], return_inverse=True)[1]
+    first, second = np.triu_indices(len(vectors), 1)
+    similarity = (vectors @ vectors.T)[first, second]
+    same = groups[first] == groups[second]
+    found = {"same group": Histogram.of(similarity[same], SCALES["similarity"]),
+             "other groups": Histogram.of(similarity[~same], SCALES["similarity"])}  # fmt: skip
+    if facts.measures is not None and "similarity" in facts.measures.histograms:
+        found["chosen contexts"] = facts.measures.histograms["similarity"]
+    series = [(name, _density(one)) for name, one in found.items() if one.counts]
+    points, scale = [point for _, curve in series for point in curve], SCALES["similarity"]
+    medians = ", ".join(f"{name} {one.quantile(0.5, scale):.2f}" for name, one in found.items() if one.counts)
+    note = f"Medians: {medians}; pairs of {len(vectors):,} sampled utterances"
+    return figure(
+        "Similarity within and across groups",
+        curves(
+            series, x=(min(x for x, _ in points), 1.0), y=(0.0, max(y for _, y in points)), label="cosine",
+            description=f"{note}.",
+        ),
+        note,
+    )  # fmt: skip
+
+
+def _density(found: Histogram) -> list[tuple[float, float]]:
+    """Return the shares of wide bins as points of a curve."""
+    scale = SCALES["similarity"]
+    first, counts = _take_together(found, _BINS_PER_POINT)
+    width = scale.width * _BINS_PER_POINT
+    centers = scale.low + width * (first - 0.5 + np.arange(len(counts) + 2))
+    return list(zip(centers.tolist(), (np.pad(counts, 1) / sum(counts)).tolist(), strict=True))
+
+
+def _take_together(found: Histogram, together: int) -> tuple[int, list[int]]:
+    """Return the number of the first wide bin that has counts, and the counts of wide bins of so many bins each."""
+    before, after = found.first % together, -(found.first + len(found.counts)) % together
+    counts = np.pad(found.counts, (before, after)).reshape(-1, together).sum(axis=1)
+    return found.first // together, counts.tolist()
+
+
+def _map(voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
+    """Return the voices projected on the two directions in which they differ most."""
+    vectors = np.stack([vector for _, vector in voices])
+    centered = vectors - vectors.mean(axis=0)
+    _, strengths, directions = np.linalg.svd(centered, full_matrices=False)
+    # A direction has no sign of its own: the largest part is positive on every machine.
+    signs = np.sign(directions[np.arange(2), np.abs(directions[:2]).argmax(axis=1)])
+    places = centered @ (directions[:2] * signs[:, None]).T
+    shown = float((strengths[:2] ** 2).sum() / max(float((strengths**2).sum()), 1e-9))
+    largest = Counter(group for group, _ in voices)
+    color = {group: number for number, group in enumerate(sorted(largest))}
+    points = [(float(x), float(y), color[group], group) for (x, y), (group, _) in zip(places, voices, strict=True)]
+    note = (
+        f"{len(points):,} utterances of {len(largest):,} groups on their two main components, which have {shown:.0%} "
+        "of the variance; a colour serves several groups where there are more than eight"
+    )
+    return figure("Map of the voices", scatter(points, description=f"{note}."), note)
+
+
+FUNNEL = Section("funnel", "From input to output", 10, _make_funnel)
+CONTENTS = Section("contents", "What the cuts are like", 30, _make_contents)
+PILOT = Section("pilot", "Pilot", 35, _make_pilot)
+VOICES = Section("voices", "Speakers and contexts", 40, _make_voices)
+CODES = Section("codes", "Codebooks", 50, _make_codes)
+WORK = Section("work", "Shards and stages", 60, _make_work)
+CARD = Section("card", "Dataset card", 90, _make_card)

@@ -1,16 +1,17 @@
 """Facts about a run and its dataset that the sections of the page are made of.
 
 Of a run directory they are complete: the stages have noted them in their commit records. Of a dataset alone they come
-from its index and a sample of its shards.
+from its index and a sample of its cuts, with pairs that are worth hearing. The same dataset gives the same sample,
+which is drawn by the checksum of the index. Items that cannot be read are counted.
 """
 
-from __future__ import annotations
-
-import math
+import heapq
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -18,69 +19,214 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from sharmill.audio.sound import Sound, measure_sound
 from sharmill.config import Config
-from sharmill.encode.config import EncodeConfig
-from sharmill.encode.segment_codes import encoded_file, read_counts
-from sharmill.encode.stage import EncodeStage
+from sharmill.encode.stage import EncodeStage, read_counts
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.ledger import iterate_ledger
-from sharmill.engine.plan import iterate_plan
-from sharmill.engine.run import read_totals
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit, Totals
-from sharmill.errors import ConfigError
-from sharmill.files.storage import checksum
-from sharmill.files.stored import decode_stored, read_stored, read_stored_lines
+from sharmill.engine.plan import read_ledger
+from sharmill.engine.stage import RunDir, Stage, Totals
+from sharmill.engine.view import StageView, read_stage, view_stage
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.files.storage import checksum, load_record, map_stored_array, read_record, read_records, read_stored
+from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard, read_stored_audio
+from sharmill.manifest import Reject
+from sharmill.match.embed import unpack_voice
 from sharmill.match.stage import MatchStage
-from sharmill.match.voices import unpack_voice
-from sharmill.report.sample import DatasetSample, sample_dataset
 from sharmill.report.section import shorten
-from sharmill.shar.histograms import CutMeasures
-from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import SHARDS_FILE
+from sharmill.shar.histograms import CutMeasures, cut_values, sound_values, supervision_of
+from sharmill.shar.layout import (
+    CONTEXT_AUDIO,
+    SHARDS_FILE,
+    TARGET_CODES,
+    CodecRecord,
+    DatasetRecord,
+    ShardRecord,
+    codes_field,
+    read_dataset,
+    read_shards,
+)
 from sharmill.write.stage import WriteStage
 
+_MAX_SHARDS: Final = 12
+_MAX_CUTS_PER_SHARD: Final = 2000
+# Of codecs with more codes than these, the codes are not counted.
+_MAX_CODES: Final = 1 << 24
+# Cuts whose audio is decoded and whose codes are counted.
+_MEASURED: Final = 400
+_RANDOM_PAIRS: Final = 10
+_WORST_PAIRS: Final = 4
 _EXAMPLES: Final = 3
 # Lines of rejects in which examples are looked for.
 _LINES_SEARCHED: Final = 200_000
+_DAMAGED_VOICES: Final = "the voices that a commit of match notes are damaged: {}"
+
+# A cut by its shard and its number there.
+_Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class RejectExample:
-    """A record that was rejected: the sentence about it, and what it is called."""
+class Pair:
+    """A cut to listen to, and the reasons for which it was chosen."""
 
-    sentence: str
-    record: str
+    stored: StoredCut
+    reasons: list[str]
+    values: dict[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
+class DatasetSample:
+    """The finds in a sample of shards.
+
+    Attributes:
+        measures: of the cuts in the sampled shards; those of audio are of fewer.
+        context_uses: where each context occurs in these shards, by its path and offset.
+        speakers: seconds of target audio by speaker in these shards.
+        code_counts: for each codec how often each code was seen (codebooks, codebook size).
+        unreadable: how many items could not be read, by what was wrong.
+    """
+
+    num_shards: int
+    num_cuts: int = 0
+    measures: CutMeasures = field(default_factory=CutMeasures)
+    context_uses: defaultdict[str, list[_Place]] = field(default_factory=lambda: defaultdict(list))
+    speakers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    code_counts: dict[str, np.ndarray] = field(default_factory=dict)
+    pairs: list[Pair] = field(default_factory=list)
+    unreadable: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def counting_damage(self, prefix: str = "", count: int = 1) -> Iterator[None]:
+        """Count items that cannot be read, and go on."""
+        try:
+            yield
+        except (DamagedShard, RejectRecord) as error:
+            self.unreadable[f"{prefix}{error}"] += count
+
+    def describe(self) -> str:
+        """Return a phrase that says how large the sample is."""
+        return f"a sample of {self.num_cuts:,} cuts in {self.num_shards:,} shards"
+
+
+def _sample_dataset(
+    directory: Path, record: DatasetRecord, shards: Sequence[ShardRecord], seed: str, *,
+    measures: CutMeasures | None, counted: Collection[str],
+) -> DatasetSample:  # fmt: skip
+    """Return a sample of a dataset.
+
+    Args:
+        seed: the checksum of the index.
+        measures: of all cuts, where a run directory has them: they name the extreme cuts, and those of audio are not
+            taken from the sample.
+        counted: codecs whose codes a run directory has counted, which need not be counted in the sample.
+    """
+    rng = np.random.default_rng(list(seed.encode()))
+    filled = [shard for shard in shards if shard.count]
+    chosen = [filled[n] for n in sorted(rng.permutation(len(filled))[:_MAX_SHARDS].tolist())]
+    sample, places = DatasetSample(len(chosen)), list[_Place]()
+    for shard in chosen:
+        with sample.counting_damage(count=shard.count):
+            cuts = list(read_shard(directory, shard))[:_MAX_CUTS_PER_SHARD]
+            values = [cut_values(cut) for cut in cuts]
+            sample.measures.add(CutMeasures.of(values, shard.index))
+            for number, (cut, of_cut) in enumerate(zip(cuts, values, strict=True)):
+                places.append((shard.index, number))
+                supervision, custom = supervision_of(cut)
+                if supervision:
+                    sample.speakers[str(supervision.get("speaker"))] += of_cut.get("duration", 0.0)
+                if "context_audio_filepath" in custom:
+                    context = f"{custom['context_audio_filepath']} {custom.get('context_audio_offset')}"
+                    sample.context_uses[context].append(places[-1])
+    sample.num_cuts = len(places)
+    order = rng.permutation(len(places)).tolist()
+    by_index = {shard.index: shard for shard in shards}
+    codecs = [
+        codec
+        for codec in record.codecs
+        if codec.name not in counted and codec.num_codebooks * codec.codebook_size <= _MAX_CODES
+    ]
+    sample.code_counts = {
+        codec.name: np.zeros((codec.num_codebooks, codec.codebook_size), np.int64) for codec in codecs
+    }
+    if codecs or measures is None or not measures.has_sound:
+        measured = sorted(places[n] for n in order[:_MEASURED])
+        _measure_cuts(sample, record, codecs, _read_cuts(sample, directory, by_index, measured))
+    of_all = {name: found for name, found in (measures.extremes if measures else {}).items() if found}
+    worst = {
+        name: [(shard, number) for _, shard, number in found]
+        for name, found in (sample.measures.extremes | of_all).items()
+    }
+    most_used = heapq.nlargest(_WORST_PAIRS, sample.context_uses.values(), key=len)
+    worst["most used context"] = [uses[0] for uses in most_used if len(uses) > 1]
+    reasons = {places[n]: ["random"] for n in order[:_RANDOM_PAIRS]}
+    for name, found_places in worst.items():
+        for place in found_places[:_WORST_PAIRS]:
+            reasons.setdefault(place, []).append(name)
+    for stored in _read_cuts(sample, directory, by_index, reasons):
+        of_stored = cut_values(stored.cut) | _sound_values(sample, record, stored)
+        sample.pairs.append(Pair(stored, reasons[stored.shard, stored.number], of_stored))
+    return sample
+
+
+def _read_cuts(
+    sample: DatasetSample, directory: Path, shards: Mapping[int, ShardRecord], places: Iterable[_Place]
+) -> Iterator[StoredCut]:
+    """Yield the cuts at places, shard and number, in their order; those that cannot be read are counted."""
+    for index, group in groupby(places, key=itemgetter(0)):
+        with sample.counting_damage():
+            if index not in shards:
+                # The run directory is not that of this dataset, or its files are damaged.
+                raise DamagedShard(f"{directory} has no shard {index}, of which the run directory names a cut")
+            read = open_stored_shard(directory, shards[index])
+            for _, number in group:
+                with sample.counting_damage():
+                    yield read(number)
+
+
+def _measure_cuts(
+    sample: DatasetSample, record: DatasetRecord, codecs: Sequence[CodecRecord], cuts: Iterable[StoredCut]
+) -> None:
+    """Add measures of the audio of cuts, and count the codes of codecs in their targets."""
+    for stored in cuts:
+        # Among rows without values, so that the places of the extremes are those of the cuts.
+        rows: list[dict[str, float]] = [{}] * stored.number + [_sound_values(sample, record, stored)]
+        sample.measures.add(CutMeasures.of(rows, stored.shard))
+        for codec in codecs:
+            item = stored.items.get(codes_field(codec.name, TARGET_CODES))
+            if item is not None and item.data is not None:
+                with sample.counting_damage():
+                    codes, size = read_codes(item), codec.codebook_size
+                    if len(codes) != codec.num_codebooks or (codes.size and not 0 <= codes.min() <= codes.max() < size):
+                        raise DamagedShard(f"{item.cut_id}: codes beyond the codebooks")
+                    sample.code_counts[codec.name] += np.stack([np.bincount(row, minlength=size) for row in codes])
+
+
+def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCut) -> dict[str, float]:
+    """Return the measures of the audio of a cut, as far as it can be read."""
+    sounds: dict[bool, Sound] = {}
+    for name in record.audio_fields:
+        item = stored.items.get(name)
+        if item is not None and item.data is not None:
+            with sample.counting_damage(f"{item.cut_id}: "):
+                sounds[name == CONTEXT_AUDIO] = measure_sound(*read_stored_audio(item))
+    return sound_values(sounds.get(False), sounds.get(True))
+
+
+@dataclass(frozen=True)
 class StageFacts:
     """The accounts and the times of a stage.
 
-    ``totals`` is None as long as it is not finished; it is of what the stage ``counts``. ``cost_by_rank`` is in
-    ``cost_unit``, ``seconds_by_rank`` the time that the units took there. ``memory_mb`` is the most that a rank has
-    held, ``memory_asked_mb`` the least that one's job had asked for, 0 where that is not known. ``examples`` are
-    rejects by reason.
+    ``view`` has its units and its pace. ``totals`` is None as long as it is not finished; it is of what the stage
+    ``counts``. ``examples`` are rejects by reason: a sentence and what the record is called.
     """
 
-    name: str
-    cost_unit: str
+    view: StageView
     counts: str
-    totals: Totals | None
-    num_units: int = 0
-    num_done: int = 0
-    cost_by_rank: dict[int, float] = field(default_factory=dict)
-    seconds_by_rank: dict[int, float] = field(default_factory=dict)
-    devices: list[str] = field(default_factory=list)
-    num_hosts: int = 0
-    memory_mb: float = 0.0
-    memory_asked_mb: float = 0.0
+    totals: Totals | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    examples: dict[str, list[RejectExample]] = field(default_factory=dict)
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class RunFacts:
     """Facts that only a run directory has.
 
@@ -89,16 +235,18 @@ class RunFacts:
         config: the resolved configuration, as YAML.
         stats: hours by dataset, language and speaker, as ``stats.json`` has them; empty before prepare has ended.
         voices: names of groups, and the embedding of an utterance of each, sampled.
+        measures: of all cuts, once they are written.
+        context_uses: how often each segment serves as context.
         code_counts: for each codec how often each code occurs in all segments (codebooks, codebook size).
     """
 
     run_dir: RunDir
     config: str
-    stages: list[StageFacts]
-    stats: dict[str, Any]
-    voices: list[tuple[str, np.ndarray]]
-    measures: CutMeasures | None
-    context_uses: np.ndarray | None
+    stages: list[StageFacts] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+    voices: list[tuple[str, np.ndarray]] = field(default_factory=list)
+    measures: CutMeasures | None = None
+    context_uses: np.ndarray | None = None
     code_counts: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -134,7 +282,7 @@ class Facts:
         """A sample of the cuts, drawn by the checksum of the index: the same for the same dataset."""
         if self.record is None or not self.record.num_cuts:
             return None
-        return sample_dataset(
+        return _sample_dataset(
             self.dataset_dir, self.record, self.shards, self.index_checksum,
             measures=self.run.measures if self.run else None, counted=self.run.code_counts if self.run else (),
         )  # fmt: skip
@@ -181,13 +329,13 @@ def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
         DamagedShard: its index is damaged.
     """
     record = read_dataset(directory)
-    shards = list(read_shards(directory, record.num_shards))
-    return Facts(name=record.name, dataset_dir=directory, record=record, shards=shards, models=models)
-
-
-def own_models(config: Config) -> dict[str, str]:
-    """Return the codecs that a configuration names itself, by their names in the dataset."""
-    return {codec.name: codec.model for codec in config.section(EncodeConfig).codecs if codec.model != "builtin"}
+    return Facts(
+        name=record.name,
+        dataset_dir=directory,
+        record=record,
+        shards=list(read_shards(directory, record.num_shards)),
+        models=models,
+    )
 
 
 def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str, str], *, decode: bool = True) -> Facts:
@@ -199,21 +347,21 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
         decode: load codecs.
     """
     run_dir, dataset_dir = RunDir(Path(config.run_dir)), Path(config.dataset_dir)
-    noted = _Noted()
-    found = [_read_stage(stage, noted) for stage in stages]
-    path = run_dir.stats
-    stats: _Stats | dict[str, Any] = decode_stored(path, read_stored(path), _Stats) if path.exists() else {}
-    by_kind = {stage.kind: (stage, read) for stage, read in zip(stages, found, strict=True)}
-    run = RunFacts(
-        run_dir=run_dir,
-        config=read_stored(run_dir.config).decode(errors="replace"),
-        stages=found,
-        stats=msgspec.to_builtins(stats),
-        voices=[voice for _, voice in sorted(noted.voices, key=itemgetter(0))],
-        measures=noted.measures if by_kind[WriteStage.kind][1].totals else None,
-        context_uses=_context_uses(*by_kind[SurveyStage.kind]) if SurveyStage.kind in by_kind else None,
-        code_counts=_code_counts(stages),
-    )
+    run = RunFacts(run_dir, read_stored(run_dir.config).decode(errors="replace"))
+    if (stats := read_record(run_dir.stats, _Stats)) is not None:
+        run.stats = msgspec.to_builtins(stats)
+    measures = CutMeasures()
+    for stage in stages:
+        run.stages.append(facts := _read_stage(stage, measures, run.voices))
+        if isinstance(stage, EncodeStage):
+            counts = read_counts(stage.dir)
+            run.code_counts |= {} if counts is None else {stage.codec_config.name: counts}
+        elif isinstance(stage, WriteStage) and facts.totals:
+            run.measures = measures
+        elif isinstance(stage, SurveyStage) and facts.totals:
+            # The second row is of contexts, if the dataset has any.
+            uses = np.bincount(np.ravel(map_stored_array(stage.numbers_file)[1:]))
+            run.context_uses = uses[uses > 0]
     try:
         record = read_dataset(dataset_dir)
         shards = list(read_shards(dataset_dir, record.num_shards))
@@ -225,75 +373,34 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     )
 
 
-@dataclass
-class _Noted:
-    """Sums of what the commit records of all stages have for the page.
-
-    ``measures`` are of all shards, and None of a run of an older version, which has noted none. Beside each of the
-    ``voices``, the name of its group and its embedding, stands the unit and the place among those of the unit.
-    """
-
-    measures: CutMeasures | None = field(default_factory=CutMeasures)
-    voices: list[tuple[tuple[int, int], tuple[str, np.ndarray]]] = field(default_factory=list)
-
-    def add(self, kind: str, commit: Commit) -> None:
-        if kind == WriteStage.kind and self.measures is not None:
-            if "cuts" in commit.stats:
-                self.measures.add(CutMeasures.unpack(commit.stats["cuts"]))
-            else:
-                self.measures = None
-        if kind == MatchStage.kind:
+def _read_stage(stage: Stage, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:
+    """Return the facts of a stage; add what its commits have noted."""
+    if not stage.dir.units.exists():
+        return StageFacts(read_stage(stage), stage.counts)
+    units, totals = stage.dir.read_units(), stage.dir.read_totals()
+    commits = read_ledger(stage.dir, units)
+    for _, commit in sorted(commits.items()):
+        if isinstance(stage, WriteStage):
+            if "cuts" not in commit.stats:
+                raise ConfigError(
+                    "a commit of write has no measures of its cuts: name the dataset instead of the run directory",
+                    code="damaged_run_dir",
+                )
+            measures.add(CutMeasures.unpack(commit.stats["cuts"]))
+        elif isinstance(stage, MatchStage):
             try:
                 noted = msgspec.convert(commit.stats.get("voices", []), list[tuple[Any, str]])
-                found = [(shorten(str(group)), unpack_voice(text)) for group, text in noted]
-                lengths = {len(embedding) for _, embedding in (*(one for _, one in self.voices[:1]), *found)}
-                if len(lengths) > 1:
-                    raise ValueError("embeddings of other lengths")
+                voices += [(shorten(group), unpack_voice(text)) for group, text in noted]
             except ValueError as error:
-                message = f"the voices that a commit of match notes are damaged: {error}"
-                raise ConfigError(message, code="damaged_run_dir") from error
-            self.voices += [((commit.index, number), one) for number, one in enumerate(found)]
-
-
-def _read_stage(stage: Stage, noted: _Noted) -> StageFacts:
-    """Return the facts of a stage, and add what its commits have noted; one of these at a time is held in memory."""
-    if not stage.dir.units.exists():
-        return StageFacts(name=stage.name, cost_unit=stage.cost_unit, counts=stage.counts, totals=None)
-    ids, costs = dict[int, str](), dict[int, float]()
-    for unit in iterate_plan(stage):
-        ids[unit.index], costs[unit.index] = unit.id, unit.cost
-    num_units = len(ids)
-    cost: defaultdict[int, float] = defaultdict(float)
-    seconds: defaultdict[int, float] = defaultdict(float)
-    devices: set[str] = set()
-    hosts: set[str] = set()
-    memory, asked = 0.0, math.inf
-    for commit in iterate_ledger(stage.dir, ids):
-        # The first one of a unit counts.
-        del ids[commit.index]
-        cost[commit.rank] += costs[commit.index]
-        seconds[commit.rank] += commit.seconds
-        devices.add(commit.device_kind)
-        hosts.add(commit.host)
-        memory = max(memory, commit.memory_mb)
-        asked = min(asked, commit.memory_asked_mb or math.inf)
-        noted.add(stage.kind, commit)
-    totals = read_totals(stage)
+                raise ConfigError(_DAMAGED_VOICES.format(error), code="damaged_run_dir") from error
+    if len({len(embedding) for _, embedding in voices}) > 1:
+        raise ConfigError(_DAMAGED_VOICES.format("embeddings of several lengths"), code="damaged_run_dir")
     return StageFacts(
-        name=stage.name,
-        cost_unit=stage.cost_unit,
-        counts=stage.counts,
-        totals=totals,
-        num_units=num_units,
-        num_done=num_units - len(ids),
-        cost_by_rank=dict(sorted(cost.items())),
-        seconds_by_rank=dict(sorted(seconds.items())),
-        devices=sorted(devices - {""}),
-        num_hosts=len(hosts - {""}),
-        memory_mb=memory,
-        memory_asked_mb=0.0 if math.isinf(asked) else asked,
-        identity=decode_stored(stage.dir.identity, read_stored(stage.dir.identity), dict[str, Any]),
-        examples=_examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
+        view_stage(stage, units, commits, (), 0.0, totals=totals),
+        stage.counts,
+        totals,
+        load_record(stage.dir.identity, dict[str, Any]),
+        _examples(stage.dir.rejects, totals.rejects) if totals and totals.rejects else {},
     )
 
 
@@ -312,38 +419,16 @@ class _Stats(_Hours):
     by_speaker: dict[str, _Hours]
 
 
-class _Reject(msgspec.Struct):
-    reason: str
-    detail: str
-    record: Any = None
-
-
-def _examples(path: Path, reasons: dict[str, int]) -> dict[str, list[RejectExample]]:
+def _examples(path: Path, reasons: dict[str, int]) -> dict[str, list[tuple[str, str]]]:
     """Return the first rejects of each reason."""
-    wanted = Counter({reason: min(count, _EXAMPLES) for reason, count in reasons.items()})
-    found: dict[str, list[RejectExample]] = {reason: [] for reason in reasons}
-    for number, line in enumerate(read_stored_lines(path)):
-        reject = decode_stored(path, line, _Reject)
-        if wanted[reject.reason] > 0:
-            wanted[reject.reason] -= 1
+    found = defaultdict[str, list[tuple[str, str]]](list)
+    missing = sum(min(count, _EXAMPLES) for count in reasons.values())
+    for reject in islice(read_records(path, Reject), _LINES_SEARCHED):
+        if len(found[reject.reason]) < _EXAMPLES:
             record = reject.record
             name = record.get("audio_filepath", record) if isinstance(record, dict) else record
-            found[reject.reason].append(RejectExample(shorten(reject.detail), shorten(str(name))))
-        if number == _LINES_SEARCHED or not any(count > 0 for count in wanted.values()):
+            found[reject.reason].append((shorten(reject.detail), shorten(name)))
+            missing -= 1
+        if not missing:
             break
     return found
-
-
-def _code_counts(stages: Sequence[Stage]) -> dict[str, np.ndarray]:
-    """Return the counts of the codes of each codec whose encoding is finished, where they were counted."""
-    finished = [stage for stage in stages if isinstance(stage, EncodeStage) and encoded_file(stage.dir).exists()]
-    counts = {stage.codec_config.name: read_counts(stage.dir) for stage in finished}
-    return {name: found for name, found in counts.items() if found is not None}
-
-
-def _context_uses(stage: Stage, facts: StageFacts) -> np.ndarray | None:
-    """Return how often each segment serves as context; None where that is not known, or there are no contexts."""
-    if facts.totals is None or not isinstance(stage, SurveyStage) or len(numbers := stage.numbers()) < 2:
-        return None
-    uses = np.bincount(numbers[1])
-    return uses[uses > 0]

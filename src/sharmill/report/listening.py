@@ -1,57 +1,91 @@
-"""The listening table: pairs of target and context with players, pictures and text, and both made from codes."""
+"""The listening table: pairs of target and context with players, pictures and text, and both made from codes.
 
-from __future__ import annotations
+Pictures of a piece of audio are the waveform as an SVG path, and the log-mel spectrogram as a PNG.
+"""
 
 import base64
+import struct
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import torch
 from markupsafe import Markup
+from torchaudio.transforms import MelSpectrogram
 
-from sharmill.audio.encoding import encode
+from sharmill.audio.decoder import encode
 from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.inspect.export import decode_stored_codes, load_decoder
-from sharmill.inspect.stored import as_mapping, first_supervision, read_stored_audio
-from sharmill.models.protocols import DecodingCodec
+from sharmill.inspect.cuts import StoredCut, decode_stored_codes, load_decoder, read_stored_audio
+from sharmill.models import DecodingCodec
 from sharmill.report.facts import Facts
-from sharmill.report.sample import Pair
-from sharmill.report.section import Section, render, shorten
-from sharmill.report.sound import mel_picture, spectrogram, wave_path
-from sharmill.shar.index import CodecRecord, DatasetRecord
-from sharmill.shar.layout import CONTEXT_AUDIO
+from sharmill.report.section import Section, render
+from sharmill.shar.histograms import supervision_of
+from sharmill.shar.layout import CONTEXT_AUDIO, CodecRecord, DatasetRecord
 
 # Of the clips together, as text in the page: it is to stay below 15 MB.
 _MAX_BYTES: Final = 12_000_000
 _MAX_SECONDS: Final = 12.0
 _RATES: Final = (16000, 24000)
 
-
-@dataclass(frozen=True)
-class Clip:
-    """A player: audio as a ``data:`` address, pictures of it, and its length before it was cut to be played."""
-
-    role: str
-    audio: str
-    wave: str
-    mel: str
-    seconds: float
-    is_cut: bool
+_WINDOW: Final = 0.032
+_HOP: Final = 0.010
+_NUM_MELS: Final = 64
+_PICTURE_WIDTH: Final = 200
+_WAVE_COLUMNS: Final = 100
+# Dark to bright, the same in both themes.
+_PALETTE: Final = ((13, 17, 43), (59, 31, 107), (140, 41, 99), (221, 81, 58), (252, 165, 53), (252, 244, 190))
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the table."""
+def _wave_path(samples: np.ndarray) -> str:
+    """Return the outline of audio (samples,) as a path in a box of 100 by 20, scaled to its peak.
 
-    cut_id: str
-    reasons: list[str]
-    speaker: str
-    text: str
-    context_text: str
-    values: dict[str, float]
-    clips: list[Clip]
+    >>> _wave_path(np.array([0.0, 1.0]))
+    'M0 10V10M1 10V0'
+    """
+    parts = np.array_split(samples, min(_WAVE_COLUMNS, max(1, len(samples))))
+    peak = max(float(np.abs(samples).max(initial=0.0)), 1e-9)
+    scale = _WAVE_COLUMNS / len(parts) if len(parts) > 2 else 1
+    return "".join(
+        f"M{number * scale:.3g} {10 - 10 * min(0.0, float(part.min())) / peak:.3g}"
+        f"V{10 - 10 * max(0.0, float(part.max())) / peak:.3g}"
+        for number, part in enumerate(parts)
+    )
+
+
+def mel_picture(samples: np.ndarray, sampling_rate: int) -> str:
+    """Return the log-mel spectrogram of audio (samples,) as a ``data:`` address of a PNG, low frequencies below."""
+    size = round(_WINDOW * sampling_rate)
+    # Bins twice as fine as the window makes them, so that the narrowest filter has one.
+    transform = MelSpectrogram(
+        sampling_rate, n_fft=2 * size, win_length=size, hop_length=round(_HOP * sampling_rate), n_mels=_NUM_MELS,
+        pad_mode="constant",
+    )  # fmt: skip
+    frames = transform(torch.from_numpy(samples)).numpy().T
+    mels = np.stack([part.mean(axis=0) for part in np.array_split(frames, min(_PICTURE_WIDTH, len(frames)))])
+    levels = 10 * np.log10(np.maximum(mels, 1e-9))
+    shades = np.clip((levels - (float(levels.max()) - 70.0)) / 70.0, 0.0, 1.0)
+    # Sixteen shades are enough to look at, and a third of the bytes of all.
+    pixels = (np.rint(shades * 15) * 17).astype(np.uint8).T[::-1]
+    steps = np.linspace(0, len(_PALETTE) - 1, 256)
+    colors = [np.interp(steps, range(len(_PALETTE)), channel) for channel in zip(*_PALETTE, strict=True)]
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", pixels.shape[1], len(pixels), 8, 3, 0, 0, 0),
+        b"PLTE": np.stack(colors, axis=1).astype(np.uint8).tobytes(),
+        b"IDAT": zlib.compress(rows, 9),
+        b"IEND": b"",
+    }
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
+
+
+# A player for the template: its role, audio and pictures as ``data:`` addresses, and its length before it was cut.
+_Clip = dict[str, Any]
 
 
 def make_listening(facts: Facts) -> Markup | None:
@@ -61,22 +95,23 @@ def make_listening(facts: Facts) -> Markup | None:
     decoders, problems = _load_decoders(facts)
     if unreadable := facts.sample.unreadable:
         problems.insert(0, f"{sum(unreadable.values())} items could not be read, the first: {next(iter(unreadable))}")
-    rows: list[Row] = []
+    rows = []
     size = left_out = 0
     for pair in facts.sample.pairs:
         try:
-            row = _make_row(pair, facts.record, decoders)
+            clips = list(_clips(pair.stored, facts.record, decoders))
         except (DamagedShard, RejectRecord) as error:
             problems.append(f"{pair.stored.cut.get('id')}: {error}")
             continue
-        size += sum(len(clip.audio) + len(clip.mel) + len(clip.wave) for clip in row.clips)
-        if size > _MAX_BYTES:
+        size += sum(len(clip["audio"]) + len(clip["mel"]) + len(clip["wave"]) for clip in clips)
+        if size <= _MAX_BYTES:
+            rows.append((pair, clips))
+        else:
             left_out += 1
-            continue
-        rows.append(row)
-    reasons = list(dict.fromkeys(reason for row in rows for reason in row.reasons))
+    reasons = list(dict.fromkeys(reason for pair, _ in rows for reason in pair.reasons))
     return render("listening.html", rows=rows, reasons=reasons, problems=problems, left_out=left_out,
-                  max_seconds=_MAX_SECONDS, has_contexts=facts.record.has_contexts)  # fmt: skip
+                  max_seconds=_MAX_SECONDS, has_contexts=facts.record.has_contexts,
+                  supervision_of=supervision_of)  # fmt: skip
 
 
 def _load_decoders(facts: Facts) -> tuple[list[tuple[CodecRecord, DecodingCodec]], list[str]]:
@@ -96,36 +131,23 @@ def _load_decoders(facts: Facts) -> tuple[list[tuple[CodecRecord, DecodingCodec]
     return decoders, problems
 
 
-def _make_row(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]) -> Row:
-    supervision = first_supervision(pair.stored.cut)
-    custom = as_mapping(supervision.get("custom"))
-    return Row(
-        cut_id=shorten(str(pair.stored.cut.get("id"))),
-        reasons=pair.reasons,
-        speaker=shorten(str(supervision.get("speaker") or "")),
-        text=shorten(str(supervision.get("text") or "")),
-        context_text=shorten(str(custom.get("context_audio_text") or "")),
-        values=pair.values,
-        clips=list(_clips(pair, record, decoders)),
-    )
-
-
-def _clips(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]) -> Iterator[Clip]:
+def _clips(
+    stored: StoredCut, record: DatasetRecord, decoders: list[tuple[CodecRecord, DecodingCodec]]
+) -> Iterator[_Clip]:
     seconds: dict[str, float] = {}
     for field in record.audio_fields:
         role = "context" if field == CONTEXT_AUDIO else "target"
         seconds[role] = 0.0
-        item = pair.stored.items.get(field)
+        item = stored.items.get(field)
         if item is not None and item.data is not None:
             samples, rate = read_stored_audio(item)
             seconds[role] = len(samples) / rate
             yield _make_clip(role, samples, rate, seconds[role])
     for codec, decoder in decoders:
         for role, of_audio in seconds.items():
-            of_context = role == "context"
             try:
                 samples, rate = decode_stored_codes(
-                    pair.stored, record, codec, decoder, context=of_context, most_seconds=_MAX_SECONDS
+                    stored, record, codec, decoder, context=role == "context", most_seconds=_MAX_SECONDS
                 )
             except ConfigError:
                 # A field of a foreign dataset may have nothing for this cut.
@@ -133,15 +155,14 @@ def _clips(pair: Pair, record: DatasetRecord, decoders: list[tuple[CodecRecord, 
             yield _make_clip(f"{role} decoded from {codec.name}", samples, rate, of_audio or len(samples) / rate)
 
 
-def _make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> Clip:
+def _make_clip(role: str, samples: np.ndarray, rate: int, seconds: float) -> _Clip:
     wanted = next((known for known in _RATES if rate <= known), _RATES[-1])
     heard = resample(samples[: round(_MAX_SECONDS * rate)].astype(np.float32), rate, wanted)
-    power = spectrogram(heard, wanted)
     data = base64.b64encode(encode(heard, wanted, "mp3")).decode()
-    return Clip(
-        role, f"data:audio/mpeg;base64,{data}", wave_path(heard), mel_picture(power, wanted), seconds,
-        is_cut=seconds > _MAX_SECONDS,
-    )  # fmt: skip
+    return {
+        "role": role, "audio": f"data:audio/mpeg;base64,{data}", "wave": _wave_path(heard),
+        "mel": mel_picture(heard, wanted), "seconds": seconds, "is_cut": seconds > _MAX_SECONDS,
+    }  # fmt: skip
 
 
-SECTION = Section("listening", "Listen", 20, make_listening)
+LISTENING = Section("listening", "Listen", 20, make_listening)

@@ -1,28 +1,36 @@
-"""The page itself: all sections in one file, which asks for nothing else."""
-
-from __future__ import annotations
+"""The page: all sections in one file, which asks for nothing else; the last step of a run, which it never fails."""
 
 import base64
 import hashlib
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from markupsafe import Markup
 
-from sharmill.errors import ConfigError
+from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
+from sharmill.engine.stage import RunDir, Stage
+from sharmill.errors import SharmillError, refuse
 from sharmill.files.storage import write_atomic
 from sharmill.registry import SECTIONS
 from sharmill.report.charts import plain_text
-from sharmill.report.facts import Facts
 from sharmill.report.section import Section, render
 from sharmill.shar.layout import DATASET_FILE
+
+if TYPE_CHECKING:
+    from sharmill.report.facts import Facts
+
+log = logging.getLogger(__name__)
 
 # In this order: the library comes before what uses it.
 _SCRIPTS: Final = ("plotly-basic.min.js", "page.js")
 
 
-def make_page(facts: Facts) -> str:
+def make_page(facts: "Facts") -> str:
     """Return the page as HTML. The same facts give the same page."""
     sections: list[Section] = sorted((SECTIONS.load(name) for name in SECTIONS.names()), key=lambda one: one.order)
     made = [(section, content) for section in sections if (content := section.make(facts)) is not None]
@@ -38,7 +46,7 @@ def make_page(facts: Facts) -> str:
     return plain_text(html)
 
 
-def make_headline(facts: Facts) -> list[tuple[str, str]]:
+def make_headline(facts: "Facts") -> list[tuple[str, str]]:
     """Return the few numbers above all sections, and what they are."""
     numbers: list[tuple[str, str]] = []
     if (record := facts.record) is not None:
@@ -57,17 +65,48 @@ def make_headline(facts: Facts) -> list[tuple[str, str]]:
     return numbers
 
 
-def write_page(facts: Facts, path: Path) -> int:
+def write_page(facts: "Facts", path: Path) -> int:
     """Write the page, and return its size in bytes.
 
     Raises:
         ConfigError: the file would lie in a dataset, which holds nothing else.
         FatalError: it cannot be written.
     """
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: name a file", code="bad_usage")
-    if any((folder / DATASET_FILE).exists() for folder in path.resolve().parents):
-        raise ConfigError(f"{path} is inside a dataset, which holds nothing else: name another file", code="bad_usage")
+    is_inside = any((folder / DATASET_FILE).exists() for folder in path.resolve().parents)
+    refuse(
+        (path.is_dir(), f"{path} is a folder: name a file"),
+        (is_inside, f"{path} is inside a dataset, which holds nothing else: name another file"),
+        code="bad_usage",
+    )
     data = make_page(facts).encode()
     write_atomic(path, data)
     return len(data)
+
+
+def report_on_run(config: Config, stages: Sequence[Stage], *, decode: bool) -> str:
+    """Write the page into the run directory, and return a sentence: where it is, or why it could not be made.
+
+    A page that was written after all stages were finished stays.
+
+    Args:
+        stages: all stages of the run.
+        decode: load the codecs of the configuration, to have audio made from codes on the page.
+    """
+    path = RunDir(Path(config.run_dir)).report
+    with suppress(FileNotFoundError):
+        if all(stage.dir.done.stat().st_mtime_ns <= path.stat().st_mtime_ns for stage in stages):
+            return f"report: {path}, {path.stat().st_size / 1e6:.1f} MB"
+    # Decoding and sketches of audio need torch, which a run with nothing to do does without.
+    from sharmill.report.facts import read_run_facts
+
+    models = {codec.name: codec.model for codec in config.section(EncodeConfig).codecs if codec.model != "builtin"}
+    try:
+        size = write_page(read_run_facts(config, stages, models, decode=decode), path)
+    except Exception as error:
+        # The data of the run is whole; what shows it must not take that away, whatever is wrong with it.
+        reason = str(error)
+        if not isinstance(error, SharmillError):
+            log.warning("the report could not be made", exc_info=True)
+            reason = f"{type(error).__name__}: {error}"
+        return f"the report could not be made: {reason}; the run is whole, sharmill report {config.run_dir} tries again"
+    return f"report: {path}, {size / 1e6:.1f} MB"

@@ -17,7 +17,7 @@ import numpy as np
 
 from sharmill.audio.sound import Sound
 from sharmill.errors import DamagedShard
-from sharmill.shar.cut_lines import NOT_JSON
+from sharmill.files.storage import NOT_JSON
 
 _KEPT_EXTREMES: Final = 4
 # Of unpacked measures, which have some kilobytes: a damaged text of a run directory could unfold to gigabytes.
@@ -178,13 +178,18 @@ class CutMeasures(msgspec.Struct):
         return measures
 
 
-def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
-    """Return numbers that a cut says of itself, by the names of ``SCALES``; what it does not say is left out."""
+def supervision_of(cut: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the first supervision of a cut, which may be damaged, and its custom mapping; empty if there is none."""
     supervisions = cut.get("supervisions")
-    supervision = supervisions[0] if isinstance(supervisions, list) and supervisions else {}
+    supervision = supervisions[0] if isinstance(supervisions, list) and supervisions else None
     supervision = supervision if isinstance(supervision, dict) else {}
     custom = supervision.get("custom")
-    custom = custom if isinstance(custom, dict) else {}
+    return supervision, custom if isinstance(custom, dict) else {}
+
+
+def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
+    """Return numbers that a cut says of itself, by the names of ``SCALES``; what it does not say is left out."""
+    supervision, custom = supervision_of(cut)
     found = {
         "duration": cut.get("duration"),
         "context_duration": custom.get("context_audio_duration"),

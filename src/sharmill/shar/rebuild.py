@@ -1,34 +1,22 @@
-"""``shards.jsonl`` and ``dataset.json`` made again from the files of a dataset, sharmill's own or another tool's.
+"""Shards found by the names of their files, and ``shards.jsonl`` and ``dataset.json`` made again from these.
 
-What the files cannot tell is taken from the old ``dataset.json`` where that can be read, or from what the caller knows
-of a codec. Nothing is guessed without being said.
+They are sharmill's own, whose index was lost, or another tool's. What the files cannot tell is taken from the old
+``dataset.json`` where that can be read, or from what the caller knows of a codec. Nothing is guessed without saying so.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from sharmill.errors import ConfigError, DamagedShard
+from sharmill.errors import ConfigError, DamagedShard, refuse
 from sharmill.files.storage import checksum
-from sharmill.shar.cut_lines import read_cuts
-from sharmill.shar.index import (
-    CodecRecord,
-    DatasetRecord,
-    FieldFile,
-    Positive,
-    ShardRecord,
-    changing_index,
-    read_dataset,
-    write_dataset,
-    write_shards,
-)
-from sharmill.shar.items import read_field
+from sharmill.shar.items import decode_cut, read_cuts, read_field, salvage_lines
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,
     CONTEXT_UNALIGNED,
@@ -37,12 +25,145 @@ from sharmill.shar.layout import (
     FORMAT_VERSION,
     RECORDING,
     TARGET_AUDIO,
+    CodecRecord,
+    DatasetRecord,
+    FieldFile,
+    Positive,
+    ShardRecord,
+    changing_index,
     codec_of_field,
+    read_dataset,
     sorted_fields,
+    write_dataset,
+    write_shards,
 )
-from sharmill.shar.reading.foreign import ForeignShard, find_shards
 
 _UNKNOWN = "unknown"
+# Without a number where lhotse was told to make a single shard.
+_SHARD_FILE: Final = re.compile(r"([^.]+)(?:\.([0-9]+))?\.(tar|jsonl|jsonl\.gz)")
+_COMPRESSED_ARCHIVE: Final = re.compile(r"[^.]+(?:\.[0-9]+)?\.(?:tar\.(?:gz|bz2|xz|zst)|tgz)")
+# More folders than a dataset has fields, however it is nested.
+_MAX_FOLDERS: Final = 10_000
+
+
+def find_foreign_shards(directory: Path) -> list[ShardRecord]:
+    """Find the shards of a folder as ``find_shards``.
+
+    Raises:
+        ConfigError: sharmill wrote them: without an index they are not complete, and some may be missing.
+    """
+    shards = find_shards(directory)
+    if _are_own(directory, shards):
+        raise ConfigError(
+            f"{directory} is not a finished dataset: there is no {DATASET_FILE}. Finish the run that writes it; if the "
+            "index was lost, sharmill index makes it again",
+            code="no_dataset",
+        )
+    return shards
+
+
+def _are_own(directory: Path, shards: Iterable[ShardRecord]) -> bool:
+    """Return True if sharmill wrote shards, as their first cut says."""
+    for shard in shards:
+        path = directory / shard.files[CUTS]
+        lines, _ = salvage_lines(path)
+        if lines:
+            try:
+                custom = decode_cut(path, lines[0]).get("custom")
+            except DamagedShard:
+                return False
+            return isinstance(custom, dict) and CONTEXT_UNALIGNED in custom
+    return False
+
+
+def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
+    """Find the shards of a folder, without its index, ordered by their numbers as numbers: 2 comes before 10.
+
+    Two layouts are known: lhotse's own, with all files in one folder (``cuts.000000.jsonl.gz``,
+    ``recording.000000.tar``), where a field is called like its files; and that of sharmill and of the published scripts
+    with a folder for each field (``cuts/cuts.000000.jsonl.gz``, ``codes_x/target_codes/codes.000000.tar``), where it is
+    called like its folder. Other files (``.idx`` beside a shard, notes) are left alone, and so are hidden ones.
+
+    Args:
+        complete: refuse shards that lack fields, and fields with shards of their own; the checker tells them itself.
+
+    Raises:
+        ConfigError: there are no cuts, a shard lacks a field that others have, or two files claim to be the same.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a folder", code="bad_layout")
+    flat, nested = _cuts_files(directory), _cuts_files(directory / CUTS)
+    numbered = {match[2] is not None for match in flat + nested}
+    refuse(
+        (flat and nested, f"{directory} has files of cuts both in itself and in its folder cuts; remove either"),
+        (len(numbered) > 1, f"{directory} has files of cuts with and without a number; remove either"),
+        code="bad_layout",
+    )
+    fields: dict[str, dict[int, str]] = {}
+    for name in _list_files(directory, nested=not flat):
+        folder, _, file = name.rpartition("/")
+        match = _SHARD_FILE.fullmatch(file)
+        if match is None and _COMPRESSED_ARCHIVE.fullmatch(file):
+            raise ConfigError(
+                f"{directory / name}: compressed archives are not read; decompress it to .tar", code="bad_layout"
+            )
+        if match is None or (match[2] is not None) not in numbered:
+            continue
+        field, index = folder or match[1], int(match[2] or 0)
+        taken = fields.setdefault(field, {}).setdefault(index, name)
+        if taken != name:
+            raise ConfigError(
+                f"{directory / taken} and {file} are both shard {index} of {field}; remove one", code="bad_layout"
+            )
+    if CUTS not in fields:
+        raise ConfigError(
+            f"{directory} has no cuts: neither cuts.000000.jsonl.gz nor a folder cuts with such files",
+            code="bad_layout",
+        )
+    for field, files in fields.items() if complete else ():
+        if odd := sorted(files.keys() ^ fields[CUTS].keys()):
+            has, lacks = (field, CUTS) if odd[0] in files else (CUTS, field)
+            raise ConfigError(f"{directory}: {has} has a shard {odd[0]} and {lacks} does not", code="bad_layout")
+    return [
+        ShardRecord(
+            index=index,
+            count=-1,
+            target_seconds=0.0,
+            context_seconds=0.0,
+            fields={
+                field: FieldFile(files[index], -1, "") for field, files in sorted(fields.items()) if index in files
+            },
+        )
+        for index in sorted(set().union(*fields.values()))
+    ]
+
+
+def _cuts_files(folder: Path) -> list[re.Match[str]]:
+    """Return the parsed names of the files with cuts in a folder."""
+    matches = [_SHARD_FILE.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return [match for match in matches if match and match[1] == CUTS and match[3] != "tar"]
+
+
+def _list_files(directory: Path, *, nested: bool) -> Iterator[str]:
+    """Yield the names of the files in a folder itself, or in the folders below it, that may be those of shards."""
+    seen: set[str] = set()
+    for root, folders, names in os.walk(directory, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:  # links that lead in a circle
+            folders[:] = []
+            continue
+        if len(seen) == _MAX_FOLDERS:
+            raise ConfigError(
+                f"{directory} has more than {_MAX_FOLDERS:,} folders, as no dataset has; does a link in it lead "
+                f"elsewhere? The last one is {root}",
+                code="bad_layout",
+            )
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if nested and not name.startswith("."))
+        folder = os.path.relpath(root, directory)
+        for name in sorted(names):
+            if (folder != ".") == nested and not name.startswith("."):
+                yield f"{folder}/{name}" if nested else name
 
 
 class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,14 +217,14 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     found = find_shards(directory)
     inferred: list[str] = []
     if [shard.index for shard in found] != list(range(len(found))):
-        if any(CONTEXT_UNALIGNED in (cut.get("custom") or {}) for cut in read_cuts(found[0].files[CUTS])):
+        if _are_own(directory, found):
             raise ConfigError(
                 f"{directory}: sharmill wrote these shards, and some are gone: their numbers do not run from 0 without "
                 "gaps; run the configuration again",
                 code="no_dataset",
             )
         inferred.append("the numbers of the shards have gaps: the index counts them in their order, from 0")
-        found = [ForeignShard(index, shard.files) for index, shard in enumerate(found)]
+        found = [msgspec.structs.replace(shard, index=index) for index, shard in enumerate(found)]
     old = None
     if (directory / DATASET_FILE).is_file():
         with suppress(DamagedShard):
@@ -111,7 +232,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     seen: dict[str, _CodecSeen] = {}
     audio: set[tuple[str, int]] = set()
     records = [_record(directory, shard, seen, audio) for shard in found]
-    fields = list(found[0].files)
+    fields = list(found[0].fields)
     # Where contexts went or came since the old one, its limits and its contract are not those of these files.
     own = old is not None and old.contract == "sharmill" and bool(old.limits) == (CONTEXT_AUDIO in fields)
     if old is not None and old.contract == "sharmill" and not own:
@@ -159,21 +280,20 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
 
 
 def _record(
-    directory: Path, shard: ForeignShard, seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
+    directory: Path, shard: ShardRecord, seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> ShardRecord:
     """Return the record of a shard; add to ``seen``, and to the formats and rates of ``audio``."""
-    ids = [str(cut.get("id")) for cut in read_cuts(shard.files[CUTS])]
-    seconds: dict[str, float] = {}
-    for name, path in shard.files.items():
-        if name != CUTS:
-            seconds[name] = _read_field(name, path, ids, seen, audio)
-    files = {
-        name: FieldFile(path.relative_to(directory).as_posix(), path.stat().st_size, checksum(path))
-        for name, path in shard.files.items()
+    files = {}
+    for name, file in shard.files.items():
+        path = directory / file
+        files[name] = FieldFile(file, path.stat().st_size, checksum(path))
+    ids = [str(cut.get("id")) for cut in read_cuts(directory / files[CUTS].file)]
+    seconds = {
+        name: _read_field(name, directory / file.file, ids, seen, audio) for name, file in files.items() if name != CUTS
     }
     target = TARGET_AUDIO if TARGET_AUDIO in seconds else RECORDING
-    return ShardRecord(
-        index=shard.index,
+    return msgspec.structs.replace(
+        shard,
         count=len(ids),
         target_seconds=round(seconds.get(target, 0.0), 3),
         context_seconds=round(seconds.get(CONTEXT_AUDIO, 0.0), 3),
@@ -185,13 +305,9 @@ def _read_field(
     name: str, path: Path, ids: list[str], seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> float:
     """Return the seconds of audio in a field. Its items must be those of the cuts."""
-    seconds, count = 0.0, 0
+    seconds = 0.0
     codec = codec_of_field(name)
-    # To its end, behind the last cut, for only that tells that the archive is whole.
-    for item in read_field(path):
-        if count < len(ids) and item.cut_id != ids[count]:
-            raise DamagedShard(f"{path}: item {count} is {item.cut_id!r}, the cut there is {ids[count]!r}")
-        count += 1
+    for item in read_field(path, ids):
         if item.metadata is None or item.data is None:
             continue
         try:
@@ -206,8 +322,6 @@ def _read_field(
                 codes.rates |= {rate for _, rate in audio}
         except (LookupError, TypeError, ArithmeticError) as error:
             raise DamagedShard(f"{path}: the metadata of {item.cut_id!r} are no manifest: {error!r}") from error
-    if count != len(ids):
-        raise DamagedShard(f"{path}: {count} items for {len(ids)} cuts")
     return seconds
 
 
@@ -235,13 +349,12 @@ def _codec(
             )
         else:
             rate = samples = None
-    facts_needed = {"codebook_size": given.codebook_size, "sampling_rate": rate, "samples_per_frame": samples}
-    if unknown := [key for key, value in facts_needed.items() if value is None]:
+    wanted = {"codebook_size": given.codebook_size, "sampling_rate": rate, "samples_per_frame": samples}
+    known = {key: value for key, value in wanted.items() if value is not None}
+    if unknown := [key for key in wanted if key not in known]:
         raise ConfigError(f"the files do not tell {', '.join(unknown)} of {name!r}: {how}", code="bad_codec")
-    assert given.codebook_size is not None
-    assert rate is not None
-    assert samples is not None
     return CodecRecord(
-        name=name, model=given.model, checksum=given.checksum, trained=given.trained, sampling_rate=rate,
-        samples_per_frame=samples, num_codebooks=seen.num_codebooks.pop(), codebook_size=given.codebook_size,
+        name=name, model=given.model, checksum=given.checksum, trained=given.trained,
+        num_codebooks=seen.num_codebooks.pop(), codebook_size=known["codebook_size"],
+        sampling_rate=known["sampling_rate"], samples_per_frame=known["samples_per_frame"],
     )  # fmt: skip

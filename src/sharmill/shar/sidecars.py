@@ -4,10 +4,7 @@ Its format: little-endian 64-bit offsets of the items of a file, and the size of
 cannot be indexed, so there are uncompressed copies of cuts and values. sharmill's own reader needs none of this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from contextlib import closing
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,17 +12,14 @@ from typing import Any
 import numpy as np
 
 from sharmill.files.storage import (
-    PROBE,
     make_folder,
     refuse_strangers,
     remove_asides,
     require_writable,
     write_atomic,
 )
-from sharmill.shar.cut_lines import read_lines
-from sharmill.shar.index import ShardRecord, changing_index, read_dataset, read_shards
-from sharmill.shar.items import ItemTable
-from sharmill.shar.layout import CUTS, sidecar_files
+from sharmill.shar.items import ItemTable, read_json_lines
+from sharmill.shar.layout import CUTS, changing_index, read_dataset, read_shards, sidecar_files
 from sharmill.shar.reading.shard_source import IndexedShardSource
 
 
@@ -52,9 +46,10 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     num_shards = read_dataset(directory).num_shards
     require_writable(root)
     with changing_index(root):
-        remove_asides(root, {PROBE})
         for shard in read_shards(directory, num_shards):
-            _write_sidecars_of(shard, directory, root)
+            refuse_strangers(root, {(root / file.file).parent for file in shard.fields.values()})
+            for name in shard.files.values():
+                _write_sidecars_of(name, directory, root)
 
 
 def indexed_shar(
@@ -86,25 +81,20 @@ def indexed_shar(
     return {"fields": files, "index_path": indices}
 
 
-def _item_offsets(archive: Path) -> list[int]:
-    with closing(ItemTable(archive)) as table:
+def _write_sidecars_of(name: str, directory: Path, root: Path) -> None:
+    """Write the index of one file of a shard, and the copy of its lines."""
+    *plain, index = sidecar_files(name)
+    folder = (root / index).parent
+    make_folder(folder)
+    remove_asides(folder, {PurePosixPath(sidecar).name for sidecar in (*plain, index)})
+    if name.endswith(".tar"):
+        table = ItemTable(directory / name)
         for number in range(len(table)):
             table.pair(number)
-        return table.offsets
-
-
-def _write_sidecars_of(shard: ShardRecord, directory: Path, root: Path) -> None:
-    refuse_strangers(root, {(root / file.file).parent for file in shard.fields.values()})
-    for file in shard.fields.values():
-        *plain, index = sidecar_files(file.file)
-        folder = (root / index).parent
-        make_folder(folder)
-        remove_asides(folder, {PurePosixPath(name).name for name in (*plain, index)})
-        if file.file.endswith(".tar"):
-            offsets = _item_offsets(directory / file.file)
-        else:
-            lines = read_lines(directory / file.file)
-            for copy in plain:
-                write_atomic(root / copy, b"".join(line + b"\n" for line in lines))
-            offsets = [0, *accumulate(len(line) + 1 for line in lines)]
-        write_atomic(root / index, np.array(offsets, "<u8").tobytes())
+        offsets = [*table.headers[::2], table.size]
+    else:
+        lines = read_json_lines(directory / name)
+        for copy in plain:
+            write_atomic(root / copy, b"".join(line + b"\n" for line in lines))
+        offsets = [0, *accumulate(len(line) + 1 for line in lines)]
+    write_atomic(root / index, np.array(offsets, "<u8").tobytes())

@@ -1,58 +1,53 @@
-"""Tar archives as Shar uses them: a deterministic writer, and a strict reader that maps large files into memory.
+"""Tar archives: writing the same bytes every time, and one walk over the headers of archives, strict or tolerant.
 
 Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers written carry no time and no owner.
+Shards are read strictly: anything but regular members in order up to an end marker is damage. Archives of others may
+have folders, links, devices and sparse files, which are passed over.
 """
-
-from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import tarfile
 import zlib
-from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
-
-import numpy as np
+from typing import BinaryIO, Final, NamedTuple
 
 from sharmill.errors import DamagedShard
 from sharmill.files.storage import open_regular
-from sharmill.shar.tar_headers import (
-    BLOCK,
-    EMPTY,
-    GNU_LONG_NAME,
-    MAX_EXTENSION_BYTES,
-    PAX_HEADER,
-    iterate_pax,
-    parse_number,
-    parse_pax_size,
-    plain_name,
-)
 
-_END = bytes(2 * BLOCK)
+BLOCK: Final = 512
+EMPTY: Final = bytes(BLOCK)
+# Without it an archive counts as cut off.
+END: Final = bytes(2 * BLOCK)
 # Smaller archives are read as a whole, in less time than the system takes to map and unmap their pages.
 _MAX_READ_BYTES: Final = 1 << 19
-# The place in a header.
-_CHECKSUM: Final = slice(148, 156)
-_REGULAR = (b"0", b"\0")
+# A header and what lies beside it in the file, such as a short text and the next header, in one read.
+_WINDOW_BYTES: Final = 4096
+# Names and PAX records are short; a larger one is damage, or an attempt to fill the memory.
+_MAX_EXTENSION_BYTES: Final = 1 << 20
+_GNU_LONG_NAME: Final = b"L"
+_PAX_HEADER: Final = b"x"
+# Headers that describe the next one: in shards, and also long links of GNU's tar, PAX headers of Sun, and of all.
+_SHARD_EXTENSIONS: Final = (_GNU_LONG_NAME, _PAX_HEADER)
+_EXTENSIONS: Final = (*_SHARD_EXTENSIONS, b"K", b"X", b"g")
+_SHARD_REGULAR: Final = (b"0", b"\0")
+_CONTIGUOUS: Final = b"7"
+_SPARSE: Final = b"S"
+# Links, devices, folders and FIFOs have no data, whatever their size says.
+_WITHOUT_DATA: Final = (b"1", b"2", b"3", b"4", b"5", b"6")
+_PAX_LENGTH: Final = re.compile(rb"([0-9]{1,7}) ")
+_DECIMAL: Final = re.compile(rb"[0-9]{1,19}")
+_OCTAL: Final = re.compile(rb"[0-7]+")
 
 
-class TarWriter:
-    """Writer of members, one after the other. The same members make the same bytes."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-
-    def add(self, name: str, data: bytes) -> None:
-        """Append a member."""
-        self._stream.write(tar_header(name, len(data)))
-        self._stream.write(data)
-        self._stream.write(EMPTY[: -len(data) % BLOCK])
-
-    def finish(self) -> None:
-        """Write the end marker; without it the archive counts as cut off."""
-        self._stream.write(_END)
+def write_member(stream: BinaryIO, name: str, data: bytes) -> None:
+    """Append a member to an archive, which ends with ``END``. The same members make the same bytes."""
+    stream.write(tar_header(name, len(data)))
+    stream.write(data)
+    stream.write(EMPTY[: -len(data) % BLOCK])
 
 
 def tar_header(name: str, size: int) -> bytes:
@@ -76,287 +71,245 @@ def _sum_fixed(header: bytes) -> int:
 # What fits into a header of one block.
 _MAX_NAME: Final = 100
 _MAX_SIZE: Final = 0o77777777777
-# A header without a name.
-_TEMPLATE: Final = tarfile.TarInfo("").tobuf(tarfile.GNU_FORMAT)
+# Headers without names, as sharmill and as lhotse write them.
+_TEMPLATE, _USTAR_TEMPLATE = (tarfile.TarInfo("").tobuf(form) for form in (tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
 _TEMPLATE_SUM: Final = _sum_fixed(_TEMPLATE)
 # A header as name, mode and owner, digits of the size, time, digits of the checksum, and rest.
-_split_header: Final = struct.Struct("100s24s11s13s6s358s").unpack_from
-_OCTAL_DIGITS: Final = b"01234567"
-# The fixed parts of sharmill's headers, and of lhotse's: mode and owner, time, rest; and the sum of their bytes.
+_split_header: Final = struct.Struct("100s24s11s13s6s358s").unpack
+# The parts that are the same in all headers of one form, and the sum of their bytes.
 _GNU, _USTAR = (
-    ((header[100:124], header[135:148], header[154:]), _sum_fixed(header))
-    for header in (tarfile.TarInfo("").tobuf(form) for form in (tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
+    ((header[100:124], header[135:148], header[154:]), _sum_fixed(header)) for header in (_TEMPLATE, _USTAR_TEMPLATE)
 )
 
 
-class TarTable:
-    """The names and places of all members of an archive, which stays open for taking their bytes in any order.
-
-    Args:
-        path: of the archive.
-        salvage: of a damaged archive, take the members before the damage.
+class TarMember(NamedTuple):
+    """A regular file in an archive.
 
     Attributes:
-        names: of the members, in order.
-        offsets: the position of the first header of each member.
-        size: the number of bytes of the file.
-        damage: with ``salvage``, what is wrong behind the last member; else None.
-
-    Raises:
-        DamagedShard: there is no such file, or anything is not as it should be: a checksum, a size, a missing end
-            marker, data after it. The bytes of a member have no checksum in a tar archive and are not looked at.
+        name: as the archive has it; what is not UTF-8 in it is escaped by surrogates.
+        header: position of its first header.
+        start: position of its first byte.
+        size: number of bytes.
     """
 
-    def __init__(self, path: Path, *, salvage: bool = False) -> None:
-        with open_field(path, buffering=0) as stream:
-            size = stream.seek(0, 2)
-            if size < len(_END):
-                raise DamagedShard(f"{path}: {size} bytes are too few for a tar archive")
-            self._data = _load(stream, size)
-        try:
-            parser = _Parser(path, self._data)
-            self.damage = parser.read_all()
-            if self.damage and not salvage:
-                raise self.damage
-        except BaseException:
-            self.close()
-            raise
-        self.names, self.offsets = parser.names, parser.offsets
-        self.size = len(self._data)
-        self._starts, self._ends = parser.starts, parser.ends
+    name: str
+    header: int
+    start: int
+    size: int
+
+
+class TarDamage(Exception):
+    """A place from which on an archive cannot be read; the text begins with a verb whose subject is the archive.
+
+    Attributes:
+        name: of the member that is cut off, where that is known.
+        header: position of the first header of the member that is concerned.
+    """
+
+    def __init__(self, what: str, name: str = "") -> None:
+        super().__init__(what)
+        self.name = name
+        self.header = 0
+
+
+class Window:
+    """The bytes of an open file in slices, of which those that follow each other come from few reads."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._descriptor = stream.fileno()
+        self._size = os.fstat(self._descriptor).st_size
+        self._start = 0
+        self._bytes = b""
 
     def __len__(self) -> int:
-        return len(self.names)
+        return self._size
 
-    def __enter__(self) -> TarTable:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def read(self, index: int) -> bytes:
-        """Return a copy of the bytes of a member."""
-        return self._data[self._starts[index] : self._ends[index]]
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Return the position of the first byte of a member in the file, and its number of bytes."""
-        return self._starts[index], self._ends[index] - self._starts[index]
-
-    def view(self, index: int) -> memoryview:
-        """Return the bytes of a member as they lie in the file; the archive must not be closed while it is in use."""
-        return memoryview(self._data)[self._starts[index] : self._ends[index]]
-
-    def close(self) -> None:
-        """Close the file."""
-        if isinstance(self._data, mmap.mmap):
-            self._data.close()
+    def __getitem__(self, part: slice) -> bytes:
+        begin, end = part.start, part.stop
+        if begin < self._start or end > self._start + len(self._bytes):
+            self._bytes = os.pread(self._descriptor, max(end - begin, _WINDOW_BYTES), begin)
+            self._start = begin
+        return self._bytes[begin - self._start : end - self._start]
 
 
-def _load(stream: BinaryIO, size: int) -> mmap.mmap | bytes:
-    """Return the bytes of an open file of ``size`` bytes."""
-    if size <= _MAX_READ_BYTES:
-        data = os.pread(stream.fileno(), size, 0)
-        if len(data) == size:  # a file system may give less at once
-            return data
-    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+# The bytes of an archive that is mapped, in memory, or read in parts.
+Content = mmap.mmap | bytes | Window
 
 
-class _Parser:
-    """A walk over the blocks of one archive.
-
-    Attributes:
-        names: of the members that it has passed.
-        offsets: the positions of their first headers.
-        starts: the positions of their first bytes.
-        ends: the positions behind their last bytes.
-    """
-
-    def __init__(self, path: Path, data: mmap.mmap | bytes, position: int = 0) -> None:
-        self._path = path
-        self._data = data
-        self._position = position
-        self._headers: list[int] = []
-        # Lists of what Python's garbage collector does not look at: a tuple for each member would double its work.
-        self.names: list[str] = []
-        self.offsets: list[int] = []
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-
-    def read_all(self) -> DamagedShard | None:
-        """Pass all members; of a damaged archive those before the damage, which is returned."""
-        damage = None
-        try:
-            self._read(None)
-        except DamagedShard as error:
-            damage = error
-        try:
-            self._check_headers()
-        except DamagedShard as error:
-            # A wrong checksum is the cause of whatever else is wrong with a header.
-            number = bisect_right(self.starts, self._position)
-            for column in (self.names, self.offsets, self.starts, self.ends):
-                del column[number:]
-            return error
-        return damage
-
-    def members_until(self, end: int | None) -> list[tuple[str, int, int]]:
-        """Return (name, position of the first byte, number of bytes) of the members that lie before ``end``.
-
-        Raises:
-            DamagedShard: the last of them does not end there.
-        """
-        self._read(end)
-        self._check_headers()
-        if end is not None and self._position != end:
-            raise self._damage("no member ends where the index says; write it anew with sharmill sidecars")
-        sizes = [behind - start for start, behind in zip(self.starts, self.ends, strict=True)]
-        return list(zip(self.names, self.starts, sizes, strict=True))
-
-    def _read(self, end: int | None) -> None:
-        """Pass the members that begin before ``end``; None stands for the end marker."""
-        is_end = False
-        while not is_end and (end is None or self._position < end):
-            self._read_plain(end)
-            if end is None or self._position < end:
-                is_end = self._read_member()
-
-    def _read_plain(self, end: int | None) -> None:
-        """Pass the next members, as long as each has one header in the form that sharmill and lhotse write.
-
-        This takes a third of the time of ``_read_member``, which knows all that there may be, and names what is wrong.
-        """
-        data, position = self._data, self._position
-        last = len(data) - BLOCK if end is None else min(len(data) - BLOCK, end - 1)
-        names, offsets, starts, ends = self.names, self.offsets, self.starts, self.ends
-        form, fixed_sum = _GNU if data[position + 154 : position + BLOCK] == _GNU[0][2] else _USTAR
-        while position <= last:
-            name, owner, digits, time, checksum, rest = _split_header(data, position)
-            if (owner, time, rest) != form or digits.strip(_OCTAL_DIGITS):
-                break
-            # The sum of so few bytes is the lower half of Adler-32, which begins with 1.
-            if checksum != b"%06o" % (fixed_sum - 1 + (zlib.adler32(digits, zlib.adler32(name)) & 0xFFFF)):
-                break
-            size = int(digits, 8)
-            start = position + BLOCK
-            behind = start + size
-            following = behind + -size % BLOCK
-            if following > len(data) or data[behind:following] != EMPTY[: following - behind]:
-                break
-            names.append(name.rstrip(b"\0").decode("utf-8", "surrogateescape"))
-            offsets.append(position)
-            starts.append(start)
-            ends.append(behind)
-            position = following
-        self._position = position
-
-    def _read_member(self) -> bool:
-        """Pass a member with all of its headers, or the end marker; return True for that."""
-        offset = self._position
-        name: bytes | None = None
-        size: int | None = None
-        while (header := self._take(BLOCK, "a header")) != EMPTY:
-            self._headers.append(self._position - BLOCK)
-            kind = header[156:157]
-            length = parse_number(header[124:136])
-            if length is None:
-                raise self._damage("a size field is not a number")
-            if kind in (GNU_LONG_NAME, PAX_HEADER):
-                if length > MAX_EXTENSION_BYTES:
-                    raise self._damage(f"a header extension of {length} bytes is too large")
-                start, length = self._skip_padded(length)
-                extension = self._data[start : start + length]
-                if kind == GNU_LONG_NAME:
-                    name = extension.rstrip(b"\0")
-                else:
-                    name, size = self._pax(extension, name, size)
-                continue
-            if kind not in _REGULAR:
-                raise self._damage(f"a member of type {kind!r} does not belong in a shard")
-            start, length = self._skip_padded(length if size is None else size)
-            self.names.append((name or plain_name(header)).decode("utf-8", "surrogateescape"))
-            self.offsets.append(offset)
-            self.starts.append(start)
-            self.ends.append(start + length)
-            return False
-        if self._position - BLOCK > offset:
-            raise self._damage("a header extension has no member")
-        self._check_end()
-        return True
-
-    def _take(self, length: int, what: str) -> bytes:
-        block = self._data[self._position : self._position + length]
-        if len(block) < length:
-            raise self._damage(f"the file ends within {what}; it is cut off")
-        self._position += length
-        return block
-
-    def _skip_padded(self, length: int) -> tuple[int, int]:
-        """Move to behind a member and return its position and length."""
-        start = self._position
-        end = start + length
-        padded = end + -length % BLOCK
-        if padded > len(self._data):
-            raise self._damage("the file ends within a member; it is cut off")
-        if self._data[end:padded] != EMPTY[: padded - end]:
-            raise self._damage("the padding of a member is not empty")
-        self._position = padded
-        return start, length
-
-    def _check_headers(self) -> None:
-        """Verify the checksums of all headers that ``_read_member`` has come to, all at once."""
-        if not self._headers:
-            return
-        blocks = np.frombuffer(self._data, np.uint8, len(self._data) // BLOCK * BLOCK).reshape(-1, BLOCK)
-        headers = blocks[np.array(self._headers, np.int64) // BLOCK]  # a copy
-        del blocks  # or the file could not be closed
-        fields = headers[:, _CHECKSUM]
-        found = headers.sum(axis=1, dtype=np.int64) - fields.sum(axis=1, dtype=np.int64) + 8 * ord(" ")
-        for position, expected, field in zip(self._headers, found.tolist(), fields, strict=True):
-            if parse_number(field.tobytes()) != expected:
-                self._position = position
-                raise self._damage("the checksum of a header is wrong")
-
-    def _check_end(self) -> None:
-        rest = self._data[self._position :]
-        if len(rest) < BLOCK:
-            raise self._damage("the end marker is incomplete; the file is cut off")
-        if rest.strip(b"\0"):
-            raise self._damage("there is data after the end marker")
-
-    def _pax(self, records: bytes, name: bytes | None, size: int | None) -> tuple[bytes | None, int | None]:
-        """Return the path and size of a PAX header; other keywords do not matter here."""
-        try:
-            for keyword, value in iterate_pax(records):
-                if keyword == b"path":
-                    name = value
-                elif keyword == b"size":
-                    size = parse_pax_size(value)
-                elif keyword.startswith(b"GNU.sparse."):
-                    raise self._damage("a sparse member does not belong in a shard")
-        except ValueError as error:
-            raise self._damage(str(error)) from error
-        return name, size
-
-    def _damage(self, what: str) -> DamagedShard:
-        return DamagedShard(f"{self._path} at byte {self._position}: {what}")
-
-
-def parse_members(path: Path, data: mmap.mmap | bytes, begin: int, end: int | None) -> list[tuple[str, int, int]]:
-    """Parse a part of an archive that is open already, without going through what is before or behind it.
+def walk(data: Content, begin: int = 0, end: int | None = None, *, strict: bool) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the regular members of an archive, as tuples of what a ``TarMember`` has, for they are many.
 
     Args:
-        path: of the archive, for messages.
-        data: the bytes of the whole archive.
-        begin: position of a header.
-        end: position of the header of the first member that is left out; None for all up to the end marker.
-
-    Returns:
-        Name, position of the first byte and number of bytes of each member.
+        data: all bytes of the archive.
+        begin: position of the first header of a member.
+        end: position where the last member ends; None for all up to the end marker.
+        strict: as shards are read: other kinds of members, bytes in the padding, and a wrong end marker are damage.
 
     Raises:
-        DamagedShard: the part is not whole members.
+        TarDamage: a header is damaged, the archive is cut off, or no member ends at ``end``. The bytes of a member
+            have no checksum in a tar archive and are not looked at.
     """
-    return _Parser(path, data, begin).members_until(end)
+    first, num_bytes = begin, len(data)
+    try:
+        while end is None or first < end:
+            header = data[first : first + BLOCK]
+            # The form that sharmill and lhotse write takes a fifth of the time of ``_read_headers``, which knows all.
+            name, owner, digits, time, checksum, rest = _split_header(header.ljust(BLOCK))
+            form, fixed_sum = _GNU if rest == _GNU[0][2] else _USTAR
+            if (
+                (owner, time, rest) == form
+                and not digits.strip(b"01234567")
+                # As in ``has_right_checksum``.
+                and checksum == b"%06o" % (fixed_sum - 1 + (zlib.adler32(digits, zlib.adler32(name)) & 0xFFFF))
+            ):
+                name, start, size, is_regular = name.rstrip(b"\0"), first + BLOCK, int(digits, 8), True
+            elif header == EMPTY:
+                if strict:
+                    _check_end(data, first)
+                return
+            else:
+                name, start, size, is_regular = _read_headers(data, first, strict=strict)
+            text = name.decode("utf-8", "surrogateescape")
+            behind = start + size
+            if behind > num_bytes:
+                raise TarDamage(f"is cut off at byte {num_bytes}, within its member {text[:200]!r}", text)
+            following = behind + -behind % BLOCK
+            if strict and not EMPTY.startswith(data[behind:following]):
+                raise TarDamage(f"is damaged at byte {behind}: the padding of a member is not empty")
+            if is_regular and (strict or not text.endswith("/")):
+                yield text, first, start, size
+            first = following
+        if first != end:
+            raise TarDamage("has no member that ends where its index says; write it anew with sharmill sidecars")
+    except TarDamage as damage:
+        damage.header = first
+        raise
+
+
+def _check_end(data: Content, position: int) -> None:
+    """Raise TarDamage unless an end marker is complete, and nothing is behind it."""
+    rest = data[position : len(data)]
+    if len(rest) < len(END):
+        raise TarDamage(f"is cut off at byte {len(data)}, within its end marker")
+    if rest.strip(b"\0"):
+        raise TarDamage("has data after its end marker")
+
+
+def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes, int, int, bool]:
+    """Return the name of a member of any kind, where its bytes begin, their number, and True for a regular file."""
+    long_name: bytes | None = None
+    pax: dict[bytes, bytes] = {}
+    header = _take(data, position, BLOCK)
+    while (kind := header[156:157]) in (_SHARD_EXTENSIONS if strict else _EXTENSIONS):
+        size = _stored_size(header, position)
+        if size > _MAX_EXTENSION_BYTES:
+            raise TarDamage(f"is damaged at byte {position}: a header extension of {size} bytes is too large")
+        extension = _take(data, position + BLOCK, size + -size % BLOCK)
+        if strict and not EMPTY.startswith(extension[size:]):
+            raise TarDamage(f"is damaged at byte {position}: the padding of a header extension is not empty")
+        if kind == _GNU_LONG_NAME:
+            long_name = extension[:size].rstrip(b"\0")
+        elif kind == _PAX_HEADER:
+            pax |= _parse_pax(extension[:size], position)
+            long_name = pax.get(b"path", long_name)
+        position += BLOCK + len(extension)
+        header = _take(data, position, BLOCK)
+    if header == EMPTY:
+        if strict:
+            raise TarDamage(f"is damaged at byte {position}: a header extension has no member")
+        return b"", position, 0, False
+    size = int(pax.get(b"size", _stored_size(header, position)))
+    is_sparse = any(keyword.startswith(b"GNU.sparse.") for keyword in pax)
+    is_regular = kind in _SHARD_REGULAR or (kind == _CONTIGUOUS and not strict)
+    if strict and (not is_regular or is_sparse):
+        raise TarDamage(f"is damaged at byte {position}: a member of type {kind!r} does not belong in a shard")
+    start = position + BLOCK
+    if kind in _WITHOUT_DATA:
+        size = 0
+    elif kind == _SPARSE:
+        start = _skip_sparse_map(data, header, start)
+    return long_name or _plain_name(header), start, size, is_regular and not is_sparse
+
+
+def _take(data: Content, position: int, length: int) -> bytes:
+    block = data[position : position + length]
+    if len(block) < length:
+        what = "within a header" if block else "before its end marker"
+        raise TarDamage(f"is cut off at byte {len(data)}, {what}")
+    return block
+
+
+def _stored_size(header: bytes, position: int) -> int:
+    """Return the size that a header gives."""
+    size = _parse_number(header[124:136])
+    if size is None or not has_right_checksum(header):
+        raise TarDamage(f"is damaged at byte {position}, where no header is")
+    return size
+
+
+def has_right_checksum(header: bytes) -> bool:
+    """Return True if the checksum of a header is right, counted with blanks in its place."""
+    stated = _parse_number(header[148:156])
+    # The lower half of Adler-32 is 1 more than the sum of the bytes, modulo 65,521.
+    found = zlib.adler32(header[156:], zlib.adler32(header[:148])) & 0xFFFF
+    return stated is not None and (stated - 8 * ord(" ") - found + 1) % 65521 == 0
+
+
+def _parse_number(field: bytes) -> int | None:
+    """Return the number in a field of a header, None where there is none."""
+    if field[0] == 0x80:  # GNU's binary sizes, from 8 GiB
+        return int.from_bytes(field[1:], "big")
+    # Not left to int(), which takes a sign as well: a negative size would lead backwards.
+    digits = field.strip(b" \0")
+    return int(digits, 8) if _OCTAL.fullmatch(digits) else None
+
+
+def _plain_name(header: bytes) -> bytes:
+    """Return the name in a header itself, with the prefix that ustar has."""
+    name = header[:100].rstrip(b"\0")
+    prefix = header[345:500].rstrip(b"\0") if header[257:263] == b"ustar\0" else b""
+    return prefix + b"/" + name if prefix else name
+
+
+def _parse_pax(records: bytes, position: int) -> dict[bytes, bytes]:
+    """Return the values of a PAX header by their keywords."""
+    values = {}
+    while records:
+        match = _PAX_LENGTH.match(records)
+        end = int(match[1]) if match else 0
+        keyword, separator, value = records[match.end() if match else 0 : end - 1].partition(b"=")
+        if not separator or end > len(records) or records[end - 1 : end] != b"\n":
+            raise TarDamage(f"is damaged at byte {position}: a PAX header cannot be parsed")
+        values[keyword] = value
+        records = records[end:]
+    if not _DECIMAL.fullmatch(values.get(b"size", b"0")):
+        raise TarDamage(f"is damaged at byte {position}: the size in a PAX header is not a number")
+    return values
+
+
+def _skip_sparse_map(data: Content, header: bytes, start: int) -> int:
+    """Return where the data of a sparse file begin, behind the rest of a long map of its holes."""
+    goes_on = header[482]
+    while goes_on:
+        goes_on = _take(data, start, BLOCK)[504]
+        start += BLOCK
+    return start
+
+
+def load(path: Path, *, in_parts: bool = False) -> mmap.mmap | bytes:
+    """Return the bytes of a file of a shard, mapped where it is large, or only parts of it will be read.
+
+    A file that is mapped stays open as long as its bytes are referred to.
+
+    Raises:
+        DamagedShard: it is not there, or not a regular file.
+    """
+    with open_field(path, buffering=0) as stream:
+        size = stream.seek(0, 2)
+        if size > (0 if in_parts else _MAX_READ_BYTES):
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        stream.seek(0)
+        return stream.read()
 
 
 def open_field(path: Path, *, buffering: int = -1) -> BinaryIO:

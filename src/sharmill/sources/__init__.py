@@ -27,27 +27,34 @@ by an entry point in the group ``sharmill.sources``, or a configuration names it
 'wav'
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 import msgspec
 
-from sharmill.audio.fetch import check_url_root, is_url
-from sharmill.audio.roots import AudioRoot, normalise_path
+from sharmill.audio.roots import AudioRoot, check_url_root, is_url, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
-from sharmill.sources.files import expand_home, expand_shards, find_files, identify_files, names_several
+from sharmill.sources.files import (
+    Digest,
+    expand_home,
+    expand_shards,
+    find_files,
+    identify_files,
+    iterate_stream,
+    names_several,
+    open_lines,
+)
 from sharmill.sources.speakers import UNDETERMINED, SpeakerRule, Template
 
 # So many records are looked at before any work to see which keys there are.
@@ -97,7 +104,9 @@ def record_text(raw: RawRecord) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Source(ABC):
-    """One input of a dataset, with the keys that every source has. A subclass is such a dataclass with further keys.
+    """One input of a dataset, with the keys that every source has.
+
+    A subclass is such a dataclass with further keys.
 
     Attributes:
         file_keys: the keys that name files or folders of records. Manifests are called after the first that is given.
@@ -217,7 +226,7 @@ class Source(ABC):
 
     def template(self) -> Template | None:
         """Return the template of ``speaker``; raise ValueError where it is none."""
-        return None if self.speaker is None else Template.parse(self.speaker)
+        return None if self.speaker is None else Template(self.speaker)
 
     def speaker_rule(self, dataset: str) -> SpeakerRule:
         """Return the rule that makes speaker tags; ``dataset`` is the name of the dataset."""
@@ -228,40 +237,158 @@ class Source(ABC):
         template = self.template()
         if template is None or not template.keys:
             return
-        records = []
-        for line in itertools.islice(self.records(), _FIRST_RECORDS):
-            try:
-                record = None if isinstance(line, Unreadable) else msgspec.json.decode(record_text(line))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                records.append(record)
-        if (unknown := template.find_unknown(records)) is not None:
-            key, known = unknown
+        known: dict[str, None] = {}
+        for raw in itertools.islice(self.records(), _FIRST_RECORDS):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                if not isinstance(raw, Unreadable):
+                    known |= dict.fromkeys(msgspec.json.decode(record_text(raw), type=dict[str, Any]))
+        if missing := [key for key in template.keys if known and key not in known]:
             raise ConfigError(
-                f"the speaker template {self.speaker!r} takes the key {key!r}, which none of the first {len(records)} "
-                f"records has{nearest(key, known)}",
+                f"the speaker template {self.speaker!r} takes the key {missing[0]!r}, which none of the first "
+                f"{_FIRST_RECORDS} records has{nearest(missing[0], list(known))}",
                 code="unknown_key",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource(Source):
-    """A source of files that paths and patterns under ``file_keys`` name."""
+    """A source of files that paths and patterns under ``file_keys`` name.
+
+    Attributes:
+        digests: what of the files of a key is read for the identity, where that is not all of them.
+    """
+
+    digests: ClassVar[dict[str, Digest]] = {}
 
     def find(self, key: str) -> list[Path]:
         """Return the files that a key names, in order."""
         return find_files(self.named(key))
 
+    @property
+    def file_key(self) -> str:
+        """The first key that is given; its files have the records."""
+        return next(filter(self.named, self.file_keys))
+
     @cached_property
     def files(self) -> list[Path]:
         """The files of the first key that is given."""
-        return find_files(next(filter(None, map(self.named, self.file_keys))))
+        return self.find(self.file_key)
 
     def identity(self) -> dict[str, Any]:
         """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
         self.check()
-        return {key: identify_files(self.find(key)) for key in self.file_keys if self.named(key)}
+        keys = [key for key in self.file_keys if self.named(key)]
+        return {key: identify_files(self.find(key), self.digests.get(key, "whole")) for key in keys}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedSource(Source):
+    """A source of texts in an encoding of its own."""
+
+    encoding: str = "utf-8"
+    """Encoding of the texts, such as ``latin-1``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            if "\n".encode(self.encoding) != b"\n":
+                raise ValueError(f"texts in {self.encoding} cannot be read: save them as UTF-8")
+        except LookupError as error:
+            raise ValueError(f"there is no encoding {self.encoding!r} of texts") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSource(Source):
+    """A source whose input is a list of runs of entries, such as lines of a file or files of a folder.
+
+    Pieces are made of whole runs, and of parts of a run that is larger than a piece. An entry has one record.
+    """
+
+    @abstractmethod
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield the place of each run, as JSON values, and its number of entries: about ``size`` where that is free.
+
+        Raises:
+            ConfigError: the input as a whole cannot be used.
+        """
+
+    @abstractmethod
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the entries ``begin`` to ``end`` of a run; an Unreadable stands for one that cannot be read."""
+
+    def record(self, entry: Any) -> RawRecord:
+        """Return the record of an entry, by default the entry itself; raise RejectRecord where it has none."""
+        return entry
+
+    def shown(self, entry: Any) -> str:
+        """Return the text of an entry that its reject shows."""
+        return entry.decode("utf-8", "replace")
+
+    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
+        """Yield runs of entries, each found again by its place."""
+        spans: list[Any] = []
+        total = 0
+        for place, count in self.runs(records_per_piece):
+            if total and total + count > records_per_piece >= count:
+                yield Piece(total, {"spans": spans})
+                spans, total = [], 0
+            begin = 0
+            while (end := begin + records_per_piece - total) < count:
+                yield Piece(records_per_piece, {"spans": [*spans, [place, begin, end]]})
+                spans, total, begin = [], 0, end
+            if count:
+                spans.append([place, begin, count])
+                total += count - begin
+        if total:
+            yield Piece(total, {"spans": spans})
+
+    def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
+        """Yield the records of a piece."""
+        for span in piece["spans"]:
+            for entry in self.entries(*span):
+                try:
+                    yield entry if isinstance(entry, Unreadable) else self.record(entry)
+                except RejectRecord as reject:
+                    yield Unreadable(reject.reason, reject.detail, self.shown(entry))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineSource(RunSource, FileSource):
+    """A source of files of lines, plain or in gzip. Lines that are blank have no records."""
+
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield runs of lines, each found again by its file and the place of its first line."""
+        # Files by their numbers: they may have been moved, with their project, when they are read.
+        for number in range(len(self.files)):
+            begin = end = count = 0
+            for behind, line in self.lines(number):
+                in_line = len(self.split_line(line))
+                if count and count + in_line > size:
+                    yield [number, begin], count
+                    begin, count = end, 0
+                end, count = behind, count + in_line
+            if count:
+                yield [number, begin], count
+
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield what the lines of a run have."""
+        lines = itertools.chain.from_iterable(self.split_line(line) for _, line in self.lines(*place))
+        return itertools.islice(lines, begin, end)
+
+    def split_line(self, line: Any) -> Sequence[Any]:
+        """Return the entries of a line; by default it is one itself."""
+        return (line,)
+
+    def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield the lines of a file from a place on, each with the place behind it; ConfigError where it is damaged."""
+        stream = self._open(self.files[number])
+        stream.seek(begin)
+        return iterate_stream(stream, self.files[number], self.file_key, begin)
+
+    @cached_property
+    def _open(self) -> Callable[[Path], BinaryIO]:
+        """The last file stays open: in gzip, only an earlier place makes it be unpacked from its begin again."""
+        return lru_cache(maxsize=1)(open_lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,12 +396,17 @@ class ContainerSource(FileSource):
     """A source of files that hold the audio itself, such as tar archives; the last of ``file_keys`` names them."""
 
     audio_root: str | None = None
-    """Folder that the names of the audio begin below, and so its ids; ``null`` is the one that all files lie in."""
+    """Folder below which names and ids begin; ``null`` is the one that all files lie in."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.audio_root is None:
-            object.__setattr__(self, "audio_root", _common_folder(self.named(self.file_keys[-1])))
+            folders = []
+            # However many files the patterns find.
+            for pattern in self.named(self.file_keys[-1]):
+                names = expand_shards(re.split(r"[*?]", str(expand_home(pattern)))[0])
+                folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
+            object.__setattr__(self, "audio_root", os.path.commonpath(folders) or ".")
 
     def container(self, file: Path) -> str:
         """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.
@@ -291,12 +423,3 @@ class ContainerSource(FileSource):
                 "above all files",
                 code="bad_config_value",
             ) from error
-
-
-def _common_folder(patterns: list[str]) -> str:
-    """Return the folder that all files of some patterns lie in, however many the patterns find."""
-    folders = []
-    for pattern in patterns:
-        names = expand_shards(re.split(r"[*?]", str(expand_home(pattern)))[0])
-        folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
-    return os.path.commonpath(folders) or "."

@@ -1,53 +1,56 @@
-"""Long recordings with annotations beside them: the segments that these tell of become records."""
+"""Long recordings with annotations beside them, each segment of which is a record."""
 
-from __future__ import annotations
-
+import html
 import itertools
+import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
-from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.storage import checksum, open_regular
+from sharmill.errors import ConfigError, RejectRecord, refuse
+from sharmill.files.storage import checksum
 from sharmill.registry import nearest
-from sharmill.sources import Piece, Source, Unreadable
-from sharmill.sources.annotations import (
-    FORMATS,
-    AnnotationFormat,
-    BadLine,
-    Stretch,
-    find_overlaps,
-    join_stretches,
-    parse_textgrid,
-    tier_pattern,
-)
-from sharmill.sources.files import check_encoding, expand_home
-from sharmill.sources.folder import count_and_sum, pack_spans, path_from_text, path_to_text, walk_files
+from sharmill.sources import Unreadable
+from sharmill.sources.files import decode_text, expand_home, read_small
+from sharmill.sources.folder import WalkedSource, path_from_text, path_to_text, walk_files
 from sharmill.sources.speakers import Template
 
 # Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
-_MAX_BYTES: Final = 64 << 20
+_MAX_ANNOTATION_BYTES: Final = 64 << 20
 # Words with longer pauses between them are of two segments.
 _MAX_GAP: Final = 0.5
 _DIGITS: Final = 8
 _SHOWN: Final = 1000
-_UTF_16: Final = (b"\xff\xfe", b"\xfe\xff")
+Token = TypeVar("Token", str, float)
+
+# Two stretches that overlap by less only have rounded times.
+_MIN_OVERLAP: Final = 1e-3
+_CLOCK: Final = r"(\d+):(\d\d):(\d\d)[,.](\d{1,3})"
+_SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
+_SRT_STYLE: Final = re.compile(r"</?(?:[ibu]|font)\b[^>]*>|\{\\[^}]*\}")
+_AMI_WORD: Final = re.compile(r"<w\b([^>]*)>([^<]*)</w>")
+# Of a TextGrid, Praat itself takes numbers, texts and flags that stand alone, and skips all else, such as ``xmin =``.
+_TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
+_NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_ATTRIBUTE: Final = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotatedSource(Source):
+class AnnotatedSource(WalkedSource):
     """Records of segments of long recordings, from annotations beside the audio or in another folder."""
 
     folder_keys: ClassVar[tuple[str, ...]] = ("annotation_root",)
     type: str = "annotated"
     annotations: Literal["rttm", "ctm", "textgrid", "audacity", "srt", "ami"]
     """Form of the annotations: ``rttm``, ``ctm``, ``textgrid`` (Praat), ``audacity`` (labels), ``srt``, or ``ami``
-    (words in NXT format, a file for each speaker)."""
+    (words in NXT format, a file for each speaker). A file in UTF-16 with its mark is read as such."""
     annotation_root: str | None = None
     """Folder of the annotations, with all folders in it; ``null`` is ``audio_root``."""
     annotation_suffix: str | None = None
@@ -71,105 +74,83 @@ class AnnotatedSource(Source):
     ``ctm`` and ``ami`` are joined at 0.5, others not."""
     max_duration: float = 20.0
     """Seconds that no segment becomes longer than by joining."""
-    encoding: str = "utf-8"
-    """Encoding of the annotations, such as ``latin-1``; a file in UTF-16 with its mark is read as such."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.annotations not in FORMATS:
-            raise ValueError(f"annotations must be one of {', '.join(FORMATS)}")
-        if self.overlap not in ("keep", "drop"):
-            raise ValueError("overlap must be keep or drop")
-        if not isinstance(self.audio_root, str):
-            raise ValueError("audio_root of annotated recordings must be one folder")
         if self.tier is not None and (self.annotations != "textgrid" or self.tier.count("*") > 1):
             raise ValueError("tier is for textgrid, and may have one *")
         if not self.audio_suffixes or self.max_duration <= 0 or (self.max_gap is not None and self.max_gap < 0):
             raise ValueError("audio_suffixes must not be empty, max_duration above 0, max_gap not below 0")
         if self.annotation_root is None or self.audio is None:
             self.refuse_url_roots()
-        check_encoding(self.encoding)
         self._audio  # noqa: B018 (raises where it is no template)
 
     @cached_property
     def _audio(self) -> Template | None:
-        template = None if self.audio is None else Template.parse(self.audio)
+        template = None if self.audio is None else Template(self.audio)
         if template and (unknown := [key for key in template.keys if key != "recording"]):
             raise ValueError(f"audio takes {{{unknown[0]}}}, and there are only {{recording}} and parts of the path")
         return template
 
     def check(self) -> None:
         """Raise ConfigError where there are no annotations, or none of the first ones has the tier."""
-        if not self._annotations.is_dir():
-            raise ConfigError(
-                f"there is no folder {self._annotations}; correct annotation_root in sources", code="missing_input"
-            )
-        first = list(itertools.islice(self._groups(), 20))
-        if not first:
-            raise ConfigError(
+        is_there = self._annotations.is_dir()
+        first = list(itertools.islice(self._groups(), 20)) if is_there else []
+        refuse(
+            (not is_there, f"there is no folder {self._annotations}; correct annotation_root in sources"),
+            (
+                not first,
                 f"there is no file below {self._annotations} whose name ends in {self._suffix}; correct "
                 "annotation_root or annotation_suffix in sources",
-                code="missing_input",
-            )
-        if self.tier is not None:
-            self._check_tier([self._annotations / folder / name for folder, names in first for name in names])
-
-    def _check_tier(self, files: Sequence[Path]) -> None:
-        names: dict[str, None] = {}
-        for file in files:
-            try:
-                tiers = parse_textgrid(self._text(file))
-            except ValueError:
-                continue
-            names |= dict.fromkeys(tier.name for tier in tiers)
-        if names and not any(map(tier_pattern(self.tier).fullmatch, names)):
-            hint = nearest(str(self.tier), list(names))
-            raise ConfigError(
-                f"the tier {self.tier!r} is in none of the first {len(files)} TextGrids{hint}", code="unknown_key"
-            )
-
-    def identity(self) -> dict[str, Any]:
-        """Return the number of annotations, and a checksum of their paths and bytes."""
-        self.check()
-        described = (self._describe(folder, name) for folder, names in self._groups() for name in names)
-        return {"files": count_and_sum(described)}
-
-    def _describe(self, folder: str, name: str) -> list[Any]:
-        try:
-            found = checksum(self._annotations / folder / name)
-        except PermissionError:  # a reject
-            found = ""
-        return [os.fsencode(f"{folder}/{name}"), found]
-
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of segments, each found again by the annotations that they are in and their place there."""
-        runs = (
-            ([path_to_text(folder), [path_to_text(name) for name in names]], len(self._items(folder, tuple(names))))
-            for folder, names in self._groups()
+            ),
+            code="missing_input",
         )
-        yield from pack_spans(runs, records_per_piece)
+        names: dict[str, None] = {}
+        files = [self._annotations / folder / name for folder, group in first for name in group]
+        for file in files if self.tier is not None else ():
+            with suppress(ValueError, RejectRecord):  # its segments are rejects
+                names |= dict.fromkeys(name for name, _ in parse_textgrid(self._text(file)))
+        if names and not any(map(tier_pattern(self.tier).fullmatch, names)):
+            raise ConfigError(
+                f"the tier {self.tier!r} is in none of the first {len(files)} TextGrids"
+                f"{nearest(str(self.tier), list(names))}",
+                code="unknown_key",
+            )
 
-    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
-        """Yield the records of the segments of a piece."""
-        for folder, names, begin, end in piece["spans"]:
-            yield from self._items(path_from_text(folder), tuple(map(path_from_text, names)))[begin:end]
+    def described(self) -> Iterator[list[Any]]:
+        """Yield the path and the checksum of each file of annotations."""
+        for folder, names in self._groups():
+            for name in names:
+                try:
+                    found = checksum(self._annotations / folder / name)
+                except PermissionError:  # a reject
+                    found = ""
+                yield [os.fsencode(f"{folder}/{name}"), found]
+
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield the annotations that belong together and their numbers of segments."""
+        for folder, names in self._groups():
+            yield [path_to_text(folder), list(map(path_to_text, names))], len(self._items(folder, tuple(names)))
+
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the records of segments."""
+        folder, names = place
+        return iter(self._items(path_from_text(folder), tuple(map(path_from_text, names)))[begin:end])
 
     @property
     def _annotations(self) -> Path:
-        return expand_home(self.annotation_root or str(self.audio_root))
-
-    @property
-    def _format(self) -> AnnotationFormat:
-        return FORMATS[self.annotations]
+        return expand_home(self.annotation_root) if self.annotation_root else self._root
 
     @property
     def _suffix(self) -> str:
-        return self.annotation_suffix or self._format.suffix
+        return self.annotation_suffix or _FORMATS[self.annotations].suffix
 
     def _groups(self) -> Iterator[tuple[str, list[str]]]:
         """Yield the files of annotations that belong together, as (folder, names)."""
         for folder, names in walk_files(self._annotations, [self._suffix]):
-            if self.annotations != "ami":
+            if names is None:  # cannot be read, which rejects it
+                yield folder, [""]
+            elif self.annotations != "ami":
                 yield from ((folder, [name]) for name in names)
             else:  # the speakers of a meeting
                 groups = itertools.groupby(names, lambda name: name.partition(".")[0])
@@ -181,25 +162,31 @@ class AnnotatedSource(Source):
         return lru_cache(maxsize=1)(self._make_items)
 
     def _make_items(self, folder: str, names: tuple[str, ...]) -> list[bytes | Unreadable]:
+        form = _FORMATS[self.annotations]
         stretches: list[Stretch] = []
         items: list[bytes | Unreadable] = []
         for name in names:
             stem = name[: -len(self._suffix)]
             shown = os.fsencode(os.path.join(folder, name)).decode("utf-8", "replace")  # noqa: PTH118
             try:
-                for found in self._format.parse(self._text(self._annotations / folder / name), self.tier, stem):
-                    if isinstance(found, BadLine):
-                        items.append(Unreadable("malformed", f"{shown}: {found.detail}", found.line[:_SHOWN]))
+                for found in form.parse(self._text(self._annotations / folder / name), self.tier, stem):
+                    if isinstance(found, Unreadable):
+                        items.append(Unreadable(found.reason, f"{shown}: {found.detail}", found.record[:_SHOWN]))
                     else:
                         stretches.append(replace(found, recording=found.recording or stem))
+            except RejectRecord as reject:
+                items.append(Unreadable(reject.reason, reject.detail, shown))
             except ValueError as error:
                 items.append(Unreadable("malformed", str(error), shown))
-        gap = _MAX_GAP if self.max_gap is None and self._format.words else self.max_gap
+        gap = _MAX_GAP if self.max_gap is None and form.words else self.max_gap
         if gap is not None:
             stretches = join_stretches(stretches, gap, self.max_duration)
         stretches.sort(key=lambda part: (part.recording, part.start, part.end, part.channel, part.speaker or ""))
         overlapped = find_overlaps(stretches) if self.overlap == "drop" else [False] * len(stretches)
-        channels = _channels_of(stretches)
+        named: dict[str, dict[str, None]] = {}
+        for stretch in stretches:
+            named.setdefault(stretch.recording, {})[stretch.channel] = None
+        channels = {recording: _number_channels(list(names)) for recording, names in named.items()}
         paths: dict[str, str | RejectRecord] = {}
         for stretch, dropped in zip(stretches, overlapped, strict=True):
             if stretch.recording not in paths:
@@ -208,30 +195,15 @@ class AnnotatedSource(Source):
         return items
 
     def _text(self, file: Path) -> str:
-        """Return the text of a file; raise ValueError where it cannot be read.
-
-        What is wrong with the machine or the network stays an OSError, so that the unit is tried again.
-        """
-        try:
-            with open_regular(file) as stream:
-                data = stream.read(_MAX_BYTES + 1)
-        except (PermissionError, IsADirectoryError) as error:
-            raise ValueError(f"the file cannot be read: {error.strerror}") from error
-        if len(data) > _MAX_BYTES:
-            raise ValueError("the file has more than 64 MiB; divide it")
-        encoding = "utf-16" if data.startswith(_UTF_16) else self.encoding
-        try:
-            return data.decode(encoding).removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"the file is not {encoding}; set encoding of the source") from error
+        data = read_small(file, _MAX_ANNOTATION_BYTES)
+        return decode_text(data, "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else self.encoding, file.name)
 
     def _path(self, folder: str, name: str, recording: str) -> str | RejectRecord:
         """Return the path of the audio of a recording, or why there is none."""
         place = os.path.join(folder, "")  # noqa: PTH118
         if self._audio is None:
             paths = [f"{place}{recording}{suffix}" for suffix in self.audio_suffixes]
-            root = expand_home(str(self.audio_root))
-            path = next((path for path in paths if (root / path).exists()), paths[0])
+            path = next((path for path in paths if (self._root / path).exists()), paths[0])
         else:
             try:
                 path = self._audio.fill({"recording": recording}, place + name[: -len(self._suffix)])
@@ -243,7 +215,7 @@ class AnnotatedSource(Source):
 
 
 def _item(
-    stretch: Stretch, path: str | RejectRecord, channels: dict[str, int | None] | None, dropped: bool
+    stretch: "Stretch", path: str | RejectRecord, channels: dict[str, int | None] | None, dropped: bool
 ) -> bytes | Unreadable:
     """Return the record of a segment, or why there is none."""
     shown = f"{stretch.recording} {stretch.start:g} {stretch.end:g} {stretch.speaker or ''} {stretch.text or ''}"
@@ -260,18 +232,11 @@ def _item(
     return msgspec.json.encode(record | {key: value for key, value in further.items() if value is not None})
 
 
-def _channels_of(stretches: Sequence[Stretch]) -> dict[str, dict[str, int | None] | None]:
-    """Return the number from 0 of each channel of each recording; None for the names of channels that have none.
+def _number_channels(names: list[str]) -> dict[str, int | None] | None:
+    """Return the number from 0 of each channel of a recording; None for the names of channels that have none.
 
     A only channel that is the first one needs no number: there is nothing to choose, or the source chooses.
     """
-    names: dict[str, dict[str, int | None]] = {}
-    for stretch in stretches:
-        names.setdefault(stretch.recording, {})[stretch.channel] = None
-    return {recording: _number_channels(list(channels)) for recording, channels in names.items()}
-
-
-def _number_channels(names: list[str]) -> dict[str, int | None] | None:
     if len(names) == 1 and names[0] in ("", "0", "1", "A", "<NA>"):
         return {names[0]: None}
     if all(name in ("A", "B") for name in names):
@@ -280,3 +245,276 @@ def _number_channels(names: list[str]) -> dict[str, int | None] | None:
     if all(name.isascii() and name.isdigit() and len(name) < 4 for name in names):
         return {name: int(name) - ("0" not in names) for name in names}
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of a recording, times in seconds.
+
+    Attributes:
+        recording: its name in the file; "" where the file is about one recording.
+        channel: its name in the file; "" where there is none.
+        glued: the text is a mark that stands behind the word before without a blank.
+    """
+
+    recording: str
+    start: float
+    end: float
+    text: str | None = None
+    speaker: str | None = None
+    channel: str = ""
+    glued: bool = False
+
+
+Parse = Callable[[str, str | None, str], Iterator[Stretch | Unreadable]]
+
+
+@dataclass(frozen=True)
+class _AnnotationFormat:
+    """One form of annotations.
+
+    Attributes:
+        suffix: end of the names of its files.
+        words: its stretches are words, to be joined.
+        parse: (text of a file, tier, name of the file without suffix) -> its stretches. Raises ValueError where the
+            file as a whole is none.
+    """
+
+    suffix: str
+    words: bool
+    parse: Parse
+
+
+def _parse_lines(parse: Callable[[str], Stretch | None], mistake: str) -> Parse:
+    """Return the reader of a form with a stretch a line, as which ``parse`` reads one; None for another line."""
+
+    def read(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
+        for line in filter(str.strip, text.splitlines()):
+            try:
+                stretch = parse(line)
+            except (ValueError, IndexError):
+                yield Unreadable("malformed", mistake, line)
+                continue
+            if stretch is not None:
+                yield stretch
+
+    return read
+
+
+def _parse_rttm(line: str) -> Stretch | None:
+    words = line.split()
+    # Other lines are about speakers, words and noises.
+    if words[0] != "SPEAKER":
+        return None
+    start = _number(words[3])
+    said, speaker = (None if word == "<NA>" else word for word in (words[5], words[7]))
+    return Stretch(words[1], start, start + _number(words[4]), said, speaker, words[2])
+
+
+def _parse_ctm(line: str) -> Stretch | None:
+    if line.startswith(";;"):
+        return None
+    words = line.split()
+    start = _number(words[2])
+    return Stretch(words[0], start, start + _number(words[3]), words[4], None, words[1])
+
+
+def _parse_audacity(line: str) -> Stretch | None:
+    # The frequencies of the label before.
+    if line.startswith("\\"):
+        return None
+    start, end, *label = line.split("\t", 2)
+    return Stretch("", _number(start), _number(end), "".join(label).strip())
+
+
+def _parse_srt(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
+    for block in re.split(r"\n[ \t]*\n", "\n".join(text.splitlines())):
+        lines = block.strip().split("\n")
+        times = next((number for number, line in enumerate(lines[:2]) if _SRT_TIMES.match(line)), None)
+        if times is not None:
+            match = _SRT_TIMES.match(lines[times])
+            assert match is not None
+            said = _SRT_STYLE.sub("", " ".join(line.strip() for line in lines[times + 1 :]))
+            yield Stretch("", _clock(match.groups()[:4]), _clock(match.groups()[4:]), said.strip())
+        elif block.strip():
+            yield Unreadable(
+                "malformed", "the block has no line of times, 00:00:01,000 --> 00:00:02,000", block.strip()
+            )
+
+
+def _clock(parts: Sequence[str]) -> float:
+    hours, minutes, seconds, fraction = parts
+    return int(hours) * 3600 + int(minutes) * 60 + int(seconds) + int(fraction.ljust(3, "0")) / 1000
+
+
+def _parse_textgrid(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
+    tiers, pattern = parse_textgrid(text), tier_pattern(tier)
+    chosen = [(intervals, match) for name, intervals in tiers if (match := pattern.fullmatch(name))]
+    if not chosen:
+        names = ", ".join(repr(name) for name, _ in tiers[:20])
+        raise ValueError(f"the file has no tier of intervals that is {tier!r}; it has {names or 'none'}")
+    for intervals, match in chosen:
+        for start, end, said in intervals:
+            if said.strip():
+                yield Stretch("", start, end, said.strip(), "".join(match.groups()).strip() or None)
+
+
+def tier_pattern(tier: str | None) -> re.Pattern[str]:
+    """Return a pattern of the names of tiers, whose group is what ``*`` stands for, the speaker; None is ``*``.
+
+    >>> tier_pattern("* - words").fullmatch("Anna - words")[1]
+    'Anna'
+    """
+    return re.compile(re.escape("*" if tier is None else tier).replace(r"\*", "(.*)"), re.DOTALL)
+
+
+def parse_textgrid(text: str) -> list[tuple[str, list[tuple[float, float, str]]]]:
+    """Return the tiers of intervals of a TextGrid, (name, [(begin, end, text)]); tiers of points are left out.
+
+    Raises:
+        ValueError: the text is no TextGrid, or it is cut off.
+
+    Example:
+        >>> parse_textgrid('"ooTextFile" "TextGrid" 0 1 <exists> 1 "IntervalTier" "words" 0 1 1 0 1 "yes"')
+        [('words', [(0.0, 1.0, 'yes')])]
+    """
+    tokens = _iterate_tokens(text)
+    texts, numbers = partial(_take, tokens, str), partial(_take, tokens, float)
+
+    def count() -> range:
+        return range(int(min(numbers(), 1e9)))
+
+    if [texts(), texts()] != ["ooTextFile", "TextGrid"]:
+        raise ValueError("the file is no TextGrid in text form")
+    numbers()
+    numbers()
+    tiers = []
+    for _ in count():
+        kind, name = texts(), texts()
+        if kind not in ("IntervalTier", "TextTier"):
+            raise ValueError(f"a tier is a {kind[:40]!r}, not one of intervals or points")
+        numbers()
+        numbers()
+        if kind == "TextTier":
+            for _ in count():
+                numbers()
+                texts()
+            continue
+        tiers.append((name, [(numbers(), numbers(), texts()) for _ in count()]))
+    return tiers
+
+
+def _iterate_tokens(text: str) -> Iterator[str | float]:
+    for match in _TOKEN.finditer(text):
+        if match[1] is not None:
+            yield match[1].replace('""', '"')
+        elif _NUMBER.fullmatch(match[2]) and math.isfinite(number := float(match[2])):
+            yield number
+
+
+def _take(tokens: Iterator[str | float], kind: type[Token]) -> Token:
+    """Return the next token, a text or a number."""
+    token = next(tokens, None)
+    if not isinstance(token, kind):
+        other, wanted = ("number", "text") if kind is str else ("text", "number")
+        raise ValueError(
+            "the file is cut off" if token is None else f"the file has a {other} in the place of a {wanted}"
+        )
+    return token
+
+
+def _parse_ami(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
+    if "<nite:root" not in text[:4096]:
+        raise ValueError("the file has no words of AMI in NXT format")
+    recording, _, speaker = name.partition(".")
+    last = 0.0
+    for match in _AMI_WORD.finditer(text):
+        attributes = dict(_ATTRIBUTE.findall(match[1]))
+        try:
+            # Marks and a few words have no times of their own.
+            start = _number(attributes.get("starttime") or str(last))
+            end = _number(attributes.get("endtime") or str(start))
+        except ValueError:
+            yield Unreadable("malformed", "the times of the word are no numbers", match[0])
+            continue
+        said = html.unescape(match[2]).strip()
+        last = end
+        yield Stretch(recording, start, end, said, f"{recording}.{speaker}", glued=attributes.get("punc") == "true")
+
+
+_FORMATS: Final[dict[str, _AnnotationFormat]] = {
+    "rttm": _AnnotationFormat(
+        ".rttm", False, _parse_lines(_parse_rttm, "the line is no SPEAKER of RTTM, with numbers as times")
+    ),
+    "ctm": _AnnotationFormat(
+        ".ctm", True, _parse_lines(_parse_ctm, "the line is no word of CTM: recording, channel, begin, duration, word")
+    ),
+    "textgrid": _AnnotationFormat(".TextGrid", False, _parse_textgrid),
+    "audacity": _AnnotationFormat(
+        ".txt", False, _parse_lines(_parse_audacity, "the line is no label: begin, end and text with tabs between")
+    ),
+    "srt": _AnnotationFormat(".srt", False, _parse_srt),
+    "ami": _AnnotationFormat(".words.xml", True, _parse_ami),
+}
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+def join_stretches(stretches: Sequence[Stretch], max_gap: float, max_duration: float) -> list[Stretch]:
+    """Join stretches of one speaker and channel where the pause is not longer than ``max_gap`` seconds.
+
+    None becomes longer than ``max_duration`` seconds by it. The order is that of speakers, and of time.
+
+    >>> words = [Stretch("", 0.0, 0.4, "good"), Stretch("", 0.5, 1.0, "day"), Stretch("", 3.0, 3.5, "yes")]
+    >>> [(part.start, part.end, part.text) for part in join_stretches(words, 0.5, 20.0)]
+    [(0.0, 1.0, 'good day'), (3.0, 3.5, 'yes')]
+    """
+
+    def voice(stretch: Stretch) -> tuple[str, str, str]:
+        return stretch.recording, stretch.channel, stretch.speaker or ""
+
+    joined: list[Stretch] = []
+    for _, group in itertools.groupby(sorted(stretches, key=lambda s: (voice(s), s.start, s.end)), voice):
+        run: list[Stretch] = []
+        end = 0.0
+        for stretch in group:
+            if run and (stretch.start - end > max_gap or max(end, stretch.end) - run[0].start > max_duration):
+                joined.append(_joined(run, end))
+                run = []
+            end = max(end, stretch.end) if run else stretch.end
+            run.append(stretch)
+        joined.append(_joined(run, end))
+    return joined
+
+
+def _joined(run: list[Stretch], end: float) -> Stretch:
+    texts = [("" if part.glued else " ") + part.text for part in run if part.text]
+    return replace(run[0], end=end, text="".join(texts).strip() if texts else None)
+
+
+def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
+    """Mark the stretches during which another one of the same recording and channel goes on, by another speaker.
+
+    Stretches of which the speaker is not known are by different ones.
+    """
+    marks = [False] * len(stretches)
+
+    def track(number: int) -> tuple[str, str]:
+        return stretches[number].recording, stretches[number].channel
+
+    lasting = (number for number, stretch in enumerate(stretches) if stretch.end > stretch.start)
+    for _, numbers in itertools.groupby(sorted(lasting, key=lambda n: (track(n), stretches[n].start)), track):
+        going_on: list[int] = []
+        for number in numbers:
+            start, speaker = stretches[number].start, stretches[number].speaker
+            going_on = [other for other in going_on if stretches[other].end - start > _MIN_OVERLAP]
+            for other in going_on:
+                if not speaker or speaker != stretches[other].speaker:
+                    marks[number] = marks[other] = True
+            going_on.append(number)
+    return marks

@@ -1,29 +1,50 @@
-"""Files of sources: the paths that stand for several of them, and the check that a file can be read at all.
+"""Files of sources: paths that stand for several of them, checks that a file can be read at all, lines and their keys.
 
 In a path, ranges name numbered shards, ``*`` and ``?`` find files, and ``~`` is the home folder.
 """
 
-from __future__ import annotations
-
+import codecs
 import glob
+import gzip
+import io
 import itertools
 import math
 import os
 import re
-from collections.abc import Collection, Iterable
+import tempfile
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal, TypeVar, cast
 
-from sharmill.errors import ConfigError
-from sharmill.files.storage import NotRegularError, checksum, open_regular
+import msgspec
+import numpy as np
+import xxhash
 
+from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.storage import NotRegularError, checksum, checksum_bytes, open_regular
+
+T = TypeVar("T")
+# What of a file is read to tell it from another one.
+Digest = Literal["whole", "ends", "size"]
 _RANGE: Final = re.compile(
     r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"
 )
 _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
+# A file with a longer line is none of lines, and would be read into memory as a whole.
+_MAX_LINE_BYTES: Final = 64 << 20
+# So many lines of a file in gzip tell if it can have records.
+_FIRST_LINES: Final = 20
+_GZIP: Final = b"\x1f\x8b"
+_BOMS: Final = {
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+    codecs.BOM_UTF8: "UTF-8 with a byte order mark",
+}
 _COMPRESSED: Final = {
-    b"\x1f\x8b": "gzip",
+    _GZIP: "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -31,12 +52,17 @@ _COMPRESSED: Final = {
 }
 
 
-def identify_files(files: Iterable[Path]) -> dict[str, Any]:
-    """Return the size and checksum of every file, by its number and name.
+def identify_files(files: Iterable[Path], digest: Digest = "whole") -> dict[str, Any]:
+    """Return the size of every file, and a checksum of all of it or of its ends, by its number and name.
 
     Without folders: the files may be moved, with the project or alone.
     """
-    return {f"{number} {file.name}": [file.stat().st_size, checksum(file)] for number, file in enumerate(files)}
+    digests = {"whole": checksum, "ends": lambda file: checksum_bytes(b"".join(read_ends(file, "file"))), "size": None}
+    made = digests[digest]
+    return {
+        f"{number} {file.name}": [file.stat().st_size, *([made(file)] if made else [])]
+        for number, file in enumerate(files)
+    }
 
 
 def expand_home(path: str) -> Path:
@@ -52,8 +78,16 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
     """
     files: list[Path] = []
     for pattern in patterns:
-        for shard in expand_shards(str(expand_home(pattern))):
-            files += map(Path, _find(shard))
+        for name in expand_shards(str(expand_home(pattern))):
+            # A file may be called like a pattern.
+            is_pattern = ("*" in name or "?" in name) and not os.path.lexists(name)
+            found = sorted(glob.glob(name.replace("[", "[[]"), recursive=True)) if is_pattern else [name]  # noqa: PTH207
+            if not found:
+                raise ConfigError(
+                    f"{name} finds no files from {Path.cwd()}; correct the path, or put files there",
+                    code="missing_input",
+                )
+            files += map(Path, found)
         if len(files) > _MAX_FILES:
             raise ConfigError(
                 f"the patterns up to {pattern} name more than {_MAX_FILES:,} files", code="bad_config_value"
@@ -64,18 +98,6 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
 def names_several(pattern: str) -> bool:
     """Return True if a path is a pattern that may stand for several files."""
     return bool(_RANGE.search(pattern)) or "*" in pattern or "?" in pattern
-
-
-def _find(name: str) -> list[str]:
-    # A file may be called like a pattern.
-    if not ("*" in name or "?" in name) or os.path.lexists(name):
-        return [name]
-    found = sorted(glob.glob(name.replace("[", "[[]"), recursive=True))  # noqa: PTH207
-    if not found:
-        raise ConfigError(
-            f"{name} finds no files from {Path.cwd()}; correct the path, or put files there", code="missing_input"
-        )
-    return found
 
 
 def expand_shards(pattern: str) -> list[str]:
@@ -161,10 +183,212 @@ def bad_file(path: Path, kind: str, sentence: str) -> ConfigError:
     return ConfigError(f"the {kind} {path} {sentence}", code="bad_manifest")
 
 
-def check_encoding(encoding: str) -> None:
-    """Raise ValueError where an encoding is unknown, or its lines do not end as those of ASCII."""
+def read_small(path: Path, max_bytes: int) -> bytes:
+    """Return the bytes of a file that is read as a whole.
+
+    What is wrong with the machine or the network stays an OSError, so that the unit is tried again.
+
+    Raises:
+        RejectRecord: ``malformed`` where this user may not read it, or it is no regular file or too large.
+    """
     try:
-        if "\n".encode(encoding) != b"\n":
-            raise ValueError(f"texts in {encoding} cannot be read: save them as UTF-8")
-    except LookupError as error:
-        raise ValueError(f"there is no encoding {encoding!r} of texts") from error
+        with open_regular(path) as stream:
+            # No more than there is: a large buffer takes longer to make than a text to read.
+            data = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
+    except (PermissionError, IsADirectoryError) as error:
+        raise RejectRecord("malformed", f"this user may not read {path.name}: {error.strerror}") from error
+    except NotRegularError as error:
+        raise RejectRecord("malformed", f"{path.name} is not a regular file") from error
+    if len(data) > max_bytes:
+        raise RejectRecord("malformed", f"{path.name} has more than {max_bytes >> 20} MiB; divide it")
+    return data
+
+
+def decode_text(data: bytes, encoding: str, name: str) -> str:
+    """Return the text that bytes are; raise RejectRecord ``malformed``, which calls them ``name``."""
+    try:
+        return data.decode(encoding).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise RejectRecord("malformed", f"{name} is not {encoding}; set encoding of the source") from error
+
+
+def decode_json(data: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
+    """Return the value of a JSON text; raise RejectRecord ``malformed``, whose sentence begins with ``problem``."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RejectRecord("malformed", f"{problem}: {error}") from error
+
+
+def check_text(path: Path, kind: str) -> bytes:
+    """Return the begin of a file of texts; raise ConfigError as ``read_ends``, and where it is binary."""
+    head, _ = read_ends(path, kind)
+    if b"\0" in head:
+        raise bad_file(path, kind, "is binary or UTF-16; save it as UTF-8")
+    return head
+
+
+def is_gzip(path: Path) -> bool:
+    """Return True if a file is in gzip, whatever its name."""
+    with open_input(path, "file") as stream:
+        return stream.read(2) == _GZIP
+
+
+def open_lines(path: Path, kind: str = "file") -> BinaryIO:
+    """Open a file, plain or in gzip; positions are those of the unpacked bytes."""
+    stream = open_input(path, kind)
+    if not is_gzip(path):
+        return stream
+    packed = gzip.GzipFile(fileobj=stream)
+    packed.myfileobj = cast("Any", stream)  # closed with it
+    # A buffer of its own: reading lines of a GzipFile is slow.
+    return cast("BinaryIO", io.BufferedReader(cast("Any", packed), 1 << 20))
+
+
+def iterate_lines(path: Path, kind: str) -> Iterator[tuple[int, bytes]]:
+    """Yield (end, line) of all lines that are not blank; ``kind`` is the key of the source that names the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or as ``iterate_stream``.
+    """
+    with open_lines(path, kind) as stream:
+        yield from iterate_stream(stream, path, kind)
+
+
+def iterate_stream(stream: BinaryIO, path: Path, kind: str, position: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield (end, line) of the lines of an open file that are not blank, from its ``position`` on.
+
+    Raises:
+        ConfigError: the file is damaged or cut off, or has a line of more than 64 MiB.
+    """
+    try:
+        while line := stream.readline(_MAX_LINE_BYTES + 1):
+            if len(line) > _MAX_LINE_BYTES:
+                raise bad_file(path, kind, "has a line of more than 64 MiB; write each record on a line of its own")
+            position += len(line)
+            if stripped := line.strip():
+                yield position, stripped
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error
+
+
+def check_json_lines(
+    path: Path,
+    kind: str,
+    remedy: str,
+    check: Callable[[dict[str, Any]], str | None] = lambda first: None,
+    *,
+    compressed: Collection[str] = (),
+) -> None:
+    """Prove that a file can be read as JSON lines at all.
+
+    Args:
+        path: the file.
+        kind: the key of the source that names it.
+        remedy: the end of the sentence where it has no records on lines of their own.
+        check: returns what is wrong with the first object, or None.
+        compressed: ("gzip",) where it may be in gzip.
+
+    Raises:
+        ConfigError: it is missing, empty, binary, compressed otherwise, in another encoding, one JSON array, no JSON
+            or other records, or cut off in its last line.
+    """
+    head, tail = read_ends(path, kind, compressed)
+    is_packed = head.startswith(_GZIP)
+    if is_packed:
+        head = b"\n".join(line for _, line in itertools.islice(iterate_lines(path, kind), _FIRST_LINES))
+    if (problem := _problem(head, remedy)) is not None:
+        raise bad_file(path, kind, problem)
+    objects = (found for line in head.splitlines() if isinstance(found := _parse(line), dict))
+    if (first := next(objects, None)) is not None and (wrong := check(first)) is not None:
+        raise bad_file(path, kind, wrong)
+    if not is_packed and not tail.endswith(b"\n") and _parse(tail.rsplit(b"\n", 1)[-1]) is ...:
+        raise bad_file(
+            path,
+            kind,
+            "seems to be cut off: its last line is not complete JSON; copy it again, or remove that line",
+        )
+
+
+def _parse(line: bytes) -> Any:
+    """Return the JSON value of a line; an ellipsis where it is none."""
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ...
+
+
+def _problem(head: bytes, remedy: str) -> str | None:
+    """Return what is wrong with a file that begins with ``head``; None where it may be JSON lines in UTF-8."""
+    for mark, encoding in _BOMS.items():
+        if head.startswith(mark):
+            return f"is {encoding}; save it as plain UTF-8"
+    if b"\0" in head:
+        return "is binary or UTF-16, not lines of JSON in UTF-8"
+    lines = [line.strip() for line in head.splitlines() if line.strip()]
+    if not lines:
+        return "is empty"
+    if lines[0].startswith(b"["):
+        return f"is one JSON array; {remedy}"
+    if lines[0] == b"{":
+        return f"is JSON of which a record takes several lines; {remedy}"
+    # A bad line is a reject; where no line at all begins like a record, the file is of another kind.
+    if any(line.startswith(b"{") for line in lines):
+        return None
+    marks = (b",", b"\t", b";", b"|")
+    looks_like = "a table (CSV or TSV)" if any(mark in lines[0] for mark in marks) else "plain text"
+    return f"is {looks_like}, not lines of JSON; {remedy}"
+
+
+class KeyedLines:
+    """An index over the lines of files, made when a key is first asked for.
+
+    It takes 16 bytes of memory for each line. Lines of plain files are read where they are; a file in gzip has no
+    random access, and is unpacked into a temporary file without a name (TMPDIR).
+
+    Args:
+        files: plain or in gzip.
+        kind: the key of the source that names them.
+        key_of: returns the key of a line, or None for a line that has none and cannot be found.
+    """
+
+    def __init__(self, files: Sequence[Path], kind: str, key_of: Callable[[bytes], bytes | None]) -> None:
+        self._files = files
+        self._kind = kind
+        self._key_of = key_of
+
+    def find(self, key: bytes) -> list[bytes]:
+        """Return the lines that have a key, in their order."""
+        wanted = np.uint64(xxhash.xxh3_64_intdigest(key))
+        begin, end = (np.searchsorted(self._index["key"], wanted, side) for side in ("left", "right"))
+        lines = [self._line(int(place)) for place in self._index["place"][begin:end]]
+        return [line for line in lines if self._key_of(line) == key]
+
+    @cached_property
+    def _streams(self) -> list[BinaryIO]:
+        return [self._unpack(file) if is_gzip(file) else open_input(file, self._kind) for file in self._files]
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        """The hash of the key and the place of each line, sorted by hash: the number of the file lies above 2**48."""
+        index = np.fromiter(self._rows(), [("key", np.uint64), ("place", np.uint64)])
+        return index[np.argsort(index["key"], kind="stable")]
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        for number, stream in enumerate(self._streams):
+            begin = 0
+            for end, line in iterate_stream(stream, self._files[number], self._kind):
+                if (key := self._key_of(line)) is not None:
+                    yield xxhash.xxh3_64_intdigest(key), number << 48 | begin
+                begin = end
+
+    def _line(self, place: int) -> bytes:
+        number, position = divmod(place, 1 << 48)
+        self._streams[number].seek(position)
+        return next(iterate_stream(self._streams[number], self._files[number], self._kind))[1]
+
+    def _unpack(self, file: Path) -> BinaryIO:
+        stream = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - it goes with the index
+        stream.writelines(line + b"\n" for _, line in iterate_lines(file, self._kind))
+        stream.seek(0)
+        return stream

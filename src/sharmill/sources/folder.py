@@ -1,9 +1,8 @@
-"""Folders: every audio file below the audio root is a record, with the text of a file of the same name."""
-
-from __future__ import annotations
+"""Audio files of a folder, each a record, with texts of the same names; and the walk that annotations share."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -11,17 +10,43 @@ from typing import Any, ClassVar, Final
 import msgspec
 import xxhash
 
-from sharmill.errors import ConfigError
-from sharmill.files.storage import NotRegularError, open_regular
-from sharmill.sources import Piece, Source, Unreadable
-from sharmill.sources.files import check_encoding, expand_home
+from sharmill.errors import ConfigError, RejectRecord, refuse
+from sharmill.sources import EncodedSource, RunSource, Unreadable
+from sharmill.sources.files import decode_text, expand_home, read_small
 
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderSource(Source):
+class WalkedSource(RunSource, EncodedSource):
+    """A source of one folder, whose files are found by walking it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.audio_root, str):
+            raise ValueError(f"audio_root of {self.type} must be one folder; name several as sources of their own")
+
+    @abstractmethod
+    def described(self) -> Iterator[list[Any]]:
+        """Yield what identifies each file: its path, and its size or checksum."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return the number of files, and a checksum of what identifies each."""
+        self.check()
+        digest, count = xxhash.xxh3_64(), 0
+        for told in self.described():
+            digest.update(msgspec.json.encode(told))
+            count += 1
+        return {"files": [count, digest.hexdigest()]}
+
+    @property
+    def _root(self) -> Path:
+        return expand_home(str(self.audio_root))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderSource(WalkedSource):
     """Records of a folder of audio, with texts in files beside it or at the same place below another folder."""
 
     folder_keys: ClassVar[tuple[str, ...]] = ("text_root",)
@@ -37,63 +62,58 @@ class FolderSource(Source):
     """Ends of the names of texts, in the place of that of the audio; the first file that is there counts."""
     text_root: str | None = None
     """Folder of the texts, where they do not lie beside the audio; ``null`` is ``audio_root``."""
-    encoding: str = "utf-8"
-    """Encoding of the texts, such as ``latin-1``. A text that cannot be decoded is rejected as ``malformed``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.audio_root, str):
-            raise ValueError("audio_root of a folder must be one folder; name several as sources of their own")
         if not all(self.audio_suffixes) or not self.audio_suffixes:
             raise ValueError("audio_suffixes must not be empty")
         self.refuse_url_roots()
-        check_encoding(self.encoding)
 
     def check(self) -> None:
         """Raise ConfigError where the folder of texts is not there, or there is no audio."""
-        if self.text_root is not None and not self._texts.is_dir():
-            raise ConfigError(f"there is no folder {self._texts}; correct text_root in sources", code="missing_input")
-        if self._root.is_dir() and not any(names for _, names in self.walk()):
-            raise ConfigError(
-                f"there is no audio below {self._root} whose name ends in {', '.join(self.audio_suffixes)}; correct "
-                "audio_root or audio_suffixes in sources",
-                code="missing_input",
-            )
-
-    def identity(self) -> dict[str, Any]:
-        """Return the number of audio files, and a checksum of the paths and sizes of audio and texts."""
-        self.check()
-        return {"files": count_and_sum(self._describe(folder, name) for folder, names in self.walk() for name in names)}
-
-    def _describe(self, folder: str, name: str) -> list[Any]:
-        text = self._text_of(folder, name)
-        told = [path_to_text(f"{folder}/{name}"), (self._root / folder / name).lstat().st_size]
-        return told + ([text.suffix, text.stat().st_size] if text else [])
-
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of files, each found again by the folders that they are in and their place there."""
-        yield from pack_spans(
-            (([path_to_text(folder)], len(names)) for folder, names in self.walk()), records_per_piece
+        refuse(
+            (
+                self.text_root is not None and not self._texts.is_dir(),
+                f"there is no folder {self._texts}; correct text_root in sources",
+            ),
+            (
+                self._root.is_dir() and not any(names for _, names in self._walk()),
+                f"there is no audio below {self._root} whose name ends in {', '.join(self.audio_suffixes)}; name "
+                "another folder (audio_root), or the ends of its names (audio_suffixes, --audio-suffix)",
+            ),
+            code="missing_input",
         )
 
-    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
-        """Yield the records of the files of a piece."""
-        for text, begin, end in piece["spans"]:
-            folder = path_from_text(text)
-            for name in list_files(self._root / folder, self.audio_suffixes)[0][begin:end]:
-                yield self.record(folder, name)
+    def described(self) -> Iterator[list[Any]]:
+        """Yield the path and size of each audio file, with the end of the name and the size of its text."""
+        for folder, names in self._walk():
+            for name in names or ():
+                text = self._text_of(folder, name)
+                told = [path_to_text(f"{folder}/{name}"), (self._root / folder / name).lstat().st_size]
+                yield told + ([text.suffix, text.stat().st_size] if text else [])
 
-    @property
-    def _root(self) -> Path:
-        return expand_home(str(self.audio_root))
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield the folders and their numbers of files; one that cannot be listed has a reject."""
+        for folder, names in self._walk():
+            yield [path_to_text(folder)], 1 if names is None else len(names)
+
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the folder and the name of each file."""
+        folder = path_from_text(place[0])
+        try:
+            names = list_files(self._root / folder, self.audio_suffixes)[0]
+        except PermissionError:
+            shown = os.fsencode(f"{folder}/").decode("utf-8", "replace")
+            yield Unreadable("unreadable_audio", "this user may not list the folder", shown)
+        else:
+            yield from ((folder, name) for name in names[begin:end])
 
     @property
     def _texts(self) -> Path:
         return self._root if self.text_root is None else expand_home(self.text_root)
 
-    def walk(self, refused: Callable[[str, PermissionError], None] | None = None) -> Iterator[tuple[str, list[str]]]:
-        """Yield each folder below the root with the names of its audio files; see ``walk_files``."""
-        return walk_files(self._root, self.audio_suffixes, refused)
+    def _walk(self) -> Iterator[tuple[str, list[str] | None]]:
+        return walk_files(self._root, self.audio_suffixes)
 
     def _text_of(self, folder: str, name: str) -> Path | None:
         """Return the file of the text of an audio file; None where there is none."""
@@ -102,60 +122,20 @@ class FolderSource(Source):
         paths = (self._texts / folder / f"{stem}{suffix}" for suffix in self.text_suffixes)
         return next((path for path in paths if path.is_file()), None)
 
-    def record(self, folder: str, name: str) -> bytes | Unreadable:
+    def record(self, entry: tuple[str, str]) -> bytes:
         """Return the record of an audio file in a folder below the root."""
-        path = os.path.join(folder, name)  # noqa: PTH118
-        shown = os.fsencode(path).decode("utf-8", "replace")
-        if shown != path:
-            return Unreadable("malformed", "the name of the file is not UTF-8", shown)
+        path = os.path.join(*entry)  # noqa: PTH118
+        if self.shown(entry) != path:
+            raise RejectRecord("malformed", "the name of the file is not UTF-8")
         record = {"audio_filepath": path}
-        text = self._text_of(folder, name)
+        text = self._text_of(*entry)
         if text is not None:
-            try:
-                with open_regular(text) as stream:
-                    # No more than there is: a buffer of 1 MiB would take longer to make than the text to read.
-                    data = stream.read(min(os.fstat(stream.fileno()).st_size, _MAX_TEXT_BYTES) + 1)
-                if len(data) > _MAX_TEXT_BYTES:
-                    return Unreadable("malformed", f"the text {text.name} has more than 1 MiB", path)
-                record["text"] = data.decode(self.encoding).removeprefix("\ufeff").strip()
-            except PermissionError:
-                return Unreadable("malformed", f"this user may not read the text {text.name}", path)
-            except NotRegularError:
-                return Unreadable("malformed", f"the text {text.name} is not a regular file", path)
-            except UnicodeDecodeError:
-                return Unreadable(
-                    "malformed", f"the text {text.name} is not {self.encoding}; set encoding of the source", path
-                )
+            record["text"] = decode_text(read_small(text, _MAX_TEXT_BYTES), self.encoding, text.name).strip()
         return msgspec.json.encode(record)
 
-
-def count_and_sum(described: Iterable[list[Any]]) -> list[Any]:
-    """Return how many files are described, and a checksum of their descriptions."""
-    digest, count = xxhash.xxh3_64(), 0
-    for told in described:
-        digest.update(msgspec.json.encode(told))
-        count += 1
-    return [count, digest.hexdigest()]
-
-
-def pack_spans(runs: Iterable[tuple[list[Any], int]], records_per_piece: int) -> Iterator[Piece]:
-    """Yield pieces of equal numbers of records, the last one aside, from runs of (where they are, how many).
-
-    A piece has ``spans``: where a run is, and the bounds of the piece's records in it.
-    """
-    spans: list[list[Any]] = []
-    count = 0
-    for place, total in runs:
-        begin = 0
-        while begin < total:
-            end = min(total, begin + records_per_piece - count)
-            spans.append([*place, begin, end])
-            count, begin = count + end - begin, end
-            if count == records_per_piece:
-                yield Piece(count, {"spans": spans})
-                spans, count = [], 0
-    if spans:
-        yield Piece(count, {"spans": spans})
+    def shown(self, entry: tuple[str, str]) -> str:
+        """Return the path of an audio file."""
+        return os.fsencode(os.path.join(*entry)).decode("utf-8", "replace")  # noqa: PTH118
 
 
 def path_to_text(path: str) -> str:
@@ -168,13 +148,14 @@ def path_from_text(text: str) -> str:
     return os.fsdecode(text.encode("latin-1"))
 
 
-def walk_files(
-    root: Path, suffixes: Iterable[str], refused: Callable[[str, PermissionError], None] | None = None
-) -> Iterator[tuple[str, list[str]]]:
+def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str] | None]]:
     """Yield each folder below a root with the names of its files that have one of the suffixes, both sorted.
 
-    Folders are relative to the root, "" for itself, and only those with such files; one folder is in memory.
-    ``refused`` is called with a folder that this user may not list, by default an error that is raised.
+    Folders are relative to the root, "" for itself, and only those with such files, or, with None, that this user may
+    not list; one folder is in memory.
+
+    Raises:
+        ConfigError: this user may not list the root.
     """
     left = [""]
     while left:
@@ -182,9 +163,11 @@ def walk_files(
         try:
             names, folders = list_files(root / folder, suffixes)
         except PermissionError as error:
-            if refused is None:
-                raise
-            refused(folder, error)
+            if not folder:
+                raise ConfigError(
+                    f"this user may not list {root}; permit it, or name another folder", code="missing_input"
+                ) from error
+            yield folder, None
             continue
         if names:
             yield folder, names

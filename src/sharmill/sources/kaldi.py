@@ -3,11 +3,8 @@
 The files are read here and not by lhotse, which runs the commands of ``wav.scp`` and reads all audio before any work.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,23 +12,15 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from sharmill.errors import ConfigError, RejectRecord
-from sharmill.sources import Piece, Source, Unreadable
-from sharmill.sources.files import bad_file, check_encoding, expand_home, identify_files, read_ends
-from sharmill.sources.lines import KeyedLines, LineReader
+from sharmill.errors import RejectRecord, refuse
+from sharmill.sources import EncodedSource, LineSource
+from sharmill.sources.files import KeyedLines, check_text, decode_text, expand_home, identify_files
 
 _AUDIO: Final = "wav.scp"
 _SEGMENTS: Final = "segments"
 # Files of one value for each utterance, and the key of records that has it.
 _VALUES: Final = {"text": "text", "utt2spk": "speaker", "utt2lang": "language"}
 _GENDERS: Final = "spk2gender"
-_FILES: Final = (_AUDIO, _SEGMENTS, *_VALUES, _GENDERS)
-_IN_ARCHIVE: Final = re.compile(r"\.ark(\.gz)?:\d+(\[.*\])?$")
-_BOM: Final = b"\xef\xbb\xbf"
-# lhotse rounds times so, too.
-_DIGITS: Final = 8
-# What a shell would give a meaning to; a file of such a name has to be renamed.
-_OF_THE_SHELL: Final = re.compile(r"[|&;<>()$`\\\"'*?\[\]#~!{}\n]")
 _FILE: Final = r" (?P<file>(?!-)\S+)"
 _FLAC_OPTIONS: Final = r"(?: -[cds]+| --decode| --stdout| --silent)*+"
 # The arguments of programs that only decode a file; channels are counted from 1.
@@ -41,15 +30,10 @@ _ARGUMENTS: Final = {
     "sox": rf"{_FILE} -t wav -(?: remix (?P<channel>[1-9][0-9]?))?",
     "cat": _FILE,
 }
-_REMEDY: Final = (
-    "commands are never run. Of those that only decode a file, `sph2pipe -f wav -p -c 1 a.sph |`, "
-    "`flac -c -d -s a.flac |`, `sox a.wav -t wav - |` and `cat a.wav |` are understood; store what others make as "
-    "files, and name these"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KaldiSource(Source):
+class KaldiSource(LineSource, EncodedSource):
     """Records of a Kaldi data directory: its segments, or its recordings where it has none."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("data_dir",)
@@ -57,58 +41,46 @@ class KaldiSource(Source):
     data_dir: str
     """The data directory. It has ``wav.scp``, and may have ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
     ``spk2gender``; the order of their lines does not matter."""
-    encoding: str = "utf-8"
-    """Encoding of the files, such as ``latin-1``. Lines that cannot be decoded are rejected as ``malformed``."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_encoding(self.encoding)
 
     def check(self) -> None:
         """Raise ConfigError where there is no such directory, or a file of it is none of Kaldi's."""
-        if not self._folder.is_dir() or not (self._folder / _AUDIO).exists():
-            lacks = "has no wav.scp" if self._folder.is_dir() else "is not there"
-            raise ConfigError(
-                f"the data directory {self._folder} {lacks}; correct data_dir in sources", code="missing_input"
-            )
+        refuse(
+            (
+                not self._folder.is_dir(),
+                f"the data directory {self._folder} is not there; correct data_dir in sources",
+            ),
+            (
+                not (self._folder / _AUDIO).exists(),
+                f"the data directory {self._folder} has no wav.scp; correct data_dir in sources",
+            ),
+            code="missing_input",
+        )
         for file in self._files:
-            head, _ = read_ends(file, file.name)
-            if b"\0" in head:
-                raise bad_file(file, file.name, "is binary or UTF-16; save it as UTF-8")
+            check_text(file, file.name)
 
     def identity(self) -> dict[str, Any]:
         """Return the size and checksum of every file."""
         self.check()
         return identify_files(self._files)
 
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of lines, each found again by its place."""
-        return self._lines.pieces(records_per_piece)
+    def shown(self, entry: bytes) -> str:
+        """Return the text of a line."""
+        return entry.decode(self.encoding, "replace")
 
-    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
-        """Yield the records of the lines of a piece."""
-        return self._lines.read(piece, self._records)
-
-    def _records(self, line: bytes) -> Iterator[bytes | Unreadable]:
-        """Yield the record of a line, or the reason why it is none."""
-        try:
-            yield msgspec.json.encode(self._record(_without_bom(line)))
-        except RejectRecord as reject:
-            yield Unreadable(reject.reason, reject.detail, line.decode(self.encoding, "replace"))
-
-    def _record(self, line: bytes) -> dict[str, Any]:
+    def record(self, entry: bytes) -> bytes:
         """Return the record of a line of ``segments`` or, without such a file, of ``wav.scp``."""
-        utterance, *rest = line.split()
+        utterance, *rest = _without_bom(entry).split()
+        lines_of = self.files[0].name
         # Of several lines nobody knows which one the text belongs to.
-        self._value(self._lines_of.name, utterance)
+        self._value(lines_of, utterance)
         record: dict[str, Any] = {"utterance_id": self._decode(utterance)}
         for name, key in _VALUES.items():
             if (value := self._value(name, utterance)) is not None:
                 record[key] = value
         if "speaker" in record and (gender := self._value(_GENDERS, record["speaker"].encode(self.encoding))):
             record["gender"] = gender
-        if self._lines_of.name == _AUDIO:
-            return record | self._audio(utterance)
+        if lines_of == _AUDIO:
+            return msgspec.json.encode(record | self._audio(utterance))
         if len(rest) not in (3, 4):
             raise RejectRecord("malformed", "a line of segments is an utterance, a recording, a begin and an end")
         audio, times = self._audio(rest[0]), _times(rest[1:])
@@ -116,7 +88,7 @@ class KaldiSource(Source):
             raise RejectRecord(
                 "unsupported_channels", "the command in wav.scp leaves one channel, the segment names another"
             )
-        return record | times | audio
+        return msgspec.json.encode(record | times | audio)
 
     def _audio(self, recording: bytes) -> dict[str, Any]:
         """Return the keys of a record that name the file of a recording, and perhaps its channel."""
@@ -126,7 +98,7 @@ class KaldiSource(Source):
             raise RejectRecord("missing_audio", f"wav.scp {found} {self._decode(recording)[:80]!r}")
         if path.rstrip().endswith("|"):
             return read_command(path)
-        if _IN_ARCHIVE.search(path):
+        if re.search(r"\.ark(\.gz)?:\d+(\[.*\])?$", path):
             raise RejectRecord("unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
         return {"audio_filepath": path}
 
@@ -139,12 +111,7 @@ class KaldiSource(Source):
         return next((self._decode(b"".join(_without_bom(line).split(None, 1)[1:])) for line in lines), None)
 
     def _decode(self, text: bytes) -> str:
-        try:
-            return text.decode(self.encoding)
-        except UnicodeDecodeError as error:
-            raise RejectRecord(
-                "malformed", f"a line of the utterance is not {self.encoding}; set encoding of the source"
-            ) from error
+        return decode_text(text, self.encoding, "a line of the utterance")
 
     @property
     def _folder(self) -> Path:
@@ -152,17 +119,14 @@ class KaldiSource(Source):
 
     @property
     def _files(self) -> list[Path]:
-        return [self._folder / name for name in _FILES if (self._folder / name).exists()]
+        names = (_AUDIO, _SEGMENTS, *_VALUES, _GENDERS)
+        return [self._folder / name for name in names if (self._folder / name).exists()]
 
     @cached_property
-    def _lines_of(self) -> Path:
+    def files(self) -> list[Path]:
         """The file whose lines are the records."""
         segments = self._folder / _SEGMENTS
-        return segments if segments.exists() else self._folder / _AUDIO
-
-    @cached_property
-    def _lines(self) -> LineReader:
-        return LineReader([self._lines_of], self._lines_of.name)
+        return [segments if segments.exists() else self._folder / _AUDIO]
 
     @cached_property
     def _indices(self) -> dict[str, KeyedLines]:
@@ -178,7 +142,7 @@ def _times(words: list[bytes]) -> dict[str, Any]:
         raise RejectRecord("malformed", "the times of the segment are no numbers") from error
     if not (math.isfinite(begin) and math.isfinite(end)):
         raise RejectRecord("malformed", "the times of the segment are not finite")
-    duration = {} if end == -1 else {"duration": round(end - begin, _DIGITS)}
+    duration = {} if end == -1 else {"duration": round(end - begin, 8)}  # as lhotse rounds times
     return {"offset": begin} | duration | channel
 
 
@@ -188,7 +152,7 @@ def _first_word(line: bytes) -> bytes:
 
 
 def _without_bom(line: bytes) -> bytes:
-    return line.removeprefix(_BOM)
+    return line.removeprefix(b"\xef\xbb\xbf")
 
 
 def read_command(command: str) -> dict[str, Any]:
@@ -204,9 +168,14 @@ def read_command(command: str) -> dict[str, Any]:
     """
     text = command.rstrip().removesuffix("|")
     program, *words = text.split() or [""]
-    arguments = _ARGUMENTS.get(program.rpartition("/")[2], "$.")
-    found = re.fullmatch(arguments, "".join(f" {word}" for word in words))
-    if found is None or _OF_THE_SHELL.search(text):
-        raise RejectRecord("outside_root", f"wav.scp has the command {command[:100]!r}; {_REMEDY}")
+    found = re.fullmatch(_ARGUMENTS.get(program.rpartition("/")[2], "$."), "".join(f" {word}" for word in words))
+    # With a letter that a shell gives a meaning to, a file has to be renamed.
+    if found is None or re.search(r"[|&;<>()$`\\\"'*?\[\]#~!{}\n]", text):
+        raise RejectRecord(
+            "outside_root",
+            f"wav.scp has the command {command[:100]!r}; commands are never run. Of those that only decode a file, "
+            "`sph2pipe -f wav -p -c 1 a.sph |`, `flac -c -d -s a.flac |`, `sox a.wav -t wav - |` and `cat a.wav |` are "
+            "understood; store what others make as files, and name these",
+        )
     channel = found.groupdict().get("channel")
     return {"audio_filepath": found["file"]} | ({} if channel is None else {"channel": int(channel) - 1})

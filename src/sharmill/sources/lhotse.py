@@ -1,36 +1,60 @@
-"""lhotse manifests: a CutSet, or a RecordingSet with or without its SupervisionSet, as JSON lines, plain or in gzip."""
+"""lhotse's manifests and Shars.
 
-from __future__ import annotations
+Manifests are a CutSet, or a RecordingSet with or without its SupervisionSet, as JSON lines, plain or in gzip. Shars are
+sharmill's own or of any other tool: each cut is a record, and its audio stays in the tar that it is in.
+"""
 
 import functools
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Final
 
 import msgspec
 
-from sharmill.errors import RejectRecord
-from sharmill.manifest import SOURCE_CUT_ID
-from sharmill.sources import FileSource, Piece, Unreadable
-from sharmill.sources.lhotse_records import (
-    LhotseRecording,
-    Supervision,
-    count_records,
-    cut_records,
-    decode_lhotse,
-    recording_record,
-    supervision_record,
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
+from sharmill.files.storage import checksum, checksum_bytes
+from sharmill.manifest import CONTEXT_KEYS, DURATION_FROM_HEADER, SOURCE_CUT_ID, Channel, Member
+from sharmill.registry import nearest
+from sharmill.shar.items import NO_DATA, ItemTable, salvage_lines
+from sharmill.shar.layout import (
+    CONTEXT_UNALIGNED,
+    CUTS,
+    DATASET_FILE,
+    RECORDING,
+    TARGET_AUDIO,
+    ShardRecord,
+    is_indexed,
+    read_dataset,
+    read_shards,
 )
-from sharmill.sources.lines import KeyedLines, LineReader, check_json_lines, iterate_checked
+from sharmill.shar.rebuild import find_foreign_shards
+from sharmill.sources import ContainerSource, LineSource, Located, RawRecord, RunSource, Unreadable
+from sharmill.sources.files import KeyedLines, check_json_lines, decode_json, expand_home, iterate_lines
 
-_WRITE_LINES: Final = "write it by lhotse as .jsonl or .jsonl.gz, such as by lhotse copy"
 # The rest of a line says no more about what is wrong.
 _SHOWN_BYTES: Final = 4096
+# Seconds by which a supervision may go beyond its cut; one of a window of a recording goes on far beyond it.
+_MAX_BEYOND: Final = 0.1
+# lhotse has eight digits, too.
+_DIGITS: Final = 8
+# Types of sources of a recording that are no files, and the reason and the sentence of the reject.
+_NO_FILES: Final = {
+    "command": ("outside_root", "the audio is the output of a command, which is never run"),
+    "shar": ("unsupported_cut", "the audio is in the tars of a Shar, and these are its cuts only"),
+    "memory": ("unsupported_cut", "the audio is in memory only"),
+}
+# Keys of a line that tell of which manifest it is.
+_OWN_KEYS: Final = {
+    "sources": "recordings", "tracks": "cuts", "supervisions": "cuts", "recording_id": "supervisions",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class LhotseSource(FileSource):
+class LhotseSource(LineSource):
     """Records of lhotse manifests: cuts, supervisions with the recordings that they belong to, or recordings."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("cuts", "supervisions", "recordings")
@@ -61,57 +85,63 @@ class LhotseSource(FileSource):
         """Raise ConfigError where a file cannot be the manifest that it is named as."""
         for key in self.file_keys:
             for file in self.find(key):
-                check_json_lines(file, key, _WRITE_LINES, functools.partial(_mistaken, key), compressed=("gzip",))
+                check_json_lines(
+                    file,
+                    key,
+                    "write it by lhotse as .jsonl or .jsonl.gz, such as by lhotse copy",
+                    functools.partial(_mistaken, key),
+                    compressed=("gzip",),
+                )
 
     def identity(self) -> dict[str, Any]:
         """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
         found = super().identity()
         for file in self.find("recordings"):
             # Of records the pieces do so.
-            for _ in iterate_checked(file, "recordings"):
+            for _ in iterate_lines(file, "recordings"):
                 pass
         return found
 
-    @cached_property
-    def _lines(self) -> LineReader:
-        kind = next(key for key in self.file_keys if self.named(key))
-        return LineReader(self.files, kind, functools.partial(count_records, split=self.split))
-
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of records, each found again by the place of a line and the records of it to leave out."""
-        return self._lines.pieces(records_per_piece)
-
-    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
-        """Yield the records of a piece."""
-        return self._lines.read(piece, self._records)
-
-    def _records(self, line: bytes) -> Iterator[bytes | Unreadable]:
-        """Yield the records of a line."""
-        if self.cuts is not None:
-            records = cut_records(line, self.split, self.channel)
-        else:
-            records = iter([self._recorded(line)])
-        for record in records:
-            if isinstance(record, RejectRecord):
-                yield Unreadable(record.reason, record.detail, line[:_SHOWN_BYTES].decode("utf-8", "replace"))
-            else:
-                own = record.pop(SOURCE_CUT_ID)
-                yield msgspec.json.encode(record | ({SOURCE_CUT_ID: own} if self.keep_ids else {}))
-
-    def _recorded(self, line: bytes) -> dict[str, Any] | RejectRecord:
-        """Return the record of a line of a SupervisionSet or a RecordingSet, or the reason why it is none."""
+    def split_line(self, line: bytes) -> list[Any]:
+        """Return a line and, with ``split``, its cut with one of the supervisions."""
+        if not self.split:
+            return [(line, None, [])]
         try:
-            if self.supervisions is None:
-                return recording_record(decode_lhotse(line, LhotseRecording), self.channel)
-            supervision = decode_lhotse(line, Supervision)
+            cut = decode_json(line, *_CUT)
+        except RejectRecord:
+            return [(line, None, [])]
+        return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
+
+    def record(self, entry: Any) -> bytes:
+        """Return the record of a cut, of a supervision or of a recording."""
+        line, cut, supervisions = entry
+        if self.cuts is not None:
+            if cut is None:
+                cut = decode_json(line, *_CUT)
+                supervisions = cut.supervisions
+            record = _cut_record(cut, supervisions, self.split, self.channel)
+        elif self.supervisions is None:
+            recording = decode_json(line, *_RECORDING)
+            channels = [channel for part in recording.sources for channel in part.channels]
+            audio = _audio(recording, 0.0, recording.seconds, channels, self.channel)
+            record = {"utterance_id": recording.id} | audio | {SOURCE_CUT_ID: recording.id}
+        else:
+            one = decode_json(line, *_SUPERVISION)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
-            found = sorted(set(self._recordings.find(supervision.recording_id.encode())))
+            found = sorted(set(self._recordings.find(one.recording_id.encode())))
             if len(found) != 1:
                 number = "several recordings have" if found else "no recording has"
-                raise RejectRecord("malformed", f"{number} the id {supervision.recording_id[:80]!r} of the supervision")
-            return supervision_record(decode_lhotse(found[0], LhotseRecording), supervision, self.channel)
-        except RejectRecord as reject:
-            return reject
+                raise RejectRecord("malformed", f"{number} the id {one.recording_id[:80]!r} of the supervision")
+            recording = decode_json(found[0], *_RECORDING)
+            audio = _audio(recording, one.start, one.duration, _listed(one.channel), self.channel)
+            record = _speech_record([one.custom or {}], [one], one.id) | audio | {SOURCE_CUT_ID: one.id}
+        if not self.keep_ids:
+            del record[SOURCE_CUT_ID]
+        return msgspec.json.encode(record)
+
+    def shown(self, entry: Any) -> str:
+        """Return the begin of a line."""
+        return entry[0][:_SHOWN_BYTES].decode("utf-8", "replace")
 
     @cached_property
     def _recordings(self) -> KeyedLines:
@@ -133,12 +163,438 @@ def _mistaken(key: str, first: dict[str, Any]) -> str | None:
     """Return what is wrong with a file whose first object is of another manifest than its key says."""
     if "audio_filepath" in first:
         return "has the records of a NeMo manifest; read it by type: nemo"
-    if "sources" in first:
-        found = "recordings"
-    elif "tracks" in first or "supervisions" in first or str(first.get("type")).endswith("Cut"):
-        found = "cuts"
-    elif "recording_id" in first:
-        found = "supervisions"
-    else:
-        return None
+    is_cut = str(first.get("type")).endswith("Cut")
+    found = next((kind for own, kind in _OWN_KEYS.items() if own in first), "cuts" if is_cut else key)
     return None if found == key else f"has {found}, not {key}; name it as {found}"
+
+
+class _AudioPart(msgspec.Struct):
+    """A file of a recording, or what stands for one; ``channels`` are those of the recording that it has."""
+
+    type: str
+    source: Any
+    channels: list[int]
+
+
+class _Recording(msgspec.Struct):
+    """A line of a RecordingSet, or the Recording beside an audio file in a tar: facts about that file."""
+
+    id: str
+    sources: list[_AudioPart]
+    sampling_rate: int
+    num_samples: int
+    channel_ids: list[int] | None = None
+    transforms: list[dict[str, Any]] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The length of the audio."""
+        return self.num_samples / max(1, self.sampling_rate)
+
+
+class Supervision(msgspec.Struct):
+    """A line of a SupervisionSet, or a supervision of a cut; ``start`` in seconds of the recording, or of the cut."""
+
+    id: str
+    recording_id: str
+    start: float
+    duration: float
+    channel: int | list[int] = 0
+    text: str | None = None
+    language: str | None = None
+    speaker: str | int | None = None
+    gender: str | None = None
+    custom: dict[str, Any] | None = None
+
+
+class Cut(msgspec.Struct):
+    """A line of a CutSet: a MonoCut or a MultiCut, or of another kind, of which no record can be made."""
+
+    id: str
+    type: str = "MonoCut"
+    start: float = 0.0
+    duration: float = 0.0
+    channel: int | list[int] = 0
+    supervisions: list[Supervision] = []
+    recording: _Recording | None = None
+    custom: dict[str, Any] | None = None
+
+
+# The decoder of each kind of line, and what is said of one that is none.
+_CUT: Final = (msgspec.json.Decoder(Cut), "it is no cut of lhotse")
+_RECORDING: Final = (msgspec.json.Decoder(_Recording), "it is no recording of lhotse")
+_SUPERVISION: Final = (msgspec.json.Decoder(Supervision), "it is no supervision of lhotse")
+
+
+def _cut_record(cut: Cut, supervisions: list[Supervision], split: bool, chosen: Channel) -> dict[str, Any]:
+    """Return the record of some supervisions of a cut; with ``split`` that of the only one."""
+    if cut.type not in ("MonoCut", "MultiCut", "Cut"):
+        raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
+    if cut.recording is None:
+        raise RejectRecord("missing_field", "the cut has no recording")
+    _refuse_several_speakers(supervisions, "split: true of the source makes a record of each")
+    for supervision in supervisions:
+        beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
+        if beyond > _MAX_BEYOND:
+            raise RejectRecord(
+                "duration_mismatch",
+                f"the supervision {supervision.id[:80]} goes {beyond:.3g} s beyond its cut, so that its text would not "
+                "fit the audio",
+            )
+    start, end, channels = 0.0, cut.duration, _listed(cut.channel)
+    if split and supervisions:
+        start = max(0.0, supervisions[0].start)
+        end = min(cut.duration, supervisions[0].start + supervisions[0].duration)
+        channels = _listed(supervisions[0].channel)
+    further = [cut.custom or {}, *_common_keys([supervision.custom or {} for supervision in supervisions])]
+    own = supervisions[0].id if len(supervisions) == 1 else cut.id
+    audio = _audio(cut.recording, cut.start + start, end - start, channels, chosen)
+    return _speech_record(further, supervisions, own) | audio | {SOURCE_CUT_ID: own if split else cut.id}
+
+
+def _refuse_several_speakers(supervisions: Sequence[Supervision], remedy: str) -> None:
+    """Raise RejectRecord where the supervisions of a cut are of several speakers."""
+    speakers = {supervision.speaker for supervision in supervisions}
+    if len(speakers) > 1:
+        raise RejectRecord(
+            "unsupported_cut", f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; {remedy}"
+        )
+
+
+def _speech_record(further: Iterable[dict[str, Any]], supervisions: Sequence[Supervision], own: str) -> dict[str, Any]:
+    """Return the keys of a record that do not concern its audio; ``own`` is its id, ``further`` has custom keys."""
+    record: dict[str, Any] = {"utterance_id": own}
+    for custom in further:
+        record |= {
+            key: value
+            for key, value in custom.items()
+            if key not in frozenset({"audio_filepath", "offset", "duration", "channel"}) and not _is_data(value)
+        }
+    for key in ("speaker", "language", "gender"):
+        values = {getattr(supervision, key) for supervision in supervisions}
+        if len(values) == 1 and (value := values.pop()) is not None:
+            record[key] = value
+    ordered = sorted(supervisions, key=lambda supervision: supervision.start)
+    texts = [supervision.text for supervision in ordered if supervision.text is not None]
+    return record | ({"text": " ".join(texts)} if texts else {})
+
+
+def _common_keys(customs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the keys that all have with one value."""
+    first, *others = customs or [{}]
+    return [{key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}]
+
+
+def _is_data(value: Any) -> bool:
+    """Return True if a value is a manifest of lhotse about data elsewhere: an array, features, a recording."""
+    if not isinstance(value, dict):
+        return False
+    return (
+        "storage_type" in value
+        or _is_data(value.get("array"))
+        or value.keys() >= frozenset({"id", "sources", "sampling_rate"})
+    )
+
+
+def _audio(
+    recording: _Recording, start: float, duration: float, channels: list[int], chosen: Channel
+) -> dict[str, Any]:
+    """Return the keys of a record that say where its audio is; without ``offset`` where that is the whole file."""
+    for transform in recording.transforms or []:
+        # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
+        if transform.get("name") != "Resample":
+            raise RejectRecord(
+                "unsupported_cut",
+                f"its recording is changed by {str(transform.get('name'))[:40]!r}, which sharmill does not apply: "
+                "store the changed audio (lhotse: CutSet.save_audios), and name the new cuts",
+            )
+    channel = channels[0] if len(channels) == 1 else chosen
+    if channel is None or (isinstance(channel, int) and channel not in channels):
+        names = ", ".join(map(str, channels[:20]))
+        raise RejectRecord(
+            "unsupported_channels", f"the channels are {names}; set channel of the source to one of them"
+        )
+    part, index = _part(recording, channels, channel)
+    if part.type in _NO_FILES:
+        raise RejectRecord(*_NO_FILES[part.type])
+    if part.type not in ("file", "url"):
+        raise RejectRecord("malformed", f"the audio is of the type {part.type[:40]!r}, which is unknown")
+    if not isinstance(part.source, str):
+        raise RejectRecord("malformed", "the source of the audio is no path")
+    record: dict[str, Any] = {"audio_filepath": part.source}
+    if abs(start) * recording.sampling_rate >= 0.5 or (
+        abs(duration * recording.sampling_rate - recording.num_samples) >= 0.5
+    ):
+        record["offset"] = round(start, _DIGITS)
+    record["duration"] = round(duration, _DIGITS)
+    if len(part.channels) > 1:
+        record["channel"] = index
+    return record
+
+
+def _part(recording: _Recording, channels: list[int], channel: Channel) -> tuple[_AudioPart, Channel]:
+    """Return the file that has a channel, and the channel's place in the file."""
+    if channel == "downmix":
+        whole = [part for part in recording.sources if sorted(part.channels) == sorted(channels)]
+        if not whole:
+            raise RejectRecord(
+                "unsupported_channels", "downmix is the mean of a file, and these channels are not a file"
+            )
+        return whole[0], channel
+    for part in recording.sources:
+        if channel in part.channels:
+            return part, part.channels.index(channel)
+    raise RejectRecord("malformed", f"no source of the recording has the channel {channel}")
+
+
+def _listed(channel: int | list[int]) -> list[int]:
+    return channel if isinstance(channel, list) else [channel]
+
+
+_USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
+# What is stored is the segment that the cut stands for where they are equally long, but for the delay of a codec.
+_SAME_SECONDS: Final = 0.025
+_DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LhotseSharSource(ContainerSource, RunSource):
+    """Records of a Shar: a dataset by sharmill, or shards that lhotse or another tool wrote."""
+
+    file_keys: ClassVar[tuple[str, ...]] = ("shar",)
+    type: str = "lhotse_shar"
+    audio_root: str | None = None
+    """Folder below which names and ids begin; ``null`` is ``shar``."""
+    shar: str
+    """Folder of the Shar: a finished dataset directory, lhotse's own layout, or a folder for each field."""
+    audio: str | None = None
+    """Field that has the audio, such as ``target_audio``; ``null`` takes ``target_audio`` or ``recording``, whichever
+    there is."""
+    keep_ids: bool = False
+    """The ids of the cuts are those of the dataset. All sources of a dataset keep ids, or none."""
+
+    def __post_init__(self) -> None:
+        if self.audio_root is None:
+            object.__setattr__(self, "audio_root", self.shar)
+        super().__post_init__()
+        self.refuse_url_roots()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the Shar."""
+        return expand_home(self.shar)
+
+    def check(self) -> None:
+        """Raise ConfigError where the folder is no finished Shar, or has not the field of the audio."""
+        field = self._field
+        self.container(self.folder / DATASET_FILE)
+        for shard in self._shards:
+            try:
+                table = ItemTable(self.folder / shard.files[field], salvage=True)
+                number = next(number for number, name in enumerate(table.names) if name.endswith(".json"))
+                decode_json(table.member(number), *_RECORDING)
+                break
+            except (DamagedShard, StopIteration):
+                continue  # it has no item that would tell
+            except RejectRecord as reject:
+                raise ConfigError(
+                    f"the field {field} of {self.folder} is not audio; name the one that is with audio",
+                    code="bad_config_value",
+                ) from reject
+
+    def identity(self) -> dict[str, Any]:
+        """Return the number of shards, and a checksum of names, sizes and the checksums of the index or of the cuts."""
+        self.check()
+        told = []
+        for shard in self._shards:
+            for field in (CUTS, self._field):
+                file = shard.fields[field]
+                path = self.folder / file.file
+                size = path.stat().st_size if path.is_file() else -1
+                digest = file.xxh3 or (checksum(path) if field == CUTS and size >= 0 else "")
+                told.append([shard.index, file.file, size, digest])
+        return {"shards": [len(self._shards), checksum_bytes(msgspec.json.encode(told))]}
+
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield the shards and their numbers of cuts, which are counted where there is no index."""
+        for number, shard in enumerate(self._shards):
+            count = shard.count
+            if count < 0:
+                lines, damage = salvage_lines(self.folder / shard.files[CUTS])
+                # What a damage cuts off counts as one.
+                count = len(lines) + (damage is not None)
+            yield [number, count], count
+
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the lines of the cuts of a shard, with the audio."""
+        shard, count = self._shards[place[0]], place[1]
+        lines, damage = salvage_lines(self.folder / shard.files[CUTS])
+        if damage is None and len(lines) != count:
+            damage = DamagedShard(f"{shard.files[CUTS]} has {len(lines)} cuts, and there should be {count}")
+            lines = []
+        path = self.folder / shard.files[self._field]
+        audio = _ShardAudio(path, self.container(path))
+        yield from ((audio, line) for line in lines[begin:end])
+        for number in range(max(begin, len(lines)), end):
+            yield Unreadable("malformed", f"the cut cannot be read: {damage}", f"{shard.files[CUTS]} line {number + 1}")
+
+    def record(self, entry: Any) -> RawRecord:
+        """Return the record of a cut."""
+        audio, line = entry
+        record: dict[str, Any] = {}
+        try:
+            cut = _decode_cut(line)
+            record = _describe_cut(cut) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
+            record["audio_filepath"] = f"{audio.container}/{cut.id}"
+            name, recording, place = audio.find(cut.id)
+            record["audio_filepath"] = f"{audio.container}/{name}"
+            record = _place_cut(cut, recording) | record
+        except RejectRecord as reject:
+            text = msgspec.json.encode(record) if record else line
+            return Unreadable(reject.reason, reject.detail, text.decode("utf-8", "replace"))
+        return Located(msgspec.json.encode(record), Member(audio.container, "bytes", *place))
+
+    @cached_property
+    def _shards(self) -> list[ShardRecord]:
+        if not self.folder.is_dir():
+            raise ConfigError(f"the Shar {self.folder} is not a folder; correct shar in sources", code="missing_input")
+        try:
+            if is_indexed(self.folder):
+                return list(read_shards(self.folder, read_dataset(self.folder).num_shards))
+            return find_foreign_shards(self.folder)
+        except DamagedShard as error:
+            raise ConfigError(f"the Shar cannot be read: {error}; copy it again", code="bad_manifest") from error
+
+    @cached_property
+    def _field(self) -> str:
+        """The field that has the audio."""
+        fields = sorted({field for shard in self._shards for field in shard.files} - {CUTS})
+        wanted = _USUAL_FIELDS if self.audio is None else (self.audio,)
+        found = [field for field in wanted if field in fields]
+        has = "has both " + " and ".join(found) if found else "has neither " + " nor ".join(_USUAL_FIELDS)
+        refuse(
+            (
+                not found and self.audio is not None,
+                f"audio: {self.folder} has no field {self.audio!r}{nearest(str(self.audio), fields)}",
+            ),
+            (
+                len(found) != 1,
+                f"{self.folder} {has}; name the field of the audio with audio: one of {', '.join(fields) or 'none'}",
+            ),
+            code="unknown_field",
+        )
+        return found[0]
+
+
+class _ShardAudio:
+    """The audio of one shard by the ids of its cuts: of a damaged archive, what comes before the damage.
+
+    Args:
+        container: the path of the archive below the audio root.
+    """
+
+    def __init__(self, path: Path, container: str) -> None:
+        self._name = path.name
+        self.container = container
+        self._of_cut: dict[str, list[int]] = {}
+        try:
+            self._table: ItemTable | RejectRecord = ItemTable(path, salvage=True)
+        except DamagedShard as error:
+            self._table = RejectRecord("unreadable_audio" if path.exists() else "missing_audio", str(error))
+            return
+        for number, name in enumerate(self._table.names):
+            stem, _, extension = name.rpartition(".")
+            if extension not in ("json", "nometa"):
+                self._of_cut.setdefault(stem, []).append(number)
+
+    def find(self, cut_id: str) -> tuple[str, _Recording, tuple[int, int]]:
+        """Return the name of the member that has the audio of a cut, the Recording behind it, and its place.
+
+        Raises:
+            RejectRecord: there is none, or not one.
+        """
+        if isinstance(self._table, RejectRecord):
+            raise self._table
+        found = self._of_cut.get(cut_id, [])
+        names, damage = self._table.names, self._table.cut_off
+        if len(found) > 1:
+            raise RejectRecord("malformed", f"{self._name} has {len(found)} members of this cut")
+        if not found and damage:
+            raise RejectRecord("unreadable_audio", f"no member of this cut comes before the damage: {damage}")
+        if not found or names[found[0]].endswith(f".{NO_DATA}"):
+            raise RejectRecord("missing_audio", f"{self._name} has no audio of this cut")
+        if names[found[0] + 1 : found[0] + 2] != [f"{cut_id}.json"]:
+            reason = "unreadable_audio" if damage else "malformed"
+            raise RejectRecord(reason, f"{self._name} has no {cut_id}.json behind the audio of this cut")
+        recording = decode_json(self._table.member(found[0] + 1), *_RECORDING)
+        return names[found[0]], recording, self._table.place(found[0])
+
+
+def _decode_cut(line: bytes) -> Cut:
+    """Decode the line of a cut; raise RejectRecord ``malformed`` where it is none."""
+    try:
+        return decode_json(line, *_CUT)
+    except RejectRecord as reject:
+        # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
+        try:
+            return msgspec.convert(json.loads(line), Cut)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            raise reject from None
+
+
+def _describe_cut(cut: Cut) -> dict[str, Any]:
+    """Return the keys of a cut's record but those of the stored audio.
+
+    Where the audio was taken from is in ``source_audio_filepath``, ``source_offset`` and ``source_channel``.
+
+    Raises:
+        RejectRecord: its supervisions do not make one record.
+    """
+    _refuse_several_speakers(
+        cut.supervisions, "let lhotse make a cut of each (CutSet.trim_to_supervisions) before the Shar is written"
+    )
+    customs = [cut.custom or {}, *_common_keys([supervision.custom or {} for supervision in cut.supervisions])]
+    record = _speech_record(customs, cut.supervisions, cut.id)
+    # The audio that a segment was once taken from; what is stored is another file. Of a Shar made of a Shar, what is
+    # known of the first one stays.
+    for key in ("audio_filepath", "offset", "channel"):
+        for custom in customs:
+            if key in custom:
+                record.setdefault(f"source_{key}", custom[key])
+    sources = cut.recording.sources if cut.recording else []
+    path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None
+    # An absolute path says something about a machine, and nothing about the data.
+    if isinstance(path, str) and path and not PurePosixPath(path).is_absolute():
+        record.setdefault("source_audio_filepath", path)
+    return {key: value for key, value in record.items() if key not in _DROPPED}
+
+
+def _place_cut(cut: Cut, recording: _Recording) -> dict[str, Any]:
+    """Return the keys of a cut's record that say which part of the stored audio it is, and of which channel.
+
+    Raises:
+        RejectRecord: the cut does not lie within the audio, or the audio would have to be changed.
+    """
+    if cut.type not in ("MonoCut", "MultiCut"):
+        raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not the audio of one recording")
+    if recording.transforms:
+        raise RejectRecord(
+            "unsupported_cut",
+            "its audio is changed by transforms while it is loaded; store the changed audio in the Shar",
+        )
+    place: dict[str, Any] = {"duration": cut.duration}
+    if math.isclose(recording.seconds, cut.duration, rel_tol=0.0, abs_tol=_SAME_SECONDS):
+        # Others leave in ``start`` where the segment began in the recording that it was taken from.
+        place |= {"source_offset": cut.start} if cut.start else {}
+    elif cut.start + cut.duration <= recording.seconds + _SAME_SECONDS:
+        place["offset"] = cut.start
+    else:
+        raise RejectRecord(
+            "duration_mismatch",
+            f"the cut is {cut.start:g} to {cut.start + cut.duration:g} s of its audio, which has "
+            f"{recording.seconds:g} s",
+        )
+    channels = recording.channel_ids or []
+    if len(channels) > 1 and cut.channel in channels:
+        place["channel"] = channels.index(cut.channel)
+    return place

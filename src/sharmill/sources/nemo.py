@@ -1,26 +1,20 @@
 """NeMo manifests: JSON lines, in one file or in numbered shards."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Final
 
 import msgspec
 
-from sharmill.errors import RejectRecord
-from sharmill.sources import FileSource, Piece
-from sharmill.sources.lines import LineReader, check_json_lines
+from sharmill.sources import LineSource
+from sharmill.sources.files import check_json_lines, decode_json
 
-_ONE_PER_LINE = (
-    "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and text"
-)
-_decoder: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_objects: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_values: Final = msgspec.json.Decoder()
 
 
 @dataclass(frozen=True, kw_only=True)
-class NemoSource(FileSource):
+class NemoSource(LineSource):
     """Records of NeMo manifests: JSON lines, one utterance a line."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("manifest",)
@@ -35,31 +29,25 @@ class NemoSource(FileSource):
         It may be missing, empty, binary, compressed, in another encoding, one JSON array, a table, or cut off.
         """
         for file in self.files:
-            check_json_lines(file, "manifest", _ONE_PER_LINE)
-
-    @cached_property
-    def _lines(self) -> LineReader:
-        return LineReader(self.files, "manifest")
-
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of lines, each found again by its place."""
-        return self._lines.pieces(records_per_piece)
-
-    def read(self, piece: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the lines of a piece that are not blank."""
-        return self._lines.read(piece, lambda line: (line,))
+            check_json_lines(
+                file,
+                "manifest",
+                "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and "
+                "text",
+            )
 
 
-def decode_json_record(line: bytes, keys: Sequence[str]) -> tuple[dict[str, msgspec.Raw], list[Any]]:
-    """Return a record whose values stay as they are written, and what some keys of it have; None for a missing one.
+def decode_json_object(data: bytes, name: str, keys: Sequence[str] = ()) -> tuple[dict[str, msgspec.Raw], list[Any]]:
+    """Return a JSON object whose values stay as they are written, and what some keys have; None for a missing one.
+
+    Args:
+        data: the text of the object.
+        name: what errors call it.
+        keys: of the object.
 
     Raises:
         RejectRecord: malformed.
     """
-    try:
-        record = _decoder.decode(line)
-        return record, [msgspec.json.decode(record[key]) if key in record else None for key in keys]
-    except msgspec.ValidationError as error:
-        raise RejectRecord("malformed", "the line is not a JSON object") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RejectRecord("malformed", f"the line is not JSON: {error}") from error
+    problem = f"{name} is not a JSON object"
+    values = decode_json(data, _objects, problem)
+    return values, [decode_json(values[key], _values, problem) if key in values else None for key in keys]

@@ -1,33 +1,30 @@
 """Tables: CSV and TSV files, one utterance a row, with the columns named by their first row or by the configuration."""
 
-from __future__ import annotations
-
 import csv
+import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.registry import nearest
-from sharmill.sources import FileSource, Piece, Unreadable
-from sharmill.sources.files import bad_file, check_encoding, open_input, read_ends
+from sharmill.sources import EncodedSource, LineSource, RawRecord, Unreadable
+from sharmill.sources.files import bad_file, check_text, open_input
 from sharmill.sources.speakers import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
-# Of a record these are no texts; ``numbers`` names further ones.
-_NUMBERS: Final = ("duration", "offset")
-_DELIMITERS: Final = ",;\t|"
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{1,2})?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSource(FileSource):
+class TableSource(LineSource, EncodedSource):
     """Records of tables: CSV or TSV files, one utterance a row."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("table",)
@@ -40,8 +37,6 @@ class TableSource(FileSource):
     """Names of the columns of tables that do not name them; ``null``: the first row has the names."""
     quotes: bool = True
     """Cells may stand in double quotes, with delimiters and newlines in them. ``false``: quotes are letters."""
-    encoding: str = "utf-8"
-    """Encoding of the table, such as ``latin-1``. Rows that cannot be decoded are rejected as ``malformed``."""
     columns: dict[str, str] = field(default_factory=dict)
     """Keys of records and the columns that they come from, ``{text: sentence}``. Other columns keep their names."""
     audio: str | None = None
@@ -53,54 +48,56 @@ class TableSource(FileSource):
         super().__post_init__()
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
             raise ValueError(f"delimiter {self.delimiter!r} must be one character")
-        check_encoding(self.encoding)
-        if self.header is not None:
-            _check_names(self.header, "header")
+        if self.header is not None and (problem := _name_problem(self.header)):
+            raise ValueError(f"header {problem}")
         self._audio  # noqa: B018 (raises where it is no template)
 
     @cached_property
     def _audio(self) -> Template | None:
-        return None if self.audio is None else Template.parse(self.audio)
+        return None if self.audio is None else Template(self.audio)
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be a table, or lacks a column that the configuration names."""
+        wanted = {f"columns.{key}": column for key, column in self.columns.items()}
+        if self._audio is not None:
+            wanted |= {f"audio: {self.audio}": column for column in self._audio.keys}
+        elif "audio_filepath" not in self.columns:
+            wanted["audio_filepath"] = "audio_filepath"
         for file in self.files:
-            head, _ = read_ends(file, "table")
-            if b"\0" in head:
-                raise bad_file(file, "table", "is binary or UTF-16; save it as UTF-8")
-            self._check_columns(file, self._columns_of(file))
+            check_text(file, "table")
+            names = self._columns_of(file)
+            if problem := _name_problem(names):
+                raise ConfigError(f"the first row of {file} {problem}", code="bad_config_value")
+            other = Counter(mark for mark in "".join(names) if mark in ",;\t|").most_common(1)
+            hint = f"; if {other[0][0]!r} is between the cells, say so with delimiter" if other else ""
+            refuse(
+                *(
+                    (
+                        column not in names,
+                        f"{where}: the table {file} has no column {column!r}{nearest(column, names)}{hint}",
+                    )
+                    for where, column in wanted.items()
+                ),
+                code="unknown_key",
+            )
 
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of rows, each found again by its byte range."""
-        for number, file in enumerate(self.files):
-            begin = end = count = 0
-            has_names = self.header is None
-            for _, end, row in self._rows(file, 0, file.stat().st_size):
-                if row and has_names:
-                    begin, has_names = end, False
-                    continue
-                count += bool(row)
-                if count == records_per_piece:
-                    yield Piece(count, {"file": number, "begin": begin, "end": end})
-                    begin, count = end, 0
-            if count:
-                yield Piece(count, {"file": number, "begin": begin, "end": end})
+    def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
+        """Yield the rows of a file that are not blank from a place on, as cells, each with the place behind it."""
+        names_columns = self.header is None and begin == 0
+        return itertools.islice(self._rows(self.files[number], begin), int(names_columns), None)
 
-    def read(self, piece: dict[str, Any]) -> Iterator[bytes | Unreadable]:
-        """Yield the rows of a piece that are not empty."""
-        file = self.files[piece["file"]]
-        names = self._columns_of(file)
-        for _, _, row in self._rows(file, piece["begin"], piece["end"]):
-            if isinstance(row, Unreadable):
-                yield row
-            elif row and len(row) != len(names):
-                text = self.delimiter.join(row)
-                yield Unreadable("malformed", f"the row has {len(row)} cells, and there are {len(names)} columns", text)
-            elif row:
-                yield msgspec.json.encode(self._record(dict(zip(names, row, strict=True))))
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the rows of a run, with the names of the columns."""
+        names = self._columns_of(self.files[place[0]])
+        for row in super().entries(place, begin, end):
+            yield row if isinstance(row, Unreadable) else (names, row)
 
-    def _record(self, cells: dict[str, str]) -> dict[str, Any]:
+    def record(self, entry: tuple[list[str], list[str]]) -> RawRecord:
         """Return the record of a row."""
+        names, row = entry
+        if len(row) != len(names):
+            raise RejectRecord("malformed", f"the row has {len(row)} cells, and there are {len(names)} columns")
+        cells = dict(zip(names, row, strict=True))
         mapped = {*self.columns, *self.columns.values()}
         record: dict[str, Any] = {column: cell for column, cell in cells.items() if column not in mapped}
         record |= {key: cells[column] for key, column in self.columns.items()}
@@ -109,69 +106,51 @@ class TableSource(FileSource):
                 record["audio_filepath"] = self._audio.fill(cells, "")
             except ValueError:
                 record.pop("audio_filepath", None)
-        for key in (*_NUMBERS, "channel", *self.numbers):
+        for key in ("duration", "offset", "channel", *self.numbers):
             if key in record:
                 record[key] = _number(record[key])
-        return record
+        return msgspec.json.encode(record)
+
+    def shown(self, entry: tuple[list[str], list[str]]) -> str:
+        """Return the cells of a row."""
+        return self.delimiter.join(entry[1])
 
     def _columns_of(self, file: Path) -> list[str]:
         if self.header is not None:
             return self.header
-        row = next((row for _, _, row in self._rows(file, 0, 1 << 20) if row), [])
+        _, row = next(self._rows(file), (0, [""]))
         if isinstance(row, Unreadable):
             raise bad_file(file, "table", f"has a first row that cannot be read: {row.detail}")
         row[0] = row[0].removeprefix("\ufeff")
         return [name.strip() for name in row]
 
-    def _check_columns(self, file: Path, names: list[str]) -> None:
-        """Raise ConfigError where columns are named twice, or one that is needed is not there."""
-        try:
-            _check_names(names, f"the first row of {file}")
-        except ValueError as error:
-            raise ConfigError(str(error), code="bad_config_value") from error
-        wanted = {f"columns.{key}": column for key, column in self.columns.items()}
-        if self._audio is not None:
-            wanted |= {f"audio: {self.audio}": column for column in self._audio.keys}
-        elif "audio_filepath" not in self.columns:
-            wanted["audio_filepath"] = "audio_filepath"
-        for where, column in wanted.items():
-            if column not in names:
-                other = Counter(mark for mark in "".join(names) if mark in _DELIMITERS).most_common(1)
-                hint = f"; if {other[0][0]!r} is between the cells, say so with delimiter" if other else ""
-                raise ConfigError(
-                    f"{where}: the table {file} has no column {column!r}{nearest(column, names)}{hint}",
-                    code="unknown_key",
-                )
-
-    def _rows(self, file: Path, begin: int, end: int) -> Iterator[tuple[int, int, list[str] | Unreadable]]:
-        """Yield (begin, end, cells) of every row that begins in a range of bytes; blank rows have no cells.
+    def _rows(self, file: Path, begin: int = 0) -> Iterator[tuple[int, list[str] | Unreadable]]:
+        """Yield (end, cells) of every row from a place on that is not blank.
 
         A row that is no CSV is one line, and the next row begins behind it.
         """
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE
+        is_left = True
         with open_input(file, "table") as stream:
-            while begin < end:
+            while is_left:
                 stream.seek(begin)
-                lines = _Lines(stream, self.encoding)
-                reader = csv.reader(
-                    lines,
-                    delimiter=self.delimiter,
-                    quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE,
-                    strict=True,
+                # What cannot be decoded becomes surrogates.
+                lines = (
+                    line.decode(self.encoding, "surrogateescape")
+                    for line in iter(functools.partial(stream.readline, _MAX_LINE_BYTES), b"")
                 )
                 try:
-                    for row in reader:
-                        yield begin, begin + lines.num_bytes, self._checked(row)
-                        begin += lines.num_bytes
-                        lines.num_bytes = 0
-                        if begin >= end:
-                            return
-                    return
+                    for cells in csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True):
+                        begin = stream.tell()
+                        if row := self._checked(cells):
+                            yield begin, row
+                    is_left = False
                 except csv.Error as error:
                     stream.seek(begin)
                     line = stream.readline(_MAX_LINE_BYTES)
-                    text = line.decode(self.encoding, "replace").strip()
-                    yield begin, begin + len(line), Unreadable("malformed", f"the row is no CSV: {error}", text)
                     begin += len(line)
+                    text = line.decode(self.encoding, "replace").strip()
+                    yield begin, Unreadable("malformed", f"the row is no CSV: {error}", text)
 
     def _checked(self, row: list[str]) -> list[str] | Unreadable:
         text = self.delimiter.join(row)
@@ -183,23 +162,11 @@ class TableSource(FileSource):
         return row
 
 
-class _Lines:
-    """The decoded lines of a stream, and how many bytes they had; what cannot be decoded becomes surrogates."""
-
-    def __init__(self, stream: BinaryIO, encoding: str) -> None:
-        self._stream = stream
-        self._encoding = encoding
-        self.num_bytes = 0
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self._stream.readline(_MAX_LINE_BYTES):
-            self.num_bytes += len(line)
-            yield line.decode(self._encoding, "surrogateescape")
-
-
-def _check_names(names: list[str], where: str) -> None:
-    if not names or len(set(names)) < len(names) or not all(names):
-        raise ValueError(f"{where} must name every column, each by another name: {', '.join(names)}")
+def _name_problem(names: list[str]) -> str | None:
+    """Return what is wrong with names of columns."""
+    if names and len(set(names)) == len(names) and all(names):
+        return None
+    return f"must name every column, each by another name: {', '.join(names)}"
 
 
 def _number(cell: str) -> Any:

@@ -1,219 +1,47 @@
-"""Tar archives as inputs: the places of their members, found by the headers alone, and samples of such members.
+"""Tar archives as inputs: NeMo's tarred datasets, archives of samples, as WebDataset has them, and WeNet's lists.
 
 Whatever an archive has beside regular files is passed over: folders, links, devices, sparse files. Of one that is cut
 off or damaged, the members before that place are used, and the place is told.
 """
 
-from __future__ import annotations
-
+import itertools
 import os
 import re
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, ClassVar, Final, Literal
 
 import msgspec
 
 from sharmill.audio.files import open_audio
-from sharmill.errors import RejectRecord
+from sharmill.audio.roots import AudioRoots, is_url
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
-from sharmill.shar.tar_headers import (
-    BLOCK,
-    EMPTY,
-    GNU_LONG_NAME,
-    MAX_EXTENSION_BYTES,
-    PAX_HEADER,
-    iterate_pax,
-    parse_number,
-    parse_pax_size,
-    plain_name,
+from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk
+from sharmill.sources import ContainerSource, EncodedSource, LineSource, Located, RawRecord, RunSource, Unreadable
+from sharmill.sources.files import (
+    Digest,
+    bad_file,
+    check_text,
+    decode_text,
+    find_files,
+    iterate_lines,
+    open_input,
+    refuse_compressed,
 )
-from sharmill.sources import ContainerSource, Located, Piece, RawRecord, Unreadable
-from sharmill.sources.files import bad_file, open_input, refuse_compressed
+from sharmill.sources.nemo import NemoSource, decode_json_object
 
-# A header and what lies beside it in the file, such as a short text and the next header, in one read.
-_WINDOW: Final = 4096
-# Headers that describe the next one: long names and links of GNU's tar, PAX headers of one member, of Sun, of all.
-_EXTENSIONS: Final = (GNU_LONG_NAME, b"K", PAX_HEADER, b"X", b"g")
-_REGULAR: Final = (b"0", b"\0", b"7")
-_SPARSE: Final = b"S"
-# Links, devices, folders and FIFOs have no data, whatever their size says.
-_WITHOUT_DATA: Final = (b"1", b"2", b"3", b"4", b"5", b"6")
 # Storage far away answers many at a time; each that waits for its turn takes 8 bytes a sample.
 _ARCHIVES_AT_ONCE: Final = 16
+# Runs of samples, which are read from their begin.
+_SAMPLES_PER_RUN: Final = 1000
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 16 << 20
-_object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-class TarMember(NamedTuple):
-    """A regular file in an archive.
-
-    Attributes:
-        name: as the archive has it; what is not UTF-8 in it is escaped by surrogates.
-        header: position of its first header.
-        start: position of its first byte.
-        size: number of bytes.
-    """
-
-    name: str
-    header: int
-    start: int
-    size: int
-
-
-class TarDamage(NamedTuple):
-    """The place from which on an archive cannot be read.
-
-    Attributes:
-        header: position of the first header that is concerned.
-        sentence: what is wrong there.
-        name: of the member that is cut off, where that is known.
-        reason: of the reject that is made of it.
-    """
-
-    header: int
-    sentence: str
-    name: str = ""
-    reason: str = "unreadable_audio"
-
-
-def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember | TarDamage]:
-    """Yield the regular files of an archive from the header at ``begin`` on and, last, where it is damaged, if it is.
-
-    Raises:
-        RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
-    """
-    with open_audio(path) as stream:
-        walk = _Walk(stream.fileno(), begin)
-        try:
-            yield from walk.members()
-        except _DamageError as error:
-            yield TarDamage(walk.first, f"the archive {path.name} {error}; copy it again", error.name)
-
-
-class _DamageError(Exception):
-    """The archive ends here, within the member ``name`` if there is one, or what lies here is no header."""
-
-    def __init__(self, sentence: str, name: str = "") -> None:
-        super().__init__(sentence)
-        self.name = name
-
-
-class _Walk:
-    """A walk over the headers of an archive; ``first`` is the position of the first header of the present member."""
-
-    def __init__(self, descriptor: int, begin: int) -> None:
-        self._descriptor = descriptor
-        self._size = os.fstat(descriptor).st_size
-        self._window = b""
-        self._window_start = 0
-        self.first = begin
-
-    def members(self) -> Iterator[TarMember]:
-        position = self.first
-        extension = _Extension()
-        while (header := self._take(position, BLOCK)) != EMPTY:
-            stored = _stored_size(header, position)
-            kind = header[156:157]
-            start = position + BLOCK
-            if kind in _EXTENSIONS:
-                if stored > MAX_EXTENSION_BYTES:
-                    raise _DamageError(f"has a header of {stored} bytes at byte {position}")
-                extension = extension.add(kind, self._take(start, stored), position)
-                position = _padded(start + stored)
-                continue
-            raw_name = plain_name(header) if extension.name is None else extension.name
-            size = 0 if kind in _WITHOUT_DATA else stored if extension.size is None else extension.size
-            if kind == _SPARSE:
-                start = self._skip_sparse_map(header, start)
-            name = raw_name.decode("utf-8", "surrogateescape")
-            if start + size > self._size:
-                raise _DamageError(f"is cut off at byte {self._size}, within its member {name[:200]!r}", name)
-            if kind in _REGULAR and not extension.sparse and not name.endswith("/"):
-                yield TarMember(name, self.first, start, size)
-            position = self.first = _padded(start + size)
-            extension = _Extension()
-
-    def _take(self, position: int, length: int) -> bytes:
-        """Return bytes at a position."""
-        offset = position - self._window_start
-        if offset < 0 or offset + length > len(self._window):
-            self._window = os.pread(self._descriptor, max(length, _WINDOW), position)
-            self._window_start, offset = position, 0
-        data = self._window[offset : offset + length]
-        if len(data) < length:
-            what = "within a header" if data else "before its end marker"
-            raise _DamageError(f"is cut off at byte {self._size}, {what}")
-        return data
-
-    def _skip_sparse_map(self, header: bytes, start: int) -> int:
-        """Return where the data of a sparse file begin, which the rest of a long map comes before."""
-        goes_on = header[482]
-        while goes_on:
-            goes_on = self._take(start, BLOCK)[504]
-            start += BLOCK
-        return start
-
-
-class _Extension(NamedTuple):
-    """Facts about a member from the extended headers before it."""
-
-    name: bytes | None = None
-    size: int | None = None
-    sparse: bool = False
-
-    def add(self, kind: bytes, data: bytes, position: int) -> _Extension:
-        """Return what is known with one more extended header."""
-        if kind == GNU_LONG_NAME:
-            return self._replace(name=data.rstrip(b"\0"))
-        added = self
-        try:
-            for keyword, value in iterate_pax(data) if kind == PAX_HEADER else ():
-                if keyword == b"path":
-                    added = added._replace(name=value)
-                elif keyword == b"size":
-                    added = added._replace(size=parse_pax_size(value))
-                elif keyword.startswith(b"GNU.sparse."):
-                    added = added._replace(sparse=True)
-        except ValueError as error:
-            raise _DamageError(f"is damaged at byte {position}: {error}") from error
-        return added
-
-
-def _stored_size(header: bytes, position: int) -> int:
-    """Return the size that a header gives."""
-    size = parse_number(header[124:136])
-    if size is None or not _is_header(header):
-        raise _DamageError(f"is damaged at byte {position}, where no header is")
-    return size
-
-
-def _is_header(block: bytes) -> bool:
-    """Return True if the checksum of a header is right, counted with blanks in its place."""
-    return parse_number(block[148:156]) == sum(block) - sum(block[148:156]) + 8 * ord(" ")
-
-
-def _padded(position: int) -> int:
-    return position + -position % BLOCK
-
-
-def check_tar(path: Path, kind: str) -> None:
-    """Prove that a file can be an archive at all; ``kind`` is the key of the source that names it.
-
-    Raises:
-        ConfigError: it is missing, no regular file, compressed, or something else.
-    """
-    with open_input(path, kind) as stream:
-        head = stream.read(BLOCK)
-    refuse_compressed(path, kind, head)
-    # A shorter one is cut off, which its records tell.
-    if len(head) == BLOCK and head != EMPTY and not _is_header(head):
-        raise bad_file(path, kind, "is no tar archive")
 
 
 def clean_name(name: str) -> str:
@@ -225,37 +53,26 @@ def clean_name(name: str) -> str:
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
-@dataclass(frozen=True)
-class MemberTable:
-    """The members of an archive by their clean names.
-
-    Attributes:
-        members: None under a name that several have.
-        damage: a sentence, if the archive is damaged behind these members.
-    """
-
-    members: dict[str, TarMember | None]
-    damage: str | None
-
-
-def read_table(path: Path) -> MemberTable:
-    """Return the members of an archive.
+def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember]:
+    """Yield the regular files of an archive from the header at ``begin`` on.
 
     Raises:
-        RejectRecord: as ``walk_members``.
+        RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
+        TarDamage: it is cut off or damaged.
     """
-    members: dict[str, TarMember | None] = {}
-    for member in walk_members(path):
-        if isinstance(member, TarDamage):
-            return MemberTable(members, member.sentence)
-        name = clean_name(member.name)
-        members[name] = None if name in members else member
-    return MemberTable(members, None)
+    with open_audio(path) as stream:
+        yield from map(TarMember._make, walk(Window(stream), begin, strict=False))
+
+
+def _describe(path: Path, damage: TarDamage) -> str:
+    return f"the archive {path.name} {damage}; copy it again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TarSource(ContainerSource):
-    """A source of tar archives that its key ``tars`` names."""
+    """A source of tar archives that its key ``tars`` names; for their checksums all had to be read."""
+
+    digests: ClassVar[dict[str, Digest]] = {"tars": "size"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -265,185 +82,503 @@ class TarSource(ContainerSource):
                 raise ValueError(f"tars {pattern!r} is a command or an address; copy the files, and name them")
 
     @cached_property
-    def archives(self) -> list[Path]:
+    def tar_files(self) -> list[Path]:
         """The archives, in order."""
         return self.find("tars")
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""
-        for file in self.archives:
-            check_tar(file, "tars")
+        for file in self.tar_files:
+            with open_input(file, "tars") as stream:
+                head = stream.read(BLOCK)
+            refuse_compressed(file, "tars", head)
+            # A shorter one is cut off, which its records tell.
+            if len(head) == BLOCK and head != EMPTY and not has_right_checksum(head):
+                raise bad_file(file, "tars", "is no tar archive")
             self.container(file)
 
-    def identity(self) -> dict[str, Any]:
-        """Return the size of every archive, by its number and name: not its checksum, for which all had to be read."""
-        self.check()
-        return {"tars": {f"{number} {file.name}": file.stat().st_size for number, file in enumerate(self.archives)}}
+
+# The members of an archive by their clean names, None under a name that several have; and a sentence, if the archive
+# is damaged behind these members.
+MemberTable = tuple[dict[str, TarMember | None], str | None]
+
+
+def read_table(path: Path) -> MemberTable:
+    """Return the members of an archive.
+
+    Raises:
+        RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
+    """
+    members: dict[str, TarMember | None] = {}
+    try:
+        for member in walk_members(path):
+            name = clean_name(member.name)
+            members[name] = None if name in members else member
+    except TarDamage as damage:
+        return members, _describe(path, damage)
+    return members, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemoTarredSource(TarSource, LineSource):
+    """Records of NeMo's tarred datasets: manifests beside tar archives, which are not unpacked."""
+
+    file_keys: ClassVar[tuple[str, ...]] = ("manifest", "tars")
+    type: str = "nemo_tarred"
+    manifest: str | list[str]
+    """Path of the manifest, or a list of them, sharded as the archives are: ``manifest__OP_0..63_CL_.json``,
+    ``manifest_{0..63}.json``. One manifest for several archives has ``shard_id`` in its records."""
+    tars: str | list[str]
+    """Path of the archive, or a list of them: ``audio__OP_0..63_CL_.tar``; NeMo's ``tarred_audio_filepaths``. Archives
+    and manifests belong together by the last number in their names."""
+
+    @cached_property
+    def _manifests(self) -> NemoSource:
+        return NemoSource(manifest=self.manifest, audio_root=self.audio_root, speaker=self.speaker)
+
+    def check(self) -> None:
+        """Raise ConfigError where a file cannot be a manifest or an archive, or manifests and archives do not pair."""
+        self._manifests.check()
+        super().check()
+        self._pairs  # noqa: B018 (raises where there are none)
+
+    def check_speaker(self) -> None:
+        """Raise ConfigError where ``speaker`` takes a key that none of the first records has."""
+        self._manifests.check_speaker()
+
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[RawRecord]:
+        """Yield the records of a run of lines in the order of the manifest; each archive is walked once."""
+        lines = list(super().entries(place, begin, end))
+        found: list[RawRecord] = list(lines)
+        named = []
+        for number, line in enumerate(lines):
+            try:
+                if (of_member := self._parse(line, place[0])) is not None:
+                    named.append((number, *of_member))
+            except RejectRecord as reject:
+                found[number] = Unreadable(reject.reason, reject.detail, self.shown(line))
+        for number, tar, name, record in sorted(named, key=lambda of_member: of_member[1]):
+            file = self.tar_files[tar]
+            try:
+                member = _find(self._table(file), name, file)
+                container = self.container(file)
+                path = _raw_text(f"{container}/{clean_name(member.name)}")
+                text = msgspec.json.encode(record | {"audio_filepath": path})
+                found[number] = Located(text, Member(container, "bytes", member.start, member.size))
+            except RejectRecord as reject:
+                found[number] = Unreadable(reject.reason, reject.detail, self.shown(lines[number]))
+        return iter(found)
+
+    @cached_property
+    def _table(self) -> Callable[[Path], MemberTable]:
+        """The members of an archive; those of the archives that were read last are kept."""
+        return lru_cache(maxsize=4)(read_table)
+
+    def _parse(self, line: bytes, manifest: int) -> tuple[int, str, dict[str, msgspec.Raw]] | None:
+        """Return the number of the archive, the name of the member and the values of a line.
+
+        None where it names no member: the stage prepare rejects it as it is.
+        """
+        record, (name, shard, mark) = decode_json_object(line, "the line", ("audio_filepath", "shard_id", "_skipme"))
+        if mark or not isinstance(name, str) or not name.strip():
+            return None
+        tars = self._pairs[manifest]
+        if None in tars:
+            return tars[None], name, record
+        if shard is None:
+            raise RejectRecord("missing_field", "the record has no shard_id, which says in which archive its audio is")
+        if type(shard) is not int or shard not in tars:  # of JSON's true Python makes 1
+            shown = str(shard)[:40]
+            raise RejectRecord("missing_audio", f"tars names no archive of the record's shard_id, {shown}")
+        return tars[shard], name, record
+
+    @cached_property
+    def _pairs(self) -> list[dict[int | None, int]]:
+        """For each manifest the archives that its records may name by shard_id; under None the one that needs none."""
+        manifests, tars = self.manifest, self.tars
+        try:
+            return _pair(self.files, self.tar_files, 0)
+        except ConfigError:
+            # Buckets have the same numbers again: one entry of each list after the other.
+            if not (isinstance(manifests, list) and isinstance(tars, list) and len(manifests) == len(tars) > 1):
+                raise
+        pairs, first = [], 0
+        for manifest, tar in zip(manifests, tars, strict=True):
+            files = find_files([tar])
+            pairs += _pair(find_files([manifest]), files, first)
+            first += len(files)
+        return pairs
+
+
+def _find(table: MemberTable, name: str, file: Path) -> TarMember:
+    """Return the member that a record names, which may be the n-th segment of one."""
+    members, damage = table
+    wanted = clean_name(name)
+    # The n-th segment of a recording has -sub<n> behind the name of its member.
+    segment = re.fullmatch(r"(.+)-sub[0-9]+(\.\w+)?", wanted)
+    if wanted not in members and segment:
+        wanted = segment[1] + (segment[2] or "")
+    member = members.get(wanted)
+    if member is not None:
+        return member
+    if wanted in members:
+        raise RejectRecord("ambiguous_audio", f"the archive {file.name} has several members {wanted[:200]!r}")
+    if damage:
+        raise RejectRecord("unreadable_audio", f"there is no member {wanted[:200]!r}, and {damage}")
+    raise RejectRecord("missing_audio", f"the archive {file.name} has no member {wanted[:200]!r} that is a file")
+
+
+def _pair(manifests: Sequence[Path], tars: Sequence[Path], first: int) -> list[dict[int | None, int]]:
+    """Pair manifests with archives by their numbers; ``first`` is the number of the first archive among all files.
+
+    Raises:
+        ConfigError: a number is missing, or there twice.
+    """
+    if len(manifests) == len(tars) == 1:
+        return [{None: first}]
+    numbers = _number_all(tars, "tars")
+    if len(manifests) == 1:
+        return [{shard: first + place for shard, place in numbers.items()}]
+    wanted = _number_all(manifests, "manifest")
+    missing = sorted(wanted.keys() ^ numbers.keys())
+    if missing:
+        raise ConfigError(
+            f"manifest and tars do not both have files of the numbers {', '.join(map(str, missing[:10]))}: manifests "
+            "and archives belong together by the last number in their names; name as many of both",
+            code="bad_config_value",
+        )
+    return [{None: first + numbers[shard]} for shard in wanted]
+
+
+def _number_all(files: Sequence[Path], key: str) -> dict[int, int]:
+    """Return the places of files by the last numbers in their names."""
+    places: dict[int, int] = {}
+    for place, file in enumerate(files):
+        found = re.findall(r"_([0-9]+)", file.stem) or re.findall(r"[0-9]+", file.stem)
+        number = int(found[-1][:18]) if found else None
+        if number is None or number in places:
+            what = "has no number in its name" if number is None else f"has the number {number} as another one has"
+            raise ConfigError(
+                f"{key}: {file} {what}, and the last number of a name says which manifest and archive belong together; "
+                "rename the files, or name each bucket as an entry of its own in the lists manifest and tars",
+                code="bad_config_value",
+            )
+        places[number] = place
+    return places
 
 
 @dataclass(frozen=True)
-class TarSample:
-    """The members of one key.
+class _TarSample:
+    """The members of one key, or the place from which on an archive cannot be read.
 
     Attributes:
         key: what their names have in common.
         header: position of the first header.
         members: with the ends of their names, in the order of the archive.
+        damage: why the rest of the archive is a reject; such a sample has no key and no members.
     """
 
     key: str
     header: int
     members: list[tuple[str, TarMember]]
+    damage: RejectRecord | None = None
 
 
 @dataclass(frozen=True)
-class Archive:
+class _Archive:
     """An archive of samples.
 
     Attributes:
         path: of the file.
         container: its path below the audio root.
         named: the path by which the audio root is asked for it.
-        reject: where it cannot be one.
+        reject: why it cannot be one.
     """
 
     path: Path
     container: str
     named: str
-    reject: Unreadable | None = None
+    reject: RejectRecord | None = None
 
 
-@dataclass(frozen=True)
-class SampleReader:
-    """The samples of archives, as pieces and as records.
+@dataclass(frozen=True, kw_only=True)
+class _SampleSource(RunSource, EncodedSource):
+    """A source of archives in which the files of one name are a sample."""
 
-    Args:
-        archives: in order.
-        name: takes the names of members apart, into the key and the end; others belong to no sample.
-        record_of: makes the record of a sample, but for its ``audio_filepath``: of its archive's open file and itself.
-        audio_suffixes: ends of names of audio, without the first dot.
-    """
+    name_pattern: ClassVar[re.Pattern[str]]
+    """Takes the names of members apart, into the key and the end; others belong to no sample."""
 
-    archives: Sequence[Archive]
-    name: re.Pattern[str]
-    record_of: Callable[[BinaryIO, TarSample], dict[str, msgspec.Raw]]
-    audio_suffixes: Sequence[str]
+    @property
+    @abstractmethod
+    def archives(self) -> Sequence[_Archive]:
+        """The archives, in order."""
 
-    def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of samples, each found again by its archives and the first and the last header in them."""
-        spans: list[list[Any]] = []
-        count = 0
-        numbers = range(len(self.archives))
-        walked = prefetch(self._headers, numbers, threads=_ARCHIVES_AT_ONCE, ahead=2 * _ARCHIVES_AT_ONCE)
+    @property
+    @abstractmethod
+    def suffixes(self) -> Sequence[str]:
+        """The ends of names of audio, without the first dot."""
+
+    @abstractmethod
+    def values(self, stream: BinaryIO, sample: _TarSample) -> dict[str, msgspec.Raw]:
+        """Return the keys of the record of a sample but ``audio_filepath``; ``stream`` is its archive."""
+
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield runs of samples: their archive, the first header, headers of samples with keys that it had before.
+
+        The headers of all archives are walked.
+        """
+        walked = prefetch(
+            self._headers, range(len(self.archives)), threads=_ARCHIVES_AT_ONCE, ahead=2 * _ARCHIVES_AT_ONCE
+        )
         for number, (headers, repeated) in enumerate(walked):
-            span: list[Any] = []
-            for header in headers:
-                span = span or [number, header, header, []]
-                span[2] = header
-                if header in repeated:
-                    span[3].append(header)
-                count += 1
-                if count == records_per_piece:
-                    yield Piece(count, {"spans": [*spans, span]})
-                    spans, span, count = [], [], 0
-            spans += [span] if span else []
-        if spans:
-            yield Piece(count, {"spans": spans})
+            for start in range(0, len(headers), _SAMPLES_PER_RUN):
+                run = headers[start : start + _SAMPLES_PER_RUN].tolist()
+                yield [number, run[0], [header for header in run if header in repeated]], len(run)
 
-    def _headers(self, number: int) -> tuple[array[int], set[int]]:
+    def _headers(self, number: int) -> "tuple[array[int], set[int]]":
         """Return the first header of each sample of an archive, and those of samples whose keys it had before."""
         headers, repeated = array("Q"), set[int]()
         keys: set[str] = set()
-        for item in self.items(number, 0):
-            headers.append(item.header)
-            if isinstance(item, TarSample):
-                if item.key in keys:
-                    repeated.add(item.header)
-                keys.add(item.key)
+        for sample in self.samples(number):
+            headers.append(sample.header)
+            if sample.damage is None and sample.key in keys:
+                repeated.add(sample.header)
+            keys.add(sample.key)
         return headers, repeated
 
-    def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
-        """Yield the records of the samples of a piece; where an archive is damaged, that is one that is unreadable."""
-        for number, first, last, repeated in piece["spans"]:
-            archive = self.archives[number]
-            stream: BinaryIO | None = None
-            try:
-                for item in self.items(number, first):
-                    if item.header > last:
-                        break
-                    if isinstance(item, TarDamage):
-                        yield Unreadable(item.reason, item.sentence, archive.container)
-                        continue
-                    stream = stream or open_audio(archive.path)
-                    yield self._record(archive, stream, item, is_again=item.header in repeated)
-            finally:
-                if stream is not None:
-                    stream.close()
-
-    def items(self, number: int, begin: int = 0) -> Iterator[TarSample | TarDamage]:
-        """Yield the samples of an archive from a header on and, last, where it is damaged, if it is."""
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the records of the samples of a run, and a reject where an archive is damaged."""
+        number, first, repeated = place
         archive = self.archives[number]
-        if archive.reject is not None:
-            yield TarDamage(0, archive.reject.detail, reason=archive.reject.reason)
-            return
+        for sample in itertools.islice(self.samples(number, first), begin, end):
+            name = f"{archive.container}/{sample.key}" if sample.damage is None else archive.container
+            shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            try:
+                if sample.damage is not None:
+                    raise sample.damage
+                if shown != name:
+                    raise RejectRecord("malformed", "the name of the member is not UTF-8")
+                if sample.header in repeated:
+                    raise RejectRecord("ambiguous_audio", f"the archive has an earlier sample {sample.key[:200]!r}")
+                member = self.audio_of(sample)
+                values = self.values(self._opened(archive.path), sample)
+                path = _raw_text(f"{archive.container}/{clean_name(member.name)}")
+                text = msgspec.json.encode({"audio_filepath": path} | values)
+                yield Located(text, Member(archive.named, "bytes", member.start, member.size))
+            except RejectRecord as reject:
+                yield Unreadable(reject.reason, reject.detail, shown)
+
+    def samples(self, number: int, begin: int = 0) -> Iterator[_TarSample]:
+        """Yield the samples of an archive from a header on and, last, its damage, if there is any."""
+        archive = self.archives[number]
+        sample: _TarSample | None = None
+        damaged: _TarSample | None = None
         try:
-            yield from self._samples(archive.path, begin)
+            if archive.reject is not None:
+                raise archive.reject
+            for member in walk_members(archive.path, begin):
+                match = self.name_pattern.fullmatch(clean_name(member.name))
+                if match is None:
+                    continue
+                if sample is None or sample.key != match[1]:
+                    if sample is not None:
+                        yield sample
+                    sample = _TarSample(match[1], member.header, [])
+                sample.members.append((match[2].lower(), member))
         except RejectRecord as reject:
-            yield TarDamage(0, reject.detail, reason=reject.reason)
+            damaged = _TarSample("", 0, [], reject)
+        except TarDamage as damage:
+            header = damage.header
+            match = self.name_pattern.fullmatch(clean_name(damage.name))
+            if sample is not None and match is not None and match[1] == sample.key:
+                # The sample is not complete.
+                header, sample = sample.header, None
+            damaged = _TarSample("", header, [], RejectRecord("unreadable_audio", _describe(archive.path, damage)))
+        yield from filter(None, (sample, damaged))
 
-    def _samples(self, path: Path, begin: int) -> Iterator[TarSample | TarDamage]:
-        sample: TarSample | None = None
-        for item in walk_members(path, begin):
-            match = self.name.fullmatch(clean_name(item.name))
-            parts = (match[1], match[2].lower()) if match else None
-            if isinstance(item, TarDamage):
-                if sample and parts and parts[0] == sample.key:
-                    # The sample is not complete.
-                    item = item._replace(header=sample.header)
-                elif sample:
-                    yield sample
-                yield item
-                return
-            if parts is None:
-                continue
-            if sample and sample.key == parts[0]:
-                sample.members.append((parts[1], item))
-                continue
-            if sample:
-                yield sample
-            sample = TarSample(parts[0], item.header, [(parts[1], item)])
-        if sample:
-            yield sample
+    @cached_property
+    def _opened(self) -> Callable[[Path], BinaryIO]:
+        return lru_cache(maxsize=1)(open_audio)
 
-    def _record(self, archive: Archive, stream: BinaryIO, sample: TarSample, *, is_again: bool) -> RawRecord:
-        name = f"{archive.container}/{sample.key}"
-        shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        try:
-            if shown != name:
-                raise RejectRecord("malformed", "the name of the member is not UTF-8")
-            if is_again:
-                raise RejectRecord("ambiguous_audio", f"the archive has an earlier sample {sample.key[:200]!r}")
-            member = self.audio_of(sample)
-            record = self.record_of(stream, sample)
-        except RejectRecord as reject:
-            return Unreadable(reject.reason, reject.detail, shown)
-        path = msgspec.json.encode(f"{archive.container}/{clean_name(member.name)}")
-        text = msgspec.json.encode({"audio_filepath": msgspec.Raw(path)} | record)
-        return Located(text, Member(archive.named, "bytes", member.start, member.size))
-
-    def audio_of(self, sample: TarSample) -> TarMember:
+    def audio_of(self, sample: _TarSample) -> TarMember:
         """Return the audio of a sample; raise RejectRecord where it has none, several, or two members of one name."""
-        suffixes = [suffix for suffix, _ in sample.members]
-        if again := next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None):
+        ends = [suffix for suffix, _ in sample.members]
+        if again := next((suffix for suffix in ends if ends.count(suffix) > 1), None):
             raise RejectRecord("ambiguous_audio", f"the sample has two members .{again[:40]}")
-        audio = [(suffix, member) for suffix, member in sample.members if suffix in self.audio_suffixes]
+        audio = [(suffix, member) for suffix, member in sample.members if suffix in self.suffixes]
+        shown = ", ".join(f".{suffix[:40]}" for suffix, _ in (audio or sample.members)[:5])
         if not audio:
-            ends = ", ".join(f".{suffix[:40]}" for suffix in suffixes[:5])
-            raise RejectRecord("missing_audio", f"the sample has no audio; its members end in {ends}")
+            raise RejectRecord("missing_audio", f"the sample has no audio; its members end in {shown}")
         if len(audio) > 1:
-            ends = ", ".join(f".{suffix[:40]}" for suffix, _ in audio[:5])
-            raise RejectRecord("ambiguous_audio", f"the sample has several audio files, {ends}")
+            raise RejectRecord("ambiguous_audio", f"the sample has several audio files, {shown}")
         return audio[0][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WebDatasetSource(TarSource, _SampleSource):
+    """Records of WebDataset archives: samples of audio with a JSON file, a text or both of the same name."""
+
+    file_keys: ClassVar[tuple[str, ...]] = ("tars",)
+    # As webdataset has it: the key goes up to the first dot of the last part; hidden files belong to no sample.
+    name_pattern: ClassVar[re.Pattern[str]] = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
+    type: str = "webdataset"
+    tars: str | list[str]
+    """Path of the archive, or a list of them, such as ``speech-{000000..000063}.tar``."""
+    audio_suffixes: list[str] = field(
+        default_factory=lambda: ["flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "wma", "webm", "aiff", "sph", "au"]
+    )
+    """Ends of the names of audio behind the first dot: ``flac``, or ``mic1.flac`` where a sample has several."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Keys of records and the keys of the JSON files that they come from, ``{text: sentence}``. Others keep their
+    names."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.audio_suffixes or not all(self.audio_suffixes):
+            raise ValueError("audio_suffixes must not be empty")
+
+    @cached_property
+    def archives(self) -> list[_Archive]:
+        """The archives, in order."""
+        return [_Archive(file, name, name) for file in self.tar_files for name in [self.container(file)]]
+
+    @cached_property
+    def suffixes(self) -> list[str]:
+        """The ends of names of audio, without the first dot."""
+        return [suffix.lstrip(".").lower() for suffix in self.audio_suffixes]
+
+    def values(self, stream: BinaryIO, sample: _TarSample) -> dict[str, msgspec.Raw]:
+        """Return the keys of a sample: its key, the keys of its JSON file, and its text where that has none."""
+        parts = dict(sample.members)
+        values: dict[str, msgspec.Raw] = {}
+        if (member := parts.get("json")) is not None:
+            values, _ = decode_json_object(read_part(stream, member).strip(), repr(member.name[-100:]))
+        mapped = {*self.columns, *self.columns.values()}
+        record = {"key": _raw_text(sample.key)}
+        record |= {key: value for key, value in values.items() if key not in mapped and key != "audio_filepath"}
+        record |= {key: values[column] for key, column in self.columns.items() if column in values}
+        if "txt" in parts and ("text" not in record or bytes(record["text"]) in (b"null", b'""')):
+            record["text"] = _read_text(stream, parts["txt"], self.encoding)
+        return record
+
+
+@dataclass(frozen=True, kw_only=True)
+class WenetSource(_SampleSource, LineSource):
+    """Records of WeNet's lists: of JSON lines (``raw``), or of tar archives (``shard``)."""
+
+    file_keys: ClassVar[tuple[str, ...]] = ("data_list",)
+    # As WeNet has it: the key goes up to the last dot.
+    name_pattern: ClassVar[re.Pattern[str]] = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)")
+    suffixes: ClassVar[tuple[str, ...]] = ("flac", "mp3", "m4a", "ogg", "opus", "wav", "wma")
+    type: str = "wenet"
+    data_list: str | list[str]
+    """Path of the list, ``data.list``, or a list of such paths; ranges and ``*`` as in ``manifest`` of ``nemo``."""
+    data_type: Literal["raw", "shard"] = "raw"
+    """``raw``: lines of JSON with ``key``, ``wav``, ``txt``, and ``start`` and ``end`` of segments. ``shard``: paths of
+    tar archives below ``audio_root``, with audio and a ``.txt`` of one name side by side."""
+    key_pattern: str | None = None
+    """Regular expression that is searched in the key; its named groups become keys of the record, such as ``speaker``
+    of ``BAC[0-9]+(?P<speaker>S[0-9]+)W``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data_type == "shard":
+            self.refuse_url_roots()
+        try:
+            named = self.key_pattern is None or re.compile(self.key_pattern).groupindex
+        except re.error as error:
+            raise ValueError(f"key_pattern {self.key_pattern!r} is no regular expression: {error}") from error
+        if not named:
+            raise ValueError(f"key_pattern {self.key_pattern!r} has no named group, such as (?P<speaker>S[0-9]+)")
+
+    def check(self) -> None:
+        """Raise ConfigError where a file cannot be such a list, or an archive is compressed."""
+        for file in self.files:
+            first = check_text(file, "data_list").strip().splitlines()[0]
+            if first.startswith(b"{") and self.data_type == "shard":
+                raise bad_file(file, "data_list", "has records, not paths of archives; set data_type: raw")
+            if first.endswith(b".tar") and self.data_type == "raw":
+                raise bad_file(file, "data_list", "has paths of archives; set data_type: shard")
+        found = [archive.path for archive in self.archives if archive.reject is None and archive.path.is_file()]
+        if self.archives and not found:
+            raise ConfigError(
+                f"none of the {len(self.archives)} archives of data_list is there; correct audio_root in sources, the "
+                "folder that they lie below",
+                code="missing_input",
+            )
+        for path in found:
+            with open_input(path, "data_list") as stream:
+                refuse_compressed(path, "archive", stream.read(8))
+
+    def identity(self) -> dict[str, Any]:
+        """Return sizes and checksums of the lists and, by number and name, the sizes of the archives that are there."""
+        lists = super().identity()
+        if self.data_type == "raw":
+            return lists
+        sizes = {
+            f"{number} {archive.path.name}": archive.path.stat().st_size if archive.path.is_file() else None
+            for number, archive in enumerate(self.archives)
+        }
+        return lists | {"tars": sizes}
+
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield runs of lines, or of samples."""
+        kind = LineSource if self.data_type == "raw" else _SampleSource
+        return kind.runs(self, size)
+
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the lines of a run, or the records of its samples."""
+        kind = LineSource if self.data_type == "raw" else _SampleSource
+        return kind.entries(self, place, begin, end)
+
+    @cached_property
+    def archives(self) -> list[_Archive]:
+        """The archives of the lists of ``shard``; one that cannot be used has the reject that is made of it."""
+        if self.data_type == "raw":
+            return []
+        roots = AudioRoots.of([self.audio_root])
+        found = []
+        for _, line in itertools.chain.from_iterable(iterate_lines(file, "data_list") for file in self.files):
+            text = line.decode("utf-8", "replace")
+            try:
+                if is_url(text):
+                    raise RejectRecord(
+                        "outside_root", f"{text[:200]!r} is an address; copy the archive below the audio root"
+                    )
+                number, container = roots.place(0, text)
+                found.append(_Archive(roots.roots[number].path / container, container, text))
+            except RejectRecord as reject:
+                found.append(_Archive(Path(text), text, text, reject))
+        return found
+
+    def record(self, entry: Any) -> RawRecord:
+        """Return the record of a line, whose keys get the names that manifests have."""
+        if not isinstance(entry, bytes):
+            return entry
+        values, (key, start, end) = decode_json_object(entry, "the line", ("key", "start", "end"))
+        record: dict[str, Any] = {
+            name: value for name, value in values.items() if name not in ("wav", "txt", "start", "end")
+        }
+        record |= self._of_key(key)
+        record |= {new: values[old] for old, new in (("wav", "audio_filepath"), ("txt", "text")) if old in values}
+        if start is None and end is None:
+            return msgspec.json.encode(record)
+        if not (type(start) in (int, float) and type(end) in (int, float) and 0 <= start < end):
+            raise RejectRecord("malformed", "start and end are not times in seconds of which end is later")
+        return msgspec.json.encode(record | {"offset": start, "duration": end - start})
+
+    def values(self, stream: BinaryIO, sample: _TarSample) -> dict[str, msgspec.Raw]:
+        """Return the keys of a sample: its key, and its text."""
+        values = {"key": _raw_text(sample.key)} | self._of_key(sample.key)
+        parts = dict(sample.members)
+        return values | ({"text": _read_text(stream, parts["txt"], self.encoding)} if "txt" in parts else {})
+
+    def _of_key(self, key: Any) -> dict[str, msgspec.Raw]:
+        """Return what the pattern finds in a key."""
+        match = re.search(self.key_pattern, key) if self.key_pattern and isinstance(key, str) else None
+        return (
+            {name: _raw_text(value) for name, value in match.groupdict().items() if value is not None} if match else {}
+        )
 
 
 def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) -> bytes:
@@ -459,21 +594,12 @@ def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) 
     return os.pread(stream.fileno(), member.size, member.start)
 
 
-def read_text(stream: BinaryIO, member: TarMember, encoding: str) -> msgspec.Raw:
+def _read_text(stream: BinaryIO, member: TarMember, encoding: str) -> msgspec.Raw:
     """Return a text in an archive as JSON; raise RejectRecord ``malformed`` where it is not in ``encoding``."""
-    try:
-        text = read_part(stream, member).decode(encoding).removeprefix("\ufeff").strip()
-    except UnicodeDecodeError as error:
-        sentence = f"{member.name[-100:]!r} is not {encoding}; set encoding of the source"
-        raise RejectRecord("malformed", sentence) from error
-    return msgspec.Raw(msgspec.json.encode(text))
+    text = decode_text(read_part(stream, member), encoding, repr(member.name[-100:])).strip()
+    return _raw_text(text)
 
 
-def read_object(stream: BinaryIO, member: TarMember) -> dict[str, msgspec.Raw]:
-    """Return a JSON object in an archive, its values as they are written; raise RejectRecord ``malformed``."""
-    try:
-        return _object.decode(read_part(stream, member).strip())
-    except msgspec.ValidationError as error:
-        raise RejectRecord("malformed", f"{member.name[-100:]!r} is not a JSON object") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RejectRecord("malformed", f"{member.name[-100:]!r} is not JSON: {error}") from error
+def _raw_text(value: str) -> msgspec.Raw:
+    """Return a text as the JSON that stands for it in a record."""
+    return msgspec.Raw(msgspec.json.encode(value))

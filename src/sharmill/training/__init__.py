@@ -3,17 +3,15 @@
 Nothing is imported before it is asked for: batches need torch, the loader NeMo, bins neither.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
 _HOMES = {
     "Chain": "sharmill.training.chain.chain",
-    "ContextSpeechDataset": "sharmill.training.dataset",
+    "ContextSpeechDataset": "sharmill.training.speech_text",
     "SpeechTextDataset": "sharmill.training.speech_text",
     "get_dataloader": "sharmill.training.nemo.loader",
-    "merge_data_states": "sharmill.training.nemo.resumable",
+    "merge_data_states": "sharmill.training.nemo.loader",
     "parallel_map": "sharmill.training.parallel",
     "RawList": "sharmill.training.chain.sources",
     "ShardList": "sharmill.training.chain.sources",

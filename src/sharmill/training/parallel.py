@@ -1,28 +1,106 @@
-"""A function of every item of a stream, prefetched in threads or processes: in order, within bounds.
+"""Work in threads and child processes, which workers of a DataLoader can have too; no torch is imported for it.
 
-For what is too slow for the loop that uses it: decoding, resampling, features. Threads suffice for whatever works
-without Python's lock (libsndfile, torch, numpy); processes are for the rest. Both work on the cuts of one reader, also
-inside a shard.
+``parallel_map`` applies a function to every item of a stream, ahead of use: in order, within bounds. It is for what is
+too slow for the loop that uses it: decoding, resampling, features. Threads suffice for whatever works without Python's
+lock (libsndfile, torch, numpy); processes are for the rest. Both work on the cuts of one reader, also inside a shard.
 """
 
-from __future__ import annotations
-
 import atexit
+import multiprocessing
 import os
 import pickle
 import reprlib
+import signal
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from numbers import Integral
 from queue import SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.training.child_process import ChildEnded, ChildProcess
+from sharmill.files.host import describe_exit, safe_path
+
+
+class ChildEnded(Exception):
+    """The end of a child before it sent a message; the text says how it ended, as ``describe_exit`` does."""
+
+
+class ChildProcess(SpawnProcess):
+    """A new Python process, which runs already, and the pipe to it.
+
+    It is spawned. A fork would copy the locks that threads of this process hold. multiprocessing's forkserver fails in
+    forked processes, such as workers of a DataLoader, which take the server of their parent for a child of their own.
+    Ctrl-C goes to every process of a terminal, but only this one is to answer it, so the child never sees a SIGINT.
+
+    Args:
+        target: is called in the child as ``target(connection, *args)``, and can be pickled.
+        args: can be pickled.
+        name: of the process, for lists of processes.
+        daemon: the child ends with this process.
+
+    Raises:
+        OSError: the process cannot be started.
+
+    Attributes:
+        connection: this end of the pipe.
+    """
+
+    def __init__(self, target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        super().__init__(target=target, args=(theirs, *args), name=name, daemon=daemon)
+        # A process inherits blocked signals. The tracker that multiprocessing starts beside it would unblock them.
+        resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # multiprocessing lets no daemon, such as a worker of a DataLoader, have children, since they might outlive it:
+        # ours end with their pipe. The property is public, and this check alone reads it of the running process.
+        this = multiprocessing.current_process()
+        was_daemon, this.daemon = this.daemon, False
+        try:
+            with safe_path(), theirs:
+                self.start()
+        finally:
+            this.daemon = was_daemon
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # Only now, since the attributes that a process has at its start are pickled for the child.
+        self.connection: Connection = ours
+
+    def send(self, message: Any) -> None:
+        """Send an object, pickled as it is: tensors of torch too, which ``Connection.send`` would put in shared memory.
+
+        Nothing happens if the child has ended; ``receive`` raises the error.
+
+        Raises:
+            Exception: the message cannot be pickled; nothing was sent.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with suppress(OSError):
+            self.connection.send_bytes(data)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """Return the next message of the child; wait for it for ``timeout`` seconds, by default without limit.
+
+        Raises:
+            ChildEnded: there is none, and the child has ended.
+            TimeoutError: there is none yet.
+            Exception: it cannot be unpickled.
+        """
+        try:
+            data = self.connection.recv_bytes() if self.connection.poll(timeout) else None
+        except (EOFError, OSError) as error:
+            self.join()
+            raise ChildEnded(describe_exit(self.exitcode)) from error
+        if data is None:
+            raise TimeoutError
+        return pickle.loads(data)
+
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,7 +113,7 @@ def parallel_map(
     *,
     kind: Literal["thread", "process"] = "thread",
     prefetch: int | None = None,
-) -> _ParallelMap[T, R]:
+) -> "_ParallelMap[T, R]":
     """Return an iterable over ``fn`` of every item, in the order of the items; it may be iterated over again.
 
     A thread of its own reads the items, so that reading, working and using go on at the same time. An exception, of
@@ -67,90 +145,60 @@ def parallel_map(
     """
     if kind not in ("thread", "process"):
         raise ConfigError(f"kind is {kind!r}: it is 'thread' or 'process'", code="bad_config_value")
-    if type(num_workers) is not int or num_workers < 1:
-        raise ConfigError(f"num_workers is {num_workers!r}: a whole number, at least 1", code="bad_config_value")
-    prefetch = 4 * num_workers if prefetch is None else prefetch
-    if type(prefetch) is not int:
-        raise ConfigError(f"prefetch is {prefetch!r}: it is a whole number", code="bad_config_value")
-    if prefetch < num_workers:
-        raise ConfigError(
-            f"prefetch is {prefetch}, which leaves some of the {num_workers} workers without work",
-            code="bad_config_value",
-        )
+    at_least(1, "num_workers", num_workers)
+    # Fewer would leave some of the workers without work.
+    prefetch = at_least(num_workers, "prefetch", 4 * num_workers if prefetch is None else prefetch)
     return _ParallelMap(items, fn, num_workers, kind, prefetch)
 
 
+def at_least(least: int, name: str, value: int) -> int:
+    """Return a whole number, which may be NumPy's; raise ConfigError for anything else, and for a smaller one."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is {value!r}: it is a whole number of at least {least}", code="bad_config_value")
+    return value
+
+
+@dataclass(frozen=True)
 class _ParallelMap(Generic[T, R]):
     """The results of ``parallel_map``."""
 
-    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_workers: int, kind: str, prefetch: int) -> None:
-        self._items = items
-        self._fn = fn
-        self._num_workers = num_workers
-        self._kind = kind
-        self._prefetch = prefetch
+    items: Iterable[T]
+    fn: Callable[[T], R]
+    num_workers: int
+    kind: str
+    prefetch: int
 
     def __len__(self) -> int:
         """Return the number of items, if they have one."""
-        return len(self._items)  # type: ignore[arg-type]
+        return len(self.items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[R]:
         with ExitStack() as stack:
             # What is left open ends with the program, while there still are the modules that this takes.
             atexit.register(stack.close)
             stack.callback(atexit.unregister, stack.close)
-            fn = self._fn
-            if self._kind == "process":
-                fn = stack.enter_context(_worker_processes(fn, self._num_workers))
-            feeder = _Feeder(self._items, fn, self._num_workers, self._prefetch)
-            stack.callback(feeder.stop)
-            yield from feeder.results()
+            fn = self.fn
+            if self.kind == "process":
+                fn = stack.enter_context(_worker_processes(fn, self.num_workers))
+            items = iter(self.items)
+            if isinstance(items, Generator):
+                stack.callback(items.close)
+            workers = ThreadPoolExecutor(self.num_workers, thread_name_prefix="sharmill-map")
+            stack.callback(workers.shutdown, cancel_futures=True)
+            reader = ThreadPoolExecutor(1, thread_name_prefix="sharmill-read")
+            stack.callback(reader.shutdown, cancel_futures=True)
 
+            def start_next() -> Future[R] | None:
+                for item in items:
+                    return workers.submit(fn, item)
+                return None
 
-class _Feeder(Generic[T, R]):
-    """The thread that reads items and hands them to the workers, as far ahead as it may."""
-
-    def __init__(self, items: Iterable[T], fn: Callable[[T], R], num_threads: int, prefetch: int) -> None:
-        self._items = items
-        self._fn = fn
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="sharmill-map")
-        self._room = threading.Semaphore(prefetch)
-        self._stopped = threading.Event()
-        # Results to be, in order; None at the end. The room bounds it.
-        self._futures: SimpleQueue[Future[R] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._feed, name="sharmill-feed", daemon=True)
-        self._thread.start()
-
-    def results(self) -> Iterator[R]:
-        while (future := self._futures.get()) is not None:
-            result = future.result()
-            # Delivered as soon as it is asked for: what the user holds is no longer ahead.
-            self._room.release()
-            yield result
-
-    def stop(self) -> None:
-        """End thread and workers; wait for what they are doing."""
-        self._stopped.set()
-        self._room.release()
-        self._thread.join()
-        self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _feed(self) -> None:
-        iterator: Iterator[T] | None = None
-        try:
-            iterator = iter(self._items)
-            while self._room.acquire() and not self._stopped.is_set():
-                self._futures.put(self._executor.submit(self._fn, next(iterator)))
-        except StopIteration:
-            self._futures.put(None)
-        except BaseException as error:  # noqa: BLE001  it is raised where the item would have come
-            failed: Future[Any] = Future()
-            failed.set_exception(error)
-            self._futures.put(failed)
-        finally:
-            # A generator is closed by the thread that runs it.
-            if (close := getattr(iterator, "close", None)) is not None:
-                close()
+            ahead = deque(reader.submit(start_next) for _ in range(self.prefetch))
+            while (future := ahead.popleft().result()) is not None:
+                result = future.result()
+                # Delivered as soon as it is asked for: what the user holds is no longer ahead.
+                ahead.append(reader.submit(start_next))
+                yield result
 
 
 @contextmanager

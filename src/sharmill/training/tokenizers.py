@@ -1,9 +1,8 @@
 """Text tokenizers by name, for the command line and for worker processes."""
 
-from __future__ import annotations
-
 import importlib
 import operator
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,17 +47,30 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name in ("bytes", "chars"):
         return _encode_bytes if name == "bytes" else _encode_chars
     path = Path(name)
-    if path.suffix in (".json", ".model"):
-        if not path.is_file():
-            raise ConfigError(f"there is no tokenizer {name}", code="bad_tokenizer")
-        return _from_file(path)
-    if ":" in name:
-        return load_callable(name, "tokenizer")
-    raise ConfigError(
-        f"there is no tokenizer {name!r}; it is 'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or "
-        "module:callable",
-        code="bad_tokenizer",
-    )
+    if path.suffix not in (".json", ".model"):
+        if ":" in name:
+            return load_callable(name, "tokenizer")
+        raise ConfigError(
+            f"there is no tokenizer {name!r}; it is 'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or "
+            "module:callable",
+            code="bad_tokenizer",
+        )
+    if not path.is_file():
+        raise ConfigError(f"there is no tokenizer {name}", code="bad_tokenizer")
+    package = "tokenizers" if path.suffix == ".json" else "sentencepiece"
+    try:
+        module = importlib.import_module(package)
+        if path.suffix == ".json":
+            return partial(_encode_json, module.Tokenizer.from_file(str(path)))
+        return module.SentencePieceProcessor(model_file=str(path)).encode  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} needs the package {package}: pip install {package}", code="missing_package"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"{path} is not a tokenizer of the package {package}: {error}", code="bad_tokenizer"
+        ) from error
 
 
 class PromptTokenizer:
@@ -78,23 +90,26 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is no such module or attribute, or it is nothing to call.
     """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"the {what} {name!r} is not of the form module:callable", code="bad_callable")
     add_current_folder()
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load the {what} {name!r}: {error}", code="bad_callable") from error
+        found: Any = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot load the {what} {name!r} as module:callable: {error}", code="bad_callable"
+        ) from error
     if not callable(found):
         raise ConfigError(f"the {what} {name!r} is {type(found).__name__}, which cannot be called", code="bad_callable")
-    return found
+    return found  # type: ignore[no-any-return]
 
 
-def tokenize(tokenizers: Tokenizers, text: str, language: str | None, cut_id: str) -> list[int]:
-    """Return the token ids of a text in its language.
+def tokenize(
+    tokenizers: Tokenizers,
+    text: str,
+    language: str | None,
+    cut_id: str,
+    marks: tuple[int | None, int | None] = (None, None),
+) -> list[int]:
+    """Return the token ids of a text in its language, between the ids of its begin and end that are not None.
 
     Raises:
         ConfigError: there are tokenizers by language, and none for this one; or what the tokenizer gives are no ids.
@@ -108,9 +123,10 @@ def tokenize(tokenizers: Tokenizers, text: str, language: str | None, cut_id: st
             )
         tokenizers = tokenizers[language]
     found: Any = tokenizers(text)
+    bos, eos = ([] if mark is None else [mark] for mark in marks)
     try:
         # Called by themselves, the tokenizers of transformers give a mapping, whose keys are no ids.
-        return [operator.index(token) for token in found]
+        return [*bos, *(operator.index(token) for token in found), *eos]
     except TypeError:
         raise ConfigError(
             f"the tokenizer gave {type(found).__name__} for the text of cut {cut_id!r}: it must be a function from "
@@ -134,24 +150,6 @@ def _language(name: str) -> str:
     return language if equals and language.replace("-", "").replace("_", "").isalnum() else ""
 
 
-def _from_file(path: Path) -> Tokenizer:
-    package = "tokenizers" if path.suffix == ".json" else "sentencepiece"
-    try:
-        module = importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(
-            f"{path} needs the package {package}: pip install {package}", code="missing_package"
-        ) from error
-    try:
-        if path.suffix == ".json":
-            return partial(_encode_json, module.Tokenizer.from_file(str(path)))
-        return partial(_encode_sentencepiece, module.SentencePieceProcessor(model_file=str(path)))
-    except Exception as error:
-        raise ConfigError(
-            f"{path} is not a tokenizer of the package {package}: {error}", code="bad_tokenizer"
-        ) from error
-
-
 # Functions rather than lambdas, which do not reach worker processes that are not forked.
 
 
@@ -165,7 +163,3 @@ def _encode_chars(text: str) -> list[int]:
 
 def _encode_json(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def _encode_sentencepiece(processor: Any, text: str) -> list[int]:
-    return list(processor.encode(text))

@@ -3,35 +3,30 @@
 The checks that need no contents are here: of the index in itself, and of files that belong to no shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from stat import S_ISREG
 from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
-from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE, sidecar_files
-from sharmill.shar.reading.foreign import find_shards
+from sharmill.shar.layout import (
+    DATASET_FILE,
+    SHARDS_FILE,
+    CodecRecord,
+    DatasetRecord,
+    ShardRecord,
+    read_dataset,
+    read_shards,
+    sidecar_files,
+)
+from sharmill.shar.rebuild import find_shards
 from sharmill.validate.findings import Finding
 
 Read = TypeVar("Read")
 
 # The index has seconds with three decimals, which are added up.
 SECONDS_TOLERANCE: Final = 2e-3
-_NO_SHARDS: Final = (
-    f"sizes and checksums of the files: there is no readable {SHARDS_FILE}",
-    "whether shards are missing at the end: nothing tells how many there should be",
-)
-_NO_DATASET: Final = (
-    f"the limits of contexts, and totals: there is no readable {DATASET_FILE}",
-    "the range of codes and their frames to the last one: no codec is recorded",
-)
-_FOREIGN: Final = "speaker tags, contexts and provenance of cuts: another tool wrote them, and promises nothing of them"
-_NO_INDEX: Final = "stray files: nothing tells which files belong to the dataset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +82,6 @@ class CheckedDataset:
     def codecs(self) -> list[CodecRecord]:
         return self.dataset.codecs if self.dataset else []
 
-    def codec_of(self, field: str) -> CodecRecord | None:
-        """The codec of a field of codes, if it is recorded."""
-        return self.dataset.codec_of(field) if self.dataset else None
-
-
-def regular_size(path: Path) -> int | None:
-    """Return the size of a regular file; None where there is none, or where it cannot be the name of one."""
-    try:
-        status = path.stat()
-    except (OSError, ValueError):
-        return None
-    return status.st_size if S_ISREG(status.st_mode) else None
-
 
 def read_checked_dataset(directory: Path) -> CheckedDataset:
     """Read the index of a directory, or list its shards where there is none.
@@ -112,12 +94,8 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
     if has_index:
         dataset = _read(directory, DATASET_FILE, read_dataset, findings)
         records = _read(directory, SHARDS_FILE, lambda folder: list(read_shards(folder)), findings)
-    if records is not None:
-        shards = [
-            Shard(record.index, {field: file.file for field, file in record.fields.items()}, record)
-            for record in records
-        ]
-    else:
+    found = records
+    if found is None:
         try:
             found = find_shards(directory, complete=False)
         except ConfigError as error:
@@ -126,20 +104,18 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
             raise ConfigError(
                 f"{directory} is not a finished dataset, nor a Shar of another tool: {error}", code="no_dataset"
             ) from error
-        shards = [
-            Shard(
-                shard.index,
-                {field: path.relative_to(directory).as_posix() for field, path in shard.files.items()},
-                None,
-            )
-            for shard in found
-        ]
-    unchecked = [
-        *(_NO_SHARDS if records is None else ()),
-        *(_NO_DATASET if dataset is None else ()),
-        *(() if has_index else (_NO_INDEX,)),
-        *(() if dataset is not None and dataset.contract == "sharmill" else (_FOREIGN,)),
-    ]
+    shards = [Shard(shard.index, shard.files, None if records is None else shard) for shard in found]
+    is_own = dataset is not None and dataset.contract == "sharmill"
+    causes = (
+        (records is None, f"sizes and checksums of the files: there is no readable {SHARDS_FILE}"),
+        (records is None, "whether shards are missing at the end: nothing tells how many there should be"),
+        (dataset is None, f"the limits of contexts, and totals: there is no readable {DATASET_FILE}"),
+        (dataset is None, "the range of codes and their frames to the last one: no codec is recorded"),
+        (not has_index, "stray files: nothing tells which files belong to the dataset"),
+        (not is_own, "speaker tags, contexts and provenance of cuts: another tool wrote them, and promises nothing of "
+                     "them"),
+    )  # fmt: skip
+    unchecked = [phrase for is_so, phrase in causes if is_so]
     return CheckedDataset(directory, dataset, shards, findings, unchecked, has_index)
 
 
@@ -159,8 +135,11 @@ def check_index(subject: CheckedDataset) -> Iterator[Finding]:
     """Yield where ``shards.jsonl`` and ``dataset.json`` disagree with each other."""
     yield from subject.findings
     if [shard.index for shard in subject.shards] != list(range(len(subject.shards))):
-        file = SHARDS_FILE if subject.has_index else None
-        yield Finding(code="index_gap", sentence="the indices do not run from 0 without gaps", file=file)
+        yield Finding(
+            code="index_gap",
+            sentence="the indices do not run from 0 without gaps",
+            file=SHARDS_FILE if subject.has_index else None,
+        )
     if subject.dataset is not None:
         for sentence in _disagreements(subject.dataset, subject.shards):
             yield Finding(code="wrong_totals", sentence=sentence, file=DATASET_FILE)

@@ -1,9 +1,8 @@
 """Findings of the checker, and its report: what was found, what was checked and could not be, what mends it.
 
-The report as JSON is what ``--json FILE`` writes and ``--redo FILE`` reads; docs/checking.md describes its keys.
+The report as JSON is what ``--json FILE`` writes and ``--redo FILE`` reads; docs/checking.md describes its keys. Redo
+takes back the commits of the units that it names, so that the next ordinary run does them again.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +12,16 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from sharmill.errors import ConfigError
-from sharmill.files.storage import open_regular
-from sharmill.manifest import iterate_lines
+from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
+from sharmill.engine.plan import revoke
+from sharmill.engine.run import locked
+from sharmill.engine.stage import RunDir, stage_classes
+from sharmill.engine.state import describe_workers, find_workers
+from sharmill.errors import ConfigError, refuse
+from sharmill.files.storage import NOT_JSON, open_regular, remove
 from sharmill.registry import STAGES
-from sharmill.shar.cut_lines import NOT_JSON
-from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, Field
+from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, Field, ShardedDataset
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29
@@ -28,87 +31,88 @@ INDEX: Final = "index"
 _SHARD: Final = "shard"
 _CODES: Final = "codes"
 
-Severity = Literal["error", "warning"]
-
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FindingKind:
     """The meaning of a code, what to do about it, and what mends it when done again: the shard, the index or both."""
 
     meaning: str
     to_do: str
     mended_by: tuple[str, ...] = ()
-    severity: Severity = "error"
+    severity: Literal["error", "warning"] = "error"
 
     def to_do_for(self, foreign: bool) -> str:
         """Return what to do: no run of sharmill can do the shards of another tool again."""
-        return _FOREIGN_REDO if foreign and self.to_do.startswith(_REDO) else self.to_do
+        if foreign and self.to_do.startswith(_REDO):
+            return "write the shard again with the tool that made it, or remove all of its files and index the rest"
+        return self.to_do
 
 
 _REDO: Final = "rebuild the shard: sharmill run CONFIG --redo FINDINGS.json"
-_FOREIGN_REDO: Final = "write the shard again with the tool that made it, or remove all of its files and index the rest"
 _INDEX: Final = "make the index again: sharmill run CONFIG --redo FINDINGS.json, or sharmill index DATASET"
 _LISTEN: Final = "listen to it; drop the record from the manifest if it is of no use"
 
-CODES: Final[dict[str, Kind]] = {
-    "missing_file": Kind("a file that belongs to the dataset is not there", _REDO, (_SHARD,)),
-    "wrong_size": Kind("a file does not have the recorded size", _REDO, (_SHARD,)),
-    "wrong_checksum": Kind("a file does not have the recorded checksum", _REDO, (_SHARD,)),
-    "stray_file": Kind("a file does not belong to the dataset", "look whose it is, then remove it"),
-    "wrong_name": Kind("a file is not called as its field and shard ask for", _INDEX, (INDEX,)),
-    "index_gap": Kind(
+CODES: Final[dict[str, FindingKind]] = {
+    "missing_file": FindingKind("a file that belongs to the dataset is not there", _REDO, (_SHARD,)),
+    "wrong_size": FindingKind("a file does not have the recorded size", _REDO, (_SHARD,)),
+    "wrong_checksum": FindingKind("a file does not have the recorded checksum", _REDO, (_SHARD,)),
+    "stray_file": FindingKind("a file does not belong to the dataset", "look whose it is, then remove it"),
+    "wrong_name": FindingKind("a file is not called as its field and shard ask for", _INDEX, (INDEX,)),
+    "index_gap": FindingKind(
         "the shard indices do not run from 0 without gaps",
         "run CONFIG again if the shards were never written; else make the index again as for wrong_totals",
         (INDEX,),
     ),
-    "missing_field": Kind("a shard lacks a field that the others have", _REDO, (INDEX, _SHARD)),
-    "damaged": Kind("a file cannot be read to its end", _REDO, (_SHARD,)),
-    "wrong_count": Kind("a field does not have as many items as the shard has cuts", _REDO, (INDEX, _SHARD)),
-    "wrong_id": Kind("the n-th item of a field does not belong to the n-th cut", _REDO, (_SHARD,)),
-    "duplicate_id": Kind("two cuts of the dataset have the same id", _REDO, (_SHARD,)),
-    "bad_cut": Kind("a cut is not as the contract says", _REDO, (_SHARD,)),
-    "bad_audio": Kind("audio and its metadata disagree, or it cannot be decoded", _REDO, (_SHARD,)),
-    "copied_context": Kind(
+    "missing_field": FindingKind("a shard lacks a field that the others have", _REDO, (INDEX, _SHARD)),
+    "damaged": FindingKind("a file cannot be read to its end", _REDO, (_SHARD,)),
+    "wrong_count": FindingKind("a field does not have as many items as the shard has cuts", _REDO, (INDEX, _SHARD)),
+    "wrong_id": FindingKind("the n-th item of a field does not belong to the n-th cut", _REDO, (_SHARD,)),
+    "duplicate_id": FindingKind("two cuts of the dataset have the same id", _REDO, (_SHARD,)),
+    "bad_cut": FindingKind("a cut is not as the contract says", _REDO, (_SHARD,)),
+    "bad_audio": FindingKind("audio and its metadata disagree, or it cannot be decoded", _REDO, (_SHARD,)),
+    "copied_context": FindingKind(
         "the context of a cut is a copy of its target",
         "match again, which picks no copies, and make what follows anew: sharmill run CONFIG --restart. "
         "--redo would write the same context again",
     ),
-    "bad_value": Kind(
+    "bad_value": FindingKind(
         "a value or an array of a field is missing, or is not as the dataset says of the field", _REDO, (_SHARD,)
     ),
-    "bad_codes": Kind("codes have another shape, type or range than the codec and the audio ask for", _REDO, (_SHARD,)),
-    "wrong_totals": Kind(
+    "bad_codes": FindingKind(
+        "codes have another shape, type or range than the codec and the audio ask for", _REDO, (_SHARD,)
+    ),
+    "wrong_totals": FindingKind(
         "dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds", _INDEX, (INDEX,)
     ),
-    "different_codes": Kind(
+    "different_codes": FindingKind(
         "the codec gives other codes for the stored audio",
         f"{_REDO}; if it is found again, the codec is not the one that made them",
         (_CODES,),
     ),
-    "lost_record": Kind(
+    "lost_record": FindingKind(
         "a record of the manifest is neither in the dataset nor among the rejects",
         "check that all --rejects were given, and --audio-root for absolute paths; then begin anew with --restart",
     ),
-    "doubled_record": Kind(
+    "doubled_record": FindingKind(
         "a record of the manifest ended more often than it was there",
         "check that no --rejects was given twice; then begin the run anew with --restart",
     ),
-    "different_text": Kind(
+    "different_text": FindingKind(
         "the text of a cut is not that of its record in the manifest",
         "see which of the two is right; if it is the manifest, begin the run anew with --restart",
     ),
-    "unknown_record": Kind(
+    "unknown_record": FindingKind(
         "a record of the dataset or the rejects is in none of the manifests",
         "give all manifests of the dataset: --against is repeatable",
         severity="warning",
     ),
-    "foreign_tag": Kind(
+    "foreign_tag": FindingKind(
         "the language of a speaker tag is not written as NeMo's Magpie-TTS reads it",
         "read the dataset with speaker_tags: nemo in its entry of input_cfg",
         severity="warning",
     ),
-    "silent_audio": Kind("most of an audio item is silence", _LISTEN, severity="warning"),
-    "clipped_audio": Kind("an audio item is clipped", _LISTEN, severity="warning"),
+    "silent_audio": FindingKind("most of an audio item is silence", _LISTEN, severity="warning"),
+    "clipped_audio": FindingKind("an audio item is clipped", _LISTEN, severity="warning"),
 }
 
 
@@ -133,35 +137,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         assert self.code in CODES, f"unknown finding {self.code!r}"
 
     @property
-    def severity(self) -> Severity:
-        return CODES[self.code].severity
-
-    @property
     def is_of_index(self) -> bool:
         """True if it is the index itself that is missing or damaged."""
         return self.file in (DATASET_FILE, SHARDS_FILE)
 
-    @property
-    def where(self) -> str:
-        """The place within the shard, or the dataset, in one phrase."""
-        if self.member is not None:
-            return f"{self.field}: {self.member}" if self.field else self.member
-        return self.file or self.field or ""
-
     def to_row(self, *, foreign: bool = False) -> dict[str, Any]:
-        """Return the finding as a report has it."""
-        to_do = _INDEX if self.is_of_index else CODES[self.code].to_do_for(foreign)
-        keys = {"code": self.code, "severity": self.severity, **msgspec.structs.asdict(self)}
-        return {**keys, "where": self.where, "to_do": to_do}
-
-
-def findings_to_lines(findings: Iterable[Finding]) -> bytes:
-    return b"".join(msgspec.json.encode(finding) + b"\n" for finding in findings)
-
-
-def read_findings(path: Path) -> list[Finding]:
-    """Read the findings that a validation left."""
-    return [msgspec.json.decode(line, type=Finding) for line in iterate_lines(path)]
+        """Return the finding as a report has it, with its place in the shard or the dataset in one phrase."""
+        kind, where = CODES[self.code], self.file or self.field or ""
+        if self.member is not None:
+            where = f"{self.field}: {self.member}" if self.field else self.member
+        keys = {"code": self.code, "severity": kind.severity, **msgspec.structs.asdict(self)}
+        return {**keys, "where": where, "to_do": _INDEX if self.is_of_index else kind.to_do_for(foreign)}
 
 
 class UnitToRepeat(msgspec.Struct, frozen=True, order=True):
@@ -269,3 +255,68 @@ def read_report(path: Path) -> Report:
             code="wrong_version",
         )
     return report
+
+
+def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> None:
+    """Take back the commits of the units that a report names, so that the next run of ``stages`` does them again.
+
+    Where codes are encoded again, all shards that hold one of these segments get the new codes if they are others. The
+    index of the dataset is compared with the ledger again in any case. No ranks may be at work on the dataset.
+
+    Raises:
+        ConfigError: the report is of another dataset, names nothing that can be done again, or what it names was not
+            made by this configuration, or not by these stages, or another process is at work; nothing has been done
+            then.
+    """
+    refuse(
+        (
+            Path(report.dataset).resolve() != Path(config.dataset_dir).resolve(),
+            f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}",
+        ),
+        (
+            not report.units_to_repeat,
+            "these findings name no unit that could be done again"
+            + ("; see to_do of each" if report.findings else ": there are none"),
+        ),
+        code="bad_findings",
+    )
+    wanted: dict[str, set[int]] = {}
+    for unit in report.units_to_repeat:
+        wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
+    run_dir = RunDir(Path(config.run_dir))
+    with locked(run_dir):
+        # Ranks that are at work hold no lock.
+        if live := find_workers(run_dir):
+            raise ConfigError(
+                f"{describe_workers(live)} at work on this run: wait until it ends, or end it by sharmill "
+                f"cancel {run_dir.path}",
+                code="locked",
+            )
+        every = [stage for kind in stage_classes(config).values() for stage in kind.of(config)]
+        others = wanted.keys() - {INDEX} - {stage.name for stage in every}
+        missing = {name.partition("/")[2] or name for name in others}
+        advice = "add that codec to encode.codecs, or that stage, with the run_dir that they were made from"
+        if INDEX in wanted:
+            own = {codec.name for codec in config.section(EncodeConfig).codecs}
+            missing.update(set(ShardedDataset(Path(config.dataset_dir)).stored_codecs()) - own)
+            advice += "; or make the index with sharmill index"
+        named = ", ".join(map(repr, sorted(missing)))
+        if missing:
+            raise ConfigError(
+                f"the codes or fields called {named} are not of this configuration: {advice}", code="bad_findings"
+            )
+        found = [(stage, stage.redo(wanted, of_index=INDEX in wanted)) for stage in every]
+        concerned = [(stage, units) for stage, units in found if units is not None]
+        for stage, _ in concerned:
+            refuse(
+                (stage.kind not in stages, f"these findings concern {stage.kind}: name it too, or no stage at all"),
+                (
+                    not stage.dir.units.exists(),
+                    f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset",
+                ),
+                code="bad_findings",
+            )
+        for stage, units in concerned:
+            remove(stage.dir.done)
+            if known := units & {unit.index for unit in stage.dir.read_units()}:
+                revoke(stage, known)

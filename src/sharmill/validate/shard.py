@@ -1,140 +1,207 @@
-"""The check of one shard: its files, and how cuts, audio and codes belong together."""
+"""The check of one shard: its files, how cuts, audio and codes belong together, its sound, and its codes made again.
 
-from __future__ import annotations
+What sharmill itself has written is made again, and compared with what is stored: a cut is a function of the record that
+it carries and of the length of its audio, and the metadata of audio and codes are functions of the data that they
+describe. Beside these stand the limits that every context keeps. Of a shard of another tool it is what lhotse's
+manifests themselves promise, in any field layout. Fields that other stages have added are as the dataset says of them.
+
+A check of contents is a function of a cut or an item that raises DamagedShard with a sentence about the first thing
+that is wrong.
+"""
 
 import errno
+import math
 import os
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import PurePosixPath
+from typing import Any, Final
 
+import msgspec
+import numpy as np
 import xxhash
 
+from sharmill.audio.files import decode_bytes, probe_bytes
+from sharmill.audio.resample import resample
+from sharmill.audio.sound import Sound, measure_sound
+from sharmill.engine.plan import find_differences, show
+from sharmill.engine.stage import Advance, Output, Processor, Unit
 from sharmill.errors import DamagedShard, RejectRecord
-from sharmill.files.storage import checksum_stream, open_regular
-from sharmill.shar.cut_lines import read_cuts
-from sharmill.shar.items import Item, open_items
-from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE
-from sharmill.validate.accounts import hash_cut
+from sharmill.files.storage import Staging, checksum_stream, open_regular
+from sharmill.manifest import CONTEXT_KEYS
+from sharmill.models import Codec
+from sharmill.models.batches import pad
+from sharmill.shar.items import (
+    Item,
+    array_from_bytes,
+    array_json,
+    codes_dtype,
+    cut_json,
+    num_frames,
+    open_items,
+    read_cuts,
+    recording_json,
+    temporal_array_json,
+    utterance_of,
+)
+from sharmill.shar.layout import (
+    CONTEXT_AUDIO,
+    CUTS,
+    DATASET_FILE,
+    RECORDING,
+    SHARDS_FILE,
+    TARGET_AUDIO,
+    CodecRecord,
+    DatasetRecord,
+    Field,
+    codec_of_field,
+    context_id,
+)
+from sharmill.shar.reading.safety import RECORDING_KEYS, find_forbidden
+from sharmill.validate.accounts import RecordRow, row_of_cut
 from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
-from sharmill.validate.contract import check_contract
 from sharmill.validate.findings import Finding
-from sharmill.validate.foreign import check_foreign
-from sharmill.validate.items import MALFORMED
-from sharmill.validate.levels import MAX_CLIPPING_SHARE, MAX_SILENCE_SHARE, Levels, measure
-from sharmill.validate.recheck import Rechecker
 
-# What a damaged disk, or a lack of permission, answers to reading a file.
-_UNREADABLE: Final = (errno.EIO, errno.EACCES, errno.EPERM)
+# More silence than this in an item is worth a look, and so is more clipping, or a lower level, in dB of full scale.
+MAX_SILENCE_SHARE: Final = 0.8
+MAX_CLIPPING_SHARE: Final = 1e-3
+_LEAST_LOUDNESS: Final = -60.0
+# The share of a segment's codes that may differ. Batch neighbours and other hardware change the last bits of a codec's
+# arithmetic, and with them single codes; the codes of other audio, or of another model, differ in nearly all. The last
+# bits of reduced arithmetic are larger, and each wrong code of a residual codec makes those behind it wrong.
+MAX_DIFFERENT_CODES: Final = 0.05
+_MAX_DIFFERENT_REDUCED: Final = 0.5
+
+# What looking at a manifest raises that is not as it should be.
+_MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+# Similarities are stored with six decimals.
+_SIMILARITY_TOLERANCE: Final = 1e-6
+# Fields whose items last as long as their cut. Contexts live on another time line.
+_ALIGNED_AUDIO: Final = (RECORDING, TARGET_AUDIO)
+# As far as lhotse itself lets durations and samples be apart (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
+_DURATION_TOLERANCE: Final = 0.025
+# All that lhotse's Recording, Array, TemporalArray and Features have.
+_METADATA_KEYS: Final = frozenset({
+    *RECORDING_KEYS,
+    "storage_type", "storage_path", "storage_key", "shape", "array", "temporal_dim", "frame_shift", "start",
+    "type", "num_frames", "num_features", "recording_id", "channels",
+})  # fmt: skip
+
+# Number of samples, sampling rate and measures of an item, or why it cannot be decoded.
+_Measured = tuple[int, int, Sound] | RejectRecord
 
 
-@dataclass
-class Checked:
-    """The outcome of checking a shard.
+class ValidateProcessor(Processor):
+    """The check of the shards of one dataset in one rank.
 
-    Attributes:
-        hashes: of each cut, as ``CUT_HASHES``.
-        stats: what adds up over the shards: cuts, bytes, items, seconds decoded ...
+    Args:
+        deep: decode every audio item as well.
+        share: of the segments, targets and contexts alike, those that are encoded again.
+        codecs: by name, for that.
+        with_records: note the records that the cuts carry, to be accounted for.
     """
 
-    findings: list[Finding] = field(default_factory=list)
-    hashes: list[tuple[int, int, int]] = field(default_factory=list)
-    stats: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    def __init__(
+        self, subject: CheckedDataset, *, deep: bool, share: float, codecs: Mapping[str, Codec], with_records: bool
+    ) -> None:
+        self._subject = subject
+        self._deep = deep
+        self._share = share
+        self._codecs = codecs
+        self._with_records = with_records
 
-
-class ShardCheck:
-    """Check of the shards of one dataset, one after the other. ``deep`` decodes every audio item as well."""
-
-    def __init__(self, subject: CheckedDataset, *, deep: bool = False, recheck: Rechecker | None = None) -> None:
-        self.subject = subject
-        self.deep = deep
-        self.recheck = recheck
-
-    def __call__(self, shard: Shard, advance: Callable[[float], None] = lambda seconds: None) -> Checked:
-        """Return the findings of a shard. ``advance`` is called with seconds of audio as these are worked on."""
-        checked = Checked()
-        contents = self._read_files(shard, checked)
-        checked.findings += _check_items(shard, contents)
-        cuts: list[dict[str, Any]] = contents.pop(CUTS, [])
-        checked.hashes = [hash_cut(cut) for cut in cuts]
-        checked.stats["cuts"] += len(cuts)
-        if self.subject.is_own:
-            assert self.subject.dataset is not None
-            checked.findings += check_contract(self.subject.dataset, shard, cuts, contents)
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        subject, shard = self._subject, self._subject.shards[unit.params["line"]]
+        found, stats = list[Finding](), defaultdict[str, float](float)
+        contents = self._read_files(shard, found, stats)
+        found += _check_items(shard, contents)
+        cuts = contents.pop(CUTS, [])
+        stats["cuts"] += len(cuts)
+        if subject.dataset is not None and subject.is_own:
+            found += check_contract(subject.dataset, shard, cuts, contents)
         else:
-            checked.findings += check_foreign(self.subject, shard, cuts, contents, checked.stats)
+            found += check_foreign(subject, shard, cuts, contents, stats)
         # All audio is gone through once to decode it, and once for each codec.
-        passes = self.deep + (len(self.subject.codecs) if self.recheck is not None else 0)
+        passes = self._deep + len(self._codecs)
 
         def finish(item: Item) -> None:
             advance(_seconds(item) / passes)
 
-        if self.deep:
-            _measure_all(shard, contents, checked, finish)
-        if self.recheck is not None:
-            checked.findings += self.recheck(shard, contents, checked.stats, finish)
-        return checked
+        if self._deep:
+            _measure_all(shard, contents, found, stats, finish)
+        found += self._encode_again(shard, contents, stats, finish)
+        findings, records = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.cuts.jsonl"
+        # Only ids are needed to find those that occur twice.
+        rows = [row_of_cut(cut) if self._with_records else RecordRow(id=str(cut.get("id"))) for cut in cuts]
+        for file, lines in ((findings, found), (records, rows)):
+            staging.path(file).write_bytes(msgspec.json.Encoder().encode_lines(lines))
+        return Output(
+            files=[findings, records],
+            num_out=unit.size,
+            stats={"seconds": (shard.record.target_seconds if shard.record else 0.0), "checked": stats},
+        )
 
-    def _read_files(self, shard: Shard, checked: Checked) -> dict[str, list[Any]]:
+    def _read_files(self, shard: Shard, found: list[Finding], stats: dict[str, float]) -> dict[str, list[Any]]:
         """Return the contents of the fields whose files could be read to their ends."""
-        add, contents = checked.findings.append, dict[str, list[Any]]()
-        for name in self.subject.fields:
+        subject, contents = self._subject, dict[str, list[Any]]()
+
+        def add(code: str, name: str, sentence: str, file: str | None = None) -> None:
+            found.append(shard.finding(code, name, sentence, file=file))
+
+        for name in subject.fields:
             if name not in shard.files:
-                add(shard.finding("missing_field", name, f"the shard has no {name}"))
+                add("missing_field", name, f"the shard has no {name}")
         for name, file in shard.files.items():
-            if shard.record is not None and name not in self.subject.fields:
-                add(shard.finding("wrong_totals", name, f"{DATASET_FILE} does not name the field"))
-            field = self.subject.dataset.field(name) if self.subject.dataset and self.subject.is_own else None
-            if shard.record is not None and field is not None and file != field.path(shard.index):
-                sentence = f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs"
-                add(shard.finding("wrong_name", name, sentence))
-            path = self.subject.directory / file
+            recorded, path = shard.record.fields[name] if shard.record else None, subject.directory / file
+            if recorded is not None and name not in subject.fields:
+                add("wrong_totals", name, f"{DATASET_FILE} does not name the field")
+            field = subject.dataset.field(name) if subject.dataset and subject.is_own else None
+            if recorded is not None and field is not None and file != field.path(shard.index):
+                add("wrong_name", name, f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs")
             try:
-                stream = _open(path)
-                if stream is None:
-                    add(shard.finding("missing_file", name, "the file is not there", file=file))
-                    continue
-                with stream:
+                with open_regular(path, buffering=0) as stream:
                     size = os.fstat(stream.fileno()).st_size
-                    checked.stats["files"] += 1
-                    checked.stats["bytes"] += size
-                    recorded = shard.record.fields[name] if shard.record else None
+                    stats["files"] += 1
+                    stats["bytes"] += size
+                    # One of another size is not read for its checksum: it may be sparse, and a terabyte.
                     if recorded is not None and size != recorded.size:
-                        # Not read for its checksum: it may be sparse, and a terabyte.
-                        add(shard.finding("wrong_size", name, f"{size} bytes instead of {recorded.size}", file=file))
+                        add("wrong_size", name, f"{size} bytes instead of {recorded.size}", file)
                     elif recorded is not None and checksum_stream(stream) != recorded.xxh3:
-                        sentence = "the bytes have changed since they were written"
-                        add(shard.finding("wrong_checksum", name, sentence, file=file))
-                contents[name] = read_contents(path, name)
+                        add("wrong_checksum", name, "the bytes have changed since they were written", file)
+                if name == CUTS:
+                    contents[name] = list(read_cuts(path))
+                else:
+                    # The data of items are views of the file, which stays mapped.
+                    table = open_items(path)
+                    contents[name] = [table.item(number, copy=False) for number in range(len(table))]
             except DamagedShard as error:
-                add(shard.finding("damaged", name, str(error), file=file))
+                add("damaged", name, str(error), file)
+            except (FileNotFoundError, NotADirectoryError, ValueError):
+                add("missing_file", name, "the file is not there", file)
             except OSError as error:
-                if error.errno not in _UNREADABLE:
+                # What a damaged disk, or a lack of permission, answers.
+                if error.errno not in (errno.EIO, errno.EACCES, errno.EPERM):
                     raise
-                add(shard.finding("damaged", name, f"it cannot be read: {error.strerror}", file=file))
+                add("damaged", name, f"it cannot be read: {error.strerror}", file)
         return contents
 
-
-def _open(path: Path) -> BinaryIO | None:
-    """Open a regular file; return None where there is none, or where it cannot be the name of one."""
-    try:
-        return open_regular(path, buffering=0)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-
-
-def read_contents(path: Path, name: str) -> list[Any]:
-    """Return the cuts of a field's file, or its items; their data are views of the file, which stays mapped.
-
-    Raises:
-        DamagedShard: it cannot be read to its end.
-    """
-    if name == CUTS:
-        return list(read_cuts(path))
-    table = open_items(path)
-    return [table.item(number, copy=False) for number in range(len(table))]
+    def _encode_again(
+        self, shard: Shard, contents: dict[str, list[Item]], stats: dict[str, float], finish: Callable[[Item], None]
+    ) -> Iterator[Finding]:
+        """Yield the items of a shard whose codes are not those of their audio; call ``finish`` with each audio."""
+        for record in self._subject.codecs if self._codecs else ():
+            assert self._subject.dataset is not None  # that names the codecs
+            # In a dataset without contexts there are no codes of them either.
+            for codes, source in zip(record.fields, self._subject.dataset.audio_fields, strict=False):
+                for item, audio in zip(contents.get(codes.name, []), contents.get(source, []), strict=False):
+                    # By its bytes and a seed, so that a segment is in the sample at all its places.
+                    is_chosen = xxhash.xxh3_64_intdigest(audio.data or b"", 42) < self._share * (1 << 64)
+                    if is_chosen and (problem := _compare(self._codecs[record.name], record, item, audio, stats)):
+                        yield shard.finding("different_codes", codes.name, problem, member=item.cut_id)
+                    finish(audio)
 
 
 def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Finding]:
@@ -160,61 +227,368 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
 
 
 def _measure_all(
-    shard: Shard, contents: dict[str, list[Item]], checked: Checked, finish: Callable[[Item], None]
-) -> None:
+    shard: Shard, contents: dict[str, list[Item]], found: list[Finding], stats: dict[str, float],
+    finish: Callable[[Item], None],
+) -> None:  # fmt: skip
     """Decode every audio item, and call ``finish`` with it; the same bytes once, be they target or context."""
-    reported = {(finding.field, finding.member) for finding in checked.findings if finding.code == "bad_audio"}
-    known: dict[str, Levels | RejectRecord] = {}
+    reported = {(finding.field, finding.member) for finding in found if finding.code == "bad_audio"}
+    known: dict[str, _Measured] = {}
     for name, items in contents.items():
         for item in items:
-            if not is_recording(item) or (name, item.cut_id) in reported:
+            is_audio = item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
+            if not is_audio or (name, item.cut_id) in reported:
                 continue
-            assert item.data is not None
-            key = xxhash.xxh3_128_hexdigest(item.data)
+            key = xxhash.xxh3_128_hexdigest(item.data or b"")
             if key not in known:
-                known[key] = _measure(item, checked.stats)
-            checked.stats["items decoded"] += 1
+                known[key] = _measure(item, stats)
+            stats["items decoded"] += 1
             finish(item)
-            if found := _level_problem(item, known[key]):
-                checked.findings.append(shard.finding(found[0], name, found[1], member=item.cut_id))
+            if problem := _sound_problem(item, known[key]):
+                found.append(shard.finding(problem[0], name, problem[1], member=item.cut_id))
 
 
-def is_recording(item: Item) -> bool:
-    """Return whether an item is audio, by its metadata."""
-    return item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
-
-
-def _measure(item: Item, stats: dict[str, float]) -> Levels | RejectRecord:
-    """Return the levels of an item, or why it cannot be decoded."""
+def _measure(item: Item, stats: dict[str, float]) -> _Measured:
+    """Decode an item and measure its sound."""
+    assert item.data is not None
     try:
-        levels = measure(item)
+        samples, rate = decode_bytes(item.data)
     except RejectRecord as reject:
         return reject
-    stats["seconds decoded"] += levels.seconds
-    stats["seconds of silence"] += levels.seconds * levels.silence
-    stats["seconds clipped"] += levels.seconds * levels.clipping
-    return levels
+    sound, seconds = measure_sound(samples, rate), len(samples) / rate
+    stats["seconds decoded"] += seconds
+    stats["seconds of silence"] += seconds * sound.silence
+    stats["seconds clipped"] += seconds * sound.clipped
+    return len(samples), rate, sound
 
 
-def _level_problem(item: Item, levels: Levels | RejectRecord) -> tuple[str, str] | None:
+def _sound_problem(item: Item, measured: _Measured) -> tuple[str, str] | None:
     """Return the code and sentence of what decoding an item shows, if anything."""
-    if isinstance(levels, RejectRecord):
-        return "bad_audio", str(levels)
+    if isinstance(measured, RejectRecord):
+        return "bad_audio", str(measured)
     assert item.metadata is not None
-    found = (levels.num_samples, levels.sampling_rate)
-    promised = (item.metadata.get("num_samples"), item.metadata.get("sampling_rate"))
-    if found != promised:
-        return "bad_audio", f"samples and rate are {found}, the metadata says {promised}"
-    if levels.silence > MAX_SILENCE_SHARE:
-        return "silent_audio", f"{levels.silence:.0%} of it is silence"
-    if levels.clipping > MAX_CLIPPING_SHARE:
-        return "clipped_audio", f"{levels.clipping:.2%} of its samples are at full scale"
-    return None
+    *found, sound = measured
+    promised = [item.metadata.get("num_samples"), item.metadata.get("sampling_rate")]
+    problems = (
+        (found != promised, "bad_audio", f"samples and rate are {found}, the metadata says {promised}"),
+        (sound.silence > MAX_SILENCE_SHARE, "silent_audio", f"{sound.silence:.0%} of it is silence"),
+        (sound.loudness < _LEAST_LOUDNESS, "silent_audio", f"its level is {sound.loudness:.0f} dB of full scale"),
+        (sound.clipped > MAX_CLIPPING_SHARE, "clipped_audio",
+         f"{sound.clipped:.2%} of its samples are at full scale"),
+    )  # fmt: skip
+    return next(((code, sentence) for is_wrong, code, sentence in problems if is_wrong), None)
+
+
+def _compare(codec: Codec, record: CodecRecord, item: Item, audio: Item, stats: dict[str, float]) -> str | None:
+    """Return what is wrong with the codes of an item; None also where other checks find nothing to compare."""
+    if item.data is None or audio.data is None:
+        return None
+    try:
+        stored = array_from_bytes(item.data, item.cut_id)
+        samples, rate = decode_bytes(audio.data)
+    except (DamagedShard, RejectRecord):
+        return None
+    made = codec.encode(*pad([resample(samples, rate, codec.sampling_rate)]))[0].numpy()
+    stats["segments encoded again"] += 1
+    if made.shape != stored.shape:
+        return f"the codec gives codes of shape {made.shape}, stored are {stored.shape}"
+    different = int(np.count_nonzero(made != stored))
+    stats["codes compared"] += made.size
+    stats["codes that differ"] += different
+    most = MAX_DIFFERENT_CODES if record.precision == "fp32" else _MAX_DIFFERENT_REDUCED
+    return f"{different / made.size:.1%} of the codes are others" if different > most * made.size else None
 
 
 def _seconds(item: Item) -> float:
     """Return the duration in the metadata; 0 where that is malformed, which is another finding."""
     try:
         return float((item.metadata or {})["duration"])
-    except MALFORMED:
+    except _MALFORMED:
         return 0.0
+
+
+def check_contract(
+    dataset: DatasetRecord, shard: Shard, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]
+) -> Iterator[Finding]:
+    """Yield what is wrong with a shard of a dataset of sharmill's own.
+
+    Args:
+        cuts: its cuts.
+        contents: its items by field, as far as the files could be read.
+    """
+    targets, contexts = contents.get(TARGET_AUDIO, []), contents.get(CONTEXT_AUDIO, [])
+    may_have_contexts = dataset.has_contexts or CONTEXT_AUDIO in shard.files
+    yield from _find(shard, "bad_cut", CUTS, partial(_check_cut, may_have_contexts), cuts, targets)
+    yield from _find(shard, "bad_cut", CUTS, partial(_check_context, dataset.limits), cuts, contexts)
+    yield from _find(shard, "copied_context", CONTEXT_AUDIO, _check_copy, contexts, targets)
+    for name, items in ((TARGET_AUDIO, targets), (CONTEXT_AUDIO, contexts)):
+        yield from _find(shard, "bad_audio", name, partial(_check_audio, dataset), items)
+    for codec in dataset.codecs:
+        for codes, audio, temporal in zip(codec.fields, (targets, contexts), (True, False), strict=True):
+            check = partial(_check_codes, codec, temporal)
+            yield from _find(shard, "bad_codes", codes.name, check, contents.get(codes.name, []), audio)
+    for field in dataset.added_fields:
+        yield from _find_in_field(shard, field, contents.get(field.name, []))
+
+
+def check_foreign(
+    subject: CheckedDataset,
+    shard: Shard,
+    cuts: list[dict[str, Any]],
+    contents: dict[str, list[Item]],
+    stats: dict[str, float],
+) -> Iterator[Finding]:
+    """Yield what is wrong with a shard; the items of which nothing is known are counted in ``stats``."""
+    for cut in cuts:
+        found = [*_find(shard, "bad_cut", CUTS, _check_foreign_cut, [cut])]
+        yield from found or _find(shard, "foreign_tag", CUTS, _check_language, [cut])
+    added = {field.name: field for field in subject.dataset.added_fields} if subject.dataset else {}
+    for name, items in contents.items():
+        if name in added:
+            yield from _find_in_field(shard, added[name], items)
+            continue
+        codec = next((codec for codec in subject.codecs if codec.name == codec_of_field(name)), None)
+        durations = _expected_seconds(name, cuts, contents)[: len(items)]
+        for item, seconds in zip_longest(items, durations):
+            metadata = item.metadata or {}
+            if item.data is None:
+                yield from _find(shard, "bad_value", name, _check_value_allowed, [item])
+                continue
+            code = "bad_audio" if "sources" in metadata else "bad_codes"
+            yield from _find(shard, code, name, _check_metadata, [item])
+            if "sampling_rate" in metadata and "num_samples" in metadata:
+                aligned = seconds if name in _ALIGNED_AUDIO else None
+                yield from _find(shard, "bad_audio", name, partial(_check_stored_audio, seconds=aligned), [item])
+            elif item.extension == "npy" and ("shape" in metadata or "array" in metadata):
+                check = partial(_check_array, seconds=seconds, codec=codec)
+                yield from _find(shard, "bad_codes", name, check, [item])
+            elif metadata and "sampling_rate" not in metadata:
+                stats[f"unchecked items of {name} (.{item.extension})"] += 1
+
+
+def _find(
+    shard: Shard, code: str, field: str, check: Callable[..., object], rows: Sequence[Any], *others: Sequence[Any]
+) -> Iterator[Finding]:
+    """Yield a finding for each cut or item of ``rows`` that a check of it, and of what belongs to it, finds wrong."""
+    for row, *of_row in zip(rows, *others, strict=False):
+        try:
+            check(row, *of_row)
+            continue
+        except (DamagedShard, RejectRecord) as error:
+            sentence = str(error)
+        except _MALFORMED as error:
+            sentence = f"a key is absent or of the wrong type: {error!r}"
+        member = row.cut_id if isinstance(row, Item) else str(row.get("id"))
+        yield shard.finding(code, field, sentence, member=member)
+
+
+def _require(condition: object, sentence: str) -> None:
+    """Raise DamagedShard unless a condition holds."""
+    if not condition:
+        raise DamagedShard(sentence)
+
+
+def _require_equal(subject: str, stored: dict[str, Any], made: dict[str, Any]) -> None:
+    """Raise DamagedShard with the first place at which something stored is not as it is made."""
+    if stored != made:
+        for path, should, found in find_differences(made, stored):
+            raise DamagedShard(f"{path} of {subject} is {show(found)}, and should be {show(should)}")
+        raise DamagedShard(f"{subject} is not as it should be")
+
+
+def _check_allowed(subject: str, value: Any) -> None:
+    """Raise DamagedShard where a value has something that is never loaded."""
+    found = find_forbidden(value)
+    _require(not found, f"{subject} has {found}, which is not loaded")
+
+
+def _check_cut(may_have_contexts: bool, cut: dict[str, Any], audio: Item) -> None:
+    """Compare a cut with its record and with the metadata of its target audio."""
+    utterance, target = utterance_of(cut), audio.metadata or {}
+    path = utterance.segment.audio_filepath
+    is_below = not path.startswith("/") and (".." not in path or ".." not in PurePosixPath(path).parts)
+    _require(is_below, f"its record is of {path!r}, which is not below an audio root")
+    _require(isinstance(utterance.text, str), f"the text of its record is {utterance.text!r}")
+    made = cut_json(utterance, sampling_rate=target["sampling_rate"], num_samples=target["num_samples"])
+    _require_equal("the cut", cut, made)
+    _require(target["id"] == cut["id"], f"the target audio has the id {target['id']!r}")
+    custom = cut["supervisions"][0]["custom"]
+    # All else is as it is made.
+    _check_allowed("its record", custom)
+    keys = sorted(custom.keys() & set(CONTEXT_KEYS))
+    _require(may_have_contexts or not keys, f"its record has {', '.join(keys)}, in a dataset without contexts")
+
+
+def _check_context(limits: dict[str, Any], cut: dict[str, Any], audio: Item) -> None:
+    """Compare a cut with the metadata of its context audio and the limits of the dataset."""
+    custom, found = cut["supervisions"][0]["custom"], (audio.metadata or {})["id"]
+    recording, offset = custom["context_recording_id"], custom["context_audio_offset"]
+    duration, similarity = custom["context_audio_duration"], custom["context_speaker_similarity"]
+    wanted = context_id(recording, offset, duration)
+    _require(found == wanted, f"the context audio has the id {found!r} instead of {wanted!r}")
+    if recording == cut["recording"]["id"]:
+        times = (custom["offset"], custom["offset"] + custom["duration"], offset, offset + duration)
+        # In microseconds, as the stage match compares them, which chose the context.
+        begin, end, other_begin, other_end = (round(time * 1_000_000) for time in times)
+        is_same, is_apart = (begin, end) == (other_begin, other_end), end <= other_begin or other_end <= begin
+        _require(is_apart and not is_same, "the context is the target itself, or overlaps it")
+    # Without limits, there is a finding about the dataset, not about each cut.
+    if limits:
+        least, longest = limits["min_similarity"], limits["max_duration"] or math.inf
+        told = f"the similarity of the context is {similarity}"
+        _require(similarity >= least - _SIMILARITY_TOLERANCE, f"{told}, less than {least}")
+        _require(similarity <= 1 + _SIMILARITY_TOLERANCE, f"{told}, more than a cosine can be")
+        is_within = limits["min_duration"] <= duration <= longest
+        _require(is_within, f"the context lasts {duration} s, which is outside the limits")
+
+
+def _check_copy(context: Item, target: Item) -> None:
+    is_copy = target.cut_id == context.cut_id and target.data is not None and target.data == context.data
+    _require(not is_copy, "the context audio is the target audio, byte for byte")
+
+
+def _check_audio(dataset: DatasetRecord, item: Item) -> None:
+    """Check an audio item by its header, and make its metadata again."""
+    if item.data is None or item.metadata is None:
+        raise DamagedShard("there is no audio")
+    info, wanted = probe_bytes(item.data), dataset.audio_format
+    _require(info.channels == 1, f"it has {info.channels} channels")
+    _require(wanted == "original" or item.extension == info.format == wanted,
+             f"it is {info.format} under the name .{item.extension}, in a dataset of {wanted}")  # fmt: skip
+    _require(dataset.sampling_rate in (None, info.sampling_rate),
+             f"its rate is {info.sampling_rate} Hz in a dataset of {dataset.sampling_rate} Hz")  # fmt: skip
+    # The id is compared with the cut, which says whose audio it is.
+    made = recording_json(item.metadata.get("id", ""), info.sampling_rate, info.num_samples)
+    _require_equal("the metadata", item.metadata, made)
+
+
+def _check_codes(codec: CodecRecord, temporal: bool, item: Item, audio: Item) -> None:
+    """Check codes by the codec and the length of their audio, and make their metadata again."""
+    if item.data is None or item.metadata is None or audio.metadata is None:
+        raise DamagedShard("there are no codes")
+    codes = array_from_bytes(item.data, item.cut_id)
+    frames = num_frames(audio.metadata, codec.sampling_rate, codec.samples_per_frame)
+    shape, dtype = (codec.num_codebooks, frames), codes_dtype(codec.codebook_size)
+    _require(codes.shape == shape, f"the shape is {codes.shape}, and should be {shape}")
+    _require(codes.dtype == dtype and item.extension == "npy",
+             f"the type is {codes.dtype} in a .{item.extension}, and should be {dtype} in a .npy")  # fmt: skip
+    made = temporal_array_json(shape, codec.samples_per_frame / codec.sampling_rate) if temporal else array_json(shape)
+    _require_equal("the metadata", item.metadata, made)
+    _check_range("codes", codes, 0, codec.codebook_size - 1)
+
+
+def _expected_seconds(name: str, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]) -> list[Any]:
+    """Return how long the items of a field should last, as far as cuts and audio tell."""
+    if name in _ALIGNED_AUDIO:
+        return [cut.get("duration") for cut in cuts]
+    for source in (CONTEXT_AUDIO,) if "context" in name.rpartition("/")[2] else _ALIGNED_AUDIO:
+        if source in contents:
+            return [(item.metadata or {}).get("duration") for item in contents[source]]
+    return []
+
+
+def _check_foreign_cut(cut: dict[str, Any]) -> None:
+    _require(isinstance(cut["id"], str), f"the id is {cut['id']!r}, which is not text")
+    is_sound = cut["duration"] > 0 and cut["start"] >= 0
+    _require(is_sound, f"the cut starts at {cut['start']} s and lasts {cut['duration']} s")
+    for supervision in cut.get("supervisions") or ():
+        is_inside = supervision["start"] < cut["duration"] and supervision["duration"] > 0
+        _require(is_inside, f"the supervision {supervision['id']!r} lies outside the cut")
+    _check_allowed("it", cut)
+
+
+def _check_language(cut: dict[str, Any]) -> None:
+    """Check that NeMo takes the languages of speaker tags for such."""
+    for supervision in cut.get("supervisions") or ():
+        if found := re.search(r"\bLanguage:(\S+)", str(supervision.get("speaker") or "")):
+            _require(re.fullmatch(r"\w+", found[1]), f"NeMo's Magpie-TTS does not read {found[0]}")
+
+
+def _check_value_allowed(item: Item) -> None:
+    _check_allowed("the value", item.metadata)
+
+
+def _find_in_field(shard: Shard, field: Field, items: Sequence[Item]) -> Iterator[Finding]:
+    """Find what is wrong with the items of a field that a stage has added to the published layout."""
+    code = "bad_audio" if field.kind == "audio" else "bad_value"
+    return _find(shard, code, field.name, partial(_check_field, field), items)
+
+
+def _check_field(field: Field, item: Item) -> None:
+    if item.metadata is None:
+        _require(field.optional, "there is no value, and none may be missing")
+    elif field.kind == "value":
+        _check_value(field, item.metadata)
+    else:
+        _require(item.data is not None, f"there is a value in a field of the kind {field.kind}")
+        _check_metadata(item)
+        if field.kind == "audio":
+            _check_stored_audio(item)
+        else:
+            array = _check_array(item)
+            if field.limits is not None:
+                _check_range("the values", array, *field.limits)
+
+
+def _check_value(field: Field, values: dict[str, Any]) -> None:
+    listed = ", ".join(sorted(values))
+    _require(values.keys() == {field.attribute}, f"it has {listed} instead of {field.attribute}")
+    value = values[field.attribute]
+    _require(value is not None or field.optional, "there is no value, and none may be missing")
+    if field.limits is None:
+        _check_allowed("the value", value)
+    elif value is not None:
+        low, high = field.limits
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        _require(is_number, f"the value is {value!r:.80}, which is not a number")
+        _require(low <= value <= high, f"the value {value} is not between {low:g} and {high:g}")
+
+
+def _check_metadata(item: Item) -> None:
+    """Check that metadata have nothing that readers would stumble over, or must not load."""
+    metadata = item.metadata or {}
+    unknown = sorted(metadata.keys() - _METADATA_KEYS)
+    _require(not unknown, f"the metadata has the key {', '.join(unknown)}, which lhotse does not know")
+    _check_allowed("the metadata", metadata)
+
+
+def _check_stored_audio(item: Item, seconds: float | None = None) -> None:
+    """Compare an audio item with its metadata and, if known, with the seconds of its cut."""
+    assert item.data is not None
+    assert item.metadata is not None
+    info, metadata = probe_bytes(item.data), item.metadata
+    duration, channels = metadata["duration"], len(metadata.get("channel_ids") or metadata["sources"][0]["channels"])
+    found, promised = (info.num_samples, info.sampling_rate), (metadata["num_samples"], metadata["sampling_rate"])
+    is_as_long = abs(found[0] - promised[0]) <= _DURATION_TOLERANCE * found[1] and found[1] == promised[1]
+    _require(is_as_long, f"samples and rate are {found}, the metadata says {promised}")
+    lasts = found[0] / found[1]
+    _require(abs(duration - lasts) <= _DURATION_TOLERANCE, f"it lasts {lasts} s, the metadata says {duration}")
+    _require(info.channels == channels, f"it has {info.channels} channels, the metadata says {channels}")
+    _require(seconds is None or abs(seconds - duration) <= _DURATION_TOLERANCE,
+             f"the cut lasts {seconds} s, its audio {duration} s")  # fmt: skip
+
+
+def _check_array(item: Item, seconds: float | None = None, codec: CodecRecord | None = None) -> np.ndarray:
+    """Return the array of an item, checked as far as its manifest, the audio's duration and the codec tell.
+
+    A TemporalArray must have as many frames as its audio lasts, give or take one: tools round differently.
+    """
+    assert item.data is not None
+    assert item.metadata is not None
+    array, metadata = array_from_bytes(item.data, item.cut_id), item.metadata
+    shape = metadata.get("array", metadata)["shape"]
+    _require(list(array.shape) == list(shape), f"the shape is {array.shape}, described as {shape}")
+    if np.issubdtype(array.dtype, np.floating):
+        _require(np.isfinite(array).all(), "the array has NaN or infinite values")
+    elif "array" in metadata and seconds is not None:
+        frames, shift = array.shape[metadata["temporal_dim"]], metadata["frame_shift"]
+        is_as_long = seconds / shift - 1 <= frames <= math.ceil(seconds / shift) + 1
+        _require(is_as_long, f"{frames} frames of {shift} s for {seconds} s of audio")
+    if codec and array.dtype.kind in "iu":
+        _check_range("codes", array, 0, codec.codebook_size - 1)
+    return array
+
+
+def _check_range(what: str, array: np.ndarray, low: float, high: float) -> None:
+    """Raise DamagedShard where values are outside of limits."""
+    if array.size and not (array.min() >= low and array.max() <= high):
+        raise DamagedShard(f"{what} run from {array.min()} to {array.max()}, and not from {low:g} to {high:g}")

@@ -1,67 +1,73 @@
 """Stage ``validate``: the checker. One unit is one shard; nothing in the dataset is changed."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-import numpy as np
 import xxhash
 
-from sharmill.config import Config
+from sharmill.config import Config, Precision, Presence, StageSection, require
 from sharmill.encode.config import EncodeConfig
-from sharmill.engine.identity import identify_folder, versions
-from sharmill.engine.listener import Listener
-from sharmill.engine.plan import read_identity
-from sharmill.engine.run import Executor, run_stage
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
-from sharmill.errors import FatalError
-from sharmill.files.staging import Staging
-from sharmill.files.storage import checksum, open_atomic, remove_for_good, write_atomic
-from sharmill.files.stored import load_stored_array, read_stored, save_array
+from sharmill.engine.stage import (
+    Commit,
+    Processor,
+    RunDir,
+    Stage,
+    Totals,
+    Unit,
+    add_up,
+    identify_folder,
+    make_unit,
+    versions,
+)
+from sharmill.errors import refuse
+from sharmill.files.storage import checksum, load_record, read_records, write_atomic
+from sharmill.models import find_recorded_codec, load_recorded_codec
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
-from sharmill.validate.accounts import CUT_HASHES, CutHashes, ExpectedRecords, check_accounts
-from sharmill.validate.checked_dataset import (
-    CheckedDataset,
-    Shard,
-    check_index,
-    check_strays,
-    read_checked_dataset,
-    regular_size,
-)
-from sharmill.validate.config import ValidateConfig
-from sharmill.validate.findings import (
-    Finding,
-    Report,
-    encode_report,
-    findings_to_lines,
-    make_report,
-    read_findings,
-    read_report,
-)
-from sharmill.validate.recheck import Rechecker
-from sharmill.validate.shard import ShardCheck
+from sharmill.validate.accounts import ExpectedRecords, RecordRow, open_accounts
+from sharmill.validate.checked_dataset import check_index, check_strays, read_checked_dataset
+from sharmill.validate.findings import Finding, Report, encode_report, make_report, read_report
+from sharmill.validate.shard import ValidateProcessor
 
-# For shards of unknown length, in seconds of audio a byte: FLAC at 16 kHz has some 20 kB a second.
-_SECONDS_PER_BYTE: Final = 5e-5
-_NOT_DEEP: Final = "samples, silence and clipping: audio was not decoded (--deep)"
 # A sparse file of any size is told by its size, which is among the files.
 _MAX_INDEX_BYTES: Final = 1 << 32
-_NOT_RECHECKED: Final = "whether the codes are those of the audio: none was encoded again (--recheck-codes)"
-_NONE_CHOSEN: Final = "whether the codes are those of the audio: no segment fell in the sample, raise --recheck-codes"
-_NOT_AGAINST: Final = "completeness: the dataset was not compared with its manifests (--against)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateConfig(StageSection):
+    """Checks beyond those that the stage ``validate`` always makes."""
+
+    presence: ClassVar[Presence] = "always"
+
+    deep: bool = False
+    """Decode all audio as well."""
+    recheck_codes: float | str = 0.0
+    """Share of the segments to encode again, such as ``0.001`` or ``0.1%``."""
+    codec_models: dict[str, str] = field(default_factory=dict)
+    """Model of each codec, where it is not the one that made the codes: ``{nano: "nemo:/new/place/model.nemo"}``."""
+    against_sources: bool = False
+    """Account for every record of the sources: each is in the dataset or among the rejects."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.recheck_share <= 1, "recheck_codes must be a share between 0 and 1, or a percentage")
+
+    @property
+    def recheck_share(self) -> float:
+        """``recheck_codes`` as a number; -1 where it is none."""
+        text = str(self.recheck_codes).strip()
+        try:
+            return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            return -1.0
 
 
 class ValidateStage(Stage):
-    """The check of a dataset, which leaves ``findings.jsonl`` and ``report.json`` in its folder of the run directory.
+    """The check of a dataset, which leaves ``report.json`` in its folder of the run directory.
 
     Args:
-        deep: decode every audio item.
-        recheck_codes: the share of segments to encode again; 0 for none.
-        codec_models: by codec, what to load for that where the model of the dataset has moved.
+        level: checks beyond those that are always made.
         codec_options: by codec, the options of its model.
         against: the manifests and rejects that the dataset is to account for.
     """
@@ -70,26 +76,21 @@ class ValidateStage(Stage):
     section: ClassVar = ValidateConfig
     after: ClassVar = ("*",)
     replan_when_changed: ClassVar[bool] = True
-    reads_rejects: ClassVar[bool] = True
 
     def __init__(
         self,
         dataset_dir: Path,
         run_dir: RunDir,
+        level: ValidateConfig | None = None,
         *,
-        deep: bool = False,
-        recheck_codes: float = 0.0,
-        codec_models: Mapping[str, str] | None = None,
         codec_options: Mapping[str, Mapping[str, Any]] | None = None,
         against: ExpectedRecords | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.root = self.dir.path
         self.dataset_dir = dataset_dir
-        self.deep = deep
-        self.recheck_codes = recheck_codes
-        self.codec_models = dict(codec_models or {})
-        self.codec_options = dict(codec_options or {})
+        self.level = level or ValidateConfig()
+        self.codec_options = codec_options or {}
         self.against = against
 
     @classmethod
@@ -97,30 +98,24 @@ class ValidateStage(Stage):
         level, run_dir, against = config.section(ValidateConfig), RunDir(Path(config.run_dir)), None
         if level.against_sources:
             against = ExpectedRecords(sources=tuple(config.sources), rejects=(str(run_dir.rejects),))
-        # The checker loads no model because a dataset names it, but those that the configuration names itself.
         codecs = config.section(EncodeConfig).codecs
-        own = {codec.name: codec.model for codec in codecs if codec.model != "builtin"}
-        stage = cls(
-            Path(config.dataset_dir), run_dir, deep=level.deep, recheck_codes=level.recheck_share,
-            codec_models=own | level.codec_models if level.recheck_share else level.codec_models, against=against,
-            codec_options={codec.name: codec.options for codec in codecs},
-        )  # fmt: skip
-        return [stage]
-
-    @property
-    def findings_file(self) -> Path:
-        return self.root / "findings.jsonl"
+        if level.recheck_share:
+            # The checker loads no model because a dataset names it, but those that the configuration names itself.
+            own = {codec.name: codec.model for codec in codecs if codec.model != "builtin"}
+            level = replace(level, codec_models=own | level.codec_models)
+        options = {codec.name: codec.options for codec in codecs}
+        return [cls(Path(config.dataset_dir), run_dir, level, codec_options=options, against=against)]
 
     @property
     def report_file(self) -> Path:
         return self.root / "report.json"
 
-    def level(self) -> dict[str, Any]:
+    def describe_level(self) -> dict[str, Any]:
         """Return what the checks depend on beside the files."""
         return {
-            "deep": self.deep,
-            "recheck_codes": self.recheck_codes,
-            "codec_models": self.codec_models,
+            "deep": self.level.deep,
+            "recheck_codes": self.level.recheck_share,
+            "codec_models": self.level.codec_models,
             "against": None if self.against is None else self.against.identity(),
         }
 
@@ -128,50 +123,69 @@ class ValidateStage(Stage):
         if self.against is not None:
             self.against.check()
         subject = read_checked_dataset(self.dataset_dir)
-        if self.recheck_codes:
-            self._rechecker(subject).check()
+        if self.level.recheck_share:
+            models = self.level.codec_models
+            unknown = sorted(models.keys() - {codec.name for codec in subject.codecs})
+            refuse(
+                (not subject.codecs, f"--recheck-codes: {self.dataset_dir} records no codec"),
+                (unknown, f"--codec-model: {self.dataset_dir} has no codec {', '.join(map(repr, unknown))}"),
+                code="unknown_codec",
+            )
+            for codec in subject.codecs:
+                find_recorded_codec(codec, models.get(codec.name), self.codec_options.get(codec.name, {}))
         return {
             "dataset_dir": identify_folder(self.dataset_dir, self.run_dir.path),
             "input": self._index(),
             # Damage does not change the index: what was checked before may have changed since.
             "files": _fingerprint(self.dataset_dir),
-            "level": self.level(),
+            "level": self.describe_level(),
             "versions": versions(),
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         for position, shard in enumerate(read_checked_dataset(self.dataset_dir).shards):
-            yield make_unit(position, cost=self._cost(shard), size=shard.size, params={"line": position})
+            # Without an index, which alone tells the seconds of audio, all shards are alike.
+            cost = 1.0 if shard.record is None else round(sum(shard.record.seconds.values()), 3)
+            yield make_unit(position, cost=cost, size=shard.size, params={"line": position})
 
     def sees_input(self) -> bool:
-        return bool(self._index() == read_identity(self)["input"])
+        return bool(self._index() == load_record(self.dir.identity, dict[str, Any])["input"])
 
     def open(self, device: str) -> Processor:
-        subject = read_checked_dataset(self.dataset_dir)
-        recheck = self._rechecker(subject) if self.recheck_codes else None
-        if recheck is not None:
-            recheck.load()
-        return ValidateProcessor(subject.shards, ShardCheck(subject, deep=self.deep, recheck=recheck))
+        subject, level = read_checked_dataset(self.dataset_dir), self.level
+        codecs = {}
+        for record in subject.codecs if level.recheck_share else ():
+            # The check computes on a CPU, which has no tf32.
+            precision: Precision = "bf16" if record.precision == "bf16" else "fp32"
+            given, options = level.codec_models.get(record.name), self.codec_options.get(record.name)
+            codecs[record.name] = load_recorded_codec(record, given, options, precision)
+        return ValidateProcessor(
+            subject, deep=level.deep, share=level.recheck_share, codecs=codecs, with_records=(self.against is not None)
+        )
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
         subject = read_checked_dataset(self.dataset_dir)
-        hashes = CutHashes(subject, [load_stored_array(self.root / commit.files[1].name) for commit in commits])
-        found, counts = list[Finding](), dict[str, int]()
-        if self.against is not None:
-            found, counts = check_accounts(self.against, hashes.records(), compare_texts=subject.is_own)
-        with open_atomic(self.findings_file) as merged:
-            for findings in (check_index(subject), check_strays(subject), hashes.find_duplicates(), found):
-                merged.write(findings_to_lines(findings))
-            for commit in commits:
-                merged.write(read_stored(self.root / commit.files[0].name))
         checked = _add_up_stats(commits)
+        unchecked = [*subject.unchecked, *self._unchecked(checked)]
+        findings, found = [*check_index(subject), *check_strays(subject)], list[Finding]()
+        with open_accounts() as accounts:
+            for shard, commit in zip(subject.shards, commits, strict=True):
+                accounts.add("cuts", read_records(self.root / commit.files[1].name, RecordRow), shard.index)
+            findings += accounts.find_duplicates()
+            if self.against is not None:
+                found, counts = accounts.check(self.against, compare_texts=subject.is_own)
+                checked |= counts
+                if unknown := accounts.count_unknown_origins():
+                    unchecked.append(f"which records {unknown} cuts came from: they do not say")
+        findings += found
+        for commit in commits:
+            findings += read_records(self.root / commit.files[0].name, Finding)
         report = make_report(
             self.dataset_dir,
-            self.findings(),
-            level=self.references.hide(self.level()),
-            checked={"shards": len(commits), **checked, **counts},
-            unchecked=[*subject.unchecked, *self._unchecked(checked, hashes)],
+            findings,
+            level=self.references.hide(self.describe_level()),
+            checked={"shards": len(commits), **checked},
+            unchecked=unchecked,
             fields=subject.dataset.added_fields if subject.dataset else (),
             foreign=subject.dataset is not None and not subject.is_own,
         )
@@ -179,14 +193,7 @@ class ValidateStage(Stage):
         return add_up(commits)
 
     def products(self) -> list[Path]:
-        return [self.findings_file, self.report_file]
-
-    def discard(self) -> None:
-        remove_for_good(self.products())
-
-    def findings(self) -> list[Finding]:
-        """Read the findings of the finished validation."""
-        return read_findings(self.findings_file)
+        return [self.report_file]
 
     def report(self) -> Report:
         """Read the report of the finished validation."""
@@ -197,55 +204,25 @@ class ValidateStage(Stage):
         paths = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
         return [checksum(path) for path in paths if path.is_file() and path.stat().st_size <= _MAX_INDEX_BYTES]
 
-    def _unchecked(self, checked: dict[str, float], hashes: CutHashes) -> Iterator[str]:
+    def _unchecked(self, checked: dict[str, float]) -> Iterator[str]:
         """Yield what this level leaves unchecked, a phrase each."""
         for name, number in checked.items():
             if name.startswith("unchecked "):
                 yield f"{number:.0f} {name.removeprefix('unchecked ')}: nothing is known of such data"
-        if not self.deep:
-            yield _NOT_DEEP
-        if not self.recheck_codes:
-            yield _NOT_RECHECKED
+        if not self.level.deep:
+            yield "samples, silence and clipping: audio was not decoded (--deep)"
+        if not self.level.recheck_share:
+            yield "whether the codes are those of the audio: none was encoded again (--recheck-codes)"
         elif not checked.get("segments encoded again"):
-            yield _NONE_CHOSEN
+            yield "whether the codes are those of the audio: no segment fell in the sample, raise --recheck-codes"
         if self.against is None:
-            yield _NOT_AGAINST
-        elif unknown := int((hashes.column("record") == 0).sum()):
-            yield f"which records {unknown} cuts came from: they do not say"
-
-    def _rechecker(self, subject: CheckedDataset) -> Rechecker:
-        return Rechecker(subject, self.recheck_codes, self.codec_models, self.codec_options)
-
-    def _cost(self, shard: Shard) -> float:
-        if shard.record is not None:
-            return round(shard.record.target_seconds + shard.record.context_seconds, 3)
-        paths = [self.dataset_dir / file for file in shard.files.values()]
-        return round(sum(regular_size(path) or 0 for path in paths) * _SECONDS_PER_BYTE, 3)
-
-
-class ValidateProcessor(Processor):
-    """The check of shards in one rank."""
-
-    def __init__(self, shards: Sequence[Shard], check: ShardCheck) -> None:
-        self._shards = shards
-        self._check = check
-
-    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        shard = self._shards[unit.params["line"]]
-        checked = self._check(shard, advance)
-        findings, hashes = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.npy"
-        staging.path(findings).write_bytes(findings_to_lines(checked.findings))
-        save_array(staging.path(hashes), np.array(checked.hashes, dtype=CUT_HASHES))
-        seconds = shard.record.target_seconds if shard.record else 0.0
-        stats = {"seconds": seconds, "checked": checked.stats}
-        return Output(files=[findings, hashes], num_out=unit.size, stats=stats)
+            yield "completeness: the dataset was not compared with its manifests (--against)"
 
 
 def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:
-    total: dict[str, float] = {}
+    total = Counter[str]()
     for commit in commits:
-        for name, number in commit.stats["checked"].items():
-            total[name] = total.get(name, 0) + number
+        total.update(commit.stats["checked"])
     rounded = {name: round(number, 3) for name, number in sorted(total.items())}
     return {name: int(number) if number == int(number) else number for name, number in rounded.items()}
 
@@ -261,28 +238,3 @@ def _fingerprint(directory: Path) -> str:
         found = [path.relative_to(directory).as_posix(), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         digest.update(repr(found).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
-
-
-def validate_dataset(
-    dataset_dir: Path,
-    scratch: Path,
-    listener: Listener,
-    level: ValidateConfig,
-    executor: Executor,
-    against: ExpectedRecords | None = None,
-) -> Report:
-    """Check a dataset that need not have a run directory; ``scratch`` is a folder that may be removed afterwards.
-
-    Raises:
-        ConfigError: there is no dataset, or what it is to be compared with cannot be used.
-        FatalError: a unit of the check failed.
-    """
-    stage = ValidateStage(
-        dataset_dir, RunDir(scratch), deep=level.deep, recheck_codes=level.recheck_share,
-        codec_models=level.codec_models, against=against,
-    )  # fmt: skip
-    result = run_stage(stage, executor, listener, max_reject_fraction=0.0)
-    if not result.ok:
-        reasons = "; ".join(error.message for error in result.failures.values())
-        raise FatalError(f"the check itself failed: {reasons}", code="units_failed")
-    return stage.report()

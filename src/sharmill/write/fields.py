@@ -4,30 +4,33 @@ A stage of another package derives from ``FieldStage``, says which fields it add
 writes them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
 from sharmill.config import Config
-from sharmill.engine.identity import versions
-from sharmill.engine.ledger import committed_files
-from sharmill.engine.plan import count_planned
-from sharmill.engine.stage import Advance, Processor, Stage, add_up, stage_classes
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.engine.plan import committed_files, count_planned
+from sharmill.engine.stage import (
+    Advance,
+    Commit,
+    Output,
+    Processor,
+    Stage,
+    Totals,
+    Unit,
+    add_up,
+    make_unit,
+    stage_classes,
+    versions,
+)
 from sharmill.errors import ConfigError, UnitFailed
-from sharmill.files.staging import Staging
-from sharmill.files.storage import checksum
-from sharmill.shar.cut_lines import read_cut_ids
-from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.index import CodecRecord, FieldFile
-from sharmill.shar.items import read_field
-from sharmill.shar.layout import BASE_FIELDS, CUTS, Field
+from sharmill.files.storage import Staging, checksum
+from sharmill.shar.items import read_cut_ids, read_field
+from sharmill.shar.layout import BASE_FIELDS, CUTS, CodecRecord, Field, FieldFile, ShardedDataset, ShardRecord
 
 
 class FieldStage(Stage):
@@ -66,7 +69,15 @@ class FieldStage(Stage):
                     "name",
                     code="bad_config_value",
                 )
-            _require_free(self.name, field)
+            # It imports torch, and so does who looks at the datasets of such a stage.
+            from sharmill.shar.reading.cuts import is_method_of_cuts
+
+            if is_method_of_cuts(field.attribute):
+                raise ConfigError(
+                    f"the stage {self.name}: the field {field.name} cannot be called {field.attribute!r} on a cut: "
+                    "lhotse has something else of that name",
+                    code="bad_config_value",
+                )
 
     @property
     def folders(self) -> Sequence[str]:  # type: ignore[override]
@@ -96,8 +107,7 @@ class FieldStage(Stage):
         """Return the codec that the index is to list, where the fields are its codes."""
         return None
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
         fields = [self._describe(field) for field in (self.fields() if commits else ())]
         files = [
             {
@@ -137,9 +147,18 @@ class FieldStage(Stage):
         """Return how messages call the fields."""
         return f"fields called {' and '.join(self.folders)}"
 
-    def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
-        own = shards.get(self.name, set())
-        return own if own or of_index else None
+
+def shard_record(commit: Commit, fields: Iterable[Field], index: int, folder: str = "") -> ShardRecord:
+    """Return the record of a shard of a dataset in a folder of what a unit has published."""
+    names = {file.name.removeprefix(folder): file for file in commit.files}
+    files = {field.name: (field.path(index), names[field.path(index)]) for field in fields}
+    return ShardRecord(
+        index=index,
+        count=commit.num_out,
+        target_seconds=round(commit.stats["seconds"], 3),
+        context_seconds=round(commit.stats["context_seconds"], 3),
+        fields={field: FieldFile(name, file.size, file.xxh3) for field, (name, file) in files.items()},
+    )
 
 
 def added_fields(config: Config) -> dict[str, list[Field]]:
@@ -158,19 +177,6 @@ def added_fields(config: Config) -> dict[str, list[Field]]:
             if not found[stage.name]:
                 raise ConfigError(f"the stage {stage.name} has no fields", code="bad_plugin")
     return found
-
-
-def _require_free(stage: str, field: Field) -> None:
-    """Raise ConfigError where lhotse's cuts have something else under the name of a field."""
-    # It imports torch, and so does who looks at the datasets of such a stage.
-    from sharmill.shar.reading.cuts import is_method_of_cuts
-
-    if is_method_of_cuts(field.attribute):
-        raise ConfigError(
-            f"the stage {stage}: the field {field.name} cannot be called {field.attribute!r} on a cut: lhotse has "
-            "something else of that name",
-            code="bad_config_value",
-        )
 
 
 class FieldProcessor(Processor):

@@ -1,56 +1,92 @@
 """Stage ``write`` (stage 2): cuts, target audio and, in a dataset with contexts, context audio as shards."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final, Literal
 
+import msgspec
 import numpy as np
 
-from sharmill.audio.encoding import check_encoder
-from sharmill.audio.segments import SegmentReader
+from sharmill.audio.decoder import check_encoder, encode, encoder_problem, to_float
+from sharmill.audio.resample import resample
+from sharmill.audio.segments import FileCopy, Location, SegmentAudio, SegmentReader, SegmentsOnce
 from sharmill.audio.sound import Sound
-from sharmill.config import Config
-from sharmill.engine.identity import versions
-from sharmill.engine.ledger import committed_files
-from sharmill.engine.plan import count_planned
-from sharmill.engine.reservations import require_own_output
-from sharmill.engine.stage import Advance, Processor, Stage, add_up
-from sharmill.engine.unit import Commit, Output, Totals, Unit, make_unit
+from sharmill.config import Config, Positive, Presence, StageSection, require
+from sharmill.engine.balance import divide_evenly
+from sharmill.engine.fence import require_own_output
+from sharmill.engine.plan import committed_files, count_planned
+from sharmill.engine.stage import Advance, Commit, Output, Processor, Stage, Totals, Unit, add_up, make_unit, versions
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.staging import Staging
-from sharmill.files.stored import map_stored_array, save_array
+from sharmill.files.storage import Staging, map_stored_array, save_array
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
-from sharmill.match.candidates import segment_roots
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
+from sharmill.match.groups import index_lines, number_groups, order_by_group, segment_roots
 from sharmill.match.stage import devices_of_match, matched_manifest
-from sharmill.prepare.config import PrepareConfig
+from sharmill.prepare.check import PrepareConfig
+from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.prepare.stage import identify_roots, prepared_manifest
-from sharmill.shar.cut_lines import write_cuts
-from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
-from sharmill.shar.index import DatasetRecord, FieldFile, ShardRecord
-from sharmill.shar.items import FieldWriter, Item
+from sharmill.shar.items import FieldWriter, Item, cut_json, recording_json, write_cuts
 from sharmill.shar.layout import (
     BASE_FIELDS,
     CONTEXT_AUDIO,
     CUTS,
     FORMAT_VERSION,
     TARGET_AUDIO,
-    Field,
+    DatasetRecord,
+    ShardedDataset,
     base_fields,
     context_id,
 )
-from sharmill.shar.lhotse_json import cut_json, recording_json
-from sharmill.write.config import WriteConfig
-from sharmill.write.encoder import SegmentEncoder, StoredAudio
-from sharmill.write.fields import added_fields
-from sharmill.write.order import divide_into_shards, index_matched, index_prepared, order_lines
+from sharmill.write.fields import added_fields, shard_record
+
+_DEFAULT_SHARD_SIZE: Final = 1000
+_ORIGINAL: Final = "original"
+_FALLBACK_FORMAT: Final = "flac"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteConfig(StageSection):
+    """Form of the shards: their size, their order and the format of their audio."""
+
+    presence: ClassVar[Presence] = "always"
+
+    shard_size: Positive | None = None
+    """Number of cuts in one shard; 1000 where neither this nor one of the next two keys is given. Of the three keys one
+    can be given: on the command line, ``write.shard_size=null write.num_shards=64`` replaces the one in the file."""
+    num_shards: Positive | None = None
+    """Number of shards. Their numbers of cuts differ by one at most; there are never more shards than cuts."""
+    shard_seconds: float | None = None
+    """Target audio in one shard, in seconds, about: the number of shards is the total divided by this, rounded, and
+    each shard ends where the sum so far is closest to its share. Equal hours are what training balances on."""
+    audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
+    """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A record
+    that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. Opus and MP3 are written
+    at the variable bit rates of libsndfile, which cannot be changed: for speech at 16, 24 and 48 kHz about 28, 37 and
+    62 kbit/s (Opus) and 43, 55 and 68 kbit/s (MP3)."""
+    sampling_rate: Positive | None = None
+    """Sampling rate of the stored audio, in Hz; ``null`` keeps the rate of each recording."""
+    order: Literal["manifest", "speaker", "shuffle"] = "shuffle"
+    """Order of the cuts: as in the manifest, by speaker group (by speaker where ``match`` is null), or shuffled by
+    ``seed``."""
+    seed: Annotated[int, msgspec.Meta(ge=0)] = 42
+    """Seed of ``order: shuffle``."""
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("shard_size", "num_shards", "shard_seconds")}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        seconds = self.shard_seconds
+        require(seconds is None or 0 < seconds < math.inf, "shard_seconds must be a positive number")
+        named = " and ".join(f"{name} ({value:g})" for name, value in given.items())
+        require(len(given) < 2, f"{named} are given, and only one of them can be: set the others to null")
+        if not given:
+            object.__setattr__(self, "shard_size", _DEFAULT_SHARD_SIZE)
 
 
 class WriteStage(Stage):
@@ -95,11 +131,12 @@ class WriteStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         manifest, write = input_manifest(self.config), self.write
-        index = index_matched(manifest) if self.config.has_contexts else index_prepared(manifest)
-        order = order_lines(index, write.order, write.seed)
-        save_array(folder / "offsets.npy", index.offsets[order])
-        for number, (start, stop) in enumerate(pairwise(divide_into_shards(index.target_seconds[order], write))):
-            cost = round(float(index.seconds[order[start:stop]].sum(dtype=np.float64)), 3)
+        lines = index_lines(manifest, group_key=None if self.config.has_contexts else make_speaker_key("speaker"))
+        order = order_lines(lines, write.order, write.seed)
+        save_array(folder / "offsets.npy", lines["offset"][order])
+        seconds = lines["seconds"] + lines["context"]
+        for number, (start, stop) in enumerate(pairwise(divide_into_shards(lines["seconds"][order], write))):
+            cost = round(float(seconds[order[start:stop]].sum(dtype=np.float64)), 3)
             yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
 
     def check_node(self) -> None:
@@ -108,9 +145,8 @@ class WriteStage(Stage):
     def open(self, device: str) -> Processor:
         return WriteProcessor(self.config, self.dir.plan)
 
-    def finalize(self, units: list[Unit], commits: Iterable[Commit]) -> Totals:
-        commits = list(commits)
-        shards = [_shard_record(commit, self._fields) for commit in commits]
+    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
+        shards = [shard_record(commit, self._fields, commit.index) for commit in commits]
         match = self.config.find(MatchConfig)
         record = DatasetRecord(
             format_version=FORMAT_VERSION,
@@ -141,10 +177,6 @@ class WriteStage(Stage):
     def mender(cls, field: str, *, content: bool) -> str | None:
         return cls.kind if field in BASE_FIELDS else None
 
-    def redo(self, shards: Mapping[str, set[int]], *, of_index: bool) -> set[int] | None:
-        own = shards.get(self.name, set())
-        return own if own or of_index else None
-
     def check_output(self) -> None:
         """Raise ConfigError where the dataset directory holds what this run has not written."""
         if self.root.exists() and not self.root.is_dir():
@@ -167,6 +199,52 @@ class WriteStage(Stage):
         }  # fmt: skip
 
 
+def order_lines(lines: np.ndarray, order: Literal["manifest", "speaker", "shuffle"], seed: int) -> np.ndarray:
+    """Return the numbers of lines (N,) uint32: as in the input, by speaker group, or in a seeded permutation.
+
+    The permutation is of the input's order, so it does not depend on how groups were found.
+
+    Args:
+        lines: (N,) of ``match.groups.LINE``.
+    """
+    if order == "speaker":
+        return order_by_group(number_groups(lines))
+    numbers = np.argsort(lines["index"], kind="stable").astype(np.uint32)
+    if order == "shuffle":
+        np.random.Generator(np.random.PCG64(seed)).shuffle(numbers)
+    return numbers
+
+
+def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
+    """Divide cuts into shards of consecutive ones, none of them empty.
+
+    Args:
+        seconds: (N,) durations of the targets, in the order of the cuts.
+        write: says how large shards are.
+
+    Returns:
+        The bounds (shards + 1,): shard n has the cuts from bound n to before bound n + 1.
+
+    >>> divide_into_shards(np.ones(5), WriteConfig(shard_size=2))
+    [0, 2, 4, 5]
+    >>> divide_into_shards(np.ones(5), WriteConfig(num_shards=2))
+    [0, 2, 5]
+    >>> divide_into_shards(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), WriteConfig(shard_seconds=4.0))
+    [0, 1, 5]
+    """
+    count = len(seconds)
+    if not count:
+        return [0]
+    if write.shard_seconds is not None:
+        total = float(seconds.sum(dtype=np.float64))
+        return divide_evenly(seconds, min(count, max(1, round(total / write.shard_seconds))))
+    if write.num_shards is not None:
+        number = min(count, write.num_shards)
+        return [count * shard // number for shard in range(number + 1)]
+    assert write.shard_size is not None
+    return [*range(0, count, write.shard_size), count]
+
+
 class WriteProcessor(Processor):
     """Writes shards.
 
@@ -181,8 +259,8 @@ class WriteProcessor(Processor):
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
         reader = SegmentReader(segment_roots(self.config), self.config.section(PrepareConfig).duration_tolerance)
-        uses = [use for u in utterances for use in _segments(u).values()]
-        encode = SegmentEncoder(self.config.section(WriteConfig), reader, uses)
+        uses = [segment for utterance in utterances for segment, _ in _parts(utterance).values()]
+        audio = store_segments(self.config.section(WriteConfig), reader, uses)
         fields = base_fields(contexts=self.config.has_contexts)
         files = {field.name: field.path(unit.index) for field in fields}
         rejects: list[Reject] = []
@@ -190,23 +268,22 @@ class WriteProcessor(Processor):
         values: list[dict[str, float]] = []
         seconds = {TARGET_AUDIO: 0.0, CONTEXT_AUDIO: 0.0}
         with ExitStack() as stack:
-            stack.enter_context(reader.gather(uses))
             writers = {
                 field: stack.enter_context(FieldWriter(staging.path(file)))
                 for field, file in files.items() if field != CUTS
             }  # fmt: skip
             for utterance in utterances:
-                stored = _encode_all(encode, utterance)
-                advance(sum(segment.duration for segment in _segments(utterance).values()))
-                if isinstance(stored, RejectRecord):
-                    rejects.append(Reject(WriteStage.kind, stored.reason, stored.detail, utterance.public_record()))
+                items = _store_all(audio, utterance)
+                advance(sum(segment.duration for segment, _ in _parts(utterance).values()))
+                if isinstance(items, RejectRecord):
+                    rejects.append(Reject(WriteStage.kind, items.reason, items.detail, utterance.public_record()))
                     continue
-                for field, audio in stored.items():
-                    writers[field].add(_item(utterance.cut_id, _recording_id(utterance, field), audio))
-                    seconds[field] += audio.seconds
-                target = stored[TARGET_AUDIO]
+                for field, (item, stored) in items.items():
+                    writers[field].add(item)
+                    seconds[field] += stored.num_samples / stored.sampling_rate
+                target = items[TARGET_AUDIO][1]
                 cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
-                sounds = {field: Sound.unpack(audio.sound) for field, audio in stored.items() if audio.sound}
+                sounds = {field: Sound.unpack(stored.sound) for field, (_, stored) in items.items() if stored.sound}
                 values.append(cut_values(cuts[-1]) | sound_values(sounds.get(TARGET_AUDIO), sounds.get(CONTEXT_AUDIO)))
         write_cuts(staging.path(files[CUTS]), cuts)
         return Output(
@@ -235,46 +312,73 @@ def input_manifest(config: Config) -> Path:
     return matched_manifest(config) if config.has_contexts else prepared_manifest(config)
 
 
-def _segments(utterance: Utterance) -> dict[str, Segment]:
-    """Return the segments of an utterance by their fields: the target and, if it has one, the context."""
-    context = {} if utterance.context is None else {CONTEXT_AUDIO: utterance.context.segment}
-    return {TARGET_AUDIO: utterance.segment, **context}
+@dataclass(frozen=True, slots=True)
+class StoredAudio:
+    """An audio file as it is stored: the extension for its format, and what a decoder gives for it.
 
-
-def _encode_all(encode: SegmentEncoder, utterance: Utterance) -> dict[str, StoredAudio] | RejectRecord:
-    """Return the audio of an utterance by field, or why the record has to go.
-
-    All segments are always asked for, as the encoder counts uses.
+    ``sound`` has the measures of the segment's sound, packed, or is "" where they are not known.
     """
-    stored: dict[str, StoredAudio] = {}
+
+    extension: str
+    sampling_rate: int
+    num_samples: int
+    sound: str
+
+
+def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> SegmentsOnce[StoredAudio]:
+    """Return the audio of segments as it is stored: copied where the file already is what is wanted, else encoded."""
+
+    def may_copy(location: Location) -> bool:
+        info = location.info
+        return (
+            location.is_whole_file
+            and info.common
+            and info.channels == 1
+            and config.audio_format in (_ORIGINAL, info.format)
+            and config.sampling_rate in (None, info.sampling_rate)
+        )
+
+    def store(found: SegmentAudio | FileCopy) -> tuple[bytes, StoredAudio]:
+        info = found.location.info
+        if isinstance(found, FileCopy):
+            return found.data, StoredAudio(info.format, info.sampling_rate, found.location.num_samples, found.sound)
+        samples, rate = found.samples, found.sampling_rate
+        if config.sampling_rate not in (None, rate):
+            samples, rate = resample(to_float(samples), rate, config.sampling_rate), config.sampling_rate
+        extension: str = config.audio_format
+        if extension == _ORIGINAL:
+            extension = info.format if info.common and not encoder_problem(info.format, rate) else _FALLBACK_FORMAT
+        if problem := encoder_problem(extension, rate):
+            raise RejectRecord("unsupported_rate", problem)
+        return encode(samples, rate, extension), StoredAudio(extension, rate, len(samples), found.notes.sound)
+
+    return SegmentsOnce(reader, uses, store, may_copy)
+
+
+def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
+    """Return, by field of audio, the segments of an utterance and the ids of their Recordings."""
+    parts = {TARGET_AUDIO: (utterance.segment, utterance.cut_id)}
+    if (context := utterance.context) is not None:
+        segment = context.segment
+        parts[CONTEXT_AUDIO] = segment, context_id(context.recording_id, segment.offset, segment.duration)
+    return parts
+
+
+def _store_all(
+    audio: SegmentsOnce[StoredAudio], utterance: Utterance
+) -> dict[str, tuple[Item, StoredAudio]] | RejectRecord:
+    """Return the items of an utterance by field of audio, or why the record has to go.
+
+    All segments are always asked for, as their uses are counted.
+    """
+    items: dict[str, tuple[Item, StoredAudio]] = {}
     why: RejectRecord | None = None
-    for field, segment in _segments(utterance).items():
+    for field, (segment, recording_id) in _parts(utterance).items():
         try:
-            stored[field] = encode(segment)
+            data, stored = audio.get(segment)
         except RejectRecord as reject:
             why = why or RejectRecord(reject.reason, f"{field.removesuffix('_audio')}: {reject.detail}")
-    return why or stored
-
-
-def _item(cut_id: str, recording_id: str, stored: StoredAudio) -> Item:
-    recording = recording_json(recording_id, stored.sampling_rate, stored.num_samples)
-    return Item(cut_id, stored.extension, stored.data, recording)
-
-
-def _recording_id(utterance: Utterance, field: str) -> str:
-    """Return the id of the Recording that an utterance has in a field of audio."""
-    context = utterance.context
-    if field == TARGET_AUDIO or context is None:
-        return utterance.cut_id
-    return context_id(context.recording_id, context.segment.offset, context.segment.duration)
-
-
-def _shard_record(commit: Commit, fields: Sequence[Field]) -> ShardRecord:
-    by_name = {file.name: FieldFile(file.name, file.size, file.xxh3) for file in commit.files}
-    return ShardRecord(
-        index=commit.index,
-        count=commit.num_out,
-        target_seconds=round(commit.stats["seconds"], 3),
-        context_seconds=round(commit.stats["context_seconds"], 3),
-        fields={field.name: by_name[field.path(commit.index)] for field in fields},
-    )
+            continue
+        recording = recording_json(recording_id, stored.sampling_rate, stored.num_samples)
+        items[field] = Item(utterance.cut_id, stored.extension, data, recording), stored
+    return why or items

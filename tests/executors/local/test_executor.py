@@ -1,27 +1,38 @@
-"""The local executor: real processes on this machine, their starts, their logs, and how they end."""
+"""The local executor: real processes on this machine, their logs, their devices, and GPUs that break.
 
-from __future__ import annotations
+A run that is interrupted, terminated or killed ends soon, leaves no process, and a relaunch goes on.
+"""
 
+import json
 import os
 import signal
-from functools import partial
-from pathlib import Path
+import subprocess
+import sys
+import time
+from contextlib import suppress
 
 import pytest
-from support.errors import raises
+from support.project import TESTS, raises, within
 from support.toy_stage import (
-    DiesBesideAnIdleRank,
-    DiesIdle,
-    EndsTheForkServer,
+    ECC,
+    BadDevices,
     GoesBlind,
+    GpuStage,
+    KindStage,
+    LookingAhead,
     ToyStage,
-    Unloadable,
     is_running,
+    output_bytes,
     run,
+    session_members,
+    wait_until,
 )
 
-from sharmill.engine.unit import make_unit
-from sharmill.errors import DeviceError, FatalError
+from sharmill.engine.plan import read_ledger
+from sharmill.engine.progress import read_progress
+from sharmill.errors import ConfigError, DeviceError
+from sharmill.executors.supervisor import Device, plan_devices, usable_gpus
+from sharmill.files.storage import token_staging
 
 
 @pytest.fixture(autouse=True)
@@ -35,83 +46,12 @@ def rank_logs(stage):
     return "".join(path.read_text() for path in stage.dir.logs.glob("rank-*.log"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "does"), [(1, "hold_gil"), (2, "hold_gil"), (2, "wait:never")])
-def test_a_unit_that_hangs_is_tried_three_times_after_all_others_and_given_up(tmp_path, workers, does):
-    stage = ToyStage(tmp_path, units=4, behaviour={0: does}, setup_does=f"meet:{workers}")
-    stage.unit_time_limit = 2.0
-    result, _ = run(stage, workers)
-    message = result.failures[0].message
-    assert message.startswith("it took longer than executor.unit_time_limit of 2 s; its log is ")
-    assert stage.attempts() == {0: 3, 1: 1, 2: 1, 3: 1}
-    assert "in _do_" in Path(message.rpartition("its log is ")[2]).read_text(), "where it hung is in the log"
-
-
-@pytest.mark.parametrize(("setting", "cost", "limit"), [
-    (None, 1e6, None), (7.5, 1e6, 7.5), ("auto", 10.0, 3600.0), ("auto", 0.0, 3600.0), ("auto", 1000.0, 10_000.0),
-])  # fmt: skip
-def test_the_limit_is_as_set_or_ten_seconds_for_each_of_cost_and_an_hour_at_least(tmp_path, setting, cost, limit):
-    stage = ToyStage(tmp_path)
-    stage.unit_time_limit = setting
-    assert stage.time_limit(make_unit(0, cost=cost, size=1, params={})) == limit
-
-
 @pytest.mark.parametrize(("workers", "limit"), [(1, "auto"), (1, 60.0), (2, "auto")])
 def test_one_worker_without_a_time_limit_of_its_own_runs_inline(tmp_path, workers, limit):
     stage = ToyStage(tmp_path, units=1)
     stage.unit_time_limit = limit
     run(stage, workers)
     assert (stage.pids() == {os.getpid()}) == (workers == 1 and limit == "auto")
-
-
-def test_there_are_no_more_ranks_than_units(tmp_path):
-    stage = ToyStage(tmp_path, units=2, setup_does="meet:2")
-    run(stage, 5)
-    assert len(stage.pids()) == 2
-
-
-def test_largest_units_come_first(tmp_path):
-    stage = ToyStage(tmp_path, units=8)
-    run(stage, 1)
-    assert [int(line.split()[0]) for line in stage.marked("attempts")] == [3, 7, 2, 6, 1, 5, 0, 4]
-
-
-def test_a_rank_that_dies_after_its_commit_counts_once(tmp_path):
-    stage = ToyStage(tmp_path, setup_does="die_after_commit:2")
-    result, heard = run(stage, 2)
-    assert (result.ok, result.totals.num_in, result.totals.num_out) == (True, 18, 18)
-    assert sorted(heard.done) == list(range(6))
-    assert stage.attempts()[2] == 1
-
-
-def test_a_rank_that_fails_twice_in_a_row_makes_way_for_a_fresh_one(tmp_path):
-    stage = ToyStage(tmp_path, units=2, behaviour={0: "raise", 1: "raise"}, setup_does="meet:2")
-    run(stage, 2)
-    assert stage.attempts() == {0: 3, 1: 3}
-    assert len(stage.pids()) > 2
-
-
-@pytest.mark.parametrize(("does", "how"), [("kill", "SIGKILL"), ("exit:7", "7")])
-def test_set_up_that_always_dies_ends_the_stage(tmp_path, does, how):
-    stage = ToyStage(tmp_path, setup_does=does)
-    with raises(FatalError, "no_ranks", "toy", how, str(stage.dir.logs)):
-        run(stage, 2)
-    assert len(stage.pids()) == 6
-    assert f"signal {how}" in stage.dir.driver_log.read_text() or f"status {how}" in stage.dir.driver_log.read_text()
-
-
-@pytest.mark.parametrize("does", ["kill_once", "one_is_slow", pytest.param("hang_at_exit", marks=pytest.mark.slow)])
-def test_ranks_that_die_once_or_still_load_or_hang_at_their_end_hold_nobody_up(tmp_path, does):
-    stage = ToyStage(tmp_path, units=2, setup_does=does)
-    assert run(stage, 2)[0].ok
-    assert sorted(stage.attempts()) == [0, 1]
-
-
-def test_a_stage_that_cannot_be_unpickled_leaves_its_traceback_in_the_log(tmp_path):
-    stage = Unloadable(tmp_path)
-    with raises(FatalError, "no_ranks"):
-        run(stage, 2)
-    assert "these are not the bytes" in rank_logs(stage)
 
 
 def test_a_rank_that_sees_its_input_no_more_is_given_up_alone(tmp_path):
@@ -130,44 +70,6 @@ def test_where_no_rank_sees_its_input_nothing_is_rejected(tmp_path):
     assert not stage.dir.rejects.exists()
 
 
-@pytest.mark.parametrize(("kind", "attempts"), [(DiesBesideAnIdleRank, {0: 1, 1: 2}), (DiesIdle, {0: 1, 1: 1})])
-def test_an_idle_rank_takes_over_what_a_dead_one_left(tmp_path, kind, attempts):
-    """The rank that has nothing more to do stays until all is done: no other has to load the model again."""
-    stage = kind(tmp_path, units=2, setup_does="meet:2")
-    assert run(stage, 2)[0].ok
-    assert stage.attempts() == attempts
-    assert len(stage.pids()) == 2
-
-
-def test_a_death_that_a_child_process_hides_is_noticed(tmp_path):
-    """A process that the rank forked holds its pipe and its sentinel open."""
-    stage = ToyStage(tmp_path, units=3, behaviour={2: "fork_and_die_once"})
-    try:
-        assert run(stage, 2)[0].ok
-    finally:
-        for line in stage.marked("children"):
-            os.kill(int(line), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("text", ["", "raise ImportError('no such library')"])
-def test_imports_are_made_once_for_all_ranks_and_those_that_fail_are_left_to_them(tmp_path, monkeypatch, text):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    counted = f"print('from the import'); open({str(tmp_path / 'imports')!r}, 'a').write('one')\n"
-    (tmp_path / "noted_module.py").write_text(counted + text)
-    stage = ToyStage(tmp_path, units=4, setup_does="meet:2")
-    stage.modules = partial(list, ["noted_module"])
-    assert run(stage, 2)[0].ok
-    assert len(stage.pids()) == 2
-    assert (tmp_path / "imports").read_text() == "one"
-    assert "from the import" in stage.dir.driver_log.read_text()
-
-
-def test_ranks_go_on_where_the_process_that_they_are_forked_from_has_ended(tmp_path):
-    stage = EndsTheForkServer(tmp_path, units=4)
-    assert run(stage, 2)[0].ok
-    assert [pid for pid in map(int, stage.marked("ended")) if is_running(pid)] == []
-
-
 @pytest.mark.parametrize(
     ("does", "lines"),
     [("raise", ["in _do_raise"]), ("segfault", ["Segmentation fault", "in _do_segfault"]),
@@ -178,3 +80,245 @@ def test_the_log_of_a_rank_has_what_it_printed_and_how_it_failed(tmp_path, capfd
     run(stage, 2)
     assert [rank_logs(stage).count(line) for line in lines] == [3] * len(lines)
     assert "hello" not in "".join(capfd.readouterr())
+
+
+FAULTS = ["cuda_memory_once", "no_engine_once", "cufft_once", "break_once", "hold_gil_once"]
+
+
+@pytest.fixture
+def whole(tmp_path):
+    stage = ToyStage(tmp_path / "whole")
+    run(stage)
+    return output_bytes(stage)
+
+
+@pytest.mark.slow
+def test_a_unit_that_always_breaks_the_context_is_named_and_the_others_are_done(tmp_path, gpus):
+    gpus("0")
+    stage = GpuStage(tmp_path, behaviour={2: "break"})
+    result, heard = run(stage, "auto")
+    assert list(result.failures) == [2]
+    assert result.failures[2].message.startswith("AcceleratorError: CUDA error: device-side assert triggered")
+    assert sorted(heard.done) == [0, 1, 3, 4, 5]
+    assert stage.attempts() == {0: 1, 1: 1, 2: 3, 3: 1, 4: 1, 5: 1}
+
+
+@pytest.mark.slow
+def test_a_bad_gpu_is_given_up_and_the_others_go_on_and_the_end_says_so(tmp_path, gpus, whole):
+    gpus("0", "1", "2")
+    stage = BadDevices(tmp_path, bad=("1",))
+    result, _ = run(stage, "auto")
+    assert result.ok
+    assert output_bytes(stage) == whole
+    assert stage.marked("bad") == ["1"] * 3
+    [sentence] = result.given_up
+    assert "GPU 1 of rank 1 was taken out of work: toy: a rank cannot be set up on GPU 1 of " in sentence
+    assert ECC in sentence
+
+
+@pytest.mark.slow
+def test_a_stage_whose_gpus_are_all_bad_ends_with_their_reason(tmp_path, gpus):
+    gpus("0", "1")
+    stage = BadDevices(tmp_path, bad=("0", "1"))
+    with raises(DeviceError, "device_failed", "cannot be set up on GPU", ECC):
+        run(stage, "auto")
+    assert sorted(stage.marked("bad")) == ["0"] * 3 + ["1"] * 3
+    assert stage.attempts() == {}
+
+
+@pytest.mark.parametrize(
+    ("number", "faults", "dead"),
+    [
+        (0, (0, 1, 2), False),
+        (1, (3,), True),
+        pytest.param(2, (0, 1), True, marks=pytest.mark.slow),
+        pytest.param(2, (2, 3), True, marks=pytest.mark.slow),
+        pytest.param(2, (4,), True, marks=pytest.mark.slow),
+    ],
+)
+def test_every_fault_costs_one_attempt(tmp_path, gpus, whole, number, faults, dead):
+    """Inline, where lack of memory leaves the process as it is, and in ranks, whose first GPU fails at set-up too."""
+    gpus(*map(str, range(number)))
+    stage = GpuStage(tmp_path, behaviour={index: FAULTS[index] for index in faults})
+    stage.setup_does = "device_once" if dead else ""
+    stage.unit_time_limit = 3.0 if 4 in faults else None
+    result, heard = run(stage, number or 1)
+    assert (result.ok, result.given_up, heard.failed) == (True, [], {})
+    assert (os.getpid() in stage.pids()) == (number == 0)
+    assert stage.attempts() == {index: 1 + (index in faults) for index in range(6)}
+    assert output_bytes(stage) == whole
+
+
+@pytest.mark.parametrize("behaviour", [{}, {3: "kill_once"}])
+def test_a_rank_has_its_next_unit_while_it_does_one_and_another_does_it_if_it_dies(tmp_path, gpus, whole, behaviour):
+    gpus("0")
+    stage = LookingAhead(tmp_path, behaviour=behaviour)
+    assert run(stage, "auto")[0].ok
+    assert stage.attempts() == {index: 1 + (index in behaviour) for index in range(6)}
+    order = [int(line.split()[0]) for line in stage.marked("attempts")]
+    if not behaviour:
+        assert stage.marked("expected") == [*map(str, order[1:]), "none"]
+    assert output_bytes(stage) == whole
+
+
+MESSAGE = "Interrupted. What is done is kept; run the same command again to go on."
+SECONDS_TO_END = 5.0
+
+
+class Driver:
+    """``sharmill toy`` in a process group of its own, as a shell would start it."""
+
+    def __init__(self, folder, workers, **options):
+        self.stage = ToyStage(folder)
+        values = json.dumps({"folder": str(folder), "workers": workers, **options})
+        self.process = subprocess.Popen(
+            [sys.executable, TESTS / "support" / "toy_driver.py", values],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def end(self, how):
+        """Its exit status and its output, once a signal has ended it and all its processes in time."""
+        started = time.monotonic()
+        if how == "ctrl-c":
+            os.killpg(self.process.pid, signal.SIGINT)
+        else:
+            self.process.send_signal(getattr(signal, how))
+        output, _ = self.process.communicate(timeout=120)
+        wait_until(lambda: not session_members(self.process.pid))
+        assert time.monotonic() - started < within(SECONDS_TO_END)
+        return self.process.returncode, output.strip().splitlines()
+
+
+@pytest.fixture
+def start(tmp_path):
+    drivers = []
+
+    def start_driver(workers, **options):
+        drivers.append(Driver(tmp_path, workers, **options))
+        return drivers[-1]
+
+    yield start_driver
+    for driver in drivers:
+        for pid in session_members(driver.process.pid):
+            # The others end by themselves when the first of them has.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        driver.process.wait()
+
+
+# The three units of cost 4 come first: they wait, so that two ranks are busy and nothing else is done.
+BUSY = {3: "wait:never", 7: "wait:never", 11: "wait:never"}
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM"])
+@pytest.mark.parametrize(("workers", "does"), [(1, "wait:never"), (2, "wait:never"), (2, "hold_gil")])
+def test_an_interrupted_run_ends_in_time_with_the_message_and_without_orphans(start, workers, does, how):
+    driver = start(workers, units=12, behaviour=dict.fromkeys(BUSY, does))
+    wait_until(lambda: len(driver.stage.marked("attempts")) >= workers)
+    assert driver.end(how) == (1, [MESSAGE])
+    assert all(rank.ended for rank in read_progress(driver.stage.dir.progress))
+    assert not list(token_staging(driver.stage.root, driver.stage.dir.read_token()).iterdir())
+
+
+GPUS = ("0", "3", "GPU-5f")
+ON_GPUS = [Device("cuda", gpu) for gpu in GPUS]
+
+
+@pytest.mark.parametrize(("workers", "uses_gpu", "gpus", "cores", "devices"), [
+    ("auto", True, GPUS, 16, ON_GPUS),
+    ("auto", True, (), 3, [Device()] * 3),
+    ("auto", False, GPUS, 5, [Device()] * 5),
+    (4, True, GPUS, 2, [*ON_GPUS, ON_GPUS[0]]),
+    ("4", True, GPUS, 2, [*ON_GPUS, ON_GPUS[0]]),
+    (1, True, GPUS, 2, ON_GPUS[:1]),
+    (7, False, (), 2, [Device()] * 7),
+])  # fmt: skip
+def test_auto_is_one_rank_for_each_gpu_or_core_and_more_share_them(workers, uses_gpu, gpus, cores, devices):
+    assert plan_devices(workers, uses_gpu=uses_gpu, gpus=gpus, cores=cores) == devices
+
+
+@pytest.mark.parametrize(("device", "found", "environment", "usable"), [
+    ("auto", (), {}, ()),
+    ("auto", ("0",), {}, ("0",)),
+    ("cpu", ("0",), {}, ()),
+    ("auto", (), {"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, ()),
+    ("auto", (), {"CUDA_VISIBLE_DEVICES": "-1", "SLURM_GPUS_ON_NODE": "4"}, ()),
+    ("auto", (), {"CUDA_VISIBLE_DEVICES": "NoDevFiles", "SLURM_GPUS_ON_NODE": "4"}, ()),
+    ("cuda", (), {}, None),
+    ("cuda", (), {"CUDA_VISIBLE_DEVICES": ""}, None),
+    ("auto", (), {"CUDA_VISIBLE_DEVICES": "0"}, None),
+    ("auto", (), {"SLURM_GPUS_ON_NODE": "4"}, None),
+])  # fmt: skip
+def test_gpus_that_are_asked_for_or_given_must_be_there(monkeypatch, device, found, environment, usable):
+    monkeypatch.setattr("sharmill.executors.supervisor.visible_gpus", lambda: found)
+    monkeypatch.setattr("sharmill.models.device.explain_missing", lambda: "the driver is too old")
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if usable is None:
+        with raises(ConfigError, "device_failed", "executor.device=cpu", "the driver is too old"):
+            usable_gpus(device)
+    else:
+        assert usable_gpus(device) == usable
+
+
+def test_each_rank_sees_only_its_own_gpu(tmp_path, gpus):
+    gpus(*GPUS)
+    stage = GpuStage(tmp_path, units=9, everywhere="environment:CUDA_VISIBLE_DEVICES", setup_does="meet:3")
+    run(stage, 3)
+    seen = {line.split()[0]: line.split()[1] for line in stage.marked("environment")}
+    assert sorted(seen.values()) == sorted(GPUS)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("before", ["0,3", None])
+def test_ranks_on_the_cpu_see_none_and_the_run_all_again(tmp_path, monkeypatch, workers, before):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    stage = ToyStage(tmp_path, everywhere="environment:CUDA_VISIBLE_DEVICES")
+    run(stage, workers)
+    assert {tuple(line.split()[1:]) for line in stage.marked("environment")} == {()}
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+
+
+# A rank on the CPU sees no GPU.
+KINDS = {"": "cpu", "0": "A100", "1": "H200"}
+
+
+def kinds_of(stage):
+    return {commit.device_kind for commit in read_ledger(stage.dir, stage.dir.read_units()).values()}
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Returns a function that names the GPUs there seem to be."""
+    return lambda *names: monkeypatch.setattr("sharmill.executors.supervisor.visible_gpus", lambda: names)
+
+
+@pytest.mark.parametrize(("first", "then", "names"), [
+    ((), ("0",), ("GPU 0", "cpu", "A100", "--restart")),
+    (("0",), (), ("the CPU", "cpu", "A100", "--restart")),
+])  # fmt: skip
+def test_what_was_begun_on_one_kind_does_not_go_on_on_another(tmp_path, gpus, first, then, names):
+    gpus(*first)
+    run(KindStage(tmp_path, kinds=KINDS, behaviour={2: "raise"}), "auto" if first else 1)
+    gpus(*then)
+    stage = KindStage(tmp_path, kinds=KINDS)
+    assert kinds_of(stage) == {"A100" if first else "cpu"}
+    with raises(DeviceError, "other_device", *names):
+        run(stage, "auto" if then else 1)
+    assert stage.attempts()[2] == 3
+
+
+@pytest.mark.slow
+def test_ranks_on_another_kind_are_given_up_at_once_and_the_others_go_on(tmp_path, gpus):
+    gpus("0", "1")
+    stage = KindStage(tmp_path, kinds=KINDS, setup_does="meet:2")
+    result, _ = run(stage, "auto")
+    assert result.ok
+    assert len(kinds_of(stage)) == 1
+    assert len(stage.pids()) == 2
+    [sentence] = result.given_up
+    assert "keeps to the kind of device of its beginning" in sentence

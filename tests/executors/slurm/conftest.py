@@ -1,11 +1,41 @@
-from __future__ import annotations
+"""A cluster that is a few scripts in the place of SLURM's commands."""
 
 import os
+from pathlib import Path
 
 import pytest
-from support.cluster_scripts import Cluster
 
 from sharmill.executors.slurm import queue as slurm_queue
+
+
+class Cluster:
+    """Stands in for the commands of SLURM; each notes that it was called, and fails as often as it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script("scontrol", "echo 'ClusterName             = here'; echo 'MaxArraySize            = 4'")
+        # submitit looks for srun, and takes a machine without one for no cluster.
+        self.script("srun", "exit 1")
+        self.script("squeue", "true")
+        self.script("scancel", 'echo "$@" >> cancelled')
+        self.script(
+            "sbatch", 'cp "$1" script.$(wc -l < sbatch.calls); echo Submitted batch job $(wc -l < sbatch.calls)'
+        )
+
+    def script(self, name: str, does: str, *, fails: int = 0, says: str = "") -> None:
+        path = self.folder / name
+        path.write_text(
+            f"#!/bin/bash\ncd {self.folder}\necho call >> {name}.calls\n"
+            f'if (( $(wc -l < {name}.calls) <= {fails} )); then echo "{says}" >&2; exit 1; fi\n{does}\n'
+        )
+        path.chmod(0o755)
+
+    def calls(self, name: str) -> int:
+        return len((self.folder / f"{name}.calls").read_text().splitlines())
+
+    def scripts(self) -> list[str]:
+        """What was handed to sbatch."""
+        return [path.read_text() for path in sorted(self.folder.glob("script.*"))]
 
 
 @pytest.fixture

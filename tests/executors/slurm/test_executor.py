@@ -1,33 +1,36 @@
-"""The SLURM executor where the cluster is a few scripts: requests for jobs, and who may work on a run directory."""
+"""The SLURM executor where the cluster is a few scripts.
 
-from __future__ import annotations
+Requests for jobs, and who may work on a run directory; then advance jobs: the wait for a controller that is away, the
+note of an end, and small stages, which they do themselves.
+"""
 
-import dataclasses
 import subprocess
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from support.errors import raises
+from support.project import raises
 from support.toy_cluster import ToyDataset, ToyRun
-from support.toy_stage import ToyStage
+from support.toy_stage import GpuStage, ToyStage, output_bytes, run
 
-from sharmill.cli.status import QueueView
-from sharmill.engine.attempts import Note
-from sharmill.engine.reservations import make_run_id
-from sharmill.engine.run_notes import End, Given, begin_run, note_end, read_end, read_given
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.fence import reserve
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.run import locked
+from sharmill.engine.stage import End, Given, RunDir, Submitted
+from sharmill.engine.state import Note
 from sharmill.errors import ConfigError, FatalError
+from sharmill.executors.slurm.executor import SlurmExecutor, find_reason, job_comment
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.slurm.queue import SlurmSilent, find_reason, job_comment, require_no_jobs
-from sharmill.files.storage import make_private_folder
-from sharmill.files.stored import RecordLog
+from sharmill.executors.slurm.queue import SlurmSilent, require_no_jobs
+from sharmill.files.storage import STAGING_NAME, RecordLog, make_private_folder
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     """A run directory from which jobs were submitted."""
     run_dir = RunDir(tmp_path / "run")
-    make_run_id(run_dir)
+    run_dir.make_id()
     run_dir.jobs.mkdir()
     return run_dir
 
@@ -41,15 +44,6 @@ def submit(tmp_path):
         return ToyRun(ToyDataset(ToyStage(tmp_path, units=8)), cluster_profile, patience=patience).start()
 
     return submit
-
-
-def test_a_busy_controller_is_asked_again(cluster, submit, run_dir):
-    cluster.script("squeue", "true", fails=2, says="slurm_load_jobs error: Unable to contact slurm controller")
-    cluster.script(
-        "sbatch", "echo Submitted batch job 7", fails=2, says="Batch job submission failed: Socket timed out"
-    )
-    assert submit().jobs == ["7_0", "7_1", "7"]
-    assert cluster.calls("sbatch") == 2 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("limit", ["AssocMaxSubmitJobLimit", "AssocGrpSubmitJobsLimit", "QOSGrpSubmitJobsLimit"])
@@ -70,17 +64,17 @@ def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, submit, 
     assert capfd.readouterr().err == ""
 
 
-def test_a_run_directory_with_a_percent_sign_is_refused_before_any_work(cluster, tmp_path):
-    with raises(ConfigError, "bad_config_value", "100%accurate/run has a '%' in it"):
-        ToyRun(ToyDataset(ToyStage(tmp_path / "100%accurate")), ClusterProfile())
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("100%accurate", "100%accurate/run has a '%' in it"), ("a\n#SBATCH --wrap=x", "control character")],
+)
+def test_a_run_directory_that_a_script_cannot_name_is_refused_before_any_work(cluster, tmp_path, name, problem):
+    with raises(ConfigError, "bad_config_value", problem):
+        ToyRun(ToyDataset(ToyStage(tmp_path / name)), ClusterProfile())
 
 
 class TestGuard:
     """The questions of a run before it begins, where jobs may be at work in its run directory."""
-
-    def test_where_nothing_was_submitted_nobody_is_asked(self, cluster, tmp_path):
-        require_no_jobs(RunDir(tmp_path / "run"))
-        assert not cluster.was_called("squeue")
 
     def test_where_there_is_no_slurm_to_ask_a_run_is_refused_unless_it_takes_over(self, run_dir, monkeypatch):
         monkeypatch.setenv("PATH", str(run_dir.path))
@@ -91,31 +85,21 @@ class TestGuard:
     @pytest.mark.parametrize("is_done", [True, False])
     def test_a_run_that_is_done_or_was_not_on_a_cluster_has_left_no_jobs(self, run_dir, monkeypatch, is_done):
         monkeypatch.setenv("PATH", str(run_dir.path))
-        begin_run(run_dir, Given(stages=[], cluster="here" if is_done else ""))
+        run_dir.begin(Given(stages=[], cluster="here" if is_done else ""))
         if is_done:
-            note_end(run_dir, End(state="done", message="all stages are done"))
+            run_dir.note_end(End(state="done", message="all stages are done"))
         require_no_jobs(run_dir)
 
-    def test_jobs_that_are_known_are_not_taken_over(self, cluster, run_dir):
-        cluster.script(
-            "squeue",
-            f"printf '7_1|RUNNING|None|(null)|bob|{job_comment(run_dir, 'rank')}\\n"
-            "8|PENDING|a||eve|\\xff\\n|\\n9|RUNNING|None||eve|sharmill:0:rank\\n'",
-        )
-        with raises(ConfigError, "jobs_in_queue", "jobs 7_1 (user bob)", "scancel 7"):
-            require_no_jobs(run_dir, take_over=True)
-
     def test_a_run_that_waits_on_another_cluster_is_refused_unless_it_is_taken_over(self, cluster, run_dir):
-        begin_run(run_dir, Given(stages=["toy"], cluster="elsewhere"))
+        run_dir.begin(Given(stages=["toy"], cluster="elsewhere"))
         run = ToyRun(ToyDataset(ToyStage(run_dir.path.parent)), ClusterProfile())
         wanted = (ConfigError, "jobs_elsewhere", "the cluster elsewhere", "this one is here", "--take-over")
         for ask in (run.start, lambda: require_no_jobs(run_dir)):
             with raises(*wanted):
                 ask()
-        assert QueueView(run_dir.path).holds_jobs()
         require_no_jobs(run_dir, take_over=True)
-        dataclasses.replace(run, take_over=True).start()
-        assert read_given(run_dir).cluster == "here"
+        replace(run, take_over=True).start()
+        assert run_dir.read_given().cluster == "here"
 
 
 class TestSetupLines:
@@ -136,14 +120,6 @@ class TestSetupLines:
                 )
 
         return run
-
-    def test_lines_change_the_shell_of_the_rank_and_may_have_commands_that_fail(self, run_script):
-        """As those of conda's and Lmod's own scripts."""
-        ended = run_script(
-            "export GREETING='good day'", "module() {\n  false\n  true\n}\nexport -f module", "# nothing",
-            "activate() { [ -n '' ]; false; return 0; }; activate", "false || true",
-        )  # fmt: skip
-        assert (ended.returncode, ended.stdout) == (0, "good day function\n")
 
     def test_names_in_a_script_are_text(self, cluster, tmp_path, monkeypatch):
         """Of the run directory, of the dataset and of the folder that jobs start in."""
@@ -178,10 +154,10 @@ class TestSetupLines:
         stage = ToyStage(tmp_path, units=8)
         submit()
         monkeypatch.setenv("SLURM_JOB_ID", "17")
-        job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=read_given(stage.run_dir))
+        job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=stage.run_dir.read_given())
         reason = ("disk", "on node7: No space left") if has_full_disk else ("no_ranks", "module: command not found")
         for number in range(3):
-            assert read_end(stage.run_dir) is None
+            assert stage.run_dir.read_end() is None
             if has_full_disk:
                 message = "cannot write /scratch on node7: No space left on device"
                 note = Note(kind="failed", slot="node7/rank 0", message=message, code="disk", place="node7")
@@ -190,5 +166,205 @@ class TestSetupLines:
                 run_script("no_such_module load cuda")
             with raises(FatalError, *reason) if number == 2 else nullcontext():
                 job.advance("toy", stage.dir.read_token(), True)
-        end = read_end(stage.run_dir)
+        end = stage.run_dir.read_end()
         assert (end.code, reason[1] in end.message) == (reason[0], True), end
+
+
+# As in a job, which submitit starts: importing it closes log files.
+pytest.importorskip("submitit")
+SILENT = SlurmSilent("SLURM does not answer squeue")
+
+
+@pytest.fixture
+def job(cluster, tmp_path, monkeypatch):
+    """The advance job 17 of a run, all of whose stages are done; ``scontrol requeue`` notes its orders."""
+    cluster.script("scontrol", 'echo "$@" >> orders')
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    (tmp_path / "run").mkdir()
+    dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run", make_stages=lambda: [ToyStage(tmp_path)])
+    dataset.run = lambda executor, **options: End(state="done", message="all stages are done")
+    dataset.show = lambda: None
+    job = SlurmExecutor(dataset, ClusterProfile(), role="advance", given=Given(stages=["toy"], cluster="here"))
+    job.run_dir.begin(job.given)
+    return job
+
+
+def advance(job, error=None, *, raised=None):
+    """Run a job whose stages end with an error, if one is given; return the end of the run that is noted then."""
+
+    def fail(executor, **options):
+        raise error
+
+    if error is not None:
+        job.dataset.run = fail
+    with suppress(type(error)) if raised is None else raises(type(error), raised):
+        job.advance("toy", "0" * 16, False)
+    return job.run_dir.read_end()
+
+
+def test_one_that_has_waited_as_long_as_it_may_is_requeued(job, cluster):
+    assert advance(job, SILENT) is None
+    assert (cluster.folder / "orders").read_text() == "requeue 17\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"),
+    [
+        # For the 240th time: twelve hours.
+        (SILENT, "239"),
+        (FatalError("Invalid qos specification", code="jobs_refused"), "0"),
+        (FatalError("the disk is full", code="disk"), "0"),
+        (RuntimeError("nobody thought of this"), "0"),
+    ],
+)
+def test_what_will_not_pass_ends_the_run_at_the_latest_in_the_second_job(job, cluster, monkeypatch, error, restarts):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    end = advance(replace(job, patience=180.0, role="second"), error, raised=getattr(error, "code", None))
+    assert not (cluster.folder / "orders").exists()
+    assert (end.state, end.code) == ("failed", getattr(error, "code", ""))
+
+
+def test_what_may_pass_is_left_to_the_second_job_where_slurm_does_not_requeue(job, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "9999")
+    assert advance(job, SILENT, raised="silent_cluster") is None
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_the_command_of_the_profile_is_told_of_the_end(job, tmp_path, state):
+    said = tmp_path / "said"
+    command = f'cat > {said}; echo "$SHARMILL_NAME $SHARMILL_STATE $SHARMILL_FINDINGS $SHARMILL_RUN_DIR" >> {said}'
+    # That it fails changes nothing.
+    job.profile = replace(job.profile, notify=f"{command}; printf 'no such user \\xff' >&2; exit 3")
+    message = "all stages are done" if state == "done" else 'it\'s "over" $(touch no)'
+    assert advance(job, None if state == "done" else FatalError(message, code="disk")).state == state
+    assert said.read_text() == f"{message}\ntoy {state} 0 {job.run_dir.path}\n"
+    assert "no such user" in job.run_dir.advance_log.read_text()
+
+
+def test_one_that_another_process_has_put_out_of_the_run_directory_leaves_the_run_to_that(job):
+    taken = FatalError("another process took the lock over", code="locked")
+    assert advance(replace(job, role="second"), taken, raised="locked") is None
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_of_a_run_that_was_cancelled_or_taken_over_does_and_notes_nothing(job, is_cancelled):
+    if is_cancelled:
+        job.run_dir.note_end(End(state="cancelled", message="cancelled by bob"))
+    else:
+        job.run_dir.begin(Given(stages=[]))
+    before = job.run_dir.read_end()
+    assert advance(job, AssertionError("it goes on")) == before
+    assert "the run has ended, or another one has begun in its place" in job.run_dir.advance_log.read_text()
+
+
+def test_reservations_go_with_the_end_of_a_run_but_not_while_another_process_has_taken_over(job):
+    stage = ToyStage(job.run_dir.path.parent)
+    reserve([stage], restart=False)
+    job.dataset.make_stages = lambda: [stage]
+    error = ConfigError("write was begun differently", code="changed_plan")
+    with locked(job.run_dir):
+        assert advance(job, error).code == "changed_plan"
+    assert len(list((stage.root / STAGING_NAME).glob("*.reservation"))) == 1
+    job.run_dir.begin(job.given)
+    advance(job, error)
+    assert not (stage.root / STAGING_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("role", "says", "behind"),
+    [("rank", "jobs 16_0 (user bob) are still in the queue, then advance job 1", ["--dependency=afterany:16"]),
+     ("advance", "jobs 18 (user bob) are still in the queue", [])],
+)  # fmt: skip
+def test_one_that_meets_ranks_submits_the_next_behind_them_and_one_that_meets_the_next_leaves_the_work_to_that(
+    cluster, tmp_path, monkeypatch, role, says, behind
+):
+    """One was requeued after it had submitted, of the other the submission never heard."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    given = Given(stages=["toy"], cluster="here")
+    run = ToyRun(ToyDataset(ToyStage(tmp_path, units=8)), ClusterProfile(), role="advance", given=given)
+    with locked(run.run_dir):
+        run.run_dir.make_id()
+        run.run_dir.jobs.mkdir()
+        run.run_dir.begin(given)
+    number = "16_0" if role == "rank" else "18"
+    cluster.script(
+        "squeue",
+        f"echo '17|RUNNING|None|(null)|bob|{job_comment(run.run_dir, 'advance')}'; "
+        f"echo '{number}|RUNNING|None|(null)|bob|{job_comment(run.run_dir, role)}'",
+    )
+    assert advance(run) is None
+    assert says in run.run_dir.advance_log.read_text()
+    scripts = cluster.scripts()
+    assert len(scripts) == 2 * len(behind)
+    assert all(line in scripts[0] for line in behind)
+
+
+@pytest.fixture(autouse=True)
+def own_cores(monkeypatch):
+    """The limit of cores is one of the process."""
+    monkeypatch.setattr("sharmill.files.host._own_cores", None)
+
+
+@pytest.fixture
+def make_job(cluster, monkeypatch):
+    """Returns a function: a stage -> the advance job 17 of its run."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+
+    def make(stage, role="advance"):
+        given = Given(stages=["toy"], cluster="here")
+        job = ToyRun(ToyDataset(stage), ClusterProfile(), patience=0.2, role=role, given=given)
+        stage.run_dir.path.mkdir()
+        stage.run_dir.begin(given)
+        return job
+
+    return make
+
+
+@pytest.mark.parametrize("role", [None, "second"])
+def test_is_left_to_an_advance_job_that_waits_for_nothing(cluster, tmp_path, make_job, role):
+    """By who submits, and by a second job, which has none behind it."""
+    stage = ToyStage(tmp_path, units=4)
+    message = "toy: 4 units in the advance job itself, then advance job 1"
+    if role is None:
+        assert ToyRun(ToyDataset(stage), ClusterProfile(), patience=0.2).start() == Submitted(message, ["1"])
+    else:
+        job = make_job(stage, role)
+        job.advance("toy", "", False)
+        assert message in job.run_dir.advance_log.read_text()
+    # The advance job, and the one behind it.
+    assert [script.count("--dependency") for script in cluster.scripts()] == [0, 1]
+
+
+def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path, make_job):
+    stage, local = ToyStage(tmp_path, units=4), ToyStage(tmp_path / "local", units=4)
+    make_job(stage).advance("toy", "", False)
+    assert run(local)[0].ok
+    assert output_bytes(stage) == output_bytes(local)
+    assert stage.run_dir.read_end().state == "done"
+    assert cluster.scripts() == []
+
+
+@pytest.mark.parametrize(
+    ("units", "profile", "workers"),
+    [
+        (4, {}, 1),
+        (5, {}, 0),
+        (5, {"driver_units": 5}, 1),
+        (1, {"driver_units": 0}, 0),
+        (4, {"driver_hours": 10.0 / 3600}, 1),
+        (4, {"driver_hours": 9.0 / 3600}, 0),
+        (8, {"stages": {"driver": {"cores": 2, "memory_gb": 8}}}, 2),
+        (1, {"stages": {"driver": {"cores": 2, "memory_gb": 8}}}, 1),
+        (4, {"stages": {"driver": {"cores": 2, "memory_gb": 7}}}, 1),
+        (4, {"stages": {"driver": {"memory_gb": 3.9}}}, 0),
+        (4, {"cpu": RankProfile(cores=2), "stages": {"driver": {"cores": 1}}}, 0),
+        (4, {"python": "/other/python"}, 0),
+        (4, {"container_image": "image.sqsh"}, 0),
+    ],
+)
+def test_is_what_few_units_cores_memory_and_the_same_python_make(tmp_path, units, profile, workers):
+    stage = ToyStage(tmp_path, units=units)
+    run = ToyRun(ToyDataset(stage), ClusterProfile(**profile))
+    planned = read_or_make_plan(stage, restart=False)
+    assert run.workers_in_job(stage, planned) == workers
+    assert run.workers_in_job(GpuStage(tmp_path), planned) == 0

@@ -1,12 +1,16 @@
-"""Cluster profiles: what is wrong in one, and what a stage gets of it."""
+"""Cluster profiles: their values, and the examples in configs/clusters with the scripts that become of them."""
 
-from __future__ import annotations
+import re
+import subprocess
 
 import pytest
-from support.errors import raises
+from support.project import REPOSITORY, raises
+from support.toy_cluster import ToyDataset, ToyRun
+from support.toy_stage import ToyStage
 
+from sharmill.config import load_typed
 from sharmill.errors import ConfigError
-from sharmill.executors.slurm.profile import load_profile
+from sharmill.executors.slurm.profile import ClusterProfile
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ def test_what_is_wrong_in_a_profile_is_named(tmp_path, text, code, names):
     path = tmp_path / "profile.yaml"
     path.write_text(text)
     with raises(ConfigError, code, str(path), *names):
-        load_profile(path)
+        load_typed(ClusterProfile, path)
 
 
 def test_a_stage_has_its_own_values_and_else_those_of_gpu_or_cpu(tmp_path):
@@ -46,10 +50,102 @@ def test_a_stage_has_its_own_values_and_else_those_of_gpu_or_cpu(tmp_path):
         "gpu: {partition: gpu, gpus: 1, cores: 8, extra: {constraint: a100, comment: ours}}\n"
         "stages: {encode: {partition: h200, timeout_min: 30, extra: {constraint: h200}}, driver: {account: free}}\n"
     )
-    profile = load_profile(path)
+    profile = load_typed(ClusterProfile, path)
     encode, match = profile.for_stage("encode/builtin", "gpu"), profile.for_stage("match", "gpu")
     assert (encode.partition, encode.cores, encode.gpus, encode.timeout_min) == ("h200", 8, 1, 30)
     assert encode.extra == {"constraint": "h200", "comment": "ours"}
     assert (match.partition, match.timeout_min, match.extra["constraint"]) == ("gpu", 240, "a100")
     assert profile.driver.account == "free"
     assert profile.for_stage("write", "cpu") == profile.cpu
+
+
+EXAMPLES = sorted((REPOSITORY / "configs/clusters").glob("*.yaml"))
+
+
+class MatchStage(ToyStage):
+    kind = "match"
+    resource = "gpu"
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    """Returns a function: name of an example -> the scripts of ranks on GPUs, of others, and of advance jobs."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name: str) -> list[str]:
+        profile = load_typed(ClusterProfile, REPOSITORY / f"configs/clusters/{name}.yaml")
+        stage = ToyStage(tmp_path)
+        run = ToyRun(ToyDataset(stage), profile)
+        return [run.scripts(MatchStage(tmp_path), 2)[0], *run.scripts(stage, 2)[:2]]
+
+    return make
+
+
+def options(script: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_makes_scripts_that_the_shell_can_read(path, scripts):
+    for script in scripts(path.stem):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_preemptible_ranks_have_safe_advance_jobs(scripts):
+    partitions = [options(script)["partition"] for script in scripts("preemptible")]
+    assert partitions == ["gpu-scavenge", "cpu-scavenge", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("apptainer", " apptainer exec --nv /images/sharmill.sif python -u -m submitit.core._submit "),
+        ("pyxis", "--container-image=/images/sharmill.sqsh --container-workdir={} "
+                  "--container-mounts=/data:/data,/runs:/runs python -u -m submitit.core._submit "),
+    ],
+)  # fmt: skip
+def test_ranks_run_in_a_container_and_advance_jobs_do_not(scripts, tmp_path, name, command):
+    assert [command.format(tmp_path) in script for script in scripts(name)] == [True, True, False]
+
+
+@pytest.fixture
+def unpack(tmp_path):
+    """Returns a function that runs the setup line of conda with a stand-in of tar, and returns status and messages."""
+    (line,) = load_typed(ClusterProfile, REPOSITORY / "configs/clusters/conda.yaml").setup
+    tar = 'tar() { echo unpacked >> calls; mkdir -p "$4/bin"; echo exit $FAILS > "$4/bin/python"; '
+    tar += 'chmod +x "$4/bin/python"; }'
+    line = line.replace("/tmp/$USER", "here").replace("/project/envs/sharmill.tar.gz", "archive")
+    (tmp_path / "archive").write_bytes(b"packed")
+
+    def run(fails: str = "0") -> tuple[int, str]:
+        environ = {"PATH": "/usr/bin:/bin", "FAILS": fails, "USER": "bob"}
+        command = ["bash", "-c", f"{tar}\n{line}"]
+        ended = subprocess.run(command, env=environ, cwd=tmp_path, check=False, capture_output=True, text=True)
+        return ended.returncode, ended.stderr
+
+    return run
+
+
+def test_the_environment_of_conda_is_unpacked_once_on_each_node(tmp_path, unpack):
+    """The second job finds it there, one that is not whole is made again, and another archive is unpacked anew."""
+    calls = tmp_path / "calls"
+    assert [unpack("3")[0], unpack()[0], unpack()[0]] == [3, 0, 0]
+    assert calls.read_text().split() == ["unpacked"] * 2
+    (tmp_path / "archive").write_bytes(b"packed anew")
+    assert [unpack()[0], unpack()[0]] == [0, 0]
+    assert calls.read_text().split() == ["unpacked"] * 3
+    (tmp_path / "archive").unlink()
+    assert unpack()[0] == 1
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a link"])
+def test_the_environment_of_conda_is_not_taken_from_a_folder_in_which_others_can_write(tmp_path, unpack, kind):
+    (tmp_path / "private").mkdir(mode=0o700)
+    foreign = tmp_path / "here-sharmill"
+    if kind == "a link":
+        foreign.symlink_to("private")
+    else:
+        foreign.mkdir()
+        foreign.chmod(0o777)
+    assert unpack() == (1, "here-sharmill is no private folder of bob\n")
+    assert not (tmp_path / "calls").exists()

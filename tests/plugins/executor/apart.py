@@ -6,12 +6,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from sharmill.engine.follow import Follower
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Unit
-from sharmill.executors.base import ConfiguredExecutor
-from sharmill.executors.devices import Device
-from sharmill.executors.supervisor import supervise_rank
+from sharmill.engine.stage import Stage, Unit
+from sharmill.executors.local import ConfiguredExecutor, Follower
+from sharmill.executors.supervisor import Device, supervise_rank
 
 
 @dataclass(frozen=True)

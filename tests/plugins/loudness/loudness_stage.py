@@ -1,15 +1,13 @@
 """A stage with a column: the loudness of the target audio of each cut, relative to a level."""
 
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import measure_sound
 from sharmill.config import StageSection
-from sharmill.engine.unit import Unit
-from sharmill.shar.cut_lines import write_values
-from sharmill.shar.items import ItemTable
+from sharmill.engine.stage import Unit
+from sharmill.shar.items import ItemTable, write_values
 from sharmill.shar.layout import Field
 from sharmill.write.fields import FieldProcessor, FieldStage
 
@@ -48,7 +46,7 @@ class LoudnessProcessor(FieldProcessor):
     """Measures the cuts of a shard."""
 
     def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
-        with closing(ItemTable(self.stage.dataset.file("target_audio", unit.index))) as table:
-            sounds = [measure_sound(*decode_bytes(table.data(number))) for number in range(len(ids))]
+        table = ItemTable(self.stage.dataset.file("target_audio", unit.index), ids=ids)
+        sounds = [measure_sound(*decode_bytes(table.item(number).data)) for number in range(len(ids))]
         values = [(id, sound.loudness - self.stage.settings.level) for id, sound in zip(ids, sounds, strict=True)]
         write_values(paths[0], self.fields[0].attribute, values)

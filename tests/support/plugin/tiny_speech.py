@@ -1,19 +1,16 @@
 """A package of somebody else: a source, a speaker encoder and a codec, as small as they can be."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sharmill.models import ModelFamily
-from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.sources import Piece, Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +57,9 @@ class _Encoder:
     def __init__(self, target: str, device: str) -> None:
         self.target, self.device = target, device
 
-    def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
+    def embed(self, audio: "Tensor", num_samples: "Tensor") -> "Tensor":
+        import torch
+
         items = [row[:length] for row, length in zip(audio, num_samples, strict=True)]
         levels = [[float(part.abs().mean()) for part in item.tensor_split(4)] for item in items]
         return torch.nn.functional.normalize(torch.tensor(levels), dim=1)
@@ -71,20 +70,35 @@ class TinyCodec(ModelFamily):
     """The level of every 10 ms in ``target`` steps (100 if there is no target)."""
 
     def load(self, device: str) -> Any:
-        return _Codec(int(self.target or 100), device)
+        return _load_codec(int(self.target or 100), device)
 
 
-class _Codec(CodecBackend):
-    def __init__(self, steps: int, device: str) -> None:
-        spec = CodecSpec(
-            name="tiny", sampling_rate=16000, samples_per_frame=160, num_codebooks=1, codebook_size=steps,
-            checksum=f"{steps:016x}",
-        )  # fmt: skip
-        super().__init__(spec, device)
+@dataclass(frozen=True, kw_only=True)
+class WrongCodec(ModelFamily):
+    """A codec that gives one frame too many."""
 
-    def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
-        levels = audio.unflatten(1, (-1, 160)).abs().amax(dim=2)
-        return (levels.clamp(0, 1) * (self.codebook_size - 1)).long()[:, None]
+    def load(self, device: str) -> Any:
+        return _load_codec(100, device, surplus_frames=1)
+
+
+def _load_codec(steps: int, device: str, surplus_frames: int = 0) -> Any:
+    from torch.nn.functional import pad
+
+    from sharmill.models.codec_backend import CodecBackend, CodecSpec
+
+    class Codec(CodecBackend):
+        def encode_frames(self, audio: "Tensor", num_frames: "Tensor") -> "Tensor":
+            levels = audio.unflatten(1, (-1, 160)).abs().amax(dim=2)
+            return (levels.clamp(0, 1) * (self.codebook_size - 1)).long()[:, None]
+
+        def encode(self, audio: "Tensor", num_samples: "Tensor") -> "Tensor":
+            return pad(super().encode(audio, num_samples), (0, surplus_frames))
+
+    spec = CodecSpec(
+        name="tiny", sampling_rate=16000, samples_per_frame=160, num_codebooks=1, codebook_size=steps,
+        checksum=f"{steps:016x}",
+    )  # fmt: skip
+    return Codec(spec, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +111,3 @@ class NoCodec(ModelFamily):
 
 def no_family() -> None:
     """Something that is no family."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrongCodec(ModelFamily):
-    """A codec that gives one frame too many."""
-
-    def load(self, device: str) -> Any:
-        return _WrongCodec(100, device)
-
-
-class _WrongCodec(_Codec):
-    def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
-        return torch.nn.functional.pad(super().encode(audio, num_samples), (0, 1))

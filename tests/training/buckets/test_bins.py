@@ -1,34 +1,37 @@
-"""Bins: equal to lhotse's, equal to NeMo's, from the cuts alone, and what NeMo's loader makes of them."""
+"""Bins equal to lhotse's and NeMo's: of datasets, manifests, text, conversations and mixtures; the loader's batches."""
 
-from __future__ import annotations
-
-import shutil
+import json
+import os
 from collections import Counter
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from lhotse import CutSet
 from lhotse.dataset.sampling.dynamic_bucketing import estimate_duration_buckets
-from support.errors import raises
-from support.pipelines import run_sharmill, shar_fields
-from support.properties import examples
-from support.shar import ToyCodec, copy, lines, rewrite, voice
+from support.models import save_canary_tokenizers
+from support.project import copy, examples, lines, raises, run_sharmill, shar_fields, write_lines
+from support.training import AsIs, flat, take
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
+from sharmill.training import get_dataloader
 from sharmill.training.buckets.bins import (
-    Bin,
+    BinsOptions,
+    Lengths,
     assign,
     estimate_bins,
     estimate_bins_2d,
-    max_ratio_of,
+    estimate_report,
+    read_lengths,
     round_up,
 )
-from sharmill.training.buckets.lengths import Lengths, read_lengths
-from sharmill.training.buckets.report import BinsOptions, estimate_report, report_bins
+from sharmill.training.buckets.mixture import load_nemo_tokenizer, read_mixture
+
+
+def report_of(sources, **options):
+    return estimate_report(sources, BinsOptions(**options))
 
 
 def lengths_of(seconds, tokens=None):
@@ -42,41 +45,47 @@ def test_lengths_are_those_of_the_cuts(many):
     assert sorted(zip(found.lengths, found.tokens, strict=True)) == sorted(
         (cut.duration, len(cut.supervisions[0].text)) for cut in cuts
     )
-    assert found.hours == pytest.approx(sum(cut.duration for cut in cuts) / 3600)
+    assert sum(found.seconds) == pytest.approx(sum(cut.duration for cut in cuts))
     assert found.tokens.dtype == np.int64
-
-
-def test_many_workers_find_the_same(many):
-    alone = read_lengths([many.dataset], tokenizer=["chars"], workers=1)
-    together = read_lengths([many.dataset], tokenizer=["chars"], workers=3)
-    np.testing.assert_array_equal(alone.lengths, together.lengths)
-    np.testing.assert_array_equal(alone.tokens, together.tokens)
-
-
-def test_no_file_but_those_of_the_cuts_is_opened(many, tmp_path):
-    only_cuts = copy(many.dataset, tmp_path / "only_cuts")
-    for folder in only_cuts.iterdir():
-        if folder.is_dir() and folder.name != "cuts":
-            shutil.rmtree(folder)
-    np.testing.assert_array_equal(
-        read_lengths([only_cuts], workers=1).lengths, read_lengths([many.dataset], workers=1).lengths
-    )
 
 
 def test_a_shar_of_another_tool_has_bins_too(many, tmp_path):
     (tmp_path / "cuts").mkdir()
     for path in (many.dataset / "cuts").iterdir():
-        rewrite(tmp_path / "cuts" / path.name, [cut | {"custom": {}} for cut in lines(path)])
+        write_lines(tmp_path / "cuts" / path.name, [cut | {"custom": {}} for cut in lines(path)])
     foreign, own = (read_lengths([folder], tokenizer=["bytes"], workers=1) for folder in (tmp_path, many.dataset))
     np.testing.assert_array_equal(foreign.lengths, own.lengths)
     np.testing.assert_array_equal(foreign.tokens, own.tokens)
     with raises(ConfigError, "unknown_codec", "--token-equivalent-duration"):
-        estimate_report([tmp_path], BinsOptions(), token_bins=True, workers=1)
+        report_of([tmp_path], token_bins=True, workers=1)
 
 
-def test_several_datasets_are_one(many, built):
-    both = read_lengths([many.dataset, built.dataset], workers=2)
-    assert len(both.lengths) == 67
+@pytest.mark.parametrize(
+    ("options", "code", "names"),
+    [
+        ({"num_buckets": 1}, "bad_config_value", ["1 buckets"]),
+        ({"num_buckets": 9}, "too_few_cuts", ["9 buckets", "7 cuts"]),
+        ({"num_buckets": 2, "sub_buckets": 0}, "bad_config_value", ["0 sub-buckets"]),
+        ({"num_buckets": 2, "sub_buckets": 2, "tokenizer": ()}, "bad_config_value", ["--tokenizer"]),
+        ({"prompt": "[]"}, "bad_usage", ["--prompt-format"]),
+        ({"prompt_format": "plain", "tokenizer": ()}, "bad_usage", ["--tokenizer"]),
+    ],
+)
+def test_what_cannot_be_is_refused(built, options, code, names):
+    with raises(ConfigError, code, *names):
+        report_of([built.dataset], **{"tokenizer": ["bytes"], "workers": 1} | options)
+
+
+def test_damaged_cuts_are_named(built, tmp_path):
+    dataset = copy(built.dataset, tmp_path / "copy")
+    path = dataset / "cuts/cuts.000000.jsonl.gz"
+    cuts = lines(path)
+    write_lines(path, [cut | {"duration": -1.0} for cut in cuts])
+    with raises(DamagedShard, "damaged_shard", "cuts.000000", cuts[0]["id"]):
+        read_lengths([dataset], workers=2)
+    write_lines(path, cuts[1:])
+    with raises(DamagedShard, "damaged_shard", "cuts.000000", "instead of"):
+        read_lengths([dataset], workers=1)
 
 
 def test_limits_leave_cuts_out_and_count_them(built):
@@ -92,12 +101,12 @@ def test_cuts_without_text_count_no_tokens_and_are_told(built, tmp_path):
     path = dataset / "cuts/cuts.000000.jsonl.gz"
     cuts = lines(path)
     cuts[0]["supervisions"][0]["text"] = None
-    rewrite(path, cuts)
+    write_lines(path, cuts)
     found = read_lengths([dataset], tokenizer=["bytes"], workers=1)
     assert sorted(found.tokens) == [0] + [len("text of spk/utt0.flac")] * 6
     assert found.without_text == 1
-    assert "# without a text, counted as 0 tokens: 1\n" in estimate_report(
-        [dataset], BinsOptions(num_buckets=2), tokenizer=["bytes"], workers=1
+    assert "# without a text, counted as 0 tokens: 1\n" in report_of(
+        [dataset], num_buckets=2, tokenizer=["bytes"], workers=1
     )
 
 
@@ -109,14 +118,14 @@ def untranscribed(built, tmp_path):
         cuts = lines(path)
         for cut in cuts:
             cut["supervisions"][0]["text"] = None
-        rewrite(path, cuts)
+        write_lines(path, cuts)
     return dataset
 
 
 @pytest.mark.parametrize("token_bins", [False, True])
 def test_data_without_text_have_no_tokens_and_no_limits_of_them(untranscribed, token_bins):
     options = {"token_bins": token_bins, "tokenizer": ["bytes"], "workers": 1}
-    report = estimate_report([untranscribed], BinsOptions(num_buckets=2), **options)
+    report = report_of([untranscribed], num_buckets=2, **options)
     (said,) = [line for line in report.splitlines() if "token" in line and line.startswith("# ")]
     assert said == "# no cut has a text: there are no limits of tokens"
     values = yaml.safe_load(report)
@@ -125,58 +134,12 @@ def test_data_without_text_have_no_tokens_and_no_limits_of_them(untranscribed, t
     assert values["bucket_duration_bins"]
 
 
-def test_sub_buckets_need_text(untranscribed):
-    options = BinsOptions(num_buckets=2, sub_buckets=2)
-    with raises(ConfigError, "too_few_cuts", "text"):
-        estimate_report([untranscribed], options, tokenizer=["bytes"], workers=1)
-
-
-def test_lengths_alone_need_no_column_of_tokens(built):
-    report = estimate_report([built.dataset], BinsOptions(num_buckets=2), workers=1)
-    (header,) = [line for line in report.splitlines() if "up to" in line]
-    assert header.split() == ["#", "up", "to", "cuts", "hours"]
-
-
-@pytest.mark.parametrize("duration", [0, -1.0, float("nan"), float("inf"), "long", None])
-def test_a_duration_that_is_none_is_named(built, tmp_path, duration):
-    dataset = copy(built.dataset, tmp_path / "copy")
-    path = dataset / "cuts/cuts.000001.jsonl.gz"
-    cuts = lines(path)
-    cuts[1]["duration"] = duration
-    rewrite(path, cuts)
-    with raises(DamagedShard, "damaged_shard", path.name, f"'{cuts[1]['id']}'"):
-        read_lengths([dataset], workers=1)
-
-
-@pytest.mark.parametrize("options", [{}, {"closed": True}, {"sub_buckets": 3}], ids=["open", "closed", "two"])
-def test_buckets_that_nothing_can_be_in_are_not_there(options):
-    lengths = lengths_of([2.0] * 10 + [3.0] * 10, [5] * 20)
-    values = yaml.safe_load(report_bins(lengths, BinsOptions(num_buckets=9, **options)))
-    expected = {"closed": [2.0, 3.0], "sub_buckets": [[2.0, 5], [3.0, 5]]}.get(next(iter(options), ""), [2.0, 3.0])
-    assert values["bucket_duration_bins"] == expected
-    assert values["num_buckets"] == (2 if options else 3)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_damaged_cuts_raise(built, tmp_path, workers):
-    dataset = copy(built.dataset, tmp_path / "copy")
-    path = dataset / "cuts/cuts.000001.jsonl.gz"
-    rewrite(path, lines(path)[:-1])
-    with raises(DamagedShard, "damaged_shard", path.name, "2", "3"):
-        read_lengths([dataset], workers=workers)
-
-
-def test_what_is_no_dataset_is_named(tmp_path):
-    with raises(ConfigError, "no_dataset"):
-        read_lengths([tmp_path])
-
-
 @pytest.mark.parametrize("num_buckets", [2, 3, 7, 30])
 def test_one_dimension_is_that_of_lhotse(many, num_buckets):
     theirs = estimate_duration_buckets(CutSet.from_shar(fields=shar_fields(many.dataset)), num_buckets)
     ours = estimate_bins(read_lengths([many.dataset], workers=2).lengths, num_buckets)
     assert ours == theirs
-    report = yaml.safe_load(estimate_report([many.dataset], BinsOptions(num_buckets=num_buckets), workers=1))
+    report = yaml.safe_load(report_of([many.dataset], num_buckets=num_buckets, workers=1))
     assert report["bucket_duration_bins"] == theirs
     assert report["num_buckets"] == len(theirs) + 1
 
@@ -211,7 +174,7 @@ def test_two_dimensions_are_those_of_nemo(name, buckets, sub_buckets):
     bins, ratios = BY_NEMO[name, buckets, sub_buckets]
     ours = estimate_bins_2d(*formula(name), buckets, sub_buckets)
     # NeMo counts what is as long as a bound in the bucket above it, where its loader does not put it.
-    np.testing.assert_allclose([bound.tokens for bound in ours], [tokens for _, tokens in bins], atol=1, rtol=0)
+    np.testing.assert_allclose([bound.num_tokens for bound in ours], [tokens for _, tokens in bins], atol=1, rtol=0)
     # NeMo rounds to the nearest of three decimals, which may be below the longest cut.
     np.testing.assert_allclose([bound.length for bound in ours], [length for length, _ in bins], atol=0.00101, rtol=0)
     np.testing.assert_allclose([bound.max_ratio for bound in ours], ratios, atol=0.0006, rtol=0)
@@ -233,196 +196,318 @@ def test_every_cut_has_a_bucket_or_too_many_tokens(cuts, buckets, sub_buckets):
     for length, count, bucket in zip(seconds, tokens, found, strict=True):
         candidates = [n for n, bound in enumerate(bins) if bound.length >= length]
         same = [n for n in candidates if bins[n].length == bins[candidates[0]].length]
-        fitting = [n for n in same if bins[n].tokens >= count and count / length <= round_up(bins[n].max_ratio, 2)]
+        fitting = [n for n in same if bins[n].num_tokens >= count and count / length <= round_up(bins[n].max_ratio, 2)]
         assert bucket == (fitting[0] if fitting else -1)
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=3, max_size=200),
-    st.integers(2, 12),
-    st.integers(1, 4),
-)
-def test_no_cut_is_left_out_but_for_an_outlying_number_of_tokens(cuts, buckets, sub_buckets):
-    """Frames are few and whole: many cuts are as long as the bound of a bucket, which takes all of them."""
-    frames, tokens = (np.array(column) for column in zip(*cuts, strict=True))
-    bins = estimate_bins_2d(frames, tokens, min(buckets, len(cuts)), sub_buckets, outlier_threshold=1e9)
-    counted = Lengths(frames / 10, frames, tokens)
-    assert (assign(counted, bins, closed=True) >= 0).all()
-
-
-def test_one_dimension_is_open_or_closed():
-    lengths = lengths_of([1, 2, 3, 4, 5])
-    assert assign(lengths, [2.0, 4.0], closed=False).tolist() == [0, 0, 1, 1, 2]
-    assert assign(lengths, [2.0, 4.0], closed=True).tolist() == [0, 0, 1, 1, -1]
-
-
-def test_open_bins_are_the_buckets_of_the_sampler_of_lhotse(many):
-    from lhotse.dataset import DynamicBucketingSampler
-
-    lengths = read_lengths([many.dataset], workers=1)
-    bins = estimate_bins(lengths.lengths, 4)
-    ids = [cut.id for cut in open_shar(many.dataset, [])]
-    bucket_of = dict(zip(ids, assign(lengths, bins, closed=False).tolist(), strict=True))
-    sampler = DynamicBucketingSampler(open_shar(many.dataset, []), max_cuts=4, duration_bins=bins)
-    batches = [{bucket_of[cut.id] for cut in batch} for batch in sampler]
-    assert {len(buckets) for buckets in batches} == {1}
-    assert set.union(*batches) == {0, 1, 2, 3}
-
-
-def test_equal_texts_are_no_outliers():
-    assert max_ratio_of(np.full(50, 2.0), np.full(50, 10)) == 5.0
-    tokens = np.full(100, 10)
-    tokens[7] = 1000
-    assert max_ratio_of(np.full(100, 2.0), tokens) == 5.0
-    assert max_ratio_of(np.full(100, 2.0), tokens, outlier_threshold=20.0) == 500.0
-
-
 def test_audio_counted_in_frames(built):
-    report = yaml.safe_load(estimate_report([built.dataset], BinsOptions(num_buckets=3), token_bins=True, workers=1))
+    report = yaml.safe_load(report_of([built.dataset], num_buckets=3, token_bins=True, workers=1))
     assert report["token_equivalent_duration"] == 0.02
     frames = [50, 101, 25, 155, 35, 65, 13]
     assert report["bucket_duration_bins"] == estimate_bins(np.array(frames), 3)
     assert (report["use_multimodal_sampling"], report["measure_total_length"]) == (True, False)
-    texts = yaml.safe_load(
-        estimate_report([built.dataset], BinsOptions(num_buckets=3), tokenizer=["bytes"], token_bins=True, workers=1)
-    )
+    texts = yaml.safe_load(report_of([built.dataset], num_buckets=3, tokenizer=["bytes"], token_bins=True, workers=1))
     assert texts["bucket_duration_bins"] == estimate_bins(np.array(frames) + len("text of spk/utt0.flac"), 3)
     assert texts["measure_total_length"] is True
-    half = BinsOptions(num_buckets=3, sub_buckets=1, seconds_per_frame=0.5)
-    two = yaml.safe_load(estimate_report([built.dataset], half, tokenizer=["bytes"], token_bins=True, workers=1))
+    half = {"num_buckets": 3, "sub_buckets": 1, "seconds_per_frame": 0.5, "tokenizer": ["bytes"]}
+    two = yaml.safe_load(report_of([built.dataset], **half, token_bins=True))
     # Frames are 1 1 2 2 3 5 7 with 21 tokens each.
     assert two["bucket_duration_bins"] == [[5, 21], [7, 21]]
     assert two["max_tpt"] == [21.0, 3.0]
     assert "max_tps" not in two
 
 
-def test_of_several_codecs_the_frame_must_be_said(project):
-    for number in range(3):
-        project.add(f"{number}.wav", voice(1.0, seed=number))
-    config = project.write()
-    options = BinsOptions(num_buckets=2)
-    with raises(ConfigError, "unknown_codec", "--token-equivalent-duration"):
-        estimate_report([project.dataset], options, token_bins=True, workers=1)
-    project.encode(config, "fine", ToyCodec(samples_per_frame=160))
-    project.encode(config, "coarse", ToyCodec(samples_per_frame=640))
-    with raises(ConfigError, "unknown_codec", "coarse, fine", "--token-equivalent-duration"):
-        estimate_report([project.dataset], options, token_bins=True, workers=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "names"),
-    [
-        ({"num_buckets": 1}, "bad_config_value", ["1 buckets", "at least 2"]),
-        ({"num_buckets": 8}, "too_few_cuts", ["8 buckets", "7 cuts", "-b"]),
-        ({"num_buckets": 2, "sub_buckets": 0}, "bad_config_value", ["at least 1"]),
-    ],
-)
-def test_what_cannot_be_is_refused(built, options, code, names):
-    with raises(ConfigError, code, *names):
-        estimate_report([built.dataset], BinsOptions(**options), tokenizer=["bytes"], workers=1)
-
-
-def test_sub_buckets_need_a_tokenizer(built):
-    with raises(ConfigError, "bad_config_value", "--tokenizer"):
-        estimate_report([built.dataset], BinsOptions(num_buckets=2, sub_buckets=2), workers=1)
-
-
-def test_the_histogram_counts_every_cut(many):
-    report = estimate_report([many.dataset], BinsOptions(num_buckets=4, sub_buckets=2), tokenizer=["bytes"], workers=1)
-    assert report.startswith("# 60 cuts, 0.01 hours\n# seconds: shortest 0.")
-    rows = [line.split() for line in report.splitlines() if line.startswith("#  ") and line.split()[1][0].isdigit()]
-    values = yaml.safe_load(report)
-    assert len(rows) == values["num_buckets"] == len(values["bucket_duration_bins"]) == len(values["max_tps"])
-    left_out = [int(line.split()[-1]) for line in report.splitlines() if "too many tokens" in line]
-    assert sum(int(row[3]) for row in rows) + sum(left_out) == 60
-
-
 def test_the_command_prints_yaml(many, tmp_path):
     result = run_sharmill("bins", many.dataset, "-b", "5", "--closed", "-t", "bytes")
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stderr == ""
     values = yaml.safe_load(result.stdout)
     durations = [cut.duration for cut in open_shar(many.dataset, [])]
     assert values["bucket_duration_bins"][-1] == max(durations)
     assert values["num_buckets"] == len(values["bucket_duration_bins"]) == 5
     assert values["max_tps"] > 8.0
-    wrong = run_sharmill("bins", many.dataset, "-t", "nothing")
-    assert (wrong.returncode, wrong.stdout) == (2, "")
+    wrong = run_sharmill("bins", many.dataset, "-t", "nothing", status=2)
+    assert wrong.stdout == ""
     assert wrong.stderr.startswith("Error: ")
     assert "'nothing'" in wrong.stderr
     assert "'bytes'" in wrong.stderr
 
 
+def manifest(path, durations, text="a b", **keys):
+    """A manifest whose audio is not there: nothing but its lines is read."""
+    lines = [
+        {"audio_filepath": f"{path.stem}{n}.wav", "duration": seconds, "text": text * (1 + n % 5), "lang": "en",
+         "sampling_rate": 16000, **keys}
+        for n, seconds in enumerate(durations)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def read(sources, *, limits=(0.0, float("inf")), **options):
+    options = {"tokenizer": ("bytes",), "min_duration": limits[0], "max_duration": limits[1]} | options
+    lengths, _ = read_mixture([str(source) for source in sources], BinsOptions(**options))
+    return lengths
+
+
+def test_a_manifest_has_the_lengths_of_its_lines(tmp_path):
+    path = manifest(tmp_path / "a.json", [1.0, 2.5, 0.5], text="äb")
+    found = read([path])
+    assert sorted(zip(found.seconds, found.lengths, found.tokens, strict=True)) == [
+        (0.5, 0.5, 9), (1.0, 1.0, 3), (2.5, 2.5, 6)
+    ]  # fmt: skip
+    assert found.looked_at == "looked at 3 of 3 examples"
+    assert read([path], tokenizer=()).tokens is None
+    frames = read([path], token_bins=True, seconds_per_frame=0.2)
+    assert sorted(frames.lengths) == [3, 5, 13]
+    assert frames.lengths.dtype == np.int64
+    assert read([path], limits=(0.6, 2.0)).num_discarded == 2
+
+
+def test_shares_are_those_of_the_weights(tmp_path):
+    long, short = manifest(tmp_path / "a.json", [10.0] * 40), manifest(tmp_path / "b.json", [2.0] * 10)
+    found = read([f"[[{long},0.3],[{short},0.7]]"])
+    assert Counter(found.seconds) == {10.0: 40, 2.0: 93}
+    assert found.looked_at == "looked at 50 of 50 examples, in 133 draws by weight"
+    by_size = read([long, short])
+    assert Counter(by_size.seconds) == {10.0: 40, 2.0: 10}
+
+
+def conversations(corpora):
+    return {"type": "multimodal_conversation", "manifest_filepath": str(corpora.conversations),
+            "audio_locator_tag": "@", "token_equivalent_duration": 0.1}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("entry", "expected"),
     [
-        {"num_buckets": 4, "closed": True},
-        {"num_buckets": 3, "sub_buckets": 2},
-        {"num_buckets": 3, "sub_buckets": 2, "seconds_per_frame": 0.05},
-        {"num_buckets": 4, "closed": True, "seconds_per_frame": 0.05},
+        (lambda c, n: {"type": "txt", "paths": str(c.text)}, (40, [0], [8])),
+        (lambda c, n: {"type": "txt_pair", "source_paths": str(c.pairs[0]), "target_paths": str(c.pairs[1])},
+         (10, range(1, 11), range(1, 11))),
+        (lambda c, n: {"type": "nemo_tarred", "manifest_filepath": str(n / "manifest__OP_0..2_CL_.json"),
+                       "tarred_audio_filepaths": str(n / "audio__OP_0..2_CL_.tar")}, (9, [5], [1])),
+        (lambda c, n: {"type": "sharmill", "dataset": str(c.small)}, (8, [10], [5])),
+        (lambda c, n: {"type": "lhotse_shar", "shar_path": str(c.small)}, (8, [10], [5])),
+        (lambda c, n: conversations(c), (6, range(1, 7), [8])),
+        (lambda c, n: {"type": "lhotse_as_conversation", "audio_locator_tag": "@", "token_equivalent_duration": 0.1,
+                       "input_cfg": [{"type": "sharmill", "dataset": str(c.small)}]}, (8, [10], [5])),
     ],
-    ids=["seconds", "seconds-2d", "frames-2d", "frames"],
-)
-def test_the_loader_of_nemo_makes_these_buckets(many, options):
-    """Pasted into its configuration, each batch is of one bucket, and what it takes is what the histogram counted."""
-    from nemo.collections.common.data.lhotse import get_lhotse_dataloader_from_config
-    from omegaconf import OmegaConf
+    ids=["txt", "txt_pair", "nemo_tarred", "sharmill", "lhotse_shar", "multimodal_conversation", "as_conversation"],
+)  # fmt: skip
+def test_every_type_of_entry_is_measured_in_tokens(corpora, nemo_data, tmp_path, entry, expected):
+    config = tmp_path / "input_cfg.yaml"
+    config.write_text(yaml.safe_dump([entry(corpora, nemo_data)]))
+    found = read([config], token_bins=True, seconds_per_frame=0.1)
+    count, inputs, outputs = expected
+    assert len(found.lengths) == count
+    assert set(found.lengths.tolist()) == set(inputs)
+    assert found.tokens is not None
+    assert set(found.tokens.tolist()) == set(outputs)
 
-    frames = options.get("seconds_per_frame")
+
+SECONDS = [0.5 + n % 37 / 4 for n in range(120)]
+
+
+@pytest.fixture
+def speech(tmp_path):
+    return [{"type": "nemo", "manifest_filepath": manifest(tmp_path / "speech.json", SECONDS, text="ab cd")}]
+
+
+@pytest.fixture
+def mixed(tmp_path, speech):
+    source, target = tmp_path / "s.txt", tmp_path / "t.txt"
+    source.write_text("".join("s" * (1 + n % 9) + "\n" for n in range(80)))
+    target.write_text("".join("t" * (1 + n % 13) + "\n" for n in range(80)))
+    pairs = {"type": "txt_pair", "source_path": str(source), "target_path": str(target), "weight": 0.5}
+    return [speech[0] | {"weight": 0.5}, pairs]
+
+
+PASTED = {
+    "seconds": ("speech", {}, {"batch_duration": 40}),
+    "seconds, closed": ("speech", {"closed": True}, {"bucket_batch_size": [8, 4, 2]}),
+    "seconds and tokens": ("speech", {"sub_buckets": 2}, {"batch_duration": 40}),
+    "tokens": ("mixed", {"token_bins": True}, {"batch_tokens": 400}),
+    "input tokens": ("mixed", {"token_bins": True, "measure_total_length": False}, {"batch_tokens": 400}),
+    "input and output tokens": ("mixed", {"token_bins": True, "sub_buckets": 2}, {"batch_tokens": 400}),
+}
+
+
+@pytest.mark.parametrize("name", PASTED)
+def test_what_is_printed_can_be_pasted_and_runs(request, tmp_path, name):
+    """Each batch is of one bucket, and nothing that the histogram counted is left out."""
+    data, options, batching = PASTED[name]
+    entries = request.getfixturevalue(data)
+    options = dict(options)
+    token_bins, total = options.pop("token_bins", False), options.pop("measure_total_length", None)
+    training = {"train_ds": {"input_cfg": entries} | ({} if total is None else {"measure_total_length": total})}
+    config = tmp_path / "train.yaml"
+    config.write_text(yaml.safe_dump(training))
     report = estimate_report(
-        [many.dataset], BinsOptions(**options), tokenizer=["bytes"], token_bins=frames is not None, workers=1
-    )
-    values = yaml.safe_load(report)
-    num_buckets = len(values["bucket_duration_bins"])
-    config = {
-        "shar_path": shar_fields(many.dataset),
-        "bucket_batch_size": [4] * num_buckets,
-        "num_workers": 0,
-        "force_finite": True,
-        "sample_rate": 16000,
-        "shuffle": False,
-    }
-    loader = get_lhotse_dataloader_from_config(
-        OmegaConf.create(config | values), global_rank=0, world_size=1, dataset=_Ids(), tokenizer=_Bytes()
-    )
-    batches = list(loader)
-
-    lengths = read_lengths([many.dataset], tokenizer=["bytes"], workers=1)
-    counted = lengths if frames is None else lengths.in_frames(frames)
-    if frames is not None and "sub_buckets" not in options:
-        counted = counted.in_total()
-    bins = [
-        Bin(bound[0], bound[1], (values.get("max_tps") or values["max_tpt"])[number])
-        if isinstance(bound, list)
-        else bound
-        for number, bound in enumerate(values["bucket_duration_bins"])
-    ]
-    expected = assign(counted, bins, closed=True)
-    ids = [cut.id for cut in open_shar(many.dataset, [])]
-    bucket_of = dict(zip(ids, expected.tolist(), strict=True))
-    if isinstance(values.get("max_tps"), float):
-        seconds_tokens = zip(ids, lengths.tokens / lengths.seconds, strict=True)
-        bucket_of |= {cut_id: -1 for cut_id, tps in seconds_tokens if tps > values["max_tps"]}
-    assert Counter(cut_id for batch in batches for cut_id in batch) == Counter(
-        cut_id for cut_id, bucket in bucket_of.items() if bucket >= 0
-    )
+        [config],
+        BinsOptions(
+            num_buckets=3, seconds_per_frame=0.08 if token_bins else None, tokenizer=["bytes"], token_bins=token_bins,
+            **options,
+        ),
+    )  # fmt: skip
+    printed = yaml.safe_load(report)
+    settings = {"input_cfg": entries, "shuffle": True, "shard_seed": 1, "force_iterable_dataset": True,
+                "bucket_buffer_size": 100, "shuffle_buffer_size": 10} | batching  # fmt: skip
+    loader = get_dataloader(settings | printed, 0, 1, load_nemo_tokenizer(["bytes"], None), dataset=AsIs())
+    batches = take(loader, 30)
+    bins = printed["bucket_duration_bins"]
+    two = isinstance(bins[0], list)
     for batch in batches:
-        assert len(batch) <= 4
-        assert len({bucket_of[cut_id] for cut_id in batch}) == 1
+        lengths = [measure(example, printed) for example in batch]
+        found = {bucket_of(length, bins, two=two) for length in lengths}
+        assert len(found) == 1
+        assert -1 not in found
+    assert len({bucket_of(measure(example, printed), bins, two=two) for example in flat(batches)}) > 1
+    if data == "mixed":
+        assert {hasattr(example, "duration") for example in flat(batches)} == {True, False}
 
 
-class _Ids:
-    """A dataset whose batches are the ids of the cuts."""
+def measure(example, printed):
+    if not hasattr(example, "duration"):
+        length, tokens = len(example.context_ids), len(example.answer_ids)
+    else:
+        frame = printed.get("token_equivalent_duration")
+        length = example.duration if frame is None else -(-example.duration // frame)
+        tokens = len(example.input_ids) if "prompt_format" in printed else len(example.supervisions[0].tokens)
+    # NeMo's batch_tokens passes over prompted text.
+    if printed.get("measure_total_length") and not hasattr(example, "duration"):
+        length += tokens
+    return length, tokens
 
-    def __getitem__(self, cuts):
-        return [cut.id for cut in cuts]
+
+def bucket_of(length, bins, *, two):
+    seconds, tokens = length
+    if not two:
+        return int(np.searchsorted(bins, seconds, side="left"))
+    first = next(bound[0] for bound in bins if bound[0] >= seconds)
+    return next((n for n, bound in enumerate(bins) if bound[0] == first and bound[1] >= tokens), -1)
 
 
-class _Bytes:
-    """The two methods that NeMo asks of a tokenizer."""
+@pytest.fixture(scope="module")
+def canary(tmp_path_factory):
+    """Names of the special tokenizer of Canary, and of one of English."""
+    folders = save_canary_tokenizers(tmp_path_factory.mktemp("canary"))
+    return [f"{language}={folder}/tokenizer.model" for language, folder in folders.items()]
 
-    def text_to_ids(self, text, language=None):
-        return list(text.encode())
 
-    def __call__(self, text, language=None):
-        return self.text_to_ids(text)
+PROMPT = "[{'role':'user','slots':{'source_lang':'en','target_lang':'en','task':'asr','pnc':'yes'}}]"
+
+
+def test_special_tokens_of_a_prompt_count(tmp_path, canary):
+    """Five before the text and one after it; as many as the loader counts from the data's own keys."""
+    path = manifest(tmp_path / "a.json", [1.0, 2.0, 3.0], text="ab")
+    texts = read([path], tokenizer=canary).tokens
+    prompted = read([path], tokenizer=canary, prompt_format="canary", prompt=PROMPT).tokens
+    np.testing.assert_array_equal(np.sort(prompted), np.sort(texts) + 6)
+    keys = {"source_lang": "en", "target_lang": "en", "task": "asr", "pnc": "yes"}
+    path = manifest(tmp_path / "b.json", [1.0, 2.0, 3.0], text="ab", **keys)
+    own = read([path], tokenizer=canary, prompt_format="canary").tokens
+    np.testing.assert_array_equal(np.sort(own), np.sort(prompted))
+    settings = {"manifest_filepath": path, "prompt_format": "canary", "batch_size": 3}
+    (batch,) = take(get_dataloader(settings, 0, 1, load_nemo_tokenizer(canary, "canary"), dataset=AsIs()), 1)
+    assert sorted(len(cut.input_ids) for cut in batch) == sorted(own)
+
+
+def wrong(name, folder):
+    """Sources and options of something that a user may give."""
+    good = manifest(folder / "good.json", [1.0, 2.0])
+    empty, text, config = folder / "empty.json", folder / "a.txt", folder / "input_cfg.yaml"
+    empty.write_text("\n")
+    text.write_text("line\n")
+    entry = {"type": "nemo", "manifest_filepath": good}
+    entries = {
+        "weight is text": [entry | {"weight": "much"}],
+        "weight is 0": [entry | {"weight": 0}],
+        "half weighted": [entry | {"weight": 1}, entry],
+        "unknown type": [entry | {"type": "nemmo"}],
+        "unknown key": [entry | {"wieght": 1}],
+        "tags unread": [entry | {"manifest_filepath": str(folder / "gone.json")}],
+        "unmeasured": [{"type": "txt", "paths": str(text)}],
+        "command": [{"type": "txt", "paths": "pipe:cat a.txt"}],
+        "prompt for text": [{"type": "txt", "paths": str(text)}],
+        "broken line": [entry | {"manifest_filepath": str(broken(folder / "broken.json"))}],
+        "no keys of a prompt": [entry],
+    }.get(name)
+    if entries is not None:
+        config.write_text(yaml.safe_dump(entries))
+        return [config]
+    (folder / "not.yaml").write_text("a: [")
+    (folder / "other.yaml").write_text("a: 1")
+    return {
+        "no file": ["gone.json"],
+        "folder": [folder],
+        "weight of a list": [f"[[{good},0.7],[{good},x]]"],
+        "negative weight": [f"[[{good},-1]]"],
+        "missing in a list": ["[[gone.json,1]]"],
+        "half of a list": [f"[[{good},0.7],[{good}]]"],
+        "no list": ["[[a"],
+        "empty list": ["[]"],
+        "empty": [empty],
+        "several kinds": [good, text],
+        "beside a yaml": [folder / "other.yaml", good],
+        "no yaml": [folder / "not.yaml"],
+        "no settings": [folder / "other.yaml"],
+        "fifo": [folder / "fifo.yaml"],
+    }.get(name, [good])
+
+
+def broken(path):
+    path.write_text('{"audio_filepath": "a.wav", "duration": 1.0, "text": "a"}\n{"audio_filepath": "b.wav"}\n')
+    return path
+
+
+PLAIN_PROMPT = {"prompt_format": "plain", "prompt": "[{'role': 'user', 'slots': {'message': 'Say'}}]"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "code", "told"),
+    [
+        ("weight is text", {}, "bad_config_value", ["'much'", "number above 0"]),
+        ("weight is 0", {}, "bad_config_value", ["weight is 0"]),
+        ("half weighted", {}, "missing_key", ["some entries have a weight"]),
+        ("unknown type", {}, "unknown_name", ["'nemmo'"]),
+        ("unknown key", {}, "unknown_key", ["'wieght'"]),
+        ("tags unread", {}, "missing_input", ["gone.json"]),
+        ("unmeasured", {}, "bad_usage", ["txt", "--tokens"]),
+        ("prompt for text", PLAIN_PROMPT | {"token_bins": True}, "bad_usage", ["--prompt is for speech"]),
+        ("broken line", {}, "bad_manifest", ["type nemo cannot be read", "duration"]),
+        ("no keys of a prompt", {"prompt_format": "canary"}, "bad_tokenizer", ["spl_tokens="]),
+        ("no file", {}, "no_dataset", ["gone.json", "input_cfg.yaml"]),
+        ("folder", PLAIN_PROMPT, "no_dataset", []),
+        ("weight of a list", {}, "bad_config_value", ["'x'", "weight above 0"]),
+        ("negative weight", {}, "bad_config_value", ["-1", "weight above 0"]),
+        ("missing in a list", {}, "no_dataset", ["gone.json"]),
+        ("half of a list", {}, "bad_config_value", ["others have none"]),
+        ("no list", {}, "bad_usage", ["is not a list of manifests"]),
+        ("empty list", {}, "bad_usage", ["is not a list of manifests", "[[a.json,0.7]"]),
+        ("fifo", {}, "bad_config_file", ["not a regular file"]),
+        ("command", {"token_bins": True, "tokenizer": ("bytes",)}, "bad_config_value", ["is a command"]),
+        ("empty", {}, "bad_manifest", ["empty.json", "line of JSON"]),
+        ("several kinds", {}, "bad_usage", ["good.json (nemo)", "a.txt (txt)"]),
+        ("beside a yaml", {}, "bad_usage", ["nothing else beside it"]),
+        ("no yaml", {}, "bad_config_file", ["not.yaml"]),
+        ("no settings", {}, "bad_config_file", ["other.yaml"]),
+        ("unknown format", {"prompt_format": "canry"}, "unknown_name", ["canry", "canary"]),
+        ("no turns", {"prompt_format": "plain", "prompt": "hello"}, "bad_config_value", ["'hello'", "list of turns"]),
+        ("no role", {"prompt_format": "plain", "prompt": "[{'role': 'x', 'slots': {}}]"}, "bad_config_value",
+         ["='x'", "'user', 'assistant'"]),
+        ("no slot", {"prompt_format": "plain", "prompt": "[{'role': 'user', 'slots': {}}]"}, "bad_config_value",
+         ["role user", "'slots'"]),
+        ("no length of a frame", {"token_bins": True}, "unknown_codec", ["--token-equivalent-duration"]),
+        ("no tokenizer", {"token_bins": True, "tokenizer": ()}, "bad_usage", ["--tokenizer"]),
+        ("nothing left", {"limits": (5.0, 9.0)}, "too_few_cuts", ["5 to 9 seconds"]),
+        ("not several", {"section": "audio"}, None, []),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_in_one_line(tmp_path, name, options, code, told):
+    os.mkfifo(tmp_path / "fifo.yaml")
+    sources = wrong(name, tmp_path)
+    if code is None:
+        assert len(read(sources, **options).seconds) == 2
+        return
+    with raises(ConfigError, code, *told) as caught:
+        read(sources, **options)
+    assert "\n" not in str(caught.value)

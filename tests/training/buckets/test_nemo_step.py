@@ -1,7 +1,5 @@
 """The ready step of ``tune-batch``: batches by the schema of a model, real models of NeMo's, profiles and errors."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 
@@ -9,25 +7,23 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
-from nemo.core.neural_types import AudioSignal, LabelsType, LengthsType, MaskType, NeuralType, SpectrogramType
+from nemo.core.neural_types import AudioSignal, LabelsType, LengthsType, MaskType, NeuralType
 from nemo.utils.app_state import AppState
 from omegaconf import OmegaConf
-from support.errors import raises
-from support.recognizers import save_multitask_config
-from support.speechlm2 import model_settings, save_models
+from support.models import model_settings, save_models, save_multitask_config
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sharmill.errors import ConfigError, FatalError
 from sharmill.training.buckets.batch_size import (
+    Bucket,
+    Budget,
+    StepProcess,
     batch_sizes_to_yaml,
+    choose_step,
     make_budget,
-    read_bin_settings,
-    read_buckets,
+    read_bins,
     tune_batch_sizes,
 )
-from sharmill.training.buckets.model_profile import choose_step
 from sharmill.training.buckets.nemo_step import NemoStep
-from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess
 
 HERE = __name__
 OF_TIME = ("B", "T")
@@ -64,26 +60,6 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class NoSchema(LightningModule):
-    def __init__(self, cfg):
-        super().__init__()
-
-
-class Pictures(Recorder):
-    """A model whose step takes something that no batch is made of."""
-
-    @property
-    def oomptimizer_schema(self):
-        picture = {"name": "x", "type": NeuralType(("B", "D", "T"), SpectrogramType()), "seq_length": "input"}
-        return {"cls": tuple, "inputs": [picture]}
-
-
-class Tagged(Recorder):
-    """A model in whose texts a token stands for each audio."""
-
-    audio_locator_tag_id = 3
-
-
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "model.yaml"
@@ -105,28 +81,6 @@ def test_batches_have_the_lengths_of_the_bucket(config):
     }  # fmt: skip
     assert batch["audio_lens"].tolist() == [250] * 3
     assert 0 <= batch["ids"].min() <= batch["ids"].max() < 7
-
-
-@pytest.mark.parametrize(
-    ("length", "tokens", "options", "expected"),
-    [
-        (2.5, None, {}, (250, 30)),
-        (2.5, None, {"tokens_per_second": 3.0}, (250, 8)),
-        (100, 20, {"seconds_per_frame": 0.1}, (1000, 20)),
-        (100, None, {"seconds_per_frame": 0.1, "tokens_per_second": 5.0}, (1000, 50)),
-        # Of 150 tokens in all, 100 are frames of 10 seconds and 50 are text.
-        (150, None, {"seconds_per_frame": 0.1, "tokens_per_second": 5.0, "in_total": True}, (1000, 50)),
-    ],
-    ids=["seconds", "ratio", "frames and tokens", "frames", "in total"],
-)
-def test_lengths_are_told_in_every_kind_of_bins(config, length, tokens, options, expected):
-    batch = batch_of(config, 2, length, tokens, **options)
-    assert (batch["audio"].shape[1], batch["ids"].shape[1]) == expected
-
-
-def test_one_token_of_each_text_stands_for_audio(config):
-    ids = batch_of(config, 4, 1.0, 50, model="Tagged")["ids"]
-    assert (ids == 3).sum(dim=1).tolist() == [1] * 4
 
 
 @pytest.fixture(scope="module")
@@ -165,44 +119,9 @@ def test_models_of_nemo_take_a_whole_step(models, name):
     assert sum(value.numel() for value in values) > len(values)
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "told"),
-    [
-        ({"module_name": "Recorder"}, "bad_callable", ["'Recorder'", "full name of a class"]),
-        ({"module_name": "no_such_module.Model"}, "bad_callable", ["no_such_module"]),
-        ({"module_name": "nemo.collections.asr.models.Nope"}, "bad_callable", ["Nope"]),
-        ({"module_name": "collections.Counter"}, "bad_callable", ["collections.Counter is not a class of models"]),
-        ({"module_name": f"{HERE}.NoSchema"}, "bad_model", ["NoSchema", "oomptimizer_schema", "--step"]),
-        ({"module_name": f"{HERE}.Recorder", "config_path": "gone.yaml"}, "missing_input", ["gone.yaml"]),
-        ({"module_name": f"{HERE}.Recorder", "config_path": "broken.yaml"}, "bad_config_file", ["broken.yaml"]),
-        ({"module_name": f"{HERE}.Recorder", "config_path": "other.yaml"}, "missing_key", ["no section model"]),
-        ({"module_name": f"{HERE}.Recorder", "config_path": "no_rate.yaml"}, "bad_model", ["no sample_rate"]),
-        ({"module_name": "nemo.collections.asr.models.EncDecCTCModel"}, "bad_model", ["EncDecCTCModel", "model.yaml"]),
-        ({"pretrained_name": "gone.nemo", "config_path": None}, "missing_input", ["gone.nemo"]),
-        ({"pretrained_name": "nobody/nothing", "config_path": None}, "unreachable_model", ["nobody/nothing", ".nemo"]),
-    ],
-)
-def test_what_is_no_model_is_told_in_one_line(config, tmp_path, monkeypatch, options, code, told):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.yaml").write_text("a: [")
-    (tmp_path / "other.yaml").write_text("a: 1\n")
-    (tmp_path / "no_rate.yaml").write_text("model: {a: 1}\n")
-    with raises(ConfigError, code, *told) as caught:
-        NemoStep(**({"config_path": config} | options))
-    assert "\n" not in str(caught.value)
-
-
-def test_inputs_that_no_batch_is_made_of_are_named(config):
-    with raises(ConfigError, "bad_model", "SpectrogramType", "--step"):
-        batch_of(config, 2, 1.0, None, model="Pictures")
-
-
 def choose(bins, **options):
     names = ("step", "module_name", "config_path", "pretrained_name", "tokens_per_second")
-    return choose_step(
-        read_buckets(bins), read_bin_settings(bins), **{name: options.get(name) for name in names}, precision="fp32"
-    )
+    return choose_step(*read_bins(bins), **{name: options.get(name) for name in names}, precision="fp32")
 
 
 OF_FILE = {
@@ -229,57 +148,15 @@ def test_the_profile_has_the_limits_that_batches_were_made_for(tmp_path, bins, o
     if bins in OF_FILE:
         (tmp_path / "bins.yaml").write_text(OF_FILE[bins])
         bins = str(tmp_path / "bins.yaml")
-    chosen = choose(bins, pretrained_name="a.nemo", **options)
-    assert chosen.profile == profile
-    assert chosen.options["tokens_per_second"] == ratio
+    _, step_options, found = choose(bins, pretrained_name="a.nemo", **options)
+    assert found == profile
+    assert step_options["tokens_per_second"] == ratio
     budget = Budget("cpu", 2**30, 2**34)
-    sizes = [4] * len(read_buckets(bins))
-    values = yaml.safe_load(batch_sizes_to_yaml(chosen.name, read_buckets(bins), sizes, budget, chosen.profile))
+    buckets, _ = read_bins(bins)
+    sizes = [4] * len(buckets)
+    values = yaml.safe_load(batch_sizes_to_yaml("a.nemo", buckets, sizes, budget, found))
     assert {key: values[key] for key in profile} == profile
     assert values["bucket_batch_size"] == sizes
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"module_name": "a.B"}, {"config_path": "a.yaml"}, {"step": "a:b", "module_name": "a.B"},
-        {"module_name": "a.B", "config_path": "a.yaml", "pretrained_name": "a.nemo"},
-    ],
-)  # fmt: skip
-def test_exactly_one_step_is_named(options):
-    with raises(ConfigError, "bad_usage", "--step"):
-        choose("[1.0]", **options)
-
-
-def test_bins_of_text_alone_have_no_ready_step(tmp_path):
-    (tmp_path / "bins.yaml").write_text("bucket_duration_bins: [20, 90]\nuse_multimodal_sampling: true\n")
-    with raises(ConfigError, "bad_usage", "text alone", "--step"):
-        choose(str(tmp_path / "bins.yaml"), pretrained_name="a.nemo")
-    assert choose(str(tmp_path / "bins.yaml"), step="a:b").profile == {"use_multimodal_sampling": True}
-
-
-def test_a_step_that_found_no_memory_while_loading_is_told(config, monkeypatch):
-    """As extensions in C end where they find none."""
-
-    def fails(self, cfg):
-        raise SystemError("error return without exception set")
-
-    monkeypatch.setattr(Recorder, "__init__", fails)
-    with pytest.raises(MemoryError):
-        NemoStep(module_name=f"{HERE}.Recorder", config_path=config)
-
-
-@pytest.mark.slow
-def test_the_memory_of_a_real_model_decides(models):
-    chosen = choose("[[60.0, 500]]", **{key: value for key, value in models["multitask"].items() if key != "precision"})
-    budget = Budget("cpu", 3 * 2**30, 2**34)
-    bucket = Bucket(60.0, 500)
-    (found,) = tune_batch_sizes(
-        chosen.step, [bucket], budget, step_options=chosen.options, tolerance=0.6, max_batch_size=256
-    )
-    assert 1 <= found < 256
-    with raises(FatalError, "step_failed", "not enough memory"):
-        tune_batch_sizes(chosen.step, [bucket], Budget("cpu", 600 * 2**20, 2**34), step_options=chosen.options)
 
 
 @pytest.mark.gpu

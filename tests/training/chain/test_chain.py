@@ -1,51 +1,44 @@
 """Chains: each step, the division among readers, exact states, and the budget of errors."""
 
-from __future__ import annotations
-
+import io
 import json
 import logging
-import pickle
+import os
 import random
 from collections import Counter
+from functools import partial
 
+import numpy as np
 import pytest
+import soundfile as sf
 import torch
-from support.errors import raises
+from support.project import raises, voice, write_lines
+from support.sources import voice_bytes, write_tar
 from support.work import half, inverse
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from sharmill.errors import ConfigError, DamagedShard
-from sharmill.training import Chain, TextLines, merge_data_states
-from sharmill.training.chain.sources import Items
-
-
-class Countless:
-    """Can be read again, and has neither a length nor random access."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __iter__(self):
-        return iter(range(self.count))
-
-
-def flat(batches):
-    return [one for batch in batches for one in batch]
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.training import Chain, RawList, ShardList, TextLines, merge_data_states
+from sharmill.training.chain.features import collate, decode_wav, kaldi_fbank, pad_wav
 
 
 def itself(number):
     return number
 
 
-def test_steps_follow_each_other():
-    chain = Chain([3, 1, 2, 0, 5, 4]).map(half).filter(bool).sort(3, key=itself).batch(2)
-    assert list(chain) == [[0.5, 1.0], [1.5, 2.0], [2.5]]
-
-
-def test_a_chain_is_not_changed_by_a_further_step():
-    chain = Chain(range(3))
-    chain.map(half)
-    assert list(chain) == [0, 1, 2]
+@pytest.mark.parametrize(
+    ("chain", "expected"),
+    [
+        (Chain([3, 1, 2, 0, 5, 4]).map(half).filter(bool).sort(3, key=itself).batch(2),
+         [[0.5, 1.0], [1.5, 2.0], [2.5]]),
+        (Chain([3, 4, 2, 9, 30, 1, 1]).dynamic_batch(12, length=itself), [[3, 4, 2], [9], [30], [1, 1]]),
+        (Chain([5, 12, 5, 30, 5, 12, 10]).bucket([10, 20], [2, 3, 1], length=itself),
+         [[5, 5], [30], [12, 12, 10], [5]]),
+    ],
+    ids=["steps follow each other", "dynamic batches keep to the padded length", "buckets have a size each"],
+)  # fmt: skip
+def test_a_chain_gives(chain, expected):
+    assert list(chain) == expected
 
 
 def test_a_buffer_shuffles_by_seed_and_epoch():
@@ -61,23 +54,6 @@ def test_a_buffer_shuffles_by_seed_and_epoch():
     assert all(place >= number - 8 for place, number in enumerate(first))
 
 
-def test_the_source_shuffles_all_its_items():
-    chain = Chain(range(100), shuffle=True, seed=4)
-    first, second = list(chain), list(chain)
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert first != second != list(range(100))
-
-
-def test_dynamic_batches_keep_to_the_padded_length():
-    lengths = [3, 4, 2, 9, 30, 1, 1]
-    assert list(Chain(lengths).dynamic_batch(12, length=itself)) == [[3, 4, 2], [9], [30], [1, 1]]
-
-
-def test_buckets_have_a_size_each():
-    lengths = [5, 12, 5, 30, 5, 12, 10]
-    assert list(Chain(lengths).bucket([10, 20], [2, 3, 1], length=itself)) == [[5, 5], [30], [12, 12, 10], [5]]
-
-
 def test_zip_gives_pairs_and_the_longer_goes_on():
     chain = Chain(["a", "b", "c"]).zip(Chain(range(5), infinite=True).parallel_map(itself, 2))
     epochs = [list(chain) for _ in range(3)]
@@ -85,59 +61,8 @@ def test_zip_gives_pairs_and_the_longer_goes_on():
     assert [number for pairs in epochs for _, number in pairs] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
 
 
-def test_zip_of_whole_epochs_gives_each_example_once():
-    chain = Chain(range(6), shuffle=True).zip(Chain(range(4), shuffle=True))
-    pairs = [pair for _ in range(5) for pair in chain]
-    for column, size in ((0, 6), (1, 4)):
-        found = [pair[column] for pair in pairs]
-        assert Counter(found[:size]) == Counter(range(size))
-
-
-SOURCES = {"items": lambda: range(31), "iterable": lambda: Countless(31)}
-
-
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize(("shuffle", "num_workers"), [(False, 0), (True, 2)])
-def test_each_example_once_over_ranks_and_workers(source, shuffle, num_workers):
-    found = []
-    for rank in (0, 1):
-        chain = Chain(SOURCES[source](), shuffle=shuffle, rank=rank, world_size=2).shuffle(4).sort(5, itself).batch(3)
-        found += flat(torch.utils.data.DataLoader(chain, batch_size=None, num_workers=num_workers))
-    assert Counter(found) == Counter(range(31))
-
-
-def test_by_file_each_file_has_one_reader(tmp_path):
-    for name in "abcdef":
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name}{n}\n" for n in range(5)))
-    lines = TextLines(str(tmp_path / "*.txt"))
-    found = [[line["txt"] for line in Chain(lines, divide="file", rank=r, world_size=2)] for r in (0, 1)]
-    assert sorted(flat(found)) == sorted(f"{name}{n}" for name in "abcdef" for n in range(5))
-    assert not {line[0] for line in found[0]} & {line[0] for line in found[1]}
-
-
 def resumable(rank=0, world_size=1, **options):
     return Chain(range(50), shuffle=True, seed=7, infinite=True, rank=rank, world_size=world_size, **options)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_same_layout_goes_on_with_what_would_have_come(num_workers):
-    def loader():
-        chain = resumable().filter(odd).map(half).dynamic_batch(60, itself)
-        return StatefulDataLoader(chain, batch_size=None, num_workers=num_workers)
-
-    whole = iter(loader())
-    expected = [next(whole) for _ in range(20)]
-    first = loader()
-    started = iter(first)
-    assert [next(started) for _ in range(9)] == expected[:9]
-    second = loader()
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())) if not num_workers else first.state_dict())
-    again = iter(second)
-    assert [next(again) for _ in range(11)] == expected[9:]
-
-
-def odd(number):
-    return number % 2 == 1
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -199,19 +124,12 @@ def test_a_state_of_other_sources_is_refused():
     state = resumable().state_dict()
     with raises(ConfigError, "wrong_state", "50", "51"):
         Chain(range(51), shuffle=True, seed=7, infinite=True).load_state_dict(state)
-    with raises(ConfigError, "wrong_state", "2 sources"):
+    with raises(ConfigError, "wrong_state", "1 datasets or sources", "2"):
         resumable().zip(Chain([1])).load_state_dict(state)
     other = Chain(range(50), shuffle=True, seed=7, infinite=True, rank=1, world_size=2)
     other.load_state_dict(state)
     with raises(ConfigError, "wrong_state", "part 0 of 1"):
         next(iter(other))
-
-
-def test_set_epoch():
-    chain = Chain(range(20), shuffle=True)
-    epochs = [list(chain) for _ in range(3)]
-    chain.set_epoch(1)
-    assert list(chain) == epochs[1]
 
 
 @pytest.mark.parametrize("kind", [None, "thread", "process"])
@@ -222,14 +140,6 @@ def test_an_error_of_a_function_names_its_example(kind):
     with pytest.raises(ZeroDivisionError) as caught:
         next(results)
     assert caught.value.__notes__ == ["at item 2"]
-
-
-def test_errors_of_steps_before_a_parallel_one_keep_their_place():
-    results = iter(Chain([4, 0, 1]).map(inverse).parallel_map(half, 2))
-    assert next(results) == 0.125
-    with pytest.raises(ZeroDivisionError) as caught:
-        next(results)
-    assert caught.value.__notes__ == ["at item 1"]
 
 
 @pytest.mark.parametrize("kind", [None, "thread", "process"])
@@ -250,19 +160,6 @@ def test_more_errors_than_allowed_end_it():
     assert [next(results), next(results)] == [4, 2]
     with raises(DamagedShard, "damaged_shard", "item 3", "ZeroDivisionError", "max_errors=1"):
         next(results)
-
-
-def test_the_count_of_errors_goes_on_after_a_resume():
-    def chain():
-        return Chain([0, 1, 0, 2, 0, 4], on_error="skip", max_errors=2).map(inverse)
-
-    first = chain()
-    results = iter(first)
-    assert [next(results), next(results)] == [1.0, 0.5]
-    second = chain()
-    second.load_state_dict(first.state_dict())
-    with raises(DamagedShard, "damaged_shard", "max_errors=2"):
-        list(second)
 
 
 def no_memory(number):
@@ -309,56 +206,190 @@ def test_what_cannot_be_is_refused(make, what):
         make()
 
 
-def test_chains_of_other_ranks_are_not_zipped():
-    with raises(ConfigError, "split_wrong", "world_size"):
-        Chain([1]).zip(Chain([1], world_size=2))
+VOICE = voice_bytes(0.2)
+GOOD = {"key": "a", "wav": "/data/a.wav", "txt": "one"}
 
 
-def test_a_filter_that_nothing_passes_is_an_error():
-    with raises(ConfigError, "too_few_cuts", "none of 1000 examples"):
-        next(iter(Chain(range(10), infinite=True).filter(not_dropped_at_all)))
-    assert next(iter(Chain(range(1500), infinite=True).filter(last_of_1500))) == 1499
-    assert list(Chain(range(1500)).filter(not_dropped_at_all)) == []
+def raw(tmp_path, lines, **options):
+    return RawList(write_lines(tmp_path / "data.list", lines), **options)
 
 
-def not_dropped_at_all(number):
-    return False
+def shards(tmp_path, names, **options):
+    path = tmp_path / "data.shards.list"
+    path.write_text("".join(f"{name}\n" for name in names))
+    return ShardList(path, **{"root": tmp_path} | options)
 
 
-def last_of_1500(number):
-    return number == 1499
+def test_raw_lines_keep_all_their_keys(tmp_path):
+    lines = [GOOD | {"speaker": 7}, b"", {"key": "b", "wav": "/data/x/../b.wav", "start": 1, "end": 2.5}]
+    assert list(Chain(raw(tmp_path, lines))) == [
+        GOOD | {"speaker": 7},
+        {"key": "b", "wav": "/data/b.wav", "start": 1, "end": 2.5},
+    ]
 
 
-def test_workers_that_stay_read_the_next_epoch():
-    loader = torch.utils.data.DataLoader(
-        Chain(range(20), shuffle=True), batch_size=None, num_workers=2, persistent_workers=True
-    )
-    first, second = list(loader), list(loader)
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"key": "a", "wav"', "not a JSON object"),
+        (b'["a"]', "not a JSON object"),
+        (b'{"key": "caf\xe9", "wav": "/a.wav"}', "not a JSON object"),
+        ({"key": "a", "txt": "no audio"}, "'wav'"),
+        ({"wav": "/a.wav", "txt": "no key"}, "'key'"),
+        (GOOD | {"txt": None}, "'txt'"),
+        (GOOD | {"start": 2, "end": 1}, "start and end"),
+        (GOOD | {"start": "0", "end": "1"}, "start and end"),
+        (GOOD | {"wav": "pipe:touch marker"}, "command"),
+        (GOOD | {"wav": "relative.wav"}, "relative"),
+        (GOOD | {"wav": "https://host/a.wav"}, "URL"),
+        (GOOD | {"wav": "/a\0.wav"}, "null character"),
+    ],
+)
+def test_a_bad_line_is_an_error_or_left_out(line, words, tmp_path):
+    source = raw(tmp_path, [GOOD, line, GOOD | {"key": "c"}])
+    with raises(DamagedShard, "damaged_shard", "data.list, record 2", words):
+        list(Chain(source))
+    chain = Chain(source, on_error="skip")
+    assert [example["key"] for example in chain] == ["a", "c"]
+    assert chain.state_dict()["readers"][0]["num_damaged"] == 1
 
 
-def test_a_chain_goes_to_workers_that_are_not_forked(tmp_path):
-    (tmp_path / "text.txt").write_text("one\ntwo\nthree\n")
-    steps = Chain(TextLines(tmp_path / "text.txt"), shuffle=True).parallel_map(key_of).shuffle(2).sort(2, key=str)
-    chain = steps.zip(Chain(range(5), infinite=True).filter(odd)).batch(2)
-    there = pickle.loads(pickle.dumps(chain))
-    assert list(there) == list(chain)
+def test_paths_stay_below_the_audio_root(tmp_path):
+    (tmp_path / "audio").mkdir()
+    (tmp_path / "secret.wav").write_bytes(VOICE)
+    (tmp_path / "audio/link.wav").symlink_to(tmp_path / "secret.wav")
+    names = ["a.wav", "../secret.wav", "link.wav", str(tmp_path / "secret.wav")]
+    source = raw(tmp_path, [GOOD | {"wav": name} for name in names], audio_root=tmp_path / "audio")
+    assert [example["wav"] for example in Chain(source, on_error="skip")] == [str(tmp_path / "audio/a.wav")]
 
 
-def key_of(example):
-    return example["key"]
+def test_members_belong_together_by_the_begin_of_their_names(tmp_path):
+    members = [("a/b.1.wav", VOICE), ("a/b.1.txt", " größe\n".encode()), ("a/b.1.lang", b"de"), ("c.FLAC", VOICE)]
+    write_tar(tmp_path / "one.tar", members)
+    assert list(Chain(shards(tmp_path, ["one.tar"]))) == [
+        {"key": "a/b.1", "wav": VOICE, "txt": "größe", "lang": b"de"},
+        {"key": "c", "wav": VOICE},
+    ]
 
 
-def test_more_readers_than_items():
-    assert flat(Chain([1, 2], rank=rank, world_size=5) for rank in range(5)) in ([1, 2], [2, 1])
-    with raises(ConfigError, "too_few_cuts", "part"):
-        [next(iter(Chain([1, 2], rank=rank, world_size=5, infinite=True))) for rank in range(5)]
+def test_audio_that_is_missing_or_none_is_an_error_of_its_example(tmp_path):
+    (tmp_path / "text.wav").write_text("no audio\n" * 100)
+    os.mkfifo(tmp_path / "fifo.wav")
+    (tmp_path / "good.wav").write_bytes(VOICE)
+    (tmp_path / "cut.wav").write_bytes(voice_bytes(1.0, format="WAV")[:9000])
+    names = ["gone", "text", "fifo", "cut", "good"]
+    source = raw(tmp_path, [{"key": name, "wav": f"{name}.wav"} for name in names], audio_root=tmp_path)
+    for number, name in enumerate(names[:4], 1):
+        with raises(DamagedShard, "damaged_shard", f"data.list, record {number}", f"{name}.wav"):
+            list(Chain(source, on_error="skip", max_errors=number - 1).map(decode_wav))
+    (good,) = Chain(source, on_error="skip").parallel_map(decode_wav, 2)
+    assert good["key"] == "good"
+    assert good["waveform"].shape == (1, 3200)
 
 
-def test_what_changed_its_length_is_read_as_far_as_it_goes():
-    changing = Countless(5)
-    source = Items(changing)
-    assert source.count(0) == 5
-    changing.count = 3
-    assert list(Chain(source)) == [0, 1, 2]
+def test_lines_of_text(tmp_path):
+    (tmp_path / "b0.txt").write_bytes(b"one\n\n  two \r\ncaf\xe9\n")
+    (tmp_path / "b1.txt").write_bytes("größe".encode())
+    chain = Chain(TextLines(tmp_path / "b{0..1}.txt"), on_error="skip")
+    assert list(chain) == [
+        {"key": "b0.txt:1", "txt": "one"},
+        {"key": "b0.txt:2", "txt": "two"},
+        {"key": "b1.txt:1", "txt": "größe"},
+    ]
+
+
+def spoken(seconds, rate=16000, key="a", **others):
+    wav = torch.from_numpy(voice(seconds, rate)).float()[None]
+    return {"key": key, "waveform": wav, "sample_rate": rate, **others}
+
+
+def test_a_path_is_decoded_between_start_and_end(tmp_path):
+    sf.write(tmp_path / "a.wav", voice(1.0), 16000, subtype="FLOAT")
+    whole = decode_wav({"key": "a", "wav": str(tmp_path / "a.wav"), "txt": "t"})
+    assert whole.keys() == {"key", "txt", "waveform", "sample_rate"}
+    part = decode_wav({"key": "a", "wav": str(tmp_path / "a.wav"), "start": 0.25, "end": 0.5})
+    assert torch.equal(part["waveform"], whole["waveform"][:, 4000:8000])
+
+
+def test_one_of_several_channels_is_decoded():
+    stream = io.BytesIO()
+    left, right = voice(0.2, seed=1), voice(0.2, seed=2)
+    sf.write(stream, np.stack([left, right], 1), 16000, format="WAV", subtype="FLOAT")
+    example = {"key": "a", "wav": stream.getvalue()}
+    with raises(RejectRecord, "unspecified", "2 channels"):
+        decode_wav(example)
+    assert torch.allclose(decode_wav(example, channel=1)["waveform"][0], torch.from_numpy(right).float())
+
+
+@pytest.mark.parametrize("num_mel_bins", [23, 80])
+def test_fbank_is_that_of_torchaudio(num_mel_bins):
+    kaldi = pytest.importorskip("torchaudio.compliance.kaldi")
+    example = spoken(1.0)
+    feat = kaldi_fbank(example, num_mel_bins)["feat"]
+    expected = kaldi.fbank(example["waveform"] * 32768, num_mel_bins=num_mel_bins, dither=0.0, energy_floor=0.0)
+    assert feat.shape == (98, num_mel_bins)
+    assert torch.equal(feat, expected)
+
+
+def test_audio_is_padded_to_30_seconds():
+    padded = pad_wav(spoken(2.0))
+    assert padded["waveform"].shape == (1, 480000)
+    assert padded["num_samples"] == 32000
+    assert torch.equal(padded["waveform"][:, :32000], spoken(2.0)["waveform"])
+    assert not padded["waveform"][:, 32000:].any()
+    assert kaldi_fbank(padded)["feat"].shape == (2998, 23)
+    with raises(RejectRecord, "unspecified", "2.00 s", "1.5 s"):
+        pad_wav(spoken(2.0), 1.5)
+    trimmed = pad_wav(spoken(2.0), 1.5, trim=True)
+    assert trimmed["waveform"].shape == (1, 24000)
+    assert trimmed["num_samples"] == 24000
+
+
+def framed(key, frames, **others):
+    return {"key": key, "feat": torch.full((frames, 2), float(frames)), **others}
+
+
+def test_batches_are_sorted_by_length_and_padded():
+    batch = collate([framed("a", 2, label=[5]), framed("b", 4, label=[6, 7, 8]), framed("c", 2, label=[])])
+    assert batch["keys"] == ["b", "a", "c"]
+    assert batch["feats"].shape == (3, 4, 2)
+    assert batch["feats"][1].tolist() == [[2, 2], [2, 2], [0, 0], [0, 0]]
+    assert batch["feats_lengths"].tolist() == [4, 2, 2]
+    assert batch["target"].tolist() == [[6, 7, 8], [5, -1, -1], [-1, -1, -1]]
+    assert batch["target_lengths"].tolist() == [3, 1, 0]
+
+
+def label(example):
+    return example | {"label": [ord(letter) for letter in example["txt"]]}
+
+
+def longer(example):
+    return example["waveform"].shape[1] >= 16000
+
+
+@pytest.mark.parametrize(("kind", "divide"), [("raw", "line"), ("shard", "line"), ("shard", "file")])
+def test_the_whole_chain_gives_each_utterance_once_on_two_ranks_with_two_workers(tmp_path, kind, divide):
+    """WeNet's chain, on 16 utterances in 8 archives, or files; the shortest are left out."""
+    members, lines = {}, []
+    for number in range(16):
+        wav = voice_bytes(0.8 + 0.05 * number)
+        (tmp_path / f"{number}.wav").write_bytes(wav)
+        lines.append({"key": str(number), "wav": str(tmp_path / f"{number}.wav"), "txt": "ab"})
+        members.setdefault(f"{number % 8}.tar", []).extend([(f"{number}.wav", wav), (f"{number}.txt", b"ab")])
+    for name, content in members.items():
+        write_tar(tmp_path / name, content)
+    found = []
+    for rank in (0, 1):
+        source = raw(tmp_path, lines) if kind == "raw" else shards(tmp_path, members)
+        chain = Chain(source, shuffle=True, seed=5, rank=rank, world_size=2, divide=divide)
+        chain = chain.parallel_map(decode_wav, 2).filter(longer).map(label)
+        chain = chain.parallel_map(partial(kaldi_fbank, num_mel_bins=80), 2)
+        chain = chain.shuffle(20).sort(10).dynamic_batch(300).map(collate)
+        for batch in torch.utils.data.DataLoader(chain, None, num_workers=2):
+            found += batch["keys"]
+            lengths = batch["feats_lengths"].tolist()
+            assert batch["feats"].shape == (len(lengths), lengths[0], 80)
+            assert lengths == sorted(lengths, reverse=True)
+            assert len(lengths) == 1 or lengths[0] * len(lengths) <= 300
+            assert batch["target"].shape == (len(lengths), 2)
+    assert Counter(found) == Counter(str(number) for number in range(4, 16))

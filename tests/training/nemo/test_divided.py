@@ -1,19 +1,17 @@
-"""NeMo's own types of data, divided among all readers: every example once per epoch, also after a resume."""
-
-from __future__ import annotations
+"""Data divided among all readers, as a stream that is resumed, or in canonical parts: every example once per epoch."""
 
 import json
 import random
 from collections import Counter
-from pathlib import Path
+from itertools import islice
 
 import pytest
-from support.errors import raises
-from support.training import AsIs, Letters, flat, take
+from support.project import raises, write_lines
+from support.training import AsIs, Letters, flat, number, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.resumable import merge_data_states
+from sharmill.training.nemo.loader import merge_data_states, place_of
 
 ORDER = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buffer_size": 4, "batch_size": 2}
 PLAIN = {
@@ -25,8 +23,10 @@ PLAIN = {
 
 
 @pytest.fixture(scope="module")
-def data(corpora, nemo_data):
+def data(corpora, nemo_data, tmp_path_factory):
     """An entry of each type, and the names of its examples."""
+    lines = [{"text": text, "tts_text": text} for text in ("one", "two", "three")]
+    spoken = write_lines(tmp_path_factory.mktemp("tts_text") / "spoken.json", lines)
     texts = str(nemo_data / "text__OP_0..2_CL_.txt")
     tars = {"type": "nemo_tarred", "tarred_audio_filepaths": str(nemo_data / "audio__OP_0..2_CL_.tar")}
     return {
@@ -51,6 +51,8 @@ def data(corpora, nemo_data):
             tars | {"manifest_filepath": str(nemo_data / "whole.json")},
             {str(n) for n in range(9)},
         ),
+        "sharmill": (corpora.entry("large"), {str(n) for n in range(23)}),
+        "tts_text": ({"type": "tts_text", "manifest_filepath": str(spoken), "language": "en"}, {"one", "two", "three"}),
         "lhotse_shar": (
             {"type": "lhotse_shar", "shar_path": {"cuts": sorted(map(str, (corpora.small / "cuts").iterdir()))}},
             {str(n) for n in range(100, 108)},
@@ -59,8 +61,10 @@ def data(corpora, nemo_data):
 
 
 KINDS = [
+    "sharmill",
     "txt",
     "txt_pair",
+    "tts_text",
     "multimodal_conversation",
     "nemo",
     "nemo_tarred",
@@ -71,7 +75,8 @@ KINDS = [
 
 def name(example) -> str:
     if hasattr(example, "turns"):
-        return example.id
+        custom = example.list_cuts()[0].supervisions[0].custom or {} if "conversation" not in example.id else {}
+        return str(custom.get("number", example.id))
     if hasattr(example, "source"):
         return example.source.text
     if hasattr(example, "supervisions"):
@@ -79,52 +84,51 @@ def name(example) -> str:
     return example.text.strip()
 
 
-def load(entry, rank=0, world_size=1, *, resumable=False, state=None, **settings):
-    cfg = {"input_cfg": [entry], "force_iterable_dataset": True} | ORDER | PLAIN | settings
+def load(*entries, rank=0, world_size=1, resumable=False, state=None, **settings):
+    cfg = {"input_cfg": entries, "force_iterable_dataset": True} | ORDER | PLAIN | settings
     return get_dataloader(cfg, rank, world_size, Letters(), dataset=AsIs(), resumable=resumable, state=state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_finite_pass_gives_every_example_once(data, kind):
     entry, names = data[kind]
-    found = [
-        name(example)
-        for rank in (0, 1)
-        for example in flat(take(load(entry, rank, 2, force_finite=True, num_workers=2 * (kind == "nemo_tarred"))))
-    ]
+    options = {"world_size": 2, "force_finite": True, "num_workers": 2 * (kind == "nemo_tarred")}
+    found = [name(example) for rank in (0, 1) for example in flat(take(load(entry, rank=rank, **options)))]
     assert Counter(found) == Counter(names)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_example_once_per_epoch_on_changing_ranks_and_workers(data, kind):
-    entry, names = data[kind]
+@pytest.fixture(scope="module")
+def mixed(corpora):
+    """Datasets by weight, one in a group and one as conversations, beside text and conversations."""
+    as_conversation = {"type": "lhotse_as_conversation", "audio_locator_tag": "A", "token_equivalent_duration": 0.1}
+    spoken = {"type": "multimodal_conversation", "manifest_filepath": str(corpora.conversations)}
+    return [
+        ({"type": "group", "weight": 0.5, "input_cfg": [corpora.entry("large")]}, {str(n) for n in range(17)}),
+        (as_conversation | {"input_cfg": [corpora.entry("small")], "weight": 0.3}, {str(n) for n in range(100, 108)}),
+        ({"type": "txt", "paths": str(corpora.text), "weight": 0.1}, {f"line {n:02d}" for n in range(40)}),
+        (spoken | {"weight": 0.1}, {f"conversation{n}" for n in range(6)}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mixed"])
+def test_each_example_once_per_epoch_on_changing_ranks_and_workers(data, mixed, kind):
+    """Of each entry for itself, through filters: 2.15 s let 17 of the cuts of the large dataset pass."""
+    entries, expected = zip(*(mixed if kind == "mixed" else [data[kind]]), strict=True)
+    settings = {"max_duration": 2.15} if kind == "mixed" else {}
     rng, used, state = random.Random(1), [], None
-    while state is None or state["readers"][0]["epoch"] < 3:
+    while state is None or min(reader["epoch"] for reader in state["readers"][:2]) < 2:
         world_size, states = rng.randint(1, 3), []
-        num_workers = rng.choice([0, 0, 2]) if kind in ("txt", "nemo_tarred") else 0
+        settings["num_workers"] = rng.choice([0, 0, 2]) if kind in ("txt", "nemo_tarred", "mixed") else 0
         for rank in range(world_size):
-            loader = load(entry, rank, world_size, resumable=True, state=state, num_workers=num_workers)
-            used += flat(take(loader, rng.randint(0, 4)))
+            loader = load(*entries, rank=rank, world_size=world_size, resumable=True, state=state, **settings)
+            used += flat(take(loader, rng.randint(0, 9 if kind == "mixed" else 4)))
             states.append(loader.state_dict())
         state = json.loads(json.dumps(merge_data_states(states)))
-    seen = Counter((example.custom["shar_position"][0], name(example)) for example in used)
+    seen = Counter((*place_of(example)[:2], name(example)) for example in used)
     assert set(seen.values()) == {1}
-    for epoch in range(state["readers"][0]["epoch"]):
-        assert {found for one, found in seen if one == epoch} == names
-
-
-def test_text_goes_on_beside_speech(corpora, data):
-    """Text repeated from its beginning after each stop, so that a short job never came to its end."""
-    entries = [corpora.entry("large"), data["txt"][0]]
-    cfg = {"input_cfg": entries} | ORDER | PLAIN
-    used, state = [], None
-    for _ in range(8):
-        loader = get_dataloader(cfg, 0, 1, Letters(), dataset=AsIs(), resumable=True, state=state)
-        used += flat(take(loader, 3))
-        state = merge_data_states([loader.state_dict()])
-    texts = [(example.shar_position[0], example.text) for example in used if not hasattr(example, "duration")]
-    assert len(texts) == len(set(texts))
-    assert {text for epoch, text in texts if epoch == 0} == {f"line {n}\n" for n in range(12)}
+    for reader, names in enumerate(expected):
+        for epoch in range(state["readers"][reader]["epoch"]):
+            assert {found for *place, found in seen if place == [reader, epoch]} == names
 
 
 def test_a_state_of_other_files_is_refused(data, tmp_path):
@@ -133,17 +137,23 @@ def test_a_state_of_other_files_is_refused(data, tmp_path):
     state = merge_data_states([loader.state_dict()])
     (tmp_path / "other.txt").write_text("one\ntwo\nthree\n")
     with raises(ConfigError, "wrong_state", "files"):
-        take(
-            load({"type": "txt", "paths": str(tmp_path / "other.txt"), "language": "en"}, resumable=True, state=state),
-            1,
-        )
+        other = {"type": "txt", "paths": str(tmp_path / "other.txt"), "language": "en"}
+        take(load(other, resumable=True, state=state), 1)
+    with raises(ConfigError, "wrong_state", "seed", "3", "4"):
+        take(load(data["txt"][0], resumable=True, state=state, seed=4), 1)
+    for wrong in (state | {"readers": 2 * state["readers"]}, {"epoch": 1}):
+        with raises(ConfigError, "wrong_state", "datasets or sources"):
+            load(data["txt"][0], resumable=True, state=wrong)
+    with raises(ConfigError, "wrong_state"):
+        merge_data_states([{}])
 
 
-@pytest.mark.parametrize("kind", ["txt", "nemo_tarred", "lhotse_shar"])
-def test_filters_that_nothing_passes_are_an_error(data, kind):
-    settings = {"min_tokens": 1000} if kind == "txt" else {"min_duration": 900}
-    with raises(ConfigError, "too_few_cuts", "none of", "examples in a row passes the filters"):
-        take(load(data[kind][0], **settings), 1)
+def test_what_has_no_place_to_go_back_to_is_not_resumed(corpora, data):
+    entry = {"type": "lhotse_magpietts_data_as_continuation", "input_cfg": [corpora.entry("small")]}
+    with raises(ConfigError, "inexact_state", "lhotse_magpietts_data_as_continuation"):
+        load({"type": "group", "input_cfg": [entry]}, resumable=True)
+    with raises(ConfigError, "inexact_state", "force_iterable_dataset: true"):
+        load(data["nemo"][0], resumable=True, force_iterable_dataset=False)
 
 
 def test_pipes_and_slices_are_read_but_not_resumed(data):
@@ -153,34 +163,6 @@ def test_pipes_and_slices_are_read_but_not_resumed(data):
     for undivided in (piped, entry | {"slice_length": 2}):
         with raises(ConfigError, "inexact_state", "nemo_tarred", "pipes"):
             load(undivided, resumable=True)
-
-
-def test_conversions_that_lose_the_place_of_a_cut_are_not_resumed(corpora):
-    entry = {"type": "lhotse_magpietts_data_as_continuation", "input_cfg": [corpora.entry("small")]}
-    with raises(ConfigError, "inexact_state", "lhotse_magpietts_data_as_continuation"):
-        load({"type": "group", "input_cfg": [entry]}, resumable=True)
-
-
-def test_a_last_line_without_an_end_is_read(data, tmp_path):
-    entry = data["nemo_tarred"][0]
-    for n in range(3):
-        text = Path(entry["manifest_filepath"].replace("__OP_0..2_CL_", f"_{n}")).read_text()
-        (tmp_path / f"manifest_{n}.json").write_text(text.rstrip())
-    entry = entry | {"manifest_filepath": str(tmp_path / "manifest__OP_0..2_CL_.json")}
-    assert len(flat(take(load(entry, force_finite=True)))) == 9
-
-
-def test_map_style_data_are_to_be_read_as_a_stream_to_go_on(data):
-    with raises(ConfigError, "inexact_state", "force_iterable_dataset: true"):
-        load(data["nemo"][0], resumable=True, force_iterable_dataset=False)
-
-
-def test_files_that_do_not_go_together_are_named(data, tmp_path):
-    entry = data["txt_pair"][0] | {"target_paths": str(tmp_path / "none.txt")}
-    with raises(ConfigError, "bad_config_value", "3 files as source_paths", "1 files as target_paths"):
-        load(entry)
-    with raises(ConfigError, "missing_input", "none.txt"):
-        load({"type": "txt", "paths": str(tmp_path / "none.txt"), "language": "en"})
 
 
 def test_weights_are_kept_over_many_short_jobs(corpora):
@@ -194,3 +176,125 @@ def test_weights_are_kept_over_many_short_jobs(corpora):
         state = json.loads(json.dumps(merge_data_states([loader.state_dict()])))
     assert len(set(jobs)) > 20
     assert sum(map(sum, jobs)) / 400 == pytest.approx(0.25, abs=0.08)
+
+
+@pytest.fixture
+def entry(tmp_path):
+    """Twelve lines in two manifests; every third has no normalized text, every fourth its own language."""
+    for file in (0, 1):
+        lines = []
+        for n in range(6 * file, 6 * file + 6):
+            spoken = {"tts_text": f"Line {n}."} | ({} if n % 3 == 0 else {"tts_text_normalized": f"line number {n}"})
+            lines.append({"text": f"line {n}"} | spoken | ({"lang": "de"} if n % 4 == 0 else {}))
+        write_lines(tmp_path / f"text_{file}.json", lines)
+    return {"type": "tts_text", "manifest_filepath": str(tmp_path / "text__OP_0..1_CL_.json"), "language": "en"}
+
+
+def test_examples_have_both_texts(entry):
+    found = {example.text: example for example in flat(take(load(entry, force_finite=True)))}
+    assert set(found) == {f"line {n}" for n in range(12)}
+    assert found["line 1"].tts_text == "Line 1."
+    assert found["line 1"].tts_text_normalized == "line number 1"
+    assert not found["line 3"].has_custom("tts_text_normalized")
+    assert [found[f"line {n}"].language for n in (3, 4)] == ["en", "de"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"text": "one"', "truncated"),
+        ('["one"]', "`object`"),
+        ('{"tts_text": "One."}', "`text`"),
+        ('{"text": " ", "tts_text": "One."}', "`$.text`"),
+        ('{"text": "one", "tts_text": 100}', "`$.tts_text`"),
+        ('{"text": "one"}', "neither tts_text_normalized nor tts_text"),
+        ('{"text": "one", "tts_text": "One.", "audio_filepath": "a.wav"}', "use type nemo"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, told):
+    path = tmp_path / "text.json"
+    path.write_text('{"text": "one", "tts_text": "One."}\n' + line + "\n")
+    with raises(ConfigError, "bad_manifest", f"{path}, record 2", told):
+        take(load({"type": "tts_text", "manifest_filepath": str(path), "language": "en"}, force_finite=True))
+
+
+IN_PARTS = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buffer_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"force_finite": True}, "resumable=True is for streaming without end"),
+        ({"force_map_dataset": True}, "resumable=True is for streaming without end"),
+        ({"shard_seed": "trng"}, "resumable=True is for streaming without end"),
+        ({"perturb_speed": True}, "resumable=True does not go with perturb_speed"),
+        ({"concurrent_bucketing": True}, "resumable=True does not go with concurrent_bucketing"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(corpora, settings, message):
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3} | IN_PARTS | settings
+    with raises(ConfigError, "inexact_state", message):
+        get_dataloader(cfg, 0, 1, dataset=AsIs(), resumable=True)
+
+
+BUCKETS = {"bucket_duration_bins": [1.5], "batch_duration": 4.0, "bucket_buffer_size": 4}
+
+
+def global_steps(cfg, world_size, num_workers, count, state=None):
+    """The ids of the batches of each global step, in the order of the parts, and the state after them."""
+    ranks, states = [], []
+    for rank in range(world_size):
+        loader = get_dataloader(cfg | {"num_workers": num_workers}, rank, world_size, dataset=AsIs(), state=state)
+        batches = list(islice(loader, count * cfg["canonical"] // world_size))
+        ranks.append([[(cut.id, cut.shar_position[0]) for cut in batch] for batch in batches])
+        states.append(loader.state_dict())
+    share = cfg["canonical"] // world_size
+    steps = [[batch for rank in ranks for batch in rank[n * share : (n + 1) * share]] for n in range(count)]
+    return steps, json.loads(json.dumps(merge_data_states(states)))
+
+
+def check(corpora, batching, layouts, layouts_after):
+    entries = [corpora.entry("large", weight=0.7), corpora.entry("small", weight=0.3)]
+    cfg = {"input_cfg": entries, "canonical": 4} | IN_PARTS | batching
+    expected, state = global_steps(cfg, 1, 0, 5)
+    for layout in layouts:
+        assert global_steps(cfg, *layout, 5)[0] == expected
+    after, _ = global_steps(cfg, 1, 0, 4, state)
+    for layout in layouts_after:
+        assert global_steps(cfg, *layout, 4, state)[0] == after
+    used = [cut for step in expected + after for batch in step for cut in batch]
+    assert len(used) == len(set(used))
+
+
+@pytest.mark.parametrize("batching", [{"batch_size": 2}, BUCKETS])
+def test_global_batches_do_not_depend_on_the_number_of_ranks(corpora, batching):
+    check(corpora, batching, [(2, 0), (4, 0)], [(4, 0)])
+
+
+@pytest.mark.slow
+def test_global_batches_do_not_depend_on_the_number_of_workers(corpora):
+    check(corpora, BUCKETS, [(2, 2)], [(1, 2)])
+
+
+def test_a_number_of_ranks_that_does_not_divide_is_refused(corpora):
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 2, "canonical": 6} | IN_PARTS
+    with raises(ConfigError, "split_wrong", "4 readers", "1, 2, 3, 6"):
+        get_dataloader(cfg, 0, 4, dataset=AsIs())
+    with raises(ConfigError, "split_wrong", "12 readers"):
+        get_dataloader(cfg | {"num_workers": 4}, 0, 3, dataset=AsIs())
+    with raises(ConfigError, "bad_config_value", "canonical"):
+        get_dataloader(cfg | {"canonical": "all"}, 0, 1, dataset=AsIs())
+
+
+@pytest.mark.parametrize("map_style", [False, True])
+def test_row_18_ranks_of_the_environment_do_not_divide_once_more(corpora, monkeypatch, map_style):
+    """The launcher's variables say four ranks, the loader is told of two: the two have every cut, each once."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 1} | IN_PARTS
+        cfg |= {"force_finite": True, "force_map_dataset": map_style}
+        loader = get_dataloader(cfg, rank, 2, dataset=AsIs())
+        found += [number(cut) for cut in flat(take(loader)) if not cut.id.endswith("_dup0")]
+    assert Counter(found) == Counter(range(23))

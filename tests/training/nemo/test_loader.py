@@ -1,16 +1,21 @@
-"""``get_dataloader`` with the dataset class that it makes itself."""
+"""``get_dataloader``: the dataset class that it makes itself, epochs, and datasets beside other data."""
 
-from __future__ import annotations
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.errors import raises
-from support.shar import Project, ToyCodec, copy, voice
-from support.training import Letters, take
+from nemo.collections.common.data.lhotse import get_lhotse_dataloader_from_config
+from support.project import Project, ToyCodec, copy, raises, voice
+from support.training import AsIs, Ids, Letters, flat, number, take
 
-from sharmill.errors import ConfigError
+import sharmill.training.nemo.input_type  # noqa: F401 - registers the type, as a script of NeMo's does
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
+from sharmill.shar.items import read_json_lines
 from sharmill.training import ContextSpeechDataset, get_dataloader
 from sharmill.training.codes import CodecForm
 
@@ -21,15 +26,10 @@ def test_batches_of_our_own_dataset_class(corpora):
     cuts = {cut.id: cut for cut in open_shar(corpora.large)}
     assert [cuts[one].supervisions[0].custom["number"] for one in batch["ids"]] == [4, 5, 6, 7]
     for row, cut_id in enumerate(batch["ids"]):
-        cut = cuts[cut_id]
-        length = int(batch["target_code_lens"][row])
-        codes = batch["target_codes"][row, :, 1 : length - 1]
-        assert np.array_equal(codes, cut.load_target_codes())
-        assert batch["target_codes"][row, :, 0].tolist() == [64] * 3  # BOS: the first id that is no code
-        assert batch["text_tokens"][row, : batch["text_lens"][row]].tolist() == [ord("x")] * len(
-            cut.supervisions[0].text
-        )
-        assert batch["similarity"][row].item() == pytest.approx(cut.supervisions[0].context_speaker_similarity)
+        codes = batch["target_codes"][row, :, 1 : int(batch["target_code_lens"][row]) - 1]
+        assert np.array_equal(codes, cuts[cut_id].load_target_codes())
+        text = "x" * len(cuts[cut_id].supervisions[0].text)
+        assert Letters().ids_to_text(batch["text_tokens"][row, : batch["text_lens"][row]]) == text
 
 
 def test_context_slices_change_with_the_epoch(corpora):
@@ -41,22 +41,11 @@ def test_context_slices_change_with_the_epoch(corpora):
     assert first["context_durations"].tolist() != second["context_durations"].tolist()
 
 
-def test_padding_to_a_length_makes_tensors_of_it(corpora):
-    """Of cuts of 1 s with 50 frames a second; BOS and EOS come on top."""
-    cfg = {"input_cfg": [corpora.entry("small")], "force_finite": True, "batch_size": 8, "pad_min_duration": 4.0}
-    (batch,) = take(get_dataloader(cfg, 0, 1))
-    assert batch["target_codes"].shape == (8, 3, 202)
-    assert batch["target_code_lens"].tolist() == [52] * 8
-    with pytest.raises(ValueError, match="may be padded at their end"):
-        take(get_dataloader(cfg | {"pad_direction": "both"}, 0, 1))
-
-
 def test_audio_has_the_codecs_rate(tmp_path):
     project = Project(tmp_path)
     for name in ("a.flac", "b.flac"):
         project.add(name, voice(1.0, rate=24000), rate=24000)
-    config = project.write(match={"min_duration": 0.0})
-    project.encode(config, codec=ToyCodec(sampling_rate=24000))
+    project.encode(project.write(match={"min_duration": 0.0}), codec=ToyCodec(sampling_rate=24000))
     entry = {"type": "sharmill", "dataset": str(project.dataset), "fields": ["target_audio", "context_audio"]}
     (batch,) = take(get_dataloader({"input_cfg": [entry], "force_finite": True, "batch_size": 2}, 0, 1))
     assert batch["target_audio_lens"].tolist() == [24000, 24000]
@@ -70,29 +59,12 @@ def audio_entry(dataset, **options):
 def test_data_without_codes_come_as_audio(many):
     cfg = {"input_cfg": [audio_entry(many.dataset)], "force_finite": True, "batch_size": 4}
     batch = take(get_dataloader(cfg, 0, 1, Letters()), 2)[1]
-    cuts = {cut.id: cut for cut in open_shar(many.dataset)}
     assert not [name for name in batch if "codes" in name]
-    for row, cut_id in enumerate(batch["ids"]):
-        samples = cuts[cut_id].target_audio.load_audio()[0]
-        assert batch["target_audio_lens"][row] == len(samples)
-        assert np.array_equal(batch["target_audio"][row, : len(samples)], samples)
+    cuts = {cut.id: cut for cut in open_shar(many.dataset)}
+    lengths = [cuts[cut_id].target_audio.num_samples for cut_id in batch["ids"]]
+    assert batch["target_audio_lens"].tolist() == lengths
     assert batch["context_audio"].shape[0] == 4
     assert batch["context_durations"].tolist() == [3.0] * 4
-
-
-def test_audio_without_a_codec_has_the_rate_that_is_asked_for(many):
-    cfg = {"input_cfg": [audio_entry(many.dataset)], "force_finite": True, "batch_size": 1, "sample_rate": 8000}
-    (batch,) = take(get_dataloader(cfg, 0, 1), 1)
-    (cut,) = open_shar(many.dataset, ["target_audio"]).subset(first=1)
-    assert batch["target_audio_lens"].item() == cut.resample(8000).num_samples
-    assert batch["context_audio_lens"].item() == 3 * 8000
-
-
-def test_contexts_that_are_not_read_are_not_asked_for(many):
-    cfg = {"input_cfg": [audio_entry(many.dataset, fields=["target_audio"])], "force_finite": True, "batch_size": 2}
-    (batch,) = take(get_dataloader(cfg, 0, 1), 1)
-    assert batch["target_audio"].shape[0] == 2
-    assert not [name for name in batch if name.startswith("context")]
 
 
 def test_a_dataset_without_contexts_makes_batches_of_targets(without_contexts):
@@ -105,44 +77,187 @@ def test_a_dataset_without_contexts_makes_batches_of_targets(without_contexts):
         get_dataloader({"input_cfg": [entry], "force_finite": True, "batch_size": 4}, 0, 1, Letters())
 
 
-def test_datasets_with_and_without_contexts_need_a_dataset_of_their_own(many, without_contexts):
-    entries = [audio_entry(many.dataset), audio_entry(without_contexts.dataset, fields=["target_audio"])]
-    with raises(ConfigError, "needs_dataset"):
-        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
+ALL = list(range(23))
 
 
-def test_shards_of_another_tool_need_an_index(many, tmp_path):
-    folder = copy(many.dataset, tmp_path / "others")
-    (folder / "dataset.json").unlink()
-    with raises(ConfigError, "no_dataset", f"sharmill index {folder}"):
-        get_dataloader({"input_cfg": [audio_entry(folder)], "batch_size": 1}, 0, 1)
+def read(corpora, rank, world_size, batches=None, name="large", **settings):
+    """The numbers of the cuts that one rank gets."""
+    cfg = {"input_cfg": [corpora.entry(name)], "batch_size": 4} | settings
+    return [number(cut) for cut in flat(take(get_dataloader(cfg, rank, world_size, dataset=AsIs()), batches))]
 
 
-def test_data_with_and_without_codes_need_a_dataset_of_their_own(corpora, many):
-    entries = [corpora.entry("large"), audio_entry(many.dataset)]
-    with raises(ConfigError, "needs_dataset", "dataset="):
-        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
-    entries = [audio_entry(many.dataset), audio_entry(many.dataset, fields=["target_audio"])]
-    with raises(ConfigError, "needs_dataset", "contexts"):
-        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
+@pytest.mark.parametrize(("name", "world_size", "batch_size", "num_batches"), [("small", 3, 7, 1), ("large", 2, 11, 2)])
+def test_map_style_ranks_have_as_many_batches_each(corpora, name, world_size, batch_size, num_batches):
+    """A rank that would be left without a last batch gets a copy, known by its id, to be left out of scores."""
+    cfg = {"input_cfg": [corpora.entry(name)], "batch_size": batch_size, "force_finite": True}
+    cfg["force_map_dataset"] = True
+    found = [take(get_dataloader(cfg, rank, world_size, dataset=Ids())) for rank in range(world_size)]
+    assert [len(one) for one in found] == [num_batches] * world_size
+    ids = flat(flat(found))
+    copies = [one for one in ids if one.endswith("_dup0")]
+    assert len(copies) == (name == "large")
+    assert all(one.removesuffix("_dup0") in ids for one in copies)
+    assert len(ids) == len(set(ids)) == {"small": 8, "large": 24}[name]
 
 
-def test_a_codec_that_a_dataset_does_not_have_is_an_error(many):
-    with raises(ConfigError, "unknown_codec", "mimi"):
-        get_dataloader({"input_cfg": [audio_entry(many.dataset, codec="mimi")], "batch_size": 1}, 0, 1)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_estimating_buckets_leaves_all_ranks_in_the_first_epoch(corpora, num_workers):
+    """Of 24 cuts, the ranks of five have 4 or 5 each, and read 100 of them before."""
+    settings = {"use_bucketing": True, "num_buckets": 2, "num_cuts_for_bins_estimate": 100, "bucket_buffer_size": 1}
+    settings |= {"shuffle": True, "shuffle_buffer_size": 1, "shard_seed": "randomized", "num_workers": num_workers}
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 2, "keep": "fail"} | settings
+    ranks = [flat(take(get_dataloader(cfg, rank, 5, dataset=AsIs()), 9)) for rank in range(5)]
+    first = [number(cut) for cut in flat(ranks) if cut.shar_position[0] == 0]
+    assert len(first) > 20
+    assert len(first) == len(set(first))
 
 
-def test_other_data_need_a_dataset_of_their_own(corpora):
-    other = {"type": "lhotse_shar", "shar_path": str(corpora.small)}
-    with raises(ConfigError, "needs_dataset", "lhotse_shar", "dataset="):
-        get_dataloader({"input_cfg": [corpora.entry("large"), other], "batch_size": 1}, 0, 1)
+def test_trng_gives_each_rank_an_order_of_its_own(corpora):
+    settings = {"shuffle": True, "shard_seed": "trng", "num_workers": 2, "batch_size": 1, "shuffle_buffer_size": 1}
+    found = [read(corpora, rank, 2, batches=24, keep="fail", **settings) for rank in (0, 1, 0)]
+    # All of it, each worker a part.
+    assert [sorted(one) for one in found] == [list(range(24))] * 3
+    assert len(set(map(tuple, found))) == 3
 
 
-def test_datasets_of_two_codecs_need_a_dataset_of_their_own(corpora, tmp_path):
-    project = Project(tmp_path)
-    for name in ("a.flac", "b.flac"):
-        project.add(name, voice(1.0))
-    project.encode(project.write(match={"min_duration": 0.0}), codec=ToyCodec(samples_per_frame=160))
-    entries = [corpora.entry("large"), {"type": "sharmill", "dataset": str(project.dataset)}]
-    with raises(ConfigError, "needs_dataset"):
-        get_dataloader({"input_cfg": entries, "batch_size": 1}, 0, 1)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_duration": 100},
+        {"max_cer": -1, "max_duration": 2.0, "num_workers": 1, "shuffle": True, "shard_seed": "randomized"},
+        {"bucket_duration_bins": [0.1], "bucket_batch_size": [2]},
+        {"force_map_dataset": True, "min_context_speaker_similarity": 2},
+    ],
+)
+def test_filters_that_nothing_passes_are_an_error(corpora, settings):
+    """Rather than a search without end."""
+    # torch makes the errors of a worker process anew, from the message alone: without its code.
+    with pytest.raises(ConfigError, match="min_duration, max_duration"):
+        read(corpora, 0, 1, batches=1, **settings)
+
+
+def test_nemos_own_loader_with_workers(corpora):
+    """As NeMo's training scripts call it: rank and seed reach the workers by their environment."""
+    cfg = {"input_cfg": [corpora.entry("large")], "force_finite": True, "batch_size": 2, "num_workers": 2}
+    settings = {"shuffle": True, "shard_seed": "randomized", "seed": 4, "concurrent_bucketing": False}
+    found = [flat(take(get_lhotse_dataloader_from_config(cfg | settings, rank, 2, AsIs()))) for rank in (0, 1)]
+    assert Counter(number(cut) for cut in flat(found)) == Counter(ALL)
+    ours = [read(corpora, rank, 2, force_finite=True, num_workers=2, shuffle=True, seed=4) for rank in (0, 1)]
+    assert [{number(cut) for cut in one} for one in found] == [set(one) for one in ours]
+
+
+TOKEN_SECONDS = 0.1
+MULTIMODAL = {
+    "use_multimodal_sampling": True,
+    "token_equivalent_duration": TOKEN_SECONDS,
+    "audio_locator_tag": "A",
+    "prompt_format": "plain",
+}
+
+
+def test_tags_are_in_the_batch_of_the_dataset_that_the_loader_makes(corpora):
+    group = {"type": "group", "tags": {"task": "tts"}, "input_cfg": [corpora.entry("large", tags={"lang": "en"})]}
+    cfg = {
+        "input_cfg": [group, corpora.entry("small", tags={"task": "german"})],
+        "batch_size": 40,
+        "force_finite": True,
+        "shard_seed": 1,
+    }
+    batches = take(get_dataloader(cfg, 0, 1))
+    found = [(len(batch["ids"]), Counter(json.dumps(tags) for tags in batch["tags"])) for batch in batches]
+    assert sum((counts for _, counts in found), Counter()) == {
+        '{"task": "tts", "lang": "en"}': 23,
+        '{"task": "german"}': 8,
+    }
+    assert all(number == counts.total() for number, counts in found)
+    assert "tags" not in take(get_dataloader(cfg | {"input_cfg": [corpora.entry("small")]}, 0, 1))[0]
+
+
+def test_damaged_cuts_are_left_out_on_request(corpora, tmp_path):
+    entry = corpora.entry("small")
+    dataset = copy(Path(entry["dataset"]), tmp_path / "damaged")
+    codes = min((dataset / "codes_toy/target_codes").iterdir())
+    codes.write_bytes(b"")
+    lost = len(read_json_lines(min((dataset / "cuts").iterdir())))
+    cfg = {"batch_size": 3, "force_finite": True}
+    entry |= {"dataset": str(dataset)}
+    with raises(DamagedShard, "damaged_shard", codes.name):
+        take(get_dataloader(cfg | {"input_cfg": [entry]}, 0, 1, dataset=AsIs()))
+    entry |= {"on_damage": "skip"}
+    found = flat(take(get_dataloader(cfg | {"input_cfg": [entry]}, 0, 1, dataset=AsIs())))
+    assert len(found) == 8 - lost > 0
+    with raises(DamagedShard, "damaged_shard", "max_damaged=0"):
+        take(get_dataloader(cfg | {"input_cfg": [entry | {"max_damaged": 0}]}, 0, 1, dataset=AsIs()))
+
+
+def nemo_tarred(corpora, folder):
+    """The first conversation's questions as NeMo's tarred audio."""
+    records = [
+        {"audio_filepath": f"question{n}.wav", "duration": (n + 1) / 10, "text": "q", "shard_id": 0} for n in range(3)
+    ]
+    (folder / "tarred.json").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with tarfile.open(folder / "audio_0.tar", "w") as archive:
+        for record in records:
+            archive.add(corpora.conversations.parent / record["audio_filepath"], record["audio_filepath"])
+    paths = {"manifest_filepath": str(folder / "tarred.json"), "tarred_audio_filepaths": str(folder / "audio_0.tar")}
+    return {"type": "nemo_tarred", **paths}
+
+
+@pytest.fixture
+def everything(corpora, tmp_path):
+    """An entry of every type."""
+    cuts = sorted(str(path) for path in (corpora.small / "cuts").iterdir())
+    codes = sorted(str(path) for path in (corpora.small / "codes_toy/target_codes").iterdir())
+    return [
+        corpora.entry("large", tags={"kind": "sharmill"}),
+        {"type": "lhotse_shar", "shar_path": {"cuts": cuts, "target_codes": codes}, "tags": {"kind": "lhotse_shar"}},
+        nemo_tarred(corpora, tmp_path) | {"tags": {"kind": "nemo_tarred"}},
+        {"type": "txt", "paths": str(corpora.text), "language": "en", "tags": {"kind": "txt"}},
+        {
+            "type": "txt_pair",
+            "source_paths": str(corpora.pairs[0]),
+            "target_paths": str(corpora.pairs[1]),
+            "tags": {"kind": "txt_pair"},
+        },
+        {
+            "type": "multimodal_conversation",
+            "manifest_filepath": str(corpora.conversations),
+            "tags": {"kind": "multimodal_conversation"},
+        },
+        {
+            "type": "lhotse_as_conversation",
+            "audio_locator_tag": "A",
+            "token_equivalent_duration": TOKEN_SECONDS,
+            "input_cfg": [corpora.entry("small")],
+            "tags": {"kind": "conversation of sharmill"},
+        },
+    ]
+
+
+def test_all_types_in_one_loader_counted_in_tokens(everything):
+    cfg = {"input_cfg": everything, "shard_seed": 2, "batch_tokens": 120} | MULTIMODAL
+    batches = take(get_dataloader(cfg, 0, 1, Letters(), dataset=AsIs()), 60)
+    kinds = Counter(example.kind for example in flat(batches))
+    assert set(kinds) == {entry["tags"]["kind"] for entry in everything}
+    for batch in batches:
+        lengths = [example.num_tokens for example in batch]
+        # Full when one more of the longest would not fit; before the last one it was not.
+        assert (len(batch) + 1) * max(lengths) > 120
+        assert len(batch) * max(lengths[:-1], default=0) <= 120
+
+
+def fused(corpora, fusion, rank, world_size, **settings):
+    speech = {"input_cfg": [corpora.entry("large")], "batch_size": 4}
+    german = {"input_cfg": [corpora.entry("small")], "batch_size": 2}
+    top = {"multi_config": True, "sampler_fusion": fusion, "force_finite": True, "seed": 3}
+    cfg = top | settings | {"speech": speech, "german": german}
+    return [[number(cut) for cut in batch] for batch in take(get_dataloader(cfg, rank, world_size, dataset=AsIs()))]
+
+
+@pytest.mark.parametrize("fusion", ["round_robin", "randomized_round_robin"])
+def test_fused_samplers_give_every_cut_once_to_workers_of_ranks(corpora, fusion):
+    settings = {"num_workers": 2, "shuffle": True, "shard_seed": "randomized"}
+    found = [flat(fused(corpora, fusion, rank, 2, **settings)) for rank in (0, 1)]
+    assert sorted(flat(found)) == [*range(23), *range(100, 108)]
+    assert len(found[0]) > 5
+    assert len(found[1]) > 5

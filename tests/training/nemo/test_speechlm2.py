@@ -1,18 +1,15 @@
 """NeMo's speech language models train on our shards: its models, datasets, DataModule and Lightning's strategy."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy
 
 import pytest
-from support.paths import REPOSITORY
-from support.ranks import run_ranks
-from support.shar import Project, voice
-from support.speechlm2 import FRAME, PLACEHOLDER, model_settings, save_models, train_all, write_conversations
+from support.example import run_ranks
+from support.models import FRAME, PLACEHOLDER, model_settings, save_models, train_all, write_conversations
+from support.project import REPOSITORY, Project, voice
 
-from sharmill.models.nemo_checkpoint import quiet_nemo
+from sharmill.models.nemo_models import quiet_nemo
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow

@@ -7,62 +7,38 @@ queue; noted are only what it was given and how it has ended. What is too little
 job does itself, as the local executor would.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
-from sharmill.engine.attempts import MAX_FAILURES, Attempts
-from sharmill.engine.fence import is_current, superseded, wait_for_plan
-from sharmill.engine.ledger import find_outstanding, read_ledger
-from sharmill.engine.listener import Listener
-from sharmill.engine.outcomes import StageResult, Submitted
-from sharmill.engine.patience import Patience
-from sharmill.engine.plan import load_plan
+from sharmill.engine.fence import is_current, release, superseded, wait_for_plan
+from sharmill.engine.plan import find_outstanding, read_ledger
 from sharmill.engine.progress import read_progress
-from sharmill.engine.reservations import release_unbegun
-from sharmill.engine.run import Executor, Unlocked
-from sharmill.engine.run_notes import (
-    End,
-    Given,
-    begin_run,
-    note_end,
-    read_end,
-    read_given,
-    require_not_cancelled,
-)
-from sharmill.engine.rundir import RunDir
-from sharmill.engine.stage import Stage
-from sharmill.engine.state import begin_round, end_attempts, find_live, find_workers, read_round
-from sharmill.engine.unit import Unit
-from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.executors.devices import Device
+from sharmill.engine.run import Executor, Listener, Unlocked
+from sharmill.engine.stage import End, Given, RunDir, Stage, StageResult, Submitted, Unit
+from sharmill.engine.state import MAX_FAILURES, Attempts, Round, begin_round, end_attempts, find_live, find_workers
+from sharmill.errors import ConfigError, FatalError, SharmillError, one_line
 from sharmill.executors.local import LocalExecutor
-from sharmill.executors.logs import logging_to
-from sharmill.executors.signals import deferred_interrupts, ended_by_sigterm
 from sharmill.executors.slurm import queue
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
-from sharmill.executors.supervisor import supervise_rank
-from sharmill.files.host import limit_cores
+from sharmill.executors.supervisor import Device, logging_to, supervise_rank
+from sharmill.files.host import deferred_interrupts, ended_by_sigterm, limit_cores
 from sharmill.files.locks import lock_owner
-from sharmill.files.storage import make_private_folder, remove_tree, time_of_folder
-
-if TYPE_CHECKING:
-    from submitit.helpers import DelayedSubmission
+from sharmill.files.storage import Patience, load_record, make_private_folder, read_stored, remove, time_of_folder
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +47,10 @@ _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communi
 # A controller that is away, or limits on jobs in the queue, are waited for as long as this: by one advance job after
 # the other, since each has a time limit.
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
-# It may have to wait for three answers.
-_SHARE_OF_TIME_LIMIT = 0.25
-_SECONDS_TO_NOTIFY = 60.0
+_SETUP_FAILED = "sharmill: the setup line failed with status "
+_SAYS_WHY = re.compile(
+    r"(?!\s).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
+)
 
 
 class Dataset(Protocol):
@@ -90,7 +67,7 @@ class Dataset(Protocol):
     def make_stages(self) -> list[Stage]:
         """Return the stages in the order in which they run."""
 
-    def run(self, executor: SlurmExecutor, *, restart: bool, wait_seconds: float) -> End | Submitted:
+    def run(self, executor: "SlurmExecutor", *, restart: bool, wait_seconds: float) -> End | Submitted:
         """Run the stages until one fails or is submitted; wait so long for the run directory to be free."""
 
     def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
@@ -113,20 +90,17 @@ class RankTask:
 
     def __call__(self) -> None:
         """Do units until the stage has ended; that others have finished it, or begun it anew, is no failure."""
-        stage = self.stage
+        stage, device = self.stage, Device.given(self.ranks.device)
+        # A cluster need not bind tasks to their cores.
+        limit_cores(self.ranks.cores)
         try:
-            self._supervise()
+            with ended_by_sigterm():
+                has_ended = supervise_rank(stage, device, self.number, job_seconds=60.0 * self.ranks.timeout_min)
         except (FatalError, FileNotFoundError):
             if is_current(stage):
                 raise
             log.warning("rank %d is overtaken: %s", self.number, superseded(stage))
-
-    def _supervise(self) -> None:
-        # A cluster need not bind tasks to their cores.
-        limit_cores(self.ranks.cores)
-        device, seconds = Device.given(self.ranks.device), 60.0 * self.ranks.timeout_min
-        with ended_by_sigterm():
-            has_ended = supervise_rank(self.stage, device, self.number, job_seconds=seconds)
+            return
         if has_ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
             self._end_others(array)
 
@@ -139,7 +113,7 @@ class RankTask:
         queue.scancel([array], "--state=PENDING")
         queue.scancel([f"{array}_{task}" for task in silent if task >= 0])
 
-    def checkpoint(self) -> DelayedSubmission:
+    def checkpoint(self) -> Any:
         """Return what is run after the requeue; submitit calls this when the task has to leave, and ends it then."""
         from submitit.helpers import DelayedSubmission
 
@@ -176,8 +150,10 @@ class SlurmExecutor(Executor):
         path = self.dataset.run_dir.resolve()
         check_one_line(str(path), "the path of the run directory")
         if "%" in str(path):
-            message = f"run_dir {path} has a '%' in it, which SLURM and submitit replace; choose another"
-            raise ConfigError(message, code="bad_config_value")
+            raise ConfigError(
+                f"run_dir {path} has a '%' in it, which SLURM and submitit replace; choose another",
+                code="bad_config_value",
+            )
         self.run_dir = RunDir(path)
 
     def start(self) -> End | Submitted:
@@ -193,12 +169,10 @@ class SlurmExecutor(Executor):
         self.given = Given(stages=list(kinds), folder=str(Path.cwd()), command=self.command, cluster=cluster)
         return self._run_stages(wait_seconds=0.0)
 
-    def is_begun(self) -> bool:
+    def find_jobs(self, run_dir: RunDir) -> list[queue.QueuedJob] | None:
         if self.role is not None:
             self.require_current()
-        return self.role is not None
-
-    def find_jobs(self, run_dir: RunDir, *, joins: bool, take_over: bool) -> list[queue.QueuedJob]:
+            return None
         if self.restart:
             queue.require_no_jobs(run_dir, take_over=self.take_over)
         return queue.queued_jobs(run_dir, self.patience, on_any_cluster=self.take_over)
@@ -206,16 +180,15 @@ class SlurmExecutor(Executor):
     def begin(self, run_dir: RunDir, given: Given, jobs: Sequence[queue.QueuedJob], *, joins: bool) -> None:
         if any(job.role != "rank" for job in jobs):
             return  # its advance jobs go on, and this adds ranks
-        begin_run(run_dir, self.given)
+        run_dir.begin(self.given)
         # The work of ranks whose advance job is gone, or was never submitted, counts on.
         for stage in self.dataset.make_stages() if not (jobs or joins) else ():
-            remove_tree(stage.dir.attempts)
-            remove_tree(stage.dir.round)
+            remove(stage.dir.attempts, stage.dir.round)
 
     def run(
         self, stage: Stage, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
-    ) -> StageResult | Submitted:  # fmt: skip
+    ) -> StageResult:  # fmt: skip
         """Submit the units, or return those that failed for good once no other is left; see ``engine.run.Executor``.
 
         Beside advance jobs that are in the queue already only ranks are added, and none by an advance job. Few units
@@ -225,22 +198,20 @@ class SlurmExecutor(Executor):
             FatalError: a rank stopped the stage, ranks end without beginning a unit, SLURM refuses the jobs, or a user
                 has cancelled the run.
         """
-        require_not_cancelled(self.run_dir)
+        self.run_dir.require_not_cancelled()
         others = self._competing_jobs()
         message, ids = f"{queue.describe_jobs(others)} are still in the queue", [job.id for job in others]
         is_advanced = any(job.role == "advance" for job in others)
         goes_on = stage.dir.round.exists()
         if is_advanced and (self.role is not None or not goes_on):
-            return Submitted(message, ids)
+            return StageResult(submitted=Submitted(message, ids))
         if others and not is_advanced:
             return self._submit(stage, message, behind=ids)
         joins = is_advanced or bool(find_live(stage.dir, stage.lease_seconds, ranks=False))
         left = list(units)
         if not joins:
-            if goes_on:
-                end_attempts(stage.dir, {unit.index for unit in units})
-            attempts = Attempts(stage.dir.attempts)
-            if goes_on and attempts.stopped is not None:
+            attempts = end_attempts(stage.dir, {unit.index for unit in units})
+            if attempts.stopped is not None:
                 raise attempts.stopped
             left = [unit for unit in units if not attempts.is_given_up(unit.index, ())]
             if not left:
@@ -249,8 +220,9 @@ class SlurmExecutor(Executor):
                 self._require_progress(stage, attempts)
         workers = 0 if goes_on else self.workers_in_job(stage, left)
         if not workers:
-            wanted = self.num_ranks(stage, left)
-            numbers = begin_round(stage, left, wanted, join_seconds=stage.lease_seconds, goes_on=goes_on, joins=joins)
+            numbers = begin_round(
+                stage, left, self.num_ranks(stage, left), join_seconds=stage.lease_seconds, goes_on=goes_on, joins=joins
+            )
             message = f"{stage.name}: {len(left)} units on {len(numbers)} {'more ' if joins else ''}ranks"
             return self._submit(stage, message, numbers, is_advanced=is_advanced)
         if self.role != "advance":
@@ -272,17 +244,17 @@ class SlurmExecutor(Executor):
 
     def _require_progress(self, stage: Stage, attempts: Attempts) -> None:
         """Raise FatalError where ranks end again and again without doing anything: nothing would ever end that."""
-        before = read_round(stage.dir).begun
+        before = load_record(stage.dir.round, Round).begun
         if len(before) < MAX_FAILURES or set(before[-MAX_FAILURES:]) != {attempts.num_begun}:
             return
         if attempts.slots_out():
             raise attempts.all_out_error(stage.name, stage.dir.logs)
-        reason = (
-            queue.find_reason(self.run_dir.jobs, stage.dir.round.stat().st_mtime)
-            or f"see the logs in {self.run_dir.jobs} and {stage.dir.logs}"
+        reason = find_reason(self.run_dir.jobs, stage.dir.round.stat().st_mtime)
+        raise FatalError(
+            f"{stage.name}: the ranks ended {MAX_FAILURES} times without doing a unit: "
+            f"{reason or f'see the logs in {self.run_dir.jobs} and {stage.dir.logs}'}",
+            code="no_ranks",
         )
-        message = f"{stage.name}: the ranks ended {MAX_FAILURES} times without doing a unit: {reason}"
-        raise FatalError(message, code="no_ranks")
 
     def ranks_of(self, stage: Stage) -> RankProfile:
         """Return the profile of a stage's ranks."""
@@ -327,7 +299,7 @@ class SlurmExecutor(Executor):
     def _submit(
         self, stage: Stage, message: str, numbers: Sequence[int] = (), behind: Sequence[str] = (), *,
         is_advanced: bool = False,
-    ) -> Submitted:  # fmt: skip
+    ) -> StageResult:  # fmt: skip
         """Submit ranks, an advance job behind them or behind jobs that are in the queue, and one behind that.
 
         Args:
@@ -335,7 +307,8 @@ class SlurmExecutor(Executor):
             is_advanced: there is an advance job already, and one behind it.
         """
         jobs: list[str] = []
-        patience = _SHARE_OF_TIME_LIMIT * 60.0 * self.profile.driver.timeout_min
+        # It may have to wait for three answers.
+        patience = 0.25 * 60.0 * self.profile.driver.timeout_min
         # Only the first begins anew.
         job = replace(self, restart=False, take_over=False, patience=min(patience, _MOST_PATIENCE_SECONDS))
         told = (stage.name, stage.token, stage.dir.round.exists())
@@ -355,7 +328,7 @@ class SlurmExecutor(Executor):
                 # Without an advance job the work of ranks would come to nothing.
                 queue.scancel(queue.parent_ids(jobs))
                 raise
-        return Submitted(message, [*behind, *jobs])
+        return StageResult(submitted=Submitted(message, [*behind, *jobs]))
 
     def _sbatch(self, submitter: Any, tasks: Sequence[Callable[[], Any]]) -> list[str]:
         """Submit a job, or an array, and return its number, or those of its tasks."""
@@ -376,7 +349,7 @@ class SlurmExecutor(Executor):
         try:
             return queue.retrying(self.patience, may_pass)(submit)
         except FailedJobError as error:
-            said = " ".join(str(error).split())
+            said = one_line(error, None)
             if re.match(_MAY_PASS, said):
                 raise queue.SlurmSilent(f"SLURM takes no jobs at present: {said}") from error
             raise FatalError(f"SLURM refuses the jobs: {said}", code="jobs_refused") from error
@@ -394,9 +367,17 @@ class SlurmExecutor(Executor):
 
         cluster, is_rank = self.profile, role == "rank"
         ranks = self.ranks_of(stage) if is_rank else cluster.driver
-        comment = " ".join([*filter(None, [ranks.extra.get("comment")]), queue.job_comment(self.run_dir, role)])
+        comment = " ".join([*filter(None, [ranks.extra.get("comment")]), job_comment(self.run_dir, role)])
         name = "-".join([self.dataset.name, stage.name.replace("/", "-"), *([] if is_rank else [role])])
-        values: dict[str, Any] = {
+        container: dict[str, Any] = {}
+        if cluster.container_image is not None:
+            # Relative paths of the configuration are relative to this folder.
+            container = {"image": cluster.container_image, "workdir": Path.cwd()}
+            container["mounts"] = ",".join(cluster.container_mounts)
+        in_container = [f"--container-{key}={value}" for key, value in container.items() if value]
+        kind = "afternotok" if role == "second" else "afterany"
+        jobs = ":".join(dict.fromkeys(job.split("_")[0] for job in behind))
+        values = {
             "job_name": name,
             "partition": ranks.partition,
             "account": ranks.account or cluster.account,
@@ -408,25 +389,17 @@ class SlurmExecutor(Executor):
             "signal_delay_s": cluster.signal_s,
             # The folder that jobs begin in is not the first place to look for Python's own modules.
             "setup": ["export PYTHONSAFEPATH=1", *_checked_lines(cluster.setup)],
-            "additional_parameters": {"requeue": True, **ranks.extra, "comment": comment},
-        }
-        if is_rank:
-            values["array_parallelism"] = self.max_parallel(stage)
+            "additional_parameters": {
+                "requeue": True, **ranks.extra, "comment": comment,
+                **({"kill-on-invalid-dep": "yes"} if role == "second" else {}),
+            },
+            "array_parallelism": self.max_parallel(stage) if is_rank else None,
             # From SLURM 22.05 on srun does not take over the cores of sbatch.
-            values["srun_args"] = [f"--cpus-per-task={ranks.cores}"]
-        else:
-            # It submits jobs, so it runs outside of a container, with the interpreter that runs here.
-            values["use_srun"] = False
-        if is_rank and cluster.container_image is not None:
-            # Relative paths of the configuration are relative to this folder.
-            values["srun_args"] += [f"--container-image={cluster.container_image}", f"--container-workdir={Path.cwd()}"]
-            if cluster.container_mounts:
-                values["srun_args"].append(f"--container-mounts={','.join(cluster.container_mounts)}")
-        if behind:
-            kind = "afternotok" if role == "second" else "afterany"
-            values["dependency"] = f"{kind}:{':'.join(dict.fromkeys(job.split('_')[0] for job in behind))}"
-        if role == "second":
-            values["additional_parameters"]["kill-on-invalid-dep"] = "yes"
+            "srun_args": [f"--cpus-per-task={ranks.cores}", *in_container] if is_rank else None,
+            # An advance job submits jobs, so it runs outside of a container, with the interpreter that runs here.
+            "use_srun": None if is_rank else False,
+            "dependency": f"{kind}:{jobs}" if behind else None,
+        }  # fmt: skip
         python = cluster.python if is_rank else None
         submitter = Submitter(self.run_dir.jobs, max_num_timeout=cluster.max_requeues, python=python)
         submitter.update_parameters(**{key: value for key, value in values.items() if value is not None})
@@ -448,7 +421,8 @@ class SlurmExecutor(Executor):
             try:
                 with ended_by_sigterm():
                     Patience(stages[-1].seconds_until_seen).wait_until(
-                        lambda: read_given(self.run_dir) == self.given or read_end(self.run_dir) is not None, "the run"
+                        lambda: self.run_dir.read_given() == self.given or self.run_dir.read_end() is not None,
+                        "the run",
                     )
                     self.require_current()
                     wait_for_stage(stages, stage, token, had_ranks=had_ranks)
@@ -475,14 +449,15 @@ class SlurmExecutor(Executor):
         waited = self.patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
         if waited < _MOST_PATIENCE_SECONDS:
             with suppress(queue.SlurmSilent):
-                patience = max(self.patience, queue.PATIENCE_SECONDS)
-                queue.ask(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], patience)
+                queue.ask(
+                    ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], max(self.patience, queue.PATIENCE_SECONDS)
+                )
                 return True
         return False
 
     def require_current(self) -> None:
         """Raise FatalError if the run has ended, or another one has begun in its place."""
-        if read_end(self.run_dir) is not None or read_given(self.run_dir) != self.given:
+        if self.run_dir.read_end() is not None or self.run_dir.read_given() != self.given:
             raise FatalError("the run has ended, or another one has begun in its place", code="cancelled")
 
     def _run_stages(self, wait_seconds: float) -> End | Submitted:
@@ -501,10 +476,10 @@ class SlurmExecutor(Executor):
             FatalError: a user has cancelled it.
         """
         self.require_current()
-        note_end(self.run_dir, end)
+        self.run_dir.note_end(end)
         # Another process may have taken over meanwhile; its ranks hold no lock.
         if lock_owner(self.run_dir.path) is None and not find_workers(self.run_dir, ranks=False):
-            release_unbegun(self.dataset.make_stages())
+            release(self.dataset.make_stages())
         # The job behind one that has noted the end has nothing to do.
         with suppress(SharmillError):
             queue.scancel([job.id for job in queue.queued_jobs(self.run_dir) if job.role == "second"])
@@ -521,11 +496,16 @@ class SlurmExecutor(Executor):
         try:
             subprocess.run(
                 ["bash", "-c", self.profile.notify], env={**os.environ, **values},
-                input=f"{end.message}\n".encode(), capture_output=True, check=True, timeout=_SECONDS_TO_NOTIFY,
+                input=f"{end.message}\n".encode(), capture_output=True, check=True, timeout=60.0,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             said = getattr(error, "stderr", None) or b""
             log.warning("notify: %s %s", error, said.decode(errors="replace"))
+
+
+def job_comment(run_dir: RunDir, role: queue.Role) -> str:
+    """Return the comment by which the jobs of a run directory are found; without an id, scripts are only shown."""
+    return f"sharmill:{run_dir.read_id() or 'new'}:{role}"
 
 
 def _checked_lines(lines: Sequence[str]) -> list[str]:
@@ -534,12 +514,14 @@ def _checked_lines(lines: Sequence[str]) -> list[str]:
     ``set -e`` would break the scripts of conda and Lmod, which have commands that fail. So the status of each line as a
     whole is looked at, and where it failed the script ends with one line in the job's log.
     """
-    says = f'setup_failed() {{ echo "{queue.SETUP_FAILED}$1: $2" >&2; exit 1; }}'
-    checked = [says]
-    for line in lines:
-        title = line.strip().partition("\n")[0]
-        checked.append(f"eval {shlex.quote(line)} || setup_failed $? {shlex.quote(title)}")
-    return checked
+    titles = [line.strip().partition("\n")[0] for line in lines]
+    return [
+        f'setup_failed() {{ echo "{_SETUP_FAILED}$1: $2" >&2; exit 1; }}',
+        *(
+            f"eval {shlex.quote(line)} || setup_failed $? {shlex.quote(title)}"
+            for line, title in zip(lines, titles, strict=True)
+        ),
+    ]
 
 
 def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks: bool = True) -> None:
@@ -569,6 +551,47 @@ def _is_finished(stage: Stage) -> bool:
 def _have_ranks_ended(stage: Stage) -> bool:
     """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
     attempts = Attempts(stage.dir.attempts)
-    units = load_plan(stage)
+    units = stage.dir.read_units()
     _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)
     return attempts.stopped is not None or all(attempts.is_given_up(unit.index, ()) for unit in missing)
+
+
+def wait_for_end(run_dir: RunDir) -> End:
+    """Wait until a run has ended, and its jobs have left the queue.
+
+    Raises:
+        FatalError: its jobs are gone and it has not come to an end.
+    """
+    while True:
+        jobs = queue.queued_jobs(run_dir, math.inf)
+        end = run_dir.read_end()
+        if end is not None and not jobs:
+            return end
+        if not jobs and not Patience(5.0).wait_until(lambda: run_dir.read_end() is not None, "the end of the run"):
+            reason = find_reason(run_dir.jobs) or f"see {run_dir.jobs}"
+            raise FatalError(
+                f"the jobs have ended before the work did: {reason}; submit again to go on", code="jobs_gone"
+            )
+        # A queue lists the jobs of a whole cluster; the end of a run is a file.
+        ask_again = time.monotonic() + 10.0
+        time.sleep(2.0)
+        while run_dir.read_end() is None and time.monotonic() < ask_again:
+            time.sleep(2.0)
+
+
+def find_reason(jobs: Path, since: float = 0.0) -> str:
+    """Return what the newest log of a job in a folder says of its end, in one line; "" where none says anything.
+
+    Logs of before ``since``, by the clock of the file system, are of other rounds and stages.
+    """
+    by_age = sorted(((path.stat().st_mtime, path) for path in jobs.glob("*_log.err")), reverse=True)
+    for path in [path for written, path in by_age if written >= since][:50]:
+        try:
+            text = read_stored(path).decode(errors="replace")
+        except (OSError, SharmillError):
+            continue  # the log of another job may say it
+        if said := [line.rstrip() for line in text.splitlines() if _SAYS_WHY.match(line)]:
+            # What a setup line printed comes before the sentence about its end.
+            named = [line for line in said[1:] if line.startswith(_SETUP_FAILED)]
+            return f"{' | '.join([said[0], *named])[:300]}; {path}"
+    return ""

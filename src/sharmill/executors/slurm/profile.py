@@ -1,14 +1,11 @@
 """Cluster profiles: what a rank needs on a given cluster, in one commented YAML file."""
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from sharmill.config import load_typed
+from sharmill.config import Positive
 from sharmill.engine.stage import Resource
 from sharmill.registry import STAGES, nearest
 
@@ -25,7 +22,6 @@ _NOT_EXTRA = (
 )
 # Advance jobs, which may have values of their own as the stages may.
 DRIVER: Final = "driver"
-Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,18 +136,3 @@ class ClusterProfile:
     def driver(self) -> RankProfile:
         """The profile of advance jobs."""
         return self.for_stage(DRIVER, "cpu")
-
-    def among(self, num_datasets: int) -> ClusterProfile:
-        """Return the profile of each of so many datasets, which share ``max_parallel_all``."""
-        if self.max_parallel_all is None:
-            return self
-        return replace(self, max_parallel_all=max(1, self.max_parallel_all // num_datasets))
-
-
-def load_profile(path: str | Path) -> ClusterProfile:
-    """Read a cluster profile.
-
-    Raises:
-        ConfigError: with the file, the key and what to change.
-    """
-    return load_typed(ClusterProfile, path)

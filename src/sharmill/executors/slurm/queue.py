@@ -1,13 +1,10 @@
-"""SLURM's own commands: the jobs of a run directory in the queue, the wait for them and their end, and their logs.
+"""SLURM's own commands: the jobs of a run directory in the queue, questions about them, and their cancellation.
 
 The jobs of a run directory are found by their comment, which has the id of the run directory in it: whoever submitted
 them, whatever path led there, and also if the submission died before it could tell their numbers.
 """
 
-from __future__ import annotations
-
 import logging
-import math
 import os
 import re
 import subprocess
@@ -15,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from tenacity import (
@@ -28,33 +24,15 @@ from tenacity import (
 )
 from tenacity.retry import retry_base
 
-from sharmill.engine.patience import Patience
-from sharmill.engine.reservations import read_run_id
-from sharmill.engine.run_notes import End, read_end, read_given
-from sharmill.engine.rundir import RunDir
+from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.files.stored import read_stored
 
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 5.0
-_LONGEST_PAUSE_SECONDS = 300.0
-# A command that hangs; however short the patience is, one that answers is heard.
-_SECONDS_TO_ANSWER = 60.0
 PATIENCE_SECONDS = 30.0
-_POLL_SECONDS = 2.0
-_SECONDS_TO_SEE_END = 5.0
-# A queue lists the jobs of a whole cluster; the end of a run is a file.
-_SECONDS_BETWEEN_QUESTIONS = 10.0
 # A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
 SECONDS_TO_CANCEL = 180.0
-SETUP_FAILED = "sharmill: the setup line failed with status "
-_SAYS_WHY = re.compile(
-    r"(?!\s).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
-)
-_MOST_LOGS = 50
-_MOST_CHARACTERS = 300
-
 # Of a rank, of the advance job behind ranks, and of the job behind that, which runs only if it fails.
 Role = Literal["rank", "advance", "second"]
 
@@ -83,11 +61,6 @@ class QueuedJob:
         return f"job {self.id} (user {self.user})"
 
 
-def job_comment(run_dir: RunDir, role: Role) -> str:
-    """Return the comment by which the jobs of a run directory are found; without an id, scripts are only shown."""
-    return f"sharmill:{read_run_id(run_dir) or 'new'}:{role}"
-
-
 def queued_jobs(
     run_dir: RunDir, patience: float = PATIENCE_SECONDS, *, on_any_cluster: bool = False
 ) -> list[QueuedJob]:
@@ -103,7 +76,7 @@ def queued_jobs(
         ConfigError: there is no SLURM here, or the run waits for jobs on another cluster.
         SlurmSilent: nobody answers.
     """
-    if not run_dir.jobs.exists() or not (run_id := read_run_id(run_dir)):
+    if not run_dir.jobs.exists() or not (run_id := run_dir.read_id()):
         return []
     shown = ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%E|%u|%k"], patience)
     # A site may add to comments.
@@ -115,27 +88,23 @@ def queued_jobs(
         if not is_over and number != os.environ.get("SLURM_JOB_ID"):
             waits_for = re.sub(r"\((null|unfulfilled)\)", "", waits_for)
             jobs.append(QueuedJob(number, state, reason, waits_for, user, role))
-    if not jobs and not on_any_cluster:
-        _require_same_cluster(run_dir)
-    return jobs
-
-
-def _require_same_cluster(run_dir: RunDir) -> None:
-    given = read_given(run_dir)
-    if given is None or not waits_for_jobs(run_dir) or (here := setting("ClusterName")) == given.cluster:
-        return
-    raise ConfigError(
-        f"the run waits for its jobs on the cluster {given.cluster}, and this one is {here or 'none'}: end it there by "
-        f"sharmill cancel {run_dir.path}; if you know that no job is left there, sharmill submit or run --take-over "
-        "goes on here",
-        code="jobs_elsewhere",
-    )
+    given = run_dir.read_given()
+    if jobs or on_any_cluster or given is None or not waits_for_jobs(run_dir):
+        return jobs
+    if (here := setting("ClusterName")) != given.cluster:
+        raise ConfigError(
+            f"the run waits for its jobs on the cluster {given.cluster}, and this one is {here or 'none'}: end it "
+            f"there by sharmill cancel {run_dir.path}; if you know that no job is left there, sharmill submit or run "
+            "--take-over goes on here",
+            code="jobs_elsewhere",
+        )
+    return []
 
 
 def waits_for_jobs(run_dir: RunDir) -> bool:
     """Return True if a run was submitted to a cluster, and has not ended."""
-    given = read_given(run_dir)
-    return given is not None and given.cluster != "" and read_end(run_dir) is None
+    given = run_dir.read_given()
+    return given is not None and given.cluster != "" and run_dir.read_end() is None
 
 
 def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
@@ -165,7 +134,7 @@ def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
     try:
         jobs = queued_jobs(run_dir, on_any_cluster=take_over)
     except SharmillError as error:
-        given, end = read_given(run_dir), read_end(run_dir)
+        given, end = run_dir.read_given(), run_dir.read_end()
         # The last run was none on SLURM, or has left no jobs.
         if take_over or (given is not None and not given.cluster) or (end is not None and end.state == "done"):
             return
@@ -204,49 +173,8 @@ def cancel_jobs(run_dir: RunDir) -> list[str]:
         numbers = parent_ids([job.id for job in jobs])
         ended.update(numbers)
         scancel(numbers)
-        time.sleep(_POLL_SECONDS)
+        time.sleep(2.0)
     return sorted(ended, key=int)
-
-
-def wait_for_end(run_dir: RunDir) -> End:
-    """Wait until a run has ended, and its jobs have left the queue.
-
-    Raises:
-        FatalError: its jobs are gone and it has not come to an end.
-    """
-    while True:
-        jobs = queued_jobs(run_dir, math.inf)
-        end = read_end(run_dir)
-        if end is not None and not jobs:
-            return end
-        if not jobs and not Patience(_SECONDS_TO_SEE_END).wait_until(
-            lambda: read_end(run_dir) is not None, "the end of the run"
-        ):
-            reason = find_reason(run_dir.jobs) or f"see {run_dir.jobs}"
-            message = f"the jobs have ended before the work did: {reason}; submit again to go on"
-            raise FatalError(message, code="jobs_gone")
-        ask_again = time.monotonic() + _SECONDS_BETWEEN_QUESTIONS
-        time.sleep(_POLL_SECONDS)
-        while read_end(run_dir) is None and time.monotonic() < ask_again:
-            time.sleep(_POLL_SECONDS)
-
-
-def find_reason(jobs: Path, since: float = 0.0) -> str:
-    """Return what the newest log of a job in a folder says of its end, in one line; "" where none says anything.
-
-    Logs of before ``since``, by the clock of the file system, are of other rounds and stages.
-    """
-    by_age = sorted(((path.stat().st_mtime, path) for path in jobs.glob("*_log.err")), reverse=True)
-    for path in [path for written, path in by_age if written >= since][:_MOST_LOGS]:
-        try:
-            text = read_stored(path).decode(errors="replace")
-        except (OSError, SharmillError):
-            continue  # the log of another job may say it
-        if said := [line.rstrip() for line in text.splitlines() if _SAYS_WHY.match(line)]:
-            # What a setup line printed comes before the sentence about its end.
-            named = [line for line in said[1:] if line.startswith(SETUP_FAILED)]
-            return f"{' | '.join([said[0], *named])[:_MOST_CHARACTERS]}; {path}"
-    return ""
 
 
 def setting(name: str, patience: float = PATIENCE_SECONDS) -> str:
@@ -285,9 +213,11 @@ def outside_own_job() -> Iterator[None]:
 def retrying(patience: float, retry: retry_base) -> Retrying:
     """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
     # Who asks is not to wait much longer.
-    pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=min(_LONGEST_PAUSE_SECONDS, patience / 8))
-    warn = before_sleep_log(log, logging.WARNING)
-    return Retrying(stop=stop_after_delay(patience), wait=pauses, retry=retry, before_sleep=warn, reraise=True)
+    pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=min(300.0, patience / 8))
+    return Retrying(
+        stop=stop_after_delay(patience), wait=pauses, retry=retry,
+        before_sleep=before_sleep_log(log, logging.WARNING), reraise=True,
+    )  # fmt: skip
 
 
 def ask(command: list[str], patience: float) -> str:
@@ -301,8 +231,7 @@ def ask(command: list[str], patience: float) -> str:
     try:
         return retrying(patience, failed & retry_if_not_exception_type(FileNotFoundError))(_run, command)
     except FileNotFoundError as error:
-        message = f"there is no {command[0]} here; are you on a SLURM cluster?"
-        raise ConfigError(message, code="no_cluster") from error
+        raise ConfigError(f"there is no {command[0]} here; are you on a SLURM cluster?", code="no_cluster") from error
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", "") or error).strip()
         raise SlurmSilent(f"SLURM does not answer {command[0]}: {' '.join(said.split())}") from error
@@ -312,6 +241,7 @@ def _run(command: Sequence[str]) -> str:
     # The user's own settings of squeue would hide jobs of others.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     return subprocess.run(
-        command, capture_output=True, check=True, timeout=_SECONDS_TO_ANSWER, env=environment, text=True,
+        # A command that hangs; however short the patience is, one that answers is heard.
+        command, capture_output=True, check=True, timeout=60.0, env=environment, text=True,
         errors="replace",
     ).stdout  # fmt: skip

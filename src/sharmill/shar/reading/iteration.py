@@ -5,19 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 from lhotse.cut import Cut
 
-from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.reading.open_shards import OpenShards
-from sharmill.shar.reading.order import END, Order, Position, count_blocks
-from sharmill.shar.reading.shard import POSITION, OpenShard
+from sharmill.errors import ConfigError, DamagedShard, refuse
+from sharmill.prefetch import prefetch
+from sharmill.shar.reading.cuts import POSITION, OpenShard, decode_audio
 from sharmill.shar.reading.shard_source import ReadableShard, ShardSource
-from sharmill.shar.reading.state import EpochProgress, Part, Progress, check_identity
+from sharmill.shar.reading.state import (
+    END,
+    EpochProgress,
+    Order,
+    Part,
+    Position,
+    Progress,
+    check_identity,
+    count_blocks,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,31 +57,24 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         """Raise ConfigError where an option makes no sense."""
-        problem = None
-        if not 0 <= self.rank < self.world_size:
-            problem = f"rank is {self.rank}: it must be from 0 to world_size - 1, and world_size is {self.world_size}"
-        elif self.shuffle not in (True, False, "global"):
-            problem = f"shuffle is {self.shuffle!r}: it must be true, false or global"
-        elif self.mix_shards < 1:
-            problem = f"mix_shards is {self.mix_shards}: at least 1 shard must be open"
-        elif self.block_size is not None and self.block_size < 1:
-            problem = f"block_size is {self.block_size}: it must be at least 1"
-        elif self.tail not in ("keep", "drop", "pad"):
-            problem = f"tail is {self.tail!r}: it must be keep, drop or pad"
-        elif self.infinite and self.tail != "keep":
-            problem = f"tail={self.tail!r} is for single epochs, and with infinite=True there is no tail"
-        elif self.decode_threads < 0 or self.decode_prefetch < 0:
-            problem = "decode_threads and decode_prefetch cannot be negative"
-        elif self.on_damage not in ("raise", "skip"):
-            problem = f"on_damage is {self.on_damage!r}: it must be raise or skip"
-        elif self.max_damaged < 0:
-            problem = f"max_damaged is {self.max_damaged}: it cannot be negative"
-        elif self.on_damage == "skip" and self.tail != "keep":
-            problem = (
-                f"tail={self.tail!r} counts cuts before they are read, and on_damage='skip' leaves some out: use one"
-            )
-        if problem is not None:
-            raise ConfigError(problem, code="bad_config_value")
+        refuse(
+            (not 0 <= self.rank < self.world_size,
+             f"rank is {self.rank}: it must be from 0 to world_size - 1, and world_size is {self.world_size}"),
+            (self.shuffle not in (True, False, "global"),
+             f"shuffle is {self.shuffle!r}: it must be true, false or global"),
+            (self.mix_shards < 1, f"mix_shards is {self.mix_shards}: at least 1 shard must be open"),
+            (self.block_size is not None and self.block_size < 1,
+             f"block_size is {self.block_size}: it must be at least 1"),
+            (self.tail not in ("keep", "drop", "pad"), f"tail is {self.tail!r}: it must be keep, drop or pad"),
+            (self.infinite and self.tail != "keep",
+             f"tail={self.tail!r} is for single epochs, and with infinite=True there is no tail"),
+            (self.decode_threads < 0 or self.decode_prefetch < 0,
+             "decode_threads and decode_prefetch cannot be negative"),
+            (self.on_damage not in ("raise", "skip"), f"on_damage is {self.on_damage!r}: it must be raise or skip"),
+            (self.max_damaged < 0, f"max_damaged is {self.max_damaged}: it cannot be negative"),
+            (self.on_damage == "skip" and self.tail != "keep",
+             f"tail={self.tail!r} counts cuts before they are read, and on_damage='skip' leaves some out: use one"),
+        )  # fmt: skip
 
 
 class SharReader:
@@ -105,10 +106,8 @@ class SharReader:
         self._start: Progress | None = None  # where an iteration begins, if not with a whole epoch
         self._running: Progress | None = None
         self._only_marked = False
-        self._max_lag: int | None = None
-        # Positions that were given out and not marked since, in that order, each with the count of cuts read by then.
-        self._unmarked: dict[tuple[int, ...], int] = {}
-        self._num_read = 0
+        # Positions that were given out and not marked since.
+        self._unmarked: set[tuple[int, ...]] = set()
         # Where the pass began of which cuts were read and none was marked.
         self._pass_start: Progress | None = None
 
@@ -129,8 +128,10 @@ class SharReader:
     @property
     def part(self) -> Part:
         """The part that an iteration begun here and now has: the rank's, or that of the worker that asks."""
-        options = self._options
-        worker, num_workers = _worker() if options.split_by_worker else (0, 1)
+        from torch.utils.data import get_worker_info
+
+        options, info = self._options, get_worker_info()
+        worker, num_workers = (info.id, info.num_workers) if info and options.split_by_worker else (0, 1)
         return Part(options.rank * num_workers + worker, options.world_size * num_workers)
 
     @cached_property
@@ -148,19 +149,14 @@ class SharReader:
         self._epoch, self._start, self._running = epoch, None, None
         self._clear_marks()
 
-    def count_only_marked(self, *, max_lag: int | None = None) -> None:
+    def count_only_marked(self) -> None:
         """From now on, count a cut as consumed once it was given to ``mark_consumed``; call it before iterating.
 
         A sampler may read the cuts once more than it uses them, to estimate its buckets. So a pass of which nothing
         was marked does not count, and the next one begins where it began. Do not ``repeat()`` the cuts:
-        ``infinite=True`` does.
-
-        Args:
-            max_lag: a cut after which so many were read, and that was not marked since, counts as consumed: a filter
-                dropped it without a mark. It must be larger than everything that reads ahead can hold. By default
-                there is no such limit: a cut that is never marked stays in the state, to be read again after a resume.
+        ``infinite=True`` does. A cut that is never marked stays in the state, to be read again after a resume.
         """
-        self._only_marked, self._max_lag = True, max_lag
+        self._only_marked = True
 
     def mark_consumed(self, cuts: Iterable[Cut]) -> None:
         """Count cuts as consumed, or as dropped; also those that a cut was mixed or joined from.
@@ -175,7 +171,8 @@ class SharReader:
                 # A copy that fills up a part: the cut itself has its own mark.
                 continue
             for position in _positions_of(cut):
-                if self._unmarked.pop(position, None) is not None:
+                if position in self._unmarked:
+                    self._unmarked.remove(position)
                     self._pass_start = None
 
     @property
@@ -250,8 +247,9 @@ class SharReader:
                     progress.take(position)
                     continue
                 if self._only_marked:
-                    # Before the position is taken, so that a state never has it as consumed.
-                    self._await_mark(progress.epoch, position)
+                    # Before the position is taken, so that a state never has it as consumed. Padding has none.
+                    if position is not None:
+                        self._unmarked.add((progress.epoch, *position))
                     if pass_start is not None:
                         self._pass_start, pass_start = pass_start, None
                 progress.take(position)
@@ -259,7 +257,10 @@ class SharReader:
                 yield cut
             progress.take(END)
             if not self._options.infinite:
-                self._end_epoch(progress)
+                # The next iteration is the next epoch; until it begins, the state tells of the end of this one.
+                self._epoch, self._start = progress.epoch + 1, None
+                if later := {epoch: known for epoch, known in progress.epochs.items() if epoch > progress.epoch}:
+                    self._start = Progress(progress.identity, self._epoch, None, later)
                 return
             if num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1):
                 raise ConfigError(
@@ -267,7 +268,8 @@ class SharReader:
                     "so many ranks and workers, or block_size is too large",
                     code="too_few_cuts",
                 )
-            progress.next_epoch()
+            del progress.epochs[progress.epoch]
+            progress.epoch += 1
 
     def _count_damage(self, progress: Progress, damage: DamagedShard) -> None:
         """Count a cut that is left out because its shard is damaged; raise the damage where these are too many."""
@@ -280,29 +282,10 @@ class SharReader:
             ) from damage
         log.warning("a damaged cut is skipped (%d of at most %d): %s", progress.num_damaged, limit, damage)
 
-    def _await_mark(self, epoch: int, position: Position | None) -> None:
-        """Note that a cut is given out. Padding has no position: it does not count."""
-        self._num_read += 1
-        if position is not None:
-            self._unmarked[(epoch, *position)] = self._num_read
-        while self._max_lag is not None and self._unmarked:
-            oldest = next(iter(self._unmarked))
-            if self._unmarked[oldest] >= self._num_read - self._max_lag:
-                return
-            del self._unmarked[oldest]
-
-    def _end_epoch(self, progress: Progress) -> None:
-        """Make the next epoch that of the next iteration; until it begins, the state tells of the end of this one."""
-        self._epoch, self._start = progress.epoch + 1, None
-        if later := {epoch: known for epoch, known in progress.epochs.items() if epoch > progress.epoch}:
-            self._start = Progress(progress.identity, self._epoch, None, later)
-
     def _decoded(self, cuts: Iterator[_Found]) -> Iterator[_Found]:
         options = self._options
         if not options.decode_threads:
             return cuts
-        from sharmill.prefetch import prefetch
-        from sharmill.shar.reading.decoding import decode_audio
 
         def decode(found: _Found) -> _Found:
             position, cut, shard = found
@@ -343,17 +326,18 @@ class SharReader:
         limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
         for group in known.groups_left(self.order, part):
             draws, blocks, items, slots = self._choose(epoch, group, known, part, permutation)
-            with OpenShards(lambda slot: self._source.open(int(permutation[slot]), epoch), limit) as shards:
-                for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
-                    shard = None
-                    try:
-                        shard = shards.get(slot)
-                        cut = shard.read(item, (epoch, group, draw, block, item))
-                    except DamagedShard as damage:
-                        if self._options.on_damage == "raise":
-                            raise
-                        cut = damage
-                    yield Position(group, draw, block, item), cut, shard
+            # One that is damaged is opened once. The one that was used last is closed last, with the last of its cuts.
+            open_once = lru_cache(limit)(partial(_open, self._source, permutation, epoch))
+            for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
+                shard = open_once(slot)
+                try:
+                    position = (epoch, group, draw, block, item)
+                    cut = shard if isinstance(shard, DamagedShard) else shard.read(item, position)
+                except DamagedShard as damage:
+                    cut = damage
+                if isinstance(cut, DamagedShard) and self._options.on_damage == "raise":
+                    raise cut
+                yield Position(group, draw, block, item), cut, shard
 
     def _choose(
         self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray
@@ -383,8 +367,16 @@ class SharReader:
         return left
 
 
+def _open(source: ShardSource, permutation: np.ndarray, epoch: int, slot: int) -> ReadableShard | DamagedShard:
+    """Open the shard of a slot; return what is wrong with it where it cannot be opened."""
+    try:
+        return source.open(int(permutation[slot]), epoch)
+    except DamagedShard as damage:
+        return damage
+
+
 # A cut, or the damage because of which there is none, with its position, which padding has none of, and its shard.
-_Found = tuple[Position | None, Any, ReadableShard | None]
+_Found = tuple[Position | None, Any, ReadableShard | DamagedShard]
 
 
 def _positions_of(cut: Cut) -> list[tuple[int, ...]]:
@@ -394,11 +386,3 @@ def _positions_of(cut: Cut) -> list[tuple[int, ...]]:
         return [position for track in tracks for position in _positions_of(track.cut)]
     position = (getattr(cut, "custom", None) or {}).get(POSITION)
     return [] if position is None else [tuple(position)]
-
-
-def _worker() -> tuple[int, int]:
-    """Return the index of the worker of the torch DataLoader that this runs in, and the number of them."""
-    from torch.utils.data import get_worker_info
-
-    info = get_worker_info()
-    return (0, 1) if info is None else (info.id, info.num_workers)

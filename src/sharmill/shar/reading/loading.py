@@ -1,7 +1,5 @@
 """Readers in torchdata's StatefulDataLoader, and its states for other numbers of ranks and workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +21,6 @@ class ResumableDataset(torch.utils.data.IterableDataset):
             batches. It runs in the worker. A cut counts as consumed when it is given out, so nothing is lost that the
             pipeline holds back.
         finish: applied to each thing that the pipeline gave, after its cuts were counted: say, cuts to tensors.
-        max_lag: see ``SharReader.count_only_marked``.
 
     Every worker reads its own part. ``StatefulDataLoader.state_dict()`` goes back into a loader of as many workers on
     as many ranks; for others, see ``merge_loader_states``.
@@ -43,7 +40,6 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         pipeline: Callable[[CutSet], Iterable[Any]] | None = None,
         *,
         finish: Callable[[Any], Any] | None = None,
-        max_lag: int | None = None,
     ) -> None:
         if not isinstance(cuts.data, SharReader):
             raise ConfigError(
@@ -51,7 +47,7 @@ class ResumableDataset(torch.utils.data.IterableDataset):
                 code="inexact_state",
             )
         self._cuts, self._reader = cuts, cuts.data
-        self._reader.count_only_marked(max_lag=max_lag)
+        self._reader.count_only_marked()
         self._pipeline = pipeline
         self._finish = finish
 
@@ -96,6 +92,21 @@ def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ConfigError: a rank is missing, or they are no such states.
     """
     return merge_states([found for state in states for found in dataset_states(state)])
+
+
+def load_states(readers: Sequence[SharReader], state: Mapping[str, Any]) -> None:
+    """Make readers go on from their states, or from merged ones, in their order; before iterating.
+
+    Raises:
+        ConfigError: it is the state of other readers.
+    """
+    states = state.get("readers", ())
+    if len(states) != len(readers):
+        raise ConfigError(
+            f"the state is of {len(states)} datasets or sources, and there are {len(readers)}", code="wrong_state"
+        )
+    for reader, known in zip(readers, states, strict=True):
+        reader.load_state_dict(known)
 
 
 def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -5,26 +5,20 @@ and a transform may have a recording of its own. Whoever loads it runs it, so th
 have it. The stage ``prepare``, the reader and the checker all ask this module.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
 import reprlib
 import stat
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from sharmill.audio.decoder import MAX_SAMPLING_RATE, MIN_SAMPLING_RATE
-from sharmill.audio.fetch import is_url
+from sharmill.audio.roots import is_url
 
 SAFE_SOURCES: Final = frozenset({"file", "shar", "memory"})
-_SAFE_STORAGE: Final = frozenset({"shar", "memory_npy", "memory_lilcom"})
-# Keys by which lhotse takes a mapping with a storage type for an array, features or an image.
-_STORED: Final = ("shape", "num_features", "width")
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
-_MIXED_CUT_KEYS: Final = frozenset({"id", "tracks"})
 # All that lhotse's classes have.
 RECORDING_KEYS: Final = _RECORDING_KEYS | {"num_samples", "duration", "channel_ids", "transforms"}
 _SOURCE_KEYS: Final = frozenset({"type", "channels", "source", "video"})
@@ -65,23 +59,26 @@ def find_forbidden(values: Any) -> str | None:
 
     Nothing is taken on trust about the form of ``values``, which are JSON.
     """
+    return next((found for mapping in _mappings(values) if (found := _forbidden(mapping))), None)
+
+
+def _mappings(values: Any) -> Iterator[dict[str, Any]]:
+    """Yield all mappings in ``values``, which are JSON, however deep."""
     pending = [values]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
-            if found := _forbidden(value):
-                return found
-            pending += [child for child in value.values() if isinstance(child, (dict, list))]
-        elif isinstance(value, list):
+            yield value
+            value = list(value.values())
+        if isinstance(value, list):
             pending += [child for child in value if isinstance(child, (dict, list))]
-    return None
 
 
 def _forbidden(manifest: dict[str, Any]) -> str | None:
     is_recording = manifest.keys() >= _RECORDING_KEYS
     if is_recording and (found := _forbidden_in_recording(manifest)):
         return found
-    transforms = manifest.get("transforms") if is_recording or manifest.keys() >= _MIXED_CUT_KEYS else None
+    transforms = manifest.get("transforms") if is_recording or manifest.keys() >= {"id", "tracks"} else None
     if transforms is not None:
         if not isinstance(transforms, list):
             return "transforms that are no list"
@@ -94,8 +91,9 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
             if found := _forbidden_in_transform(transform, rate):
                 return f"a transform {transform['name']} {found}"
     kind = manifest.get("storage_type")
-    # Without these keys it is a mapping of the manifest's own.
-    if kind is not None and str(kind) not in _SAFE_STORAGE and any(key in manifest for key in _STORED):
+    # By these keys lhotse takes it for an array, features or an image; else it is a mapping of the manifest's own.
+    is_stored = any(key in manifest for key in ("shape", "num_features", "width"))
+    if kind is not None and str(kind) not in ("shar", "memory_npy", "memory_lilcom") and is_stored:
         return f"data of type {kind!r}"
     return None
 
@@ -183,17 +181,11 @@ def is_no_plain_file(source: dict[str, Any]) -> bool:
 
 def block_sources(values: Any) -> None:
     """Make recordings that are no plain files, in a cut or a part of one, name their origin without being loadable."""
-    pending = [values]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if value.keys() >= _RECORDING_KEYS:
-                for source in value["sources"]:
-                    if is_no_plain_file(source) or (source["type"] == "file" and is_device(source["source"])):
-                        source["type"] = "shar"
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
+    for value in _mappings(values):
+        if value.keys() >= _RECORDING_KEYS:
+            for source in value["sources"]:
+                if is_no_plain_file(source) or (source["type"] == "file" and is_device(source["source"])):
+                    source["type"] = "shar"
 
 
 def is_device(name: str) -> bool:

@@ -17,26 +17,295 @@ On a GPU the limit is torch's ``set_per_process_memory_fraction``. On the CPU th
 RLIMIT_DATA, which counts what it and its libraries allocate, but neither shared memory nor its child processes.
 """
 
-from __future__ import annotations
-
 import ast
+import gc
 import json
+import math
+import mmap
+import os
+import re
+import resource
+import signal
+import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
 
-from sharmill.errors import ConfigError, FatalError
-from sharmill.training.buckets.step_process import Bucket, Budget, StepProcess, available_memory, format_memory
-from sharmill.training.yaml_files import read_yaml, resolve
+from sharmill.errors import ConfigError, FatalError, SharmillError, mentions_memory, refuse
+from sharmill.files.host import group_limits
+from sharmill.models.memory import is_out_of_memory
+from sharmill.registry import require_package
+from sharmill.training.nemo.settings import check_bins, read_yaml, resolve
+from sharmill.training.parallel import ChildEnded, ChildProcess
+from sharmill.training.tokenizers import load_callable
+
+# Optimizers make their state in the first step; only the second one has activations and state at once.
+_STEPS_PER_PROBE = 2
+_LAST_LINES = 15
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket by the most that its examples may have: seconds (or frames), and text tokens in two dimensions.
+
+    ``max_ratio`` is the most tokens per second (or frame).
+    """
+
+    length: float
+    num_tokens: int | None = None
+    max_ratio: float = math.inf
+
+    def __str__(self) -> str:
+        return f"{self.length:g}" if self.num_tokens is None else f"{self.length:g} with {self.num_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An amount of memory: ``size`` bytes of the ``total`` of ``device``."""
+
+    device: str
+    size: int
+    total: int
+
+    def __str__(self) -> str:
+        return f"{format_memory(self.size)} of {self.device}"
+
+
+def tune_to_yaml(
+    bins_text: str,
+    *,
+    device: str,
+    memory: str | None,
+    memory_share: float,
+    max_batch_size: int,
+    tolerance: float,
+    timeout: float,
+    tell: Callable[[str], None],
+    step: str | None,
+    module_name: str | None,
+    pretrained_name: str | None,
+    **of_step: Any,
+) -> str:
+    """Find the largest batches for ``sharmill tune-batch``, and format them with their bins for NeMo's loader.
+
+    Args:
+        bins_text: see ``read_bins``.
+        device, memory, memory_share: see ``make_budget``; the memory as in ``8GiB``.
+        max_batch_size, tolerance, timeout, tell: see ``tune_batch_sizes``.
+        step, module_name, pretrained_name, of_step: see ``choose_step``.
+
+    Raises:
+        ConfigError: an option or the bins cannot be used.
+        FatalError: see ``tune_batch_sizes``.
+    """
+    buckets, settings = read_bins(bins_text)
+    chosen, step_options, profile = choose_step(
+        buckets, settings, step=step, module_name=module_name, pretrained_name=pretrained_name, **of_step
+    )
+    budget = make_budget(device, memory_share, parse_memory(memory) if memory else None)
+    tell(f"searching within {budget}")
+    sizes = tune_batch_sizes(
+        chosen, buckets, budget, max_batch_size=max_batch_size, tolerance=tolerance, timeout=timeout,
+        step_options=step_options, tell=tell,
+    )  # fmt: skip
+    return batch_sizes_to_yaml(step or module_name or str(pretrained_name), buckets, sizes, budget, profile)
+
+
+class StepProcess:
+    """Training steps in a process of their own, which is replaced when it dies.
+
+    Args:
+        step: ``module:callable``.
+        budget: the memory that the process may have.
+        timeout: seconds for one size, or for loading the step.
+        options: arguments of the class that the step is.
+
+    Attributes:
+        last_lack: the message of the last error of memory.
+    """
+
+    def __init__(
+        self, step: str, budget: Budget, timeout: float | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._step = step
+        self._options = dict(options or {})
+        self._budget = budget
+        self._timeout = timeout
+        self._child: ChildProcess | None = None
+        self._output = tempfile.NamedTemporaryFile(prefix="sharmill-step-", suffix=".log")  # noqa: SIM115  see __exit__
+        self.last_lack = ""
+
+    def __enter__(self) -> "StepProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self._output.close()
+
+    def fits(self, batch_size: int, bucket: Bucket) -> bool:
+        """Return True if two steps of this size in a row have enough memory.
+
+        Raises:
+            ConfigError: there is no such step.
+            FatalError: the step failed for another reason; its traceback, or last output, is in the message.
+        """
+        if self._child is None:
+            # Not a daemon: a step may have worker processes of its own.
+            arguments = (self._step, self._options, self._budget, self._output.name)
+            self._child = ChildProcess(_run_steps, *arguments, name="sharmill-step", daemon=False)
+            if self._answer(self._child, "loading it") is not None:
+                raise self._failure("loading it", "there is not enough memory")
+        self._child.send((batch_size, bucket.length, bucket.num_tokens))
+        lack = self._answer(self._child, f"a batch of {batch_size} of {bucket}")
+        if lack is None:
+            return True
+        self.last_lack = lack or self.last_lack
+        if self._budget.device == "cpu":
+            # Libraries leave holes and half-made things behind, with which less and less fits.
+            self._end()
+        return False
+
+    def _answer(self, child: ChildProcess, doing: str) -> str | None:
+        """Return None for success, and the message where memory was lacking, empty if the process died of it."""
+        try:
+            kind, detail = child.receive(self._timeout)
+        except TimeoutError:
+            kind, detail = "error", f"it took more than {self._timeout:g} seconds; allow it more with --timeout"
+        except ChildEnded as error:
+            output, code = Path(self._output.name).read_text(errors="replace"), child.exitcode or 0
+            self._end()
+            # SIGKILL is how the kernel gets memory back; other deaths must have said so.
+            if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
+                return ""
+            kind, detail = "error", "\n".join([f"its process {error}", *output.splitlines()[-_LAST_LINES:]])
+        if kind == "wrong_use":
+            raise ConfigError(detail, code="bad_callable")
+        if kind == "error":
+            raise self._failure(doing, detail)
+        return detail if kind == "out_of_memory" else None
+
+    def _failure(self, doing: str, why: str) -> FatalError:
+        return FatalError(f"the step {self._step} failed ({doing}, {self._budget}): {why}", code="step_failed")
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.join()
+            self._child.connection.close()
+            self._child = None
+
+
+def _run_steps(connection: Connection, name: str, options: dict[str, Any], budget: Budget, output: str) -> None:
+    """Load the step under the limit, then answer until the other end is closed; all output goes to a file."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    try:
+        if budget.device == "cpu":
+            _limit_memory(budget.size)
+        else:
+            import torch
+
+            torch.cuda.set_device(budget.device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, budget.size / budget.total), budget.device)
+        step = load_callable(name, "step")
+        step = step(**options) if isinstance(step, type) else step
+    except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
+        kind, detail = _describe(error)
+        connection.send(("wrong_use" if kind == "error" and isinstance(error, ConfigError) else kind, detail))
+        return
+    connection.send(("fits", ""))
+    while True:
+        try:
+            batch_size, length, num_tokens = connection.recv()
+        except EOFError:
+            return
+        answer = ("fits", "")
+        try:
+            for _ in range(_STEPS_PER_PROBE):
+                step(batch_size, length, num_tokens, budget.device)
+            if budget.device != "cpu":
+                # Kernels run later than they are called, and so do their errors.
+                torch.cuda.synchronize(budget.device)
+        except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
+            answer = _describe(error)
+        connection.send(answer)
+        # What it left goes: the next one has other sizes, and should not find gaps of the old.
+        gc.collect()
+        if budget.device != "cpu":
+            torch.cuda.empty_cache()
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    if is_out_of_memory(error):
+        return "out_of_memory", str(error)
+    # What a user must change is said in one line; for the rest the traceback is needed.
+    return "error", str(error) if isinstance(error, SharmillError) else "".join(traceback.format_exception(error))
+
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+          "TIB": 2**40}  # fmt: skip
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of ``8GiB``, ``500 MB`` or ``1000000``.
+
+    Raises:
+        ConfigError: it is none of these, or nothing.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is no size of memory; write it like 8GiB or 500MB", code="bad_config_value")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise ConfigError(f"{text!r} is no memory at all", code="bad_config_value")
+    return size
+
+
+def format_memory(size: float) -> str:
+    """Format bytes in GiB."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that this process may still take: of the machine, and of the control groups that it is in."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
+    assert match is not None, "Linux tells what is available since 3.14"
+    files1, files2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+    limits = group_limits("memory", files1, files2, proc, cgroups)
+    return min([int(match[1]) * 1024, *(max(0, limit - used) for limit, used in limits)])
+
+
+def _limit_memory(size: int) -> None:
+    """Limit the data of this process to ``size`` bytes from now on; what it has already counts.
+
+    By RLIMIT_DATA, which counts private writable memory. RLIMIT_AS would count the libraries of torch as well, and
+    address space that is reserved and never used.
+
+    Raises:
+        FatalError: the kernel does not enforce it.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+    # An abort for lack of memory must not write that memory to the disk.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError:
+        return
+    raise FatalError(
+        "this kernel does not enforce RLIMIT_DATA, so that memory on the CPU cannot be limited",
+        code="unsupported_system",
+    )
+
 
 # Of a file of bins: limits under which the batches were tried, and how lengths are counted.
 _OF_BINS = (
     "use_multimodal_sampling", "token_equivalent_duration", "measure_total_length", "prompt_format", "max_tps",
     "max_tpt",
 )  # fmt: skip
-
-
-class NothingFits(FatalError):
-    """A bucket has no batch size at all."""
 
 
 def tune_batch_sizes(
@@ -48,8 +317,7 @@ def tune_batch_sizes(
     tolerance: float = 0.0,
     timeout: float | None = None,
     step_options: Mapping[str, Any] | None = None,
-    tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
-    tell_try: Callable[[Bucket, int, bool], None] = lambda bucket, size, fits: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> list[int]:
     """Find the largest batch of each bucket; see the module for what a step is.
 
@@ -59,8 +327,7 @@ def tune_batch_sizes(
         tolerance: stop when the gap between what fits and what does not is at most this share of the latter.
         timeout: seconds that one size may take.
         step_options: arguments of the class that the step is.
-        tell: called with each result as soon as it is known, the longest bucket first.
-        tell_try: called with each size that was tried, and whether it fits.
+        tell: called with a line for each size that was tried, and for each result, the longest bucket first.
 
     Raises:
         FatalError: the step failed or took too long, or not even one item of a bucket fits.
@@ -69,14 +336,13 @@ def tune_batch_sizes(
 
         def fits(size: int, bucket: Bucket) -> bool:
             found = process.fits(size, bucket)
-            tell_try(bucket, size, found)
+            tell(f"  {size} {'fits' if found else 'does not fit'}")
             return found
 
-        try:
-            return search(fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell)
-        except NothingFits as error:
-            details = process.last_lack.splitlines()
-            raise NothingFits(str(error), code="out_of_memory", details=details) from error
+        return search(
+            fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell,
+            tell_lack=lambda: process.last_lack.splitlines(),
+        )  # fmt: skip
 
 
 def search(
@@ -85,12 +351,19 @@ def search(
     *,
     max_batch_size: int,
     tolerance: float = 0.0,
-    tell: Callable[[Bucket, int], None] = lambda bucket, size: None,
+    tell: Callable[[str], None] = lambda line: None,
+    tell_lack: Callable[[], Sequence[str]] = tuple,
 ) -> list[int]:
     """Find the largest batch of each bucket for which ``fits`` is true.
 
     What fits in a bucket is taken to fit in every bucket that is neither longer nor has more tokens: so results never
     grow with the bucket, and the search begins where the longer bucket's ended.
+
+    Args:
+        tell_lack: returns further lines for the error.
+
+    Raises:
+        FatalError: a bucket has no batch size at all.
     """
     found: dict[Bucket, int] = {}
     for bucket in sorted(set(buckets), key=lambda one: (one.length, one.num_tokens or 0), reverse=True):
@@ -100,12 +373,13 @@ def search(
                 known = max(known, size)
         found[bucket] = _largest(fits, bucket, known, max_batch_size, tolerance)
         if not found[bucket]:
-            raise NothingFits(
+            raise FatalError(
                 f"not even one item of {bucket} fits; leave out what is so long, make the model smaller, or allow more "
                 "memory",
                 code="out_of_memory",
+                details=tell_lack(),
             )
-        tell(bucket, found[bucket])
+        tell(f"{bucket}: {found[bucket]}{' or more' if found[bucket] == max_batch_size else ''}")
     return [found[bucket] for bucket in buckets]
 
 
@@ -128,104 +402,138 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
         device: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for the first GPU if there is one.
 
     Raises:
-        ConfigError: there is no such device, the share is not above 0 and at most 1, or the device has less memory.
+        ConfigError: there is no such device, or it has less memory.
     """
-    if not 0 < share <= 1:
-        raise ConfigError(f"--memory-share is {share:g}; it must be above 0 and at most 1", code="bad_config_value")
     import torch
 
     if device == "auto":
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         total = available_memory()
-        if memory is not None and memory > total:
-            # The kernel would end other processes for it.
+    else:
+        try:
+            chosen = torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"--device is {device!r}; use cpu, cuda or cuda:0", code="bad_config_value") from error
+        number = chosen.index or 0
+        if chosen.type != "cuda" or not torch.cuda.is_available() or number >= torch.cuda.device_count():
             raise ConfigError(
-                f"--memory is {format_memory(memory)}, and {format_memory(total)} are available here",
+                f"there is no device {device!r} here; there are {torch.cuda.device_count()} GPUs",
                 code="bad_config_value",
             )
-        return Budget("cpu", int(share * (memory or total)), total)
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"--device is {device!r}; use cpu, cuda or cuda:0", code="bad_config_value") from error
-    number = chosen.index or 0
-    if chosen.type != "cuda" or not torch.cuda.is_available() or number >= torch.cuda.device_count():
+        device = f"cuda:{number}"
+        total = torch.cuda.get_device_properties(number).total_memory
+    size = memory or total
+    # On the CPU, the kernel would end other processes for more.
+    if size > total:
         raise ConfigError(
-            f"there is no device {device!r} here; there are {torch.cuda.device_count()} GPUs", code="bad_config_value"
-        )
-    total = torch.cuda.get_device_properties(number).total_memory
-    if memory is not None and memory > total:
-        raise ConfigError(
-            f"--memory is {format_memory(memory)}, and cuda:{number} has {format_memory(total)}",
+            f"--memory is {format_memory(size)}, and {device} has {format_memory(total)} available",
             code="bad_config_value",
         )
-    return Budget(f"cuda:{number}", int(share * (memory or total)), total)
+    return Budget(device, int(share * size), total)
 
 
-def read_buckets(text: str) -> list[Bucket]:
+def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
     """Read the buckets of a list, ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or of a file of ``sharmill bins``.
+
+    Returns:
+        The buckets, and those settings of the file beside them that batches depend on.
 
     Raises:
         ConfigError: there is no such file, or these are no bins: ascending, positive, all numbers or all pairs.
     """
-    bins = _read_bins(text)
-    if not isinstance(bins, list) or not bins:
-        raise ConfigError(f"{text}: bucket_duration_bins is a list of bins, not {bins!r}", code="bad_config_value")
-    pairs = [tuple(bound) if isinstance(bound, (list, tuple)) else (bound,) for bound in bins]
-    if not all(_is_bin(pair) and len(pair) == len(pairs[0]) for pair in pairs):
-        raise ConfigError(
-            f"{text}: bins are numbers above 0, or pairs of them: [3.9, 7.5], [[3.9, 60], [3.9, 94]]",
-            code="bad_config_value",
-        )
-    if pairs != sorted(pairs, key=lambda pair: pair[0]):
-        raise ConfigError(f"{text}: bins are in ascending order", code="bad_config_value")
-    return [Bucket(*pair) for pair in pairs]
-
-
-def read_bin_settings(text: str) -> dict[str, Any]:
-    """Return what a file of ``sharmill bins`` says beside its bins that batches depend on; nothing of a list."""
-    values = {} if text.lstrip().startswith("[") else _read_file(text)
-    return {key: values[key] for key in _OF_BINS if key in values}
-
-
-def _read_bins(text: str) -> Any:
     if text.lstrip().startswith("["):
         try:
-            return ast.literal_eval(text.strip())
+            values: Any = {"bucket_duration_bins": ast.literal_eval(text.strip())}
         except (ValueError, SyntaxError) as error:
             raise ConfigError(f"{text} is not a list of bins: {error}", code="bad_config_value") from error
-    values = _read_file(text)
-    if "bucket_duration_bins" not in values:
+    else:
+        values = resolve(read_yaml(text), text)
+    if not isinstance(values, dict) or "bucket_duration_bins" not in values:
         raise ConfigError(
             f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed", code="missing_key"
         )
     bins = values["bucket_duration_bins"]
-    if isinstance(bins, list) and values.get("num_buckets") == len(bins) + 1:
+    check_bins(bins, f"{text}: bucket_duration_bins")
+    pairs = [bound if isinstance(bound, list) else [bound] for bound in bins]
+    refuse(
         # With batch sizes, a loader drops what is longer than the last bin.
-        raise ConfigError(
-            f"{text}: the longest cuts are above the last bin; make it with: sharmill bins DATASET --closed",
-            code="bad_config_value",
-        )
-    return bins
+        (values.get("num_buckets") == len(bins) + 1,
+         f"{text}: the longest cuts are above the last bin; make it with: sharmill bins DATASET --closed"),
+        (pairs[0][0] <= 0 or not all(isinstance(tokens, int) for _, *rest in pairs for tokens in rest),
+         f"{text}: bins are numbers above 0, or pairs of them: [3.9, 7.5], [[3.9, 60], [3.9, 94]]"),
+    )  # fmt: skip
+    return [Bucket(*pair) for pair in pairs], {key: values[key] for key in _OF_BINS if key in values}
 
 
-def _read_file(text: str) -> dict[str, Any]:
-    values = resolve(read_yaml(text), text)
-    return values if isinstance(values, dict) else {}
-
-
-def _is_bin(pair: tuple[Any, ...]) -> bool:
-    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in pair)
-    return numbers and pair[0] > 0 and (len(pair) == 1 or (len(pair) == 2 and isinstance(pair[1], int)))
+def bounds_of(buckets: Sequence[Bucket]) -> list[float | list[float]]:
+    """Return buckets as NeMo's loader has them: numbers, or pairs in two dimensions."""
+    return [one.length if one.num_tokens is None else [one.length, one.num_tokens] for one in buckets]
 
 
 def batch_sizes_to_yaml(
     step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget, more: Mapping[str, Any] | None = None
 ) -> str:
     """Format the keys for NeMo's loader, with ``more`` of them, below a comment with step and budget."""
-    bins = [bucket.length if bucket.num_tokens is None else [bucket.length, bucket.num_tokens] for bucket in buckets]
     return (
         f"# the largest batches of {step} in {budget}\n"
-        f"use_bucketing: true\nbucket_duration_bins: {bins}\nbucket_batch_size: {list(sizes)}\n"
+        f"use_bucketing: true\nbucket_duration_bins: {bounds_of(buckets)}\nbucket_batch_size: {list(sizes)}\n"
     ) + "".join(f"{key}: {json.dumps(value)}\n" for key, value in (more or {}).items())
+
+
+_TOKENS_PER_SECOND: Final = 12.0
+
+
+def choose_step(
+    buckets: Sequence[Bucket],
+    settings: Mapping[str, Any],
+    *,
+    step: str | None,
+    module_name: str | None,
+    config_path: str | None,
+    pretrained_name: str | None,
+    precision: str,
+    tokens_per_second: float | None,
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Choose the user's own step, or that of a model of NeMo's.
+
+    Args:
+        settings: of the file of bins, beside them.
+
+    Returns:
+        The step as ``module:callable``, the arguments of its class, and settings of the loader under which no batch
+        takes more than those that are tried.
+
+    Raises:
+        ConfigError: no step is named, or several; or NeMo is not installed.
+    """
+    in_tokens, profile = bool(settings.get("use_multimodal_sampling")), dict(settings)
+    of_nemo = step is None
+    one_named = (config_path is None) != (pretrained_name is None) and (config_path is None or module_name is not None)
+    refuse(
+        (not of_nemo and (module_name or config_path or pretrained_name),
+         "--step is a step of your own: it takes no model of NeMo's"),
+        (of_nemo and not one_named,
+         "name the step: --step MODULE:CALLABLE, or --module-name with --config-path, or --pretrained-name"),
+        (of_nemo and in_tokens and "token_equivalent_duration" not in settings,
+         "the bins are of text alone, and models of NeMo are tried with speech: write a step of your own, --step"),
+        code="bad_usage",
+    )  # fmt: skip
+    if tokens_per_second is None:
+        limit = settings.get("max_tps")
+        tokens_per_second = float(limit) if isinstance(limit, (int, float)) else _TOKENS_PER_SECOND
+    if of_nemo and not in_tokens and buckets[0].num_tokens is None:
+        profile["max_tps"] = tokens_per_second
+    # Of a list for a step of one's own, only the user knows whether it counts seconds or frames.
+    if not in_tokens and (of_nemo or settings):
+        profile["max_duration"] = math.ceil(1000 * buckets[-1].length) / 1000
+    if step is not None:
+        return step, {}, profile
+    require_package("nemo")
+    options = {
+        "module_name": module_name, "config_path": config_path, "pretrained_name": pretrained_name,
+        "tokens_per_second": tokens_per_second, "precision": precision,
+        "seconds_per_frame": settings["token_equivalent_duration"] if in_tokens else None,
+        "in_total": bool(settings.get("measure_total_length")),
+    }  # fmt: skip
+    return "sharmill.training.buckets.nemo_step:NemoStep", options, profile

@@ -4,82 +4,173 @@ The examples are those that the loader itself makes of them, with its tokens and
 looked at as its weight asks for, from all over its files.
 """
 
-from __future__ import annotations
-
+import ast
+import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import yaml
 from lhotse.cut import Cut
-from nemo.collections.common.data.lhotse.cutset import temperature_reweighting
+from nemo.collections.common.data.lhotse.cutset import get_known_config_data_types, temperature_reweighting
+from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
+from nemo.collections.common.tokenizers.aggregate_tokenizer import AggregateTokenizer
+from nemo.collections.common.tokenizers.canary_tokenizer import (
+    CANARY_SPECIAL_TOKENIZER,
+    CanaryBPETokenizer,
+    CanaryTokenizer,
+)
+from nemo.collections.common.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
 from nemo.utils import logging as nemo_logging
+from omegaconf import ListConfig
 
-from sharmill.errors import ConfigError, SharmillError
-from sharmill.shar import open_shar
-from sharmill.training.buckets.lengths import Lengths
-from sharmill.training.buckets.prompts import ExamplePrompt
-from sharmill.training.nemo.examples import count_lines, entry_files, open_listed
-from sharmill.training.nemo.loader import get_dataloader
-from sharmill.training.nemo.loader_settings import Settings
+from sharmill.errors import ConfigError, SharmillError, one_line, refuse
+from sharmill.shar.layout import DATASET_FILE
+from sharmill.shar.reading.shard_source import open_shard_source
+from sharmill.training.buckets.bins import BinsOptions, Lengths, frame_shift
+from sharmill.training.nemo.classic import Settings, translate, type_of
+from sharmill.training.nemo.input_type import count_lines, entry_files, entry_size, open_listed
+from sharmill.training.nemo.loader import cuts_of, get_dataloader
+from sharmill.training.nemo.settings import (
+    entries_of,
+    read_train_settings,
+    read_yaml,
+    resolve_format,
+    resolve_settings,
+    section_names,
+    sections_of,
+    sources_of,
+)
+from sharmill.training.nemo.trial import count_tokens
+from sharmill.training.tokenizers import PromptTokenizer, Tokenizer, load_tokenizers, tokenize
 
-# Of which a line is an example, wherever it is written.
-_LINE_TYPES: Final = frozenset({"txt", "txt_jsonl", "txt_pair", "nemo_sft_jsonl", "tts_text", "nemo", "nemo_tarred"})
+_CANARY: Final = "canary"
+
+
+def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
+    """Load what ``load_tokenizers`` does as a tokenizer of NeMo.
+
+    Several languages make an AggregateTokenizer; with ``spl_tokens`` among them, a CanaryTokenizer.
+
+    Raises:
+        ConfigError: see ``load_tokenizers``; or Canary's special tokens are missing.
+    """
+    loaded = load_tokenizers(names)
+    by_language = isinstance(loaded, Mapping)
+    paths = dict(name.split("=", 1) for name in names) if by_language else {"": names[0]}
+    in_pieces = all(path.endswith(".model") for path in paths.values())
+    canary = prompt_format is not None and prompt_format.startswith(_CANARY)
+    special = CANARY_SPECIAL_TOKENIZER in paths
+    refuse(
+        (canary and not (special if by_language else in_pieces),
+         f"{prompt_format} has special tokens: give --tokenizer {CANARY_SPECIAL_TOKENIZER}=tokenizer.model beside "
+         "those of the languages, or one SentencePiece .model that has all of them"),
+        (canary and not in_pieces, f"{prompt_format} needs SentencePiece .model files"),
+        code="bad_tokenizer",
+    )  # fmt: skip
+    if isinstance(loaded, Mapping):
+        if not in_pieces:
+            return _ByLanguage(loaded)
+        aggregate = CanaryTokenizer if special else AggregateTokenizer
+        return aggregate({language: SentencePieceTokenizer(path) for language, path in paths.items()})
+    if not in_pieces:
+        return PromptTokenizer(loaded)
+    return (CanaryBPETokenizer if canary else SentencePieceTokenizer)(names[0])
+
+
+class _ByLanguage(AggregateTokenizer):
+    """Tokenizers of any kind by language, which NeMo asks as it asks an aggregate."""
+
+    def __init__(self, tokenizers: Mapping[str, Tokenizer]) -> None:
+        self._by_language = tokenizers
+
+    def text_to_ids(self, text: str, lang_id: str) -> list[int]:
+        return tokenize(self._by_language, text, lang_id, "?")
+
+
+class ExamplePrompt:
+    """One prompt for all speech: the turns before the answer, which is the text of a cut.
+
+    Args:
+        prompt_format: a name of NeMo's ``PromptFormatter``.
+        text: the turns as a list, ``[{'role': 'user', 'slots': {...}}]``.
+        tokenizer: of ``load_nemo_tokenizer``.
+
+    Raises:
+        ConfigError: there is no such format, or it cannot be filled in with these turns.
+    """
+
+    def __init__(self, prompt_format: str, text: str, tokenizer: Any) -> None:
+        self._formatter = resolve_format(prompt_format, "--prompt-format")(tokenizer)
+        try:
+            turns = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            turns = None
+        if not isinstance(turns, list) or not all(
+            isinstance(turn, dict) and isinstance(turn.get("slots"), dict) for turn in turns
+        ):
+            raise ConfigError(
+                f"--prompt is {text!r}; it is a list of turns: [{{'role': 'user', 'slots': {{...}}}}]",
+                code="bad_config_value",
+            )
+        try:
+            self._formatter.encode_dialog(turns)
+        except AssertionError as error:  # NeMo asserts roles and slots by name
+            raise ConfigError(f"--prompt: {prompt_format}: {error}", code="bad_config_value") from error
+        self._turns: list[dict[str, Any]] = turns
+        languages = (turn["slots"]["target_lang"] for turn in turns if "target_lang" in turn["slots"])
+        self._language = next(languages, None)
+
+    def count(self, text: str, language: str | None) -> int:
+        """Return the tokens of the prompt and of a text, with all special tokens."""
+        answer: dict[str, Any] = dict.fromkeys(self._formatter.get_slots(self._formatter.OUTPUT_ROLE), text)
+        answer[self._formatter.PROMPT_LANGUAGE_SLOT] = language or self._language
+        turn = {"role": self._formatter.OUTPUT_ROLE, "slots": answer}
+        return len(self._formatter.encode_dialog([*self._turns, turn])["input_ids"])
+
+
 _BATCH: Final = 64
 # NeMo checks data by assertions, and looks for keys as it goes.
 _OF_DATA: Final = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Settings of a loader that say which examples there are, and how they are measured.
-
-    Attributes:
-        settings: of one sampler, with an ``input_cfg``.
-        tokenizer: of NeMo, or None to count no tokens.
-        in_tokens: audio counts in frames of ``token_equivalent_duration`` seconds.
-        prompt: one prompt for all cuts, in place of those of the data.
-        samples: the number of examples to look at.
-    """
-
-    settings: Settings
-    tokenizer: Any
-    in_tokens: bool
-    prompt: ExamplePrompt | None
-    samples: int
-
-
-def read_mixture(reading: Reading, *, min_duration: float, max_duration: float) -> Lengths:
+def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths, Settings]:
     """Read the lengths of a mixture, of which every source has the share that its weight gives it.
 
+    Returns:
+        The lengths, and the settings of the loader by which they were measured.
+
     Raises:
-        ConfigError: a source cannot be read, weights are missing or no numbers, or nothing is left.
+        ConfigError: the data cannot be read, or tokens or a frame's length are not given; weights are missing or no
+            numbers; or nothing is left.
     """
-    settings = {**reading.settings}
-    temperatures = settings.pop("reweight_temperature", None)
-    leaves = list(_leaves(settings["input_cfg"], 1.0, temperatures))
+    settings, tokenizer, measured = _open_inputs(sources, options)
     columns, num_all, looked_at = [], 0.0, 0
+    leaves = list(_leaves(settings["input_cfg"], 1.0, settings.get("reweight_temperature")))
     for share, entry in leaves:
-        wanted = max(1, round(share * reading.samples))
+        wanted = max(1, round(share * options.samples))
         with tempfile.TemporaryDirectory(prefix="sharmill-bins-") as folder:
             thinned, size = _thin(entry, wanted, Path(folder))
-            found = _read(replace(reading, settings={**settings, "input_cfg": [thinned]}), wanted, _innermost(entry))
+            one = {key: value for key, value in settings.items() if key != "reweight_temperature"}
+            found = _read(one | {"input_cfg": [thinned]}, wanted, tokenizer, measured)
         columns.append(found)
         looked_at += len(found)
         num_all = max(size, len(found)) + num_all if size else math.nan
-    rows = _in_shares(columns, [share for share, _ in leaves], reading.samples)
+    rows = _in_shares(columns, [share for share, _ in leaves], options.samples)
+    in_tokens = settings["use_multimodal_sampling"]
     lengths = Lengths.of_counts(
-        rows[:, 0], rows[:, 1].astype(np.int64) if reading.in_tokens else rows[:, 1], rows[:, 2].astype(np.int64),
-        counted=reading.tokenizer is not None, limits=(min_duration, max_duration),
+        rows[:, 0], rows[:, 1].astype(np.int64) if in_tokens else rows[:, 1], rows[:, 2].astype(np.int64),
+        counted=tokenizer is not None, limits=(options.min_duration, options.max_duration),
         text_ratios=None if np.isnan(rows[:, 3]).all() else rows[:, 3],
     )  # fmt: skip
     of_all = "" if math.isnan(num_all) else f" of {num_all:,.0f}"
     drawn = f", in {len(rows):,} draws by weight" if len(leaves) > 1 else ""
-    return replace(lengths, looked_at=f"looked at {looked_at:,}{of_all} examples{drawn}", in_tokens=reading.in_tokens)
+    return replace(lengths, looked_at=f"looked at {looked_at:,}{of_all} examples{drawn}", in_tokens=in_tokens), settings
 
 
 def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Iterator[tuple[float, Settings]]:
@@ -88,9 +179,13 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
     if isinstance(temperatures, Sequence):
         here, below = (temperatures[0], temperatures[1:]) if temperatures else (None, ())
     weights = [entry.get("weight") for entry in entries]
-    if wrong := [weight for weight in weights if weight is not None and not _is_weight(weight)]:
-        raise ConfigError(f"input_cfg: weight is {wrong[0]!r}; it is a number above 0", code="bad_config_value")
-    if None in weights and any(weight is not None for weight in weights):
+    given = [weight for weight in weights if weight is not None]
+    wrong = [repr(weight) for weight in given if not _is_weight(weight)]
+    if wrong:
+        raise ConfigError(
+            f"input_cfg: weight is {' and '.join(wrong)}; it is a number above 0", code="bad_config_value"
+        )
+    if None in weights and given:
         raise ConfigError("input_cfg: some entries have a weight and others have none", code="missing_key")
     shares = [1 / len(entries)] * len(entries)
     if None not in weights and len(entries) > 1:
@@ -107,12 +202,6 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _innermost(entry: Settings) -> Settings:
-    while entry.get("input_cfg"):
-        entry = entry["input_cfg"][0]
-    return entry
-
-
 def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
     """Return an entry with every n-th of its lines, if it has more than ``wanted``, and the number of its examples.
 
@@ -121,10 +210,11 @@ def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
     if entry.get("input_cfg"):
         inner, size = _thin(entry["input_cfg"][0], wanted, folder)
         return {**entry, "input_cfg": [inner]}, size
-    kind = entry.get("type")
+    kind = str(entry.get("type"))
     if kind == "sharmill" and isinstance(entry.get("dataset"), str):
-        return entry, len(open_shar(entry["dataset"], fields=[]).data)  # type: ignore[arg-type]
-    if kind not in _LINE_TYPES or entry.get("extra_fields"):
+        return entry, entry_size(entry)
+    known = type_of(entry)
+    if known.files in ((), ("shar_path",)) or known.holds == "conversations" or entry.get("extra_fields"):
         return entry, 0
     if kind == "nemo_tarred":
         # The tars are not needed, and perhaps not there.
@@ -138,80 +228,65 @@ def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
     chosen = ((np.arange(wanted) + 0.5) * (total / wanted)).astype(np.int64)
     begin, thinned = 0, {key: str(folder / f"{key}.jsonl") for key in shards[0]}
     for files, count in zip(shards, counts, strict=True):
-        of_file = chosen[(chosen >= begin) & (chosen < begin + count)] - begin
+        numbers = set((chosen[(chosen >= begin) & (chosen < begin + count)] - begin).tolist())
         for key, path in files.items():
-            _copy_lines(path, of_file, thinned[key])
+            with open_listed(path) as lines, Path(thinned[key]).open("ab") as output:
+                output.writelines(line.rstrip(b"\n") + b"\n" for n, line in enumerate(lines) if n in numbers)
         begin += count
     return {**entry, **thinned}, total
 
 
-def _copy_lines(path: str, numbers: np.ndarray, target: str) -> None:
-    """Append the lines of these ascending numbers to another file."""
-    with open_listed(path) as lines, Path(target).open("ab") as output:
-        wanted = iter(numbers.tolist())
-        number = next(wanted, None)
-        for at, line in enumerate(lines):
-            if number is None:
-                break
-            if at == number:
-                output.write(line if line.endswith(b"\n") else line + b"\n")
-                number = next(wanted, None)
-
-
-def _read(reading: Reading, wanted: int, source: Settings) -> np.ndarray:
-    """Return rows (N, 4) of up to ``wanted`` examples: see ``_Measured``."""
+def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_Measured") -> np.ndarray:
+    """Return rows (N, 4) of up to ``wanted`` examples of one source: see ``_Measured``."""
+    kind = sources_of(settings)[0].get("type")
     settings = {
-        **reading.settings, "batch_size": _BATCH, "use_bucketing": False, "shuffle": True,
-        "shuffle_buffer_size": _BATCH, "seed": 0, "shard_seed": "randomized", "metadata_only": True,
-        "force_finite": True, "num_workers": 0, "force_iterable_dataset": True, "pretokenize": reading.prompt is None,
+        **settings, "batch_size": _BATCH, "use_bucketing": False, "shuffle": True, "shuffle_buffer_size": _BATCH,
+        "seed": 0, "shard_seed": "randomized", "metadata_only": True, "force_finite": True, "num_workers": 0,
+        "force_iterable_dataset": True, "pretokenize": measured.prompt is None,
     }  # fmt: skip
     rows: list[list[float]] = []
     try:
         with nemo_logging.temp_verbosity(logging.ERROR):
-            for batch in get_dataloader(settings, 0, 1, reading.tokenizer, dataset=_Measured(reading)):  # type: ignore[arg-type]
+            for batch in get_dataloader(settings, 0, 1, tokenizer, dataset=measured):  # type: ignore[arg-type]
                 rows += batch
                 if len(rows) >= wanted:
                     break
     except SharmillError:
         raise
     except _OF_DATA as error:
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(
-            f"input_cfg: type {source.get('type')} cannot be read: {what}", code="bad_manifest"
-        ) from error
+        raise ConfigError(f"input_cfg: type {kind} cannot be read: {one_line(error)}", code="bad_manifest") from error
     if not rows:
-        raise ConfigError(f"input_cfg: type {source.get('type')} has no example that passes", code="too_few_cuts")
+        raise ConfigError(f"input_cfg: type {kind} has no example that passes", code="too_few_cuts")
     return np.array(rows[:wanted], dtype=np.float64)
 
 
+@dataclass(frozen=True)
 class _Measured:
-    """Batches of rows: seconds, length, tokens (-1 without text), and tokens per input token of text."""
+    """Batches of rows: seconds, length, tokens (-1 without text), and tokens per input token of text.
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._frame = reading.settings.get("token_equivalent_duration")
+    Attributes:
+        frame: seconds of a frame, if audio counts in frames.
+        prompt: one prompt for all cuts, in place of those of the data.
+    """
+
+    frame: float | None
+    prompt: ExamplePrompt | None
 
     def __getitem__(self, examples: Any) -> list[list[float]]:
         return [self._measure(example) for example in examples]
 
     def _measure(self, example: Any) -> list[float]:
-        if isinstance(example, Cut):
-            length = math.ceil(example.duration / self._frame) if self._reading.in_tokens else example.duration
-            return [example.duration, length, self._tokens_of(example), math.nan]
-        seconds = sum(cut.duration for cut in example.list_cuts()) if hasattr(example, "list_cuts") else 0.0
-        answer = -1 if example.output_length is None else example.output_length
-        context = len(example.context_ids)
-        ratio = len(example.answer_ids) / context if answer >= 0 and context else math.inf
-        return [seconds, example.input_length, answer, ratio]
-
-    def _tokens_of(self, cut: Any) -> int:
-        texts = [(one.text, one.language) for one in cut.supervisions if one.text]
-        if self._reading.prompt is not None:
-            return self._reading.prompt.count(" ".join(text for text, _ in texts), texts[0][1]) if texts else -1
-        if hasattr(cut, "input_ids"):
-            return len(cut.input_ids)
-        counts = [len(one.tokens) for one in cut.supervisions if one.text and one.has_custom("tokens")]
-        return sum(counts) if counts else -1
+        if not isinstance(example, Cut):
+            tokens, context = example.output_length, len(example.context_ids)
+            ratio = math.inf if tokens is None or not context else len(example.answer_ids) / context
+            seconds = sum(cut.duration for cut in cuts_of(example))
+            return [seconds, example.input_length, -1 if tokens is None else tokens, ratio]
+        tokens = count_tokens(example)
+        if self.prompt is not None:
+            texts = [(one.text, one.language) for one in example.supervisions if one.text]
+            tokens = self.prompt.count(" ".join(text for text, _ in texts), texts[0][1]) if texts else -1
+        length = example.duration if self.frame is None else math.ceil(example.duration / self.frame)
+        return [example.duration, length, tokens, math.nan]
 
 
 def _in_shares(columns: Sequence[np.ndarray], shares: Sequence[float], most: int) -> np.ndarray:
@@ -224,3 +299,133 @@ def _in_shares(columns: Sequence[np.ndarray], shares: Sequence[float], most: int
         count = max(1, round(total * share))
         parts.append(rows[((np.arange(count) + 0.5) * (len(rows) / count)).astype(np.int64)])
     return np.concatenate(parts)
+
+
+# Those of a training that say which examples there are, and how they are measured.
+_KEPT: Final = (
+    "input_cfg", "manifest_filepath", "tarred_audio_filepaths", "tarred_audio_filepath", "bucketing_weights",
+    "cuts_path", "shar_path", "text_field", "lang_field", "channel_selector", "skip_missing_manifest_entries",
+    "audio_locator_tag", "prompt_format", "use_multimodal_sampling", "use_multimodal_dataloading",
+    "token_equivalent_duration", "measure_total_length", "cut_text_into_windows_tokens", "reweight_temperature",
+    "min_duration", "max_duration", "min_tokens", "max_tokens", "max_cer", "min_context_speaker_similarity", "keep",
+)  # fmt: skip
+
+
+def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings, Any, _Measured]:
+    """Return the settings for the data that these texts name, NeMo's tokenizer, and what measures examples."""
+    settings = {key: value for key, value in _settings_of(sources, options.section).items() if key in _KEPT}
+    translate(settings)
+    types = {str(entry.get("type")): type_of(entry) for entry in entries_of(settings)}
+    in_tokens = options.token_bins or bool(settings.get("use_multimodal_sampling"))
+    settings["use_multimodal_sampling"] = in_tokens
+    # The loader names types that do not exist.
+    texts = [kind for kind in get_known_config_data_types() if kind in types and types[kind].holds != "cuts"]
+    if texts:
+        settings.setdefault("prompt_format", options.prompt_format or "plain")
+    if options.prompt_format is not None:
+        settings["prompt_format"] = options.prompt_format
+    prompt_format = settings.get("prompt_format") if options.tokenizer else settings.pop("prompt_format", None)
+    kinds = ", ".join(sorted(texts))
+    refuse(
+        (texts and not in_tokens, f"data of type {kinds} are counted in tokens: give --tokens and a --tokenizer"),
+        (texts and options.prompt is not None,
+         f"--prompt is for speech: data of type {kinds} bring their own prompts"),
+        ((in_tokens or prompt_format is not None) and not options.tokenizer,
+         "tokens are counted by a tokenizer: name a --tokenizer, such as 'bytes'"),
+        code="bad_usage",
+    )  # fmt: skip
+    if prompt_format is not None:
+        resolve_format(prompt_format, "--prompt-format")
+    if in_tokens and not all(kind == "group" or one.holds == "text" for kind, one in types.items()):
+        frame = options.seconds_per_frame or settings.get("token_equivalent_duration")
+        own = [Path(source["dataset"]) for source in sources_of(settings) if source.get("type") == "sharmill"]
+        settings["token_equivalent_duration"] = frame or frame_shift(own)
+    loaded = load_nemo_tokenizer(options.tokenizer, prompt_format) if options.tokenizer else None
+    prompt = ExamplePrompt(str(prompt_format), options.prompt, loaded) if options.prompt is not None else None
+    return settings, loaded, _Measured(settings.get("token_equivalent_duration") if in_tokens else None, prompt)
+
+
+def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
+    """Return the settings of one sampler for what the command line names."""
+    first = sources[0].strip()
+    listed, is_yaml = first.startswith("["), first.endswith((".yaml", ".yml"))
+    if (listed or is_yaml) and len(sources) > 1:
+        raise ConfigError(f"{first} says by itself which data there are: name nothing else beside it", code="bad_usage")
+    if listed:
+        return _listed(first)
+    if is_yaml:
+        entries_alone = isinstance(read_yaml(first), ListConfig)
+        settings = resolve_settings({"input_cfg": first}) if entries_alone else read_train_settings(first)
+        several = settings.get("multi_config", False)
+        names = section_names(settings) if several else []
+        refuse(
+            (not several and section is not None, f"--section is for a multi_config, which {first} is not"),
+            (several and section not in names,
+             f"{first} has a sampler for each of {', '.join(names)}: choose one with --section"),
+            code="bad_usage",
+        )  # fmt: skip
+        return sections_of(settings)[names.index(str(section))] if several else settings
+    if all(Path(source).is_dir() for source in sources):
+        entries = []
+        for source in sources:
+            own = (Path(source) / DATASET_FILE).exists()
+            entry = {"type": "sharmill", "dataset": source} if own else {"type": "lhotse_shar", "shar_path": source}
+            entries.append(entry | {"weight": open_shard_source(Path(source), [], None).num_cuts()})
+        return {"input_cfg": entries}
+    kinds = {source: _kind_of(source) for source in sources}
+    told = ", ".join(f"{source} ({kind})" for source, kind in kinds.items())
+    if len(set(kinds.values())) > 1:
+        raise ConfigError(f"data of several kinds are mixed by an input_cfg.yaml: {told}", code="bad_usage")
+    kind = kinds[sources[0]]
+    if kind == "nemo":
+        return {"manifest_filepath": sources[0] if len(sources) == 1 else list(sources)}
+    return {"input_cfg": [{"type": kind, "paths": [path for one in sources for path in expand_sharded_filepaths(one)]}]}
+
+
+def _listed(text: str) -> Settings:
+    """Read ``[[a.json,0.7],[b.json,0.3]]``."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        found = None
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{text} is not a list of manifests: write [[a.json,0.7],[b.json,0.3]]", code="bad_usage")
+    for item in found:
+        path, *weight = item if isinstance(item, list) and item else [item]
+        if not isinstance(path, str) or len(weight) > 1 or not all(map(_is_weight, weight)):
+            raise ConfigError(f"{text}: {item} is not [MANIFEST,WEIGHT] with a weight above 0", code="bad_config_value")
+        _kind_of(path)
+    lengths = {isinstance(item, list) and len(item) for item in found}
+    if len(lengths) > 1:
+        raise ConfigError(f"{text}: some manifests have a weight and others have none", code="bad_config_value")
+    return {"manifest_filepath": found}
+
+
+def _kind_of(source: str) -> str:
+    """Return the type of ``input_cfg`` that a file is: text, or what the first line of JSON says."""
+    paths = [str(path) for path in expand_sharded_filepaths(source)]
+    if "://" not in paths[0] and not Path(paths[0]).is_file():
+        raise ConfigError(
+            f"{source} is neither a folder of a dataset nor a file: name a manifest, a text, or an input_cfg.yaml",
+            code="no_dataset",
+        )
+    if ".json" not in paths[0]:
+        return "txt"
+    try:
+        with open_listed(paths[0]) as lines:
+            record: Any = json.loads(next(line for line in lines if line.strip()))
+    except (OSError, ValueError, StopIteration) as error:
+        raise ConfigError(f"{paths[0]} does not begin with a line of JSON", code="bad_manifest") from error
+    kinds = {"audio_filepath": "nemo", "conversations": "nemo_sft_jsonl", "text": "txt_jsonl"}
+    kind = next((kind for key, kind in kinds.items() if isinstance(record, dict) and key in record), None)
+    if kind == "nemo_sft_jsonl" and any("type" in turn for turn in record["conversations"] or ()):
+        raise ConfigError(
+            f"{source} has conversations with audio: name them in an input_cfg.yaml, as - {{type: "
+            f"multimodal_conversation, manifest_filepath: {source}, audio_locator_tag: ...}}",
+            code="bad_usage",
+        )
+    if kind is None:
+        raise ConfigError(
+            f"{source} has neither audio_filepath, conversations nor text in its first line", code="bad_manifest"
+        )
+    return kind

@@ -5,8 +5,6 @@ The idea is that of NeMo's OOMptimizer (``scripts/speech_recognition/oomptimizer
 as the input and which as the output.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping
@@ -21,10 +19,10 @@ from nemo.core.neural_types import AudioSignal, LabelsType, LengthsType, MaskTyp
 from nemo.utils import logging as nemo_logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from sharmill.errors import ConfigError, SharmillError, first_line
+from sharmill.errors import ConfigError, SharmillError, one_line
 from sharmill.models.memory import is_out_of_memory
+from sharmill.training.nemo.settings import read_yaml, resolve
 from sharmill.training.tokenizers import load_callable
-from sharmill.training.yaml_files import read_yaml, resolve
 
 # A training step measures word errors every so many steps; never here.
 _NEVER: Final = 10**9
@@ -58,11 +56,10 @@ class NemoStep:
         in_total: bool = False,
         precision: str = "fp32",
     ) -> None:
-        model_class = None if module_name is None else _class_of(module_name)
         self._name = module_name or str(pretrained_name)
         try:
             with nemo_logging.temp_verbosity(logging.ERROR):
-                self._model = _make_model(model_class, config_path, pretrained_name)
+                self._model = _make_model(module_name, config_path, pretrained_name)
         except SharmillError:
             raise
         except Exception as error:
@@ -70,11 +67,16 @@ class NemoStep:
                 raise
             if isinstance(error, SystemError):
                 # So end extensions in C that found no memory.
-                raise MemoryError(first_line(error)) from error
-            told = f"{self._name} cannot be made of {config_path or pretrained_name}: {first_line(error)}"
+                raise MemoryError(one_line(error)) from error
+            told = f"{self._name} cannot be made of {config_path or pretrained_name}: {one_line(error)}"
             raise ConfigError(told, code="bad_model") from error
         self._schema = self._read_schema()
-        self._rate = self._sampling_rate()
+        rate = getattr(self._model, "sampling_rate", None)
+        for key in ("preprocessor.sample_rate", "sample_rate"):
+            rate = rate or OmegaConf.select(self._model.cfg, key)  # type: ignore[arg-type]
+        if not rate:
+            raise ConfigError(f"{self._name} has no sample_rate in its configuration", code="bad_model")
+        self._rate = int(rate)
         self._tokens_per_second = tokens_per_second
         self._seconds_per_frame = seconds_per_frame
         self._in_total = in_total
@@ -95,16 +97,7 @@ class NemoStep:
         if not hasattr(self._model, "tokenizer") and letters is not None:
             # The schema asks all recognizers for a tokenizer, and those of letters have none.
             self._model.tokenizer = SimpleNamespace(vocab_size=len(letters))  # type: ignore[assignment]
-        schema: dict[str, Any] = self._model.oomptimizer_schema  # type: ignore[assignment]
-        return schema
-
-    def _sampling_rate(self) -> int:
-        rate = getattr(self._model, "sampling_rate", None)
-        for key in ("preprocessor.sample_rate", "sample_rate"):
-            rate = rate or OmegaConf.select(self._model.cfg, key)  # type: ignore[arg-type]
-        if not rate:
-            raise ConfigError(f"{self._name} has no sample_rate in its configuration", code="bad_model")
-        return int(rate)
+        return self._model.oomptimizer_schema  # type: ignore[return-value]
 
     def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
         """Run one step of forward, backward and optimizer."""
@@ -114,27 +107,22 @@ class NemoStep:
             # Training steps log the learning rate.
             self._model.trainer.optimizers = [self._optimizer]
         self._optimizer.zero_grad(set_to_none=True)
-        batch = self._make_batch(batch_size, *self._lengths(length, num_tokens), device)
-        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=self._autocast):
-            output: Any = self._model.training_step(batch, 0)
-        (output["loss"] if isinstance(output, Mapping) else output).backward()
-        self._optimizer.step()
-
-    def _lengths(self, length: float, num_tokens: int | None) -> tuple[float, int]:
-        """Return seconds of audio and tokens of text that the longest item of a bucket has."""
         frame = self._seconds_per_frame
         if num_tokens is None and frame is not None and self._in_total:
             length /= 1 + self._tokens_per_second * frame
         seconds = length if frame is None else length * frame
-        return seconds, math.ceil(seconds * self._tokens_per_second) if num_tokens is None else num_tokens
-
-    def _make_batch(self, batch_size: int, seconds: float, num_tokens: int, device: str) -> Any:
+        if num_tokens is None:
+            num_tokens = math.ceil(seconds * self._tokens_per_second)
         sizes = {"input": max(1, round(seconds * self._rate)), "output": max(1, num_tokens)}
-        values = [self._make_tensor(one, batch_size, sizes).to(device) for one in self._schema["inputs"]]
-        if self._schema["cls"] is tuple:
-            return tuple(values)
-        names = [one["name"] for one in self._schema["inputs"]]
-        return self._schema["cls"](**dict(zip(names, values, strict=True)))
+        inputs, kind = self._schema["inputs"], self._schema["cls"]
+        values = [self._make_tensor(one, batch_size, sizes).to(device) for one in inputs]
+        # Those of a tuple have no names.
+        named = {one.get("name"): value for one, value in zip(inputs, values, strict=True)}
+        batch: Any = tuple(values) if kind is tuple else kind(**named)
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=self._autocast):
+            output: Any = self._model.training_step(batch, 0)
+        (output["loss"] if isinstance(output, Mapping) else output).backward()
+        self._optimizer.step()
 
     def _make_tensor(self, item: Mapping[str, Any], batch_size: int, sizes: Mapping[str, int]) -> torch.Tensor:
         if item["type"] == "dummy":
@@ -160,22 +148,31 @@ class NemoStep:
         )
 
 
-def _class_of(name: str) -> type[LightningModule]:
-    module, _, attribute = name.rpartition(".")
-    if not module:
+def _make_model(module_name: str | None, config_path: str | None, pretrained_name: str | None) -> LightningModule:
+    model_class: Any = None if module_name is None else load_callable(module_name, "model")
+    if module_name is not None and LightningModule not in getattr(model_class, "__mro__", ()):
         raise ConfigError(
-            f"--module-name is {name!r}; it is the full name of a class, as nemo.collections.asr.models.EncDecCTCModel",
+            f"--module-name: {module_name} is not the full name of a class of models, as "
+            "nemo.collections.asr.models.EncDecCTCModel",
             code="bad_callable",
         )
-    found: Any = load_callable(f"{module}:{attribute}", "model")
-    if not (isinstance(found, type) and issubclass(found, LightningModule)):
-        raise ConfigError(f"--module-name: {name} is not a class of models", code="bad_callable")
-    return found
-
-
-def _make_model(model_class: Any, config_path: str | None, pretrained_name: str | None) -> LightningModule:
+    if pretrained_name is not None and pretrained_name.endswith(".nemo"):
+        if not Path(pretrained_name).is_file():
+            raise ConfigError(f"there is no file {pretrained_name}", code="missing_input")
+        # A file names its class.
+        return (model_class or ModelPT).restore_from(pretrained_name, map_location="cpu")  # type: ignore[no-any-return]
     if pretrained_name is not None:
-        return _restore(model_class, pretrained_name)
+        from nemo.collections.asr.models import ASRModel
+
+        try:
+            return (model_class or ASRModel).from_pretrained(pretrained_name)  # type: ignore[no-any-return]
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"the model {pretrained_name} is neither a .nemo file nor can it be fetched: {one_line(error)}",
+                code="unreachable_model",
+            ) from error
     config: Any = read_yaml(str(config_path))
     if not isinstance(config, DictConfig) or not isinstance(config.get("model"), DictConfig):
         raise ConfigError(f"{config_path} has no section model", code="missing_key")
@@ -188,25 +185,6 @@ def _make_model(model_class: Any, config_path: str | None, pretrained_name: str 
     return model_class(OmegaConf.to_container(config.model))  # type: ignore[no-any-return]
 
 
-def _restore(model_class: Any, name: str) -> LightningModule:
-    if name.endswith(".nemo"):
-        if not Path(name).is_file():
-            raise ConfigError(f"there is no file {name}", code="missing_input")
-        if model_class is None:
-            target = ModelPT.restore_from(name, return_config=True).get("target", "")
-            model_class = _class_of(str(target))
-        return model_class.restore_from(name, map_location="cpu")  # type: ignore[no-any-return]
-    from nemo.collections.asr.models import ASRModel
-
-    try:
-        return (model_class or ASRModel).from_pretrained(name)  # type: ignore[no-any-return]
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        told = f"the model {name} is neither a .nemo file nor can it be fetched: {first_line(error)}"
-        raise ConfigError(told, code="unreachable_model") from error
-
-
 def _make_optimizer(model: Any) -> torch.optim.Optimizer:
     """Return the optimizer of the model's configuration without its schedule, or AdamW."""
     if isinstance(model, ModelPT):
@@ -216,5 +194,4 @@ def _make_optimizer(model: Any) -> torch.optim.Optimizer:
         model.setup_optimization({key: value for key, value in settings.items() if key != "sched"})
         return model._optimizer
     configured = model.configure_optimizers()
-    found: torch.optim.Optimizer = configured["optimizer"] if isinstance(configured, dict) else configured
-    return found
+    return configured["optimizer"] if isinstance(configured, dict) else configured  # type: ignore[no-any-return]

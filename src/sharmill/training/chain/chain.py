@@ -9,22 +9,192 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import random
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from numbers import Integral, Real
+from itertools import islice
+from numbers import Real
 from typing import Any, Final, Literal
 
 import torch
 
-from sharmill.errors import ConfigError, DamagedShard
+from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError, refuse
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
+from sharmill.shar.reading.loading import load_states
 from sharmill.shar.reading.shard_source import ShardSource
-from sharmill.training.chain import steps
-from sharmill.training.chain.guarded import Guarded
-from sharmill.training.chain.sources import Items
-from sharmill.training.chain.steps import Examples, count_frames
-from sharmill.training.parallel import parallel_map
+from sharmill.training.chain.sources import Example, Items
+from sharmill.training.parallel import at_least, parallel_map
+
+Examples = Generator[Example, None, None]
+# What opens the examples that a step gets.
+Before = Callable[[], Examples]
+Function = Callable[[Any], Any]
+
+
+# These say that the program or the machine is at fault, and every further example would fail as well.
+_NEVER_SKIPPED: Final = (MemoryError, ImportError, ConfigError, FatalError)
+
+
+class _Failure(str):
+    """The error of an example, in words."""
+
+
+def _call(fn: Callable[[Any], Any], value: Any) -> Any:
+    """Return what a function makes of a value, or a ``_Failure`` for an error of this value."""
+    try:
+        return fn(value)
+    except _NEVER_SKIPPED:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever it is, the chain counts it
+        return _Failure(str(error) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}")
+
+
+def count_frames(example: Mapping[str, Any]) -> int:
+    """Return the number of frames of an example's ``feat`` (frames, mels)."""
+    return len(example["feat"])
+
+
+def consume(example: Example) -> None:
+    """Count an example as consumed."""
+    for origin in example.origins:
+        origin.source.reader.mark_consumed([origin])
+
+
+def leave_out(example: Example, error: Exception) -> None:
+    """Count an example as consumed and as an error; raise the error where none may be left out."""
+    for origin in example.origins:
+        origin.source.count_error(error)
+    consume(example)
+
+
+def _names(example: Example) -> str:
+    return ", ".join(origin.name for origin in example.origins[:3])
+
+
+def map_examples(before: Before, fn: Function, options: Mapping[str, Any] | None = None) -> Examples:
+    for example, result in _results(before, fn, options):
+        yield Example(result, example.origins)
+
+
+def filter_examples(before: Before, keep: Function) -> Examples:
+    num_dropped = 0
+    for example, result in _results(before, keep):
+        if result:
+            num_dropped = 0
+            yield example
+            continue
+        consume(example)
+        num_dropped += 1
+        example.origins[0].source.check_dropped(num_dropped)
+
+
+def _results(before: Before, fn: Function, options: Mapping[str, Any] | None = None) -> Iterator[tuple[Example, Any]]:
+    """Yield examples with their results; leave those out where it is an error.
+
+    Args:
+        options: of ``parallel_map``; None calls the function here.
+    """
+    ahead: deque[Example] = deque()
+
+    def values() -> Iterator[Any]:
+        for example in before():
+            ahead.append(example)
+            yield example.value
+
+    made = (fn(value) for value in values()) if options is None else iter(parallel_map(values(), fn, **options))
+    with closing(made) as results:  # type: ignore[type-var]
+        while True:
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            except Exception as error:
+                # All results before it were delivered: if nothing is ahead, it is an error of the examples.
+                if not ahead:
+                    raise
+                # The example is named in the message of an error of ours, and in a note of another one.
+                if isinstance(error, SharmillError) and not isinstance(error, _NEVER_SKIPPED):
+                    raise DamagedShard(f"{_names(ahead[0])}: {error}") from error
+                error.add_note(f"at {_names(ahead[0])}")
+                raise
+            example = ahead.popleft()
+            if isinstance(result, _Failure):
+                leave_out(example, DamagedShard(f"{_names(example)}: {result}"))
+            else:
+                yield example, result
+
+
+def shuffle_examples(before: Before, size: int) -> Examples:
+    rng: random.Random | None = None
+    buffer: list[Example] = []
+    for example in before():
+        rng = rng or random.Random(example.origins[0].source.draw)
+        if len(buffer) < size:
+            buffer.append(example)
+            continue
+        place = rng.randrange(size)
+        drawn, buffer[place] = buffer[place], example
+        yield drawn
+    if rng is not None:
+        rng.shuffle(buffer)
+    yield from buffer
+
+
+def sort_examples(before: Before, size: int, key: Callable[[Any], Any], reverse: bool) -> Examples:
+    examples = before()
+    while group := list(islice(examples, size)):
+        yield from sorted(group, key=lambda example: key(example.value), reverse=reverse)
+
+
+def batch_examples(before: Before, size: int) -> Examples:
+    examples = before()
+    while group := list(islice(examples, size)):
+        yield _joined(group)
+
+
+def _joined(batch: Sequence[Example]) -> Example:
+    return Example([example.value for example in batch], tuple(origin for one in batch for origin in one.origins))
+
+
+def dynamic_batch_examples(before: Before, max_frames: int, length: Callable[[Any], int]) -> Examples:
+    batch: list[Example] = []
+    longest = 0
+    for example in before():
+        own = length(example.value)
+        if batch and max(longest, own) * (len(batch) + 1) > max_frames:
+            yield _joined(batch)
+            batch, longest = [], 0
+        batch.append(example)
+        longest = max(longest, own)
+    if batch:
+        yield _joined(batch)
+
+
+def bucket_examples(
+    before: Before, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int]
+) -> Examples:
+    buckets: list[list[Example]] = [[] for _ in sizes]
+    for example in before():
+        own = length(example.value)
+        number = next((n for n, bound in enumerate(bounds) if own < bound), len(bounds))
+        buckets[number].append(example)
+        if len(buckets[number]) == sizes[number]:
+            yield _joined(buckets[number])
+            buckets[number] = []
+    yield from (_joined(bucket) for bucket in buckets if bucket)
+
+
+def zip_examples(opens: Sequence[Before]) -> Examples:
+    columns = [open_examples() for open_examples in opens]
+    try:
+        for row in zip(*columns, strict=False):
+            yield Example(tuple(one.value for one in row), tuple(origin for one in row for origin in one.origins))
+    finally:
+        for column in columns:
+            column.close()
+
 
 log = logging.getLogger(__name__)
 
@@ -82,20 +252,23 @@ class Chain(torch.utils.data.IterableDataset):
         on_error: Literal["raise", "skip"] = "raise",
         max_errors: int = 100,
     ) -> None:
-        if divide not in ("line", "file"):
-            raise ConfigError(f"divide is {divide!r}: it is 'line' or 'file'", code="bad_config_value")
+        refuse(
+            (divide not in ("line", "file"), f"divide is {divide!r}: it is 'line' or 'file'"),
+            (on_error not in ("raise", "skip"), f"on_error is {on_error!r}: it is 'raise' or 'skip'"),
+        )
+        at_least(0, "max_errors", max_errors)
         options = ReadOptions(
             shuffle=shuffle, seed=seed, rank=rank, world_size=world_size, infinite=infinite, mix_shards=mix_shards,
             block_size=_WHOLE_FILES if divide == "file" else None,
         )  # fmt: skip
         shards = source if isinstance(source, ShardSource) else Items(source)
-        own = _Source(SharReader(shards, options), shards.num_cuts, options, on_error, max_errors)
+        own = _Source(shards, options, max_errors if on_error == "skip" else None)
         self._sources: tuple[_Source, ...] = (own,)
-        self._open: Callable[[], Examples] = own.examples
+        self._open: Before = own.examples
 
     def map(self, fn: Callable[[Any], Any]) -> Chain:
         """Apply a function to every example."""
-        return self._then(steps.map_examples, fn=self._guarded(fn))
+        return self._then(map_examples, fn=self._guarded(fn))
 
     def parallel_map(
         self,
@@ -111,38 +284,38 @@ class Chain(torch.utils.data.IterableDataset):
         """
         options = {"num_workers": num_workers, "kind": kind, "prefetch": prefetch}
         parallel_map((), fn, **options)  # type: ignore[arg-type]  # wrong options are an error here
-        return self._then(steps.parallel_map_examples, fn=self._guarded(fn), options=options)
+        return self._then(map_examples, fn=self._guarded(fn), options=options)
 
     def filter(self, keep: Callable[[Any], bool]) -> Chain:
         """Leave out the examples for which a function returns False; they count as consumed."""
-        return self._then(steps.filter_examples, keep=self._guarded(keep))
+        return self._then(filter_examples, keep=self._guarded(keep))
 
     def shuffle(self, size: int) -> Chain:
         """Draw each example from a buffer of ``size``, by the seed and the epoch of the source."""
-        return self._then(steps.shuffle_examples, size=_at_least_1("size", size))
+        return self._then(shuffle_examples, size=at_least(1, "size", size))
 
     def sort(self, size: int, key: Callable[[Any], Any] = count_frames, *, reverse: bool = False) -> Chain:
         """Sort every ``size`` examples among themselves."""
-        return self._then(steps.sort_examples, size=_at_least_1("size", size), key=key, reverse=reverse)
+        return self._then(sort_examples, size=at_least(1, "size", size), key=key, reverse=reverse)
 
     def batch(self, size: int) -> Chain:
         """Put every ``size`` examples into a list; the last one of an epoch may be shorter."""
-        return self._then(steps.batch_examples, size=_at_least_1("size", size))
+        return self._then(batch_examples, size=at_least(1, "size", size))
 
     def dynamic_batch(self, max_frames: int, length: Callable[[Any], int] = count_frames) -> Chain:
         """Put examples into lists whose padded length, the longest times their number, is at most ``max_frames``.
 
         An example that is longer is in a batch of its own.
         """
-        _at_least_1("max_frames", max_frames)
-        return self._then(steps.dynamic_batch_examples, max_frames=max_frames, length=length)
+        at_least(1, "max_frames", max_frames)
+        return self._then(dynamic_batch_examples, max_frames=max_frames, length=length)
 
     def bucket(self, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int] = count_frames) -> Chain:
         """Put examples of similar lengths into lists: ``sizes[n]`` of those shorter than ``bounds[n]``, and of those
         that reach the last bound as many as the last size says.
         """
         for size in sizes:
-            _at_least_1("a size of bucket", size)
+            at_least(1, "a size of bucket", size)
         numbers = all(isinstance(bound, Real) for bound in bounds)
         if not numbers or len(sizes) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)):
             raise ConfigError(
@@ -150,7 +323,7 @@ class Chain(torch.utils.data.IterableDataset):
                 "one size more",
                 code="bad_config_value",
             )
-        return self._then(steps.bucket_examples, bounds=bounds, sizes=sizes, length=length)
+        return self._then(bucket_examples, bounds=bounds, sizes=sizes, length=length)
 
     def zip(self, *others: Chain) -> Chain:
         """Make tuples of one example of each chain, such as speech and text.
@@ -159,13 +332,14 @@ class Chain(torch.utils.data.IterableDataset):
         text, the speech alone makes the epochs.
         """
         sources = [source for chain in (self, *others) for source in chain._sources]
+        ranks = {(source.options.rank, source.options.world_size) for source in sources}
         if len(set(map(id, sources))) < len(sources):
             raise ConfigError("a chain cannot be zipped with itself: make another one", code="bad_config_value")
-        if len({(source.options.rank, source.options.world_size) for source in sources}) > 1:
+        if len(ranks) > 1:
             raise ConfigError("chains that are zipped have the same rank and world_size", code="split_wrong")
         chain = copy.copy(self)
         chain._sources = tuple(sources)
-        chain._open = partial(steps.zip_examples, [one._open for one in (self, *others)])
+        chain._open = partial(zip_examples, [one._open for one in (self, *others)])
         return chain
 
     def set_epoch(self, epoch: int) -> None:
@@ -176,7 +350,7 @@ class Chain(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         with closing(self._open()) as examples:
             for example in examples:
-                steps.consume(example)
+                consume(example)
                 yield example.value
         for source in self._sources:
             source.leave()
@@ -191,47 +365,34 @@ class Chain(torch.utils.data.IterableDataset):
         Raises:
             ConfigError: it is the state of other sources, or of another order.
         """
-        readers = state.get("readers")
-        if not isinstance(readers, Sequence) or len(readers) != len(self._sources):
-            raise ConfigError(f"this is not the state of a chain of {len(self._sources)} sources", code="wrong_state")
-        for source, one in zip(self._sources, readers, strict=True):
-            source.reader.load_state_dict(one)
+        load_states([source.reader for source in self._sources], state)
 
     def _then(self, step: Callable[..., Examples], **options: Any) -> Chain:
         chain = copy.copy(self)
-        chain._open = partial(steps.follow, self._open, partial(step, **options))
+        chain._open = partial(step, self._open, **options)
         return chain
 
-    def _guarded(self, fn: Callable[[Any], Any]) -> Guarded:
-        return Guarded(fn, catches=any(source.skips for source in self._sources))
+    def _guarded(self, fn: Function) -> Function:
+        catches = any(source.max_errors is not None for source in self._sources)
+        return partial(_call, fn) if catches else fn
 
 
 class _Source:
     """A source of a chain: its reader, and the errors that it may leave out.
 
     Attributes:
+        max_errors: None where none may be left out.
         draw: what random numbers of the pass are made from: the same from the same state, other ones in each epoch, for
             each reader and after each stop, where the same ones might hold an example back for ever.
     """
 
     draw: str
 
-    def __init__(
-        self,
-        reader: SharReader,
-        num_examples: Callable[[], int],
-        options: ReadOptions,
-        on_error: str,
-        max_errors: int,
-    ) -> None:
-        if on_error not in ("raise", "skip"):
-            raise ConfigError(f"on_error is {on_error!r}: it is 'raise' or 'skip'", code="bad_config_value")
-        if not _is_whole(max_errors) or max_errors < 0:
-            raise ConfigError(f"max_errors is {max_errors!r}: it is a whole number from 0", code="bad_config_value")
-        self.reader, self.options, self.skips, self._max_errors = reader, options, on_error == "skip", max_errors
-        self._num_examples = num_examples
+    def __init__(self, shards: ShardSource, options: ReadOptions, max_errors: int | None) -> None:
+        self.reader, self.options, self.max_errors = SharReader(shards, options), options, max_errors
+        self._num_examples = shards.num_cuts
         self._ended = False
-        reader.count_only_marked()
+        self.reader.count_only_marked()
 
     def examples(self) -> Examples:
         self._ended = False
@@ -240,21 +401,21 @@ class _Source:
             for origin in example.origins:
                 origin.source = self
             if isinstance(example.value, DamagedShard):
-                steps.leave_out(example, example.value)
+                leave_out(example, example.value)
             else:
                 yield example
         self._ended = True
 
     def count_error(self, error: Exception) -> None:
         """Count an example that is left out; raise where there are too many, or none may be."""
-        if not self.skips:
+        if self.max_errors is None:
             raise error
         count = self.reader.count_damaged()
-        if count > self._max_errors:
+        if count > self.max_errors:
             raise DamagedShard(
-                f"{error}; more than max_errors={self._max_errors} examples of this rank and worker had errors"
+                f"{error}; more than max_errors={self.max_errors} examples of this rank and worker had errors"
             ) from error
-        log.warning("an example is left out (%d of at most %d): %s", count, self._max_errors, error)
+        log.warning("an example is left out (%d of at most %d): %s", count, self.max_errors, error)
 
     def check_dropped(self, count: int) -> None:
         """Raise ConfigError where a filter drops so many in a row that an endless source has nothing for it."""
@@ -268,14 +429,3 @@ class _Source:
         """End a pass: if not all was given out, as in a zip with something shorter, the next one goes on from here."""
         if not self._ended or self.reader.num_unmarked:
             self.reader.load_state_dict(self.reader.state_dict())
-
-
-def _at_least_1(name: str, value: int) -> int:
-    if not _is_whole(value) or value < 1:
-        raise ConfigError(f"{name} is {value!r}: it is a whole number of at least 1", code="bad_config_value")
-    return value
-
-
-def _is_whole(value: object) -> bool:
-    """Return True for whole numbers, NumPy's as well."""
-    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -4,8 +4,6 @@ Each takes an example and returns a new one. They are made for ``map`` and ``par
 where they have settings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,7 +11,7 @@ import torch
 import xxhash
 
 from sharmill.audio.decoder import AudioBytes
-from sharmill.audio.files import Recording, open_bytes, open_recording
+from sharmill.audio.files import open_bytes, open_recording
 from sharmill.audio.resample import resample, segment_bounds
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Channel
@@ -34,24 +32,16 @@ def decode_wav(example: Mapping[str, Any], channel: Channel = None) -> dict[str,
     Raises:
         RejectRecord: it is not there or no audio, it is damaged, or it has several channels and none is chosen.
     """
-    wav = example["wav"]
-    if isinstance(wav, str):
-        with open_recording(wav) as recording:
-            audio, rate = _samples(recording, example, channel)
-    else:
-        with open_bytes(AudioBytes(f"audio of {str(example.get('key'))[:200]!r}", wav)) as recording:
-            audio, rate = _samples(recording, example, channel)
+    wav, name = example["wav"], f"audio of {str(example.get('key'))[:200]!r}"
+    with open_recording(wav) if isinstance(wav, str) else open_bytes(AudioBytes(name, wav)) as recording:
+        rate = recording.info.sampling_rate
+        start, num_samples = 0, None
+        if example.get("end") is not None:
+            offset = float(example.get("start", 0.0))
+            start, num_samples = segment_bounds(offset, float(example["end"]) - offset, rate)
+        audio = recording.read(start, num_samples, channel)
     rest = {name: value for name, value in example.items() if name != "wav"}
     return rest | {"waveform": torch.from_numpy(audio)[None], "sample_rate": rate}
-
-
-def _samples(recording: Recording, example: Mapping[str, Any], channel: Channel) -> tuple[Any, int]:
-    rate = recording.info.sampling_rate
-    start, num_samples = 0, None
-    if example.get("end") is not None:
-        offset = float(example.get("start", 0.0))
-        start, num_samples = segment_bounds(offset, float(example["end"]) - offset, rate)
-    return recording.read(start, num_samples, channel), rate
 
 
 def resample_wav(example: Mapping[str, Any], sample_rate: int) -> dict[str, Any]:

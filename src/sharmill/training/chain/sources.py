@@ -9,23 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from sharmill.audio.fetch import is_url
 from sharmill.audio.files import open_audio
-from sharmill.audio.roots import AudioRoots
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.audio.roots import AudioRoots, is_url
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.files.storage import checksum_bytes
-from sharmill.shar.reading.shard import POSITION
+from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
-from sharmill.sources.files import find_files, open_input, read_ends
-from sharmill.sources.lines import iterate_checked
-from sharmill.sources.tars import Archive, TarDamage, TarMember, TarSample, read_part
-from sharmill.sources.wenet import WenetSource
+from sharmill.sources.files import decode_json, decode_text, find_files, iterate_lines, open_input, read_ends
+from sharmill.sources.tars import WenetSource, read_part
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -57,34 +55,44 @@ class Example:
     value: Any
     origins: tuple[Origin, ...]
 
-    @classmethod
-    def at(cls, name: str, position: tuple[int, ...], value: Any) -> Example:
-        """Make the example of one place."""
-        return cls(value, (Origin(name, {POSITION: position}),))
+
+@dataclass
+class _Shard:
+    """An open shard, of whose examples any may be an error.
+
+    Attributes:
+        name_of: what errors call an example.
+        read_value: reads it; raises RejectRecord. It refers to the open file, which closes with the last reference.
+    """
+
+    name_of: Callable[[int], str]
+    read_value: Callable[[int], Any]
+
+    def read(self, number: int, position: tuple[int, ...]) -> Example:
+        name = self.name_of(number)
+        try:
+            value = self.read_value(number)
+        except RejectRecord as reject:
+            value = DamagedShard(f"{name}: {reject.detail}")
+        return Example(value, (Origin(name, {POSITION: position}),))
 
 
 class Items(ShardSource):
     """Any iterable that can be read again; of one without random access, every reader passes over what is others'."""
 
+    num_shards = 1
+
     def __init__(self, items: Iterable[Any]) -> None:
-        if isinstance(items, (str, bytes)):
-            raise ConfigError(
-                f"a chain begins with RawList, ShardList, TextLines or the items themselves, not with {items!r}",
-                code="bad_config_value",
-            )
-        if isinstance(items, Iterator):
-            raise ConfigError(
-                "an iterator can be read once only, and a chain reads its source in every epoch: give a list, or an "
-                "object whose __iter__ begins anew",
-                code="bad_config_value",
-            )
+        refuse(
+            (isinstance(items, (str, bytes)),
+             "a chain begins with RawList, ShardList, TextLines or the items themselves, not with a name"),
+            (isinstance(items, Iterator),
+             "an iterator can be read once only, and a chain reads its source in every epoch: give a list, or an "
+             "object whose __iter__ begins anew"),
+        )  # fmt: skip
         self._items = items
         self.sequential = not isinstance(items, Sequence)
         self._count: int | None = None
-
-    @property
-    def num_shards(self) -> int:
-        return 1
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -100,38 +108,27 @@ class Items(ShardSource):
                 self._count = sum(1 for _ in self._items)
         return self._count
 
-    def open(self, shard: int, epoch: int) -> _ItemShard:
-        return _ItemShard(self._items)
-
-
-class _ItemShard:
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = items
-        self._iterator = iter(()) if isinstance(items, Sequence) else enumerate(items)
-
-    def read(self, number: int, position: tuple[int, ...]) -> Example | None:
+    def open(self, shard: int, epoch: int) -> _Shard:
         if isinstance(self._items, Sequence):
-            return Example.at(f"item {number}", position, self._items[number])
-        for found, item in self._iterator:
-            if found == number:
-                return Example.at(f"item {number}", position, item)
-        return None
+            return _Shard("item {}".format, self._items.__getitem__)
+        items = enumerate(self._items)
 
-    def close(self) -> None:
-        self._iterator = iter(())
+        def find(number: int) -> Any:
+            for found, item in items:
+                if found == number:
+                    return item
+            raise RejectRecord("malformed", "the items were changed while they were read")
+
+        return _Shard("item {}".format, find)
 
 
 class _LineFiles(ShardSource):
     """Lines of files that are not blank, 8 bytes of memory for each."""
 
     def __init__(self, files: Sequence[Path], parse: Callable[[str, bytes], Any]) -> None:
-        self._files = files
+        self._files, self.num_shards = files, len(files)
         self._parse = parse
         self._ends: dict[int, np.ndarray] = {}
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._files)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -141,13 +138,21 @@ class _LineFiles(ShardSource):
     def count(self, shard: int) -> int:
         return len(self._ends_of(shard))
 
-    def open(self, shard: int, epoch: int) -> _LineShard:
-        return _LineShard(self._files[shard], self._ends_of(shard), self._parse)
+    def open(self, shard: int, epoch: int) -> _Shard:
+        path, ends = self._files[shard], self._ends_of(shard)
+        stream = open_input(path, "list")
+
+        def read_line(number: int) -> Any:
+            start, end = int(ends[number - 1]) if number else 0, int(ends[number])
+            line = os.pread(stream.fileno(), end - start, start).strip()
+            return self._parse(f"{path.name}:{number + 1}", line)
+
+        return _Shard(lambda number: f"{path}, record {number + 1}", read_line)
 
     def _ends_of(self, shard: int) -> np.ndarray:
         """Return the end of each line (lines,); between two of them is a line, and perhaps blank ones before it."""
         if shard not in self._ends:
-            ends = (end for end, _ in iterate_checked(self._files[shard], "list"))
+            ends = (end for end, _ in iterate_lines(self._files[shard], "list"))
             self._ends[shard] = np.fromiter(ends, np.int64)
         return self._ends[shard]
 
@@ -158,25 +163,6 @@ def _evidence(path: Path) -> tuple[str, int, str]:
         size = os.fstat(stream.fileno()).st_size
         ends = os.pread(stream.fileno(), _BLOCK, 0) + os.pread(stream.fileno(), _BLOCK, max(0, size - _BLOCK))
     return path.name, size, checksum_bytes(ends)
-
-
-class _LineShard:
-    def __init__(self, path: Path, ends: np.ndarray, parse: Callable[[str, bytes], Any]) -> None:
-        self._path, self._ends, self._parse = path, ends, parse
-        self._stream = open_input(path, "list")
-
-    def read(self, number: int, position: tuple[int, ...]) -> Example:
-        start, end = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
-        name = f"{self._path}, record {number + 1}"
-        line = os.pread(self._stream.fileno(), end - start, start).strip()
-        try:
-            value = self._parse(f"{self._path.name}:{number + 1}", line)
-        except RejectRecord as reject:
-            value = DamagedShard(f"{name}: {reject.detail}")
-        return Example.at(name, position, value)
-
-    def close(self) -> None:
-        self._stream.close()
 
 
 class TextLines(_LineFiles):
@@ -200,6 +186,9 @@ def _parse_text(key: str, line: bytes) -> dict[str, str]:
         raise RejectRecord("malformed", f"the line is not UTF-8: {error}") from error
 
 
+_record_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
 class RawList(_LineFiles):
     """WeNet's ``raw`` lists: lines of JSON with ``key``, ``wav`` and, but for inference, ``txt``; other keys are kept.
 
@@ -217,12 +206,7 @@ class RawList(_LineFiles):
         super().__init__(source.files, self._parse_record)
 
     def _parse_record(self, _: str, line: bytes) -> dict[str, Any]:
-        try:
-            record = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.ValidationError as error:
-            raise RejectRecord("malformed", "the line is not a JSON object") from error
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RejectRecord("malformed", f"the line is not JSON: {error}") from error
+        record = decode_json(line, _record_decoder, "the line is not a JSON object")
         for name in ("key", "wav", "txt"):
             if not isinstance(record.get(name, "" if name == "txt" else None), str):
                 raise RejectRecord("missing_field", f"the line has no text as {name!r}")
@@ -250,12 +234,9 @@ class ShardList(ShardSource):
 
     def __init__(self, files: Paths, root: str | Path | None = None, encoding: str = "utf-8") -> None:
         source = _wenet("shard", files, root, encoding=encoding)
-        self._archives, self._samples, self._encoding = source.archives, source.samples, encoding
+        self._archives, self._source = source.archives, source
+        self.num_shards = len(source.archives)
         self._counts: dict[int, int] = {}
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._archives)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -267,62 +248,38 @@ class ShardList(ShardSource):
     def count(self, shard: int) -> int:
         """Return the number of samples, of which the headers tell, and of damages."""
         if shard not in self._counts:
-            self._counts[shard] = sum(1 for _ in self._samples.items(shard))
+            self._counts[shard] = sum(1 for _ in self._source.samples(shard))
         return self._counts[shard]
 
-    def open(self, shard: int, epoch: int) -> _TarShard:
-        items = list(self._samples.items(shard))
-        return _TarShard(self._archives[shard], items, self._samples.audio_of, self._encoding)
-
-
-class _TarShard:
-    def __init__(
-        self,
-        archive: Archive,
-        items: Sequence[TarSample | TarDamage],
-        audio_of: Callable[[TarSample], TarMember],
-        encoding: str,
-    ) -> None:
-        self._path, self._items, self._audio_of, self._encoding = archive.path, items, audio_of, encoding
-        self._first: dict[str, int] = {}
+    def open(self, shard: int, epoch: int) -> _Shard:
+        path, items = self._archives[shard].path, list(self._source.samples(shard))
+        first: dict[str, int] = {}
         for number, item in enumerate(items):
-            if isinstance(item, TarSample):
-                self._first.setdefault(item.key, number)
-        self._stream: BinaryIO | None = None
+            first.setdefault(item.key, number)
+        open_archive = cache(lambda: open_audio(path))
 
-    def read(self, number: int, position: tuple[int, ...]) -> Example:
-        if number >= len(self._items):
-            return Example.at(str(self._path), position, DamagedShard(f"{self._path} was changed while it was read"))
-        item = self._items[number]
-        if isinstance(item, TarDamage):
-            return Example.at(str(self._path), position, DamagedShard(f"{self._path}: {item.sentence}"))
-        name = f"{self._path}, {item.key[:200]!r}"
-        try:
-            value: Any = self._value(item, is_first=self._first[item.key] == number)
-        except RejectRecord as reject:
-            value = DamagedShard(f"{name}: {reject.detail}")
-        return Example.at(name, position, value)
+        def name_of(number: int) -> str:
+            if number >= len(items) or items[number].damage is not None:
+                return str(path)
+            return f"{path}, {items[number].key[:200]!r}"
 
-    def _value(self, sample: TarSample, *, is_first: bool) -> dict[str, Any]:
-        if not is_first:
-            raise RejectRecord("ambiguous_audio", "the archive has an earlier sample of this key")
-        audio = self._audio_of(sample)
-        self._stream = self._stream or open_audio(self._path)
-        value: dict[str, Any] = {}
-        for suffix, member in sample.members:
-            data = read_part(self._stream, member, _MAX_MEMBER_BYTES)
-            value["wav" if member is audio else suffix] = self._text(data) if suffix == "txt" else data
-        return value | {"key": sample.key}
+        def read_sample(number: int) -> dict[str, Any]:
+            if number >= len(items):
+                raise RejectRecord("malformed", "the archive was changed while it was read")
+            sample = items[number]
+            if sample.damage is not None:
+                raise RejectRecord("unreadable_audio", sample.damage.detail)
+            if first[sample.key] != number:
+                raise RejectRecord("ambiguous_audio", "the archive has an earlier sample of this key")
+            audio = self._source.audio_of(sample)
+            value: dict[str, Any] = {}
+            for suffix, member in sample.members:
+                data = read_part(open_archive(), member, _MAX_MEMBER_BYTES)
+                text = decode_text(data, self._source.encoding, "the text").strip() if suffix == "txt" else None
+                value["wav" if member is audio else suffix] = data if text is None else text
+            return value | {"key": sample.key}
 
-    def _text(self, data: bytes) -> str:
-        try:
-            return data.decode(self._encoding).removeprefix("\ufeff").strip()
-        except UnicodeDecodeError as error:
-            raise RejectRecord("malformed", f"the text is not {self._encoding}: set encoding of the list") from error
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        return _Shard(name_of, read_sample)
 
 
 def _wenet(kind: str, files: Paths, root: str | Path | None, **options: Any) -> WenetSource:

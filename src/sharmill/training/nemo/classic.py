@@ -1,26 +1,157 @@
-"""Settings as NeMo's classic loaders and its documentation have them, in the form that its Lhotse loader reads.
+"""The types of ``input_cfg``, and the settings of NeMo's classic loaders in the form that its Lhotse loader reads.
 
-``FATES`` says what becomes of each classic key; the table in docs/training.md is made from it.
+``TYPES`` says what sharmill relies on of each type; NeMo passes over keys that it does not know. ``FATES`` says what
+becomes of each classic key; the table in docs/training.md is made from it.
 """
-
-from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from sharmill.errors import ConfigError
-from sharmill.training.nemo.setting_values import bad_value
+from sharmill.errors import ConfigError, refuse
+from sharmill.registry import nearest
 
 Settings = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
-IGNORED: Final = "ignored"
+# The type of an entry of NeMo's whose examples our reader divides among ranks and workers.
+DIVIDED: Final = "sharmill_divided"
 
-# What becomes of a key: words for the documentation, or IGNORED, beginning with it, with the reason.
+# Seeds beside numbers: drawn by each rank, or for each worker from ``seed``.
+SEEDS: Final = ("trng", "randomized")
+
+# What any entry can say. What a group says, NeMo hands down to its entries.
+OF_ENTRY: Final = (
+    "type", "weight", "tags", "shuffle", "shard_seed", "force_finite", "force_map_dataset", "metadata_only",
+    # These have no meaning for our datasets.
+    "text_field", "lang_field", "max_open_streams", "audio_locator_tag", "token_equivalent_duration",
+    "skip_missing_manifest_entries", "force_iterable_dataset", "reweight_temperature", "input_cfg", "slice_length",
+)  # fmt: skip
+_OF_CONVERTERS: Final = (
+    "input_roles", "output_roles", "strip_timestamp_tokens", "move_agent_text_back_by",
+    "filter_samples_starting_with_agent", "agent_roles", "user_roles", "target_agent_name", "target_user_name",
+    "add_extra_end_silence", "extra_end_silence_range", "max_cer", "min_context_speaker_similarity", "target_speaker",
+    "sample_rate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryType:
+    """A type of ``input_cfg``.
+
+    Attributes:
+        needs: the keys that it must have, itself or from the groups around it.
+        takes: further keys.
+        files: of a type that our reader divides among ranks and workers the keys that name its files, one of each for a
+            shard. An example is a line of the first one, but of ``shar_path``.
+        holds: ``cuts``, ``text`` or ``conversations``; nothing where it depends.
+        is_stream: NeMo reads it as a stream wherever it lies; other types if they are tarred.
+        is_marked: its examples say where they come from, and none is dropped.
+    """
+
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    holds: str = ""
+    is_stream: bool = False
+    is_marked: bool = True
+
+
+_text = partial(EntryType, holds="text", is_stream=True)
+_converter = partial(EntryType, needs=("input_cfg",), takes=_OF_CONVERTERS)
+_TARRED: Final = ("manifest_filepath", "tarred_audio_filepaths")
+
+# Types that other packages register are none of these.
+TYPES: Final[dict[str, EntryType]] = {
+    "sharmill": EntryType(
+        needs=("dataset",), holds="cuts", is_stream=True,
+        takes=("fields", "codec", "decode_threads", "sidecars", "on_damage", "max_damaged", "speaker_tags", "seed",
+               "rank", "world_size", "whole_part"),
+    ),
+    DIVIDED: EntryType(is_stream=True),
+    "group": EntryType(needs=("input_cfg",), holds="cuts"),
+    "txt": _text(needs=("paths",), files=("paths",), takes=("language",)),
+    "txt_jsonl": _text(needs=("paths",), files=("paths",), takes=("language",)),
+    "txt_pair": _text(
+        needs=("source_paths", "target_paths"), files=("source_paths", "target_paths"),
+        takes=("source_language", "target_language", "questions_path", "questions_language"),
+    ),
+    "nemo_sft_jsonl": _text(needs=("paths",), files=("paths",), takes=("language",)),
+    "tts_text": _text(needs=("manifest_filepath",), files=("manifest_filepath",), takes=("language",)),
+    "multimodal_conversation": EntryType(
+        needs=("manifest_filepath", "audio_locator_tag"), takes=("tarred_audio_filepaths",), files=_TARRED,
+        holds="conversations", is_stream=True,
+    ),
+    "share_gpt": EntryType(
+        needs=("manifest_filepath", "audio_locator_tag", "audio_placeholders"), files=_TARRED,
+        takes=("tarred_audio_filepaths", "audio_root"), holds="conversations", is_stream=True,
+    ),
+    "share_gpt_webdataset": EntryType(
+        needs=("data_dir", "audio_locator_tag"), takes=("audio_placeholders",), holds="conversations", is_stream=True
+    ),
+    "parquet": EntryType(
+        needs=("manifest_filepath",), takes=("audio_field", "duration_field", "sampling_rate"), holds="cuts",
+        is_stream=True,
+    ),
+    "nemo": EntryType(
+        needs=("manifest_filepath",), takes=("tarred_audio_filepaths", "extra_fields"), files=_TARRED, holds="cuts",
+    ),
+    "nemo_tarred": EntryType(needs=_TARRED, takes=("extra_fields",), files=_TARRED, holds="cuts"),
+    "lhotse": EntryType(takes=("cuts_path", "shar_path"), holds="cuts"),
+    "lhotse_shar": EntryType(needs=("shar_path",), takes=("cuts_path",), files=("shar_path",), holds="cuts"),
+    "lhotse_as_conversation": _converter(holds="conversations"),
+    "sqa_as_conversation": _converter(holds="conversations"),
+    "s2s_as_conversation": _converter(holds="conversations", is_marked=False),
+    "lhotse_magpietts_data_as_continuation": _converter(is_marked=False),
+    "s2s_duplex_overlap_as_s2s_duplex": _converter(is_marked=False),
+    "s2s_duplex_reverse_role": _converter(),
+}  # fmt: skip
+
+
+def type_of(entry: Mapping[str, Any]) -> EntryType:
+    """Return the type of an entry, or of a group; the settings of a sampler have that of another package."""
+    return TYPES.get(str(entry.get("type")), EntryType())
+
+
+def check_entry(entry: Settings, handed_down: Settings) -> None:
+    """Raise ConfigError for a key that NeMo would pass over, or that it needs and does not find.
+
+    Args:
+        entry: types that other packages register have keys of their own, which are not checked.
+        handed_down: what the settings and groups around it say.
+    """
+    kind = str(entry.get("type"))
+    if kind not in TYPES:
+        return
+    known = [*OF_ENTRY, *TYPES[kind].needs, *TYPES[kind].takes]
+    subject = "a group" if kind == "group" else f"type {kind}"
+    for key in entry:
+        if key not in known:
+            raise ConfigError(f"input_cfg: {subject} has no option {key!r}{nearest(key, known)}", code="unknown_key")
+    for key in TYPES[kind].needs:
+        if entry.get(key) is None and handed_down.get(key) is None:
+            raise ConfigError(f"input_cfg: {subject} needs {key}", code="missing_key")
+    tags, seed = entry.get("speaker_tags", "kept"), entry.get("shard_seed", 0)
+    refuse(
+        (kind == "sharmill" and entry.get("slice_length") is not None,
+         "slice_length is not for datasets of sharmill: their order is shuffled as a whole"),
+        (tags not in ("kept", "nemo"), f"input_cfg: speaker_tags is kept or nemo, not {tags!r}"),
+        (not isinstance(seed, int) and seed not in SEEDS,
+         f"input_cfg: shard_seed is a number, trng or randomized, not {seed!r}"),
+    )  # fmt: skip
+
+
+_RENAMED: Final = {
+    "shard_strategy": "tarred_shard_strategy", "tarred_audio_filepath": "tarred_audio_filepaths",
+    "source_path": "source_paths", "target_path": "target_paths",
+    "use_multimodal_dataloading": "use_multimodal_sampling",
+}  # fmt: skip
+
+# What becomes of a key: words for the documentation, which begin with "ignored" where it means nothing here.
 FATES: Final[dict[str, str]] = {
     "use_multimodal_dataloading": "`use_multimodal_sampling`",
     "shard_strategy": "`tarred_shard_strategy`",
@@ -74,12 +205,11 @@ FATES: Final[dict[str, str]] = {
     "use_start_end_token": "ignored: the dataset class's",
 }
 
-_PATHS: Final = ("manifest_filepath", "tarred_audio_filepaths", "cuts_path", "shar_path")
-# They read the data of another entry, and make something else of it.
-CONVERTERS: Final = frozenset({
-    "lhotse_as_conversation", "sqa_as_conversation", "s2s_as_conversation", "lhotse_magpietts_data_as_continuation",
-    "s2s_duplex_overlap_as_s2s_duplex", "s2s_duplex_reverse_role",
-})  # fmt: skip
+# Keys of settings that name data themselves, and the type of entry that is made of each; the first one counts.
+_PATHS: Final = {
+    "shar_path": "lhotse_shar", "cuts_path": "lhotse", "tarred_audio_filepaths": "nemo_tarred",
+    "manifest_filepath": "nemo",
+}  # fmt: skip
 
 
 def translate(section: Settings) -> None:
@@ -91,33 +221,37 @@ def translate(section: Settings) -> None:
         ConfigError: a value that has no counterpart.
     """
     _rename(section)
-    num_manifests = _as_entries(section)
-    _translate_buckets(section, num_manifests)
+    _translate_buckets(section, num_manifests=_as_entries(section))
     _translate_2d(section)
-    strategy = section.pop("tarred_shard_strategy", None)
-    if strategy not in (None, "scatter", "replicate"):
-        raise bad_value("tarred_shard_strategy is scatter or replicate", strategy)
+    strategy, seeds = section.pop("tarred_shard_strategy", None), {"scatter": "randomized", "replicate": "trng"}
     if strategy is not None:
-        section.setdefault("shard_seed", "randomized" if strategy == "scatter" else "trng")
+        if strategy not in [*seeds]:
+            raise ConfigError(
+                f"tarred_shard_strategy is scatter or replicate, not {strategy!r}", code="bad_config_value"
+            )
+        section.setdefault("shard_seed", seeds[strategy])
     entries = section.get("input_cfg")
     if isinstance(entries, list):
         section["input_cfg"] = [_translate_entry(entry) if isinstance(entry, dict) else entry for entry in entries]
     drop_ignored(section)
 
 
+def ignored_keys(section: Settings) -> list[str]:
+    """Return the classic keys of settings that mean nothing here."""
+    return [key for key in section if FATES.get(key, "").startswith("ignored")]
+
+
 def drop_ignored(section: Settings) -> None:
     """Drop the classic keys that mean nothing here, and name them in one warning."""
-    if found := [key for key in section if FATES.get(key, "").startswith(IGNORED)]:
-        for key in found:
-            del section[key]
+    found = ignored_keys(section)
+    for key in found:
+        del section[key]
+    if found:
         log.warning("the loader ignores %s: see the table of classic keys in docs/training.md", ", ".join(found))
 
 
 def _rename(settings: Settings) -> None:
-    renamed = {"shard_strategy": "tarred_shard_strategy",
-               "tarred_audio_filepath": "tarred_audio_filepaths", "source_path": "source_paths",
-               "target_path": "target_paths", "use_multimodal_dataloading": "use_multimodal_sampling"}  # fmt: skip
-    for old, new in renamed.items():
+    for old, new in _RENAMED.items():
         if old in settings:
             if new in settings:
                 raise ConfigError(f"{old} and {new} are the same setting: keep one", code="bad_config_value")
@@ -134,7 +268,7 @@ def _translate_entry(entry: Settings) -> Settings:
     tag = entry.get("audio_locator_tag")
     if isinstance(tag, list) and len(tag) == 1:
         entry["audio_locator_tag"] = f"[{tag[0]}]"  # what YAML makes of [audio]
-    if kind in CONVERTERS and entry.get("input_cfg") is None:
+    if type_of(entry).needs == ("input_cfg",) and kind != "group" and entry.get("input_cfg") is None:
         _as_entries(entry)
     elif kind in ("nemo", "nemo_tarred", "lhotse", "lhotse_shar"):
         return _split_lists(entry, None)
@@ -149,19 +283,17 @@ def _as_entries(section: Settings) -> int:
     paths = {key: section.pop(key) for key in _PATHS if section.get(key) is not None}
     if section.get("input_cfg") is not None or not paths:
         if weights is not None:
-            raise bad_value(
-                "bucketing_weights belong to a list of manifests; entries of input_cfg have a weight", weights
+            raise ConfigError(
+                f"bucketing_weights belong to a list of manifests, not {weights!r}; entries of input_cfg have a weight",
+                code="bad_config_value",
             )
         return 0
-    if "shar_path" in paths:
-        entry = {"type": "lhotse_shar", "shar_path": paths["shar_path"]}
-    elif "cuts_path" in paths:
-        entry = {"type": "lhotse", "cuts_path": paths["cuts_path"]}
-    else:
-        for key, value in paths.items():
-            if isinstance(value, str) and "," in value and "{" not in value:
-                paths[key] = value.split(",")
-        entry = {"type": "nemo_tarred" if "tarred_audio_filepaths" in paths else "nemo", **paths}
+    kind, key = next((kind, key) for key, kind in _PATHS.items() if key in paths)
+    names = TYPES[kind].files or (key,)
+    entry: Settings = {"type": kind} | {name: paths[name] for name in names if name in paths}
+    for name, value in entry.items():
+        if name in _TARRED and isinstance(value, str) and "," in value and "{" not in value:
+            entry[name] = value.split(",")
     made = _split_lists(entry, weights)
     section["input_cfg"] = [made]
     return len(made.get("input_cfg", ()))
@@ -173,40 +305,37 @@ def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
     listed = entry.get(key)
     if not isinstance(listed, list):
         return entry
+    from sharmill.training.nemo.input_type import open_examples
+
     tars = entry.get("tarred_audio_filepaths")
-    if tars is not None and (not isinstance(tars, list) or len(tars) != len(listed)):
-        raise bad_value(f"tarred_audio_filepaths has as many items as manifest_filepath, {len(listed)}", tars)
-    if passes is not None and len(passes) != len(listed):
-        raise bad_value(f"bucketing_weights has as many numbers as there are manifests, {len(listed)}", passes)
+    refuse(
+        (tars is not None and (not isinstance(tars, list) or len(tars) != len(listed)),
+         f"tarred_audio_filepaths has as many items as manifest_filepath, {len(listed)}, not {tars!r}"),
+        (passes is not None and len(passes) != len(listed),
+         f"bucketing_weights has as many numbers as there are manifests, {len(listed)}, not {passes!r}"),
+    )  # fmt: skip
     outer: Settings = {name: entry[name] for name in ("weight", "tags") if name in entry}
     inner = {name: value for name, value in entry.items() if name not in (key, "tarred_audio_filepaths", *outer)}
     made: list[Settings] = []
     for number, item in enumerate(listed):
         path, *weight = item if isinstance(item, list) else [item]
-        if not isinstance(path, str) or len(weight) > 1 or not all(isinstance(one, (int, float)) for one in weight):
-            raise bad_value(f"{key} is a path, or a list of paths or of [path, weight]", item)
+        weighted = len(weight) <= 1 and all(isinstance(one, (int, float)) for one in weight)
+        if not isinstance(path, str) or not weighted:
+            raise ConfigError(
+                f"{key} is a path, or a list of paths or of [path, weight], not {item!r}", code="bad_config_value"
+            )
         one = {**inner, key: path}
         if tars is not None:
             one["tarred_audio_filepaths"] = tars[number][0] if isinstance(tars[number], list) else tars[number]
-        one["weight"] = (weight[0] if weight else _count(path, key)) * (passes[number] if passes else 1)
+        # Utterances of a manifest, or cuts of a Shar.
+        kind = "lhotse_shar" if key == "shar_path" else "nemo"
+        own = weight[0] if weight else len(open_examples({"of_type": kind, key: path}))
+        one["weight"] = own * (passes[number] if passes else 1)
         made.append(one)
     if len(made) == 1:
         del made[0]["weight"]
         return {**made[0], **outer}
     return {"type": "group", **outer, "input_cfg": made}
-
-
-def _count(path: str, key: str) -> int:
-    """Count the utterances of a manifest, or the cuts of a Shar."""
-    from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
-
-    from sharmill.shar.layout import CUTS
-    from sharmill.shar.reading.foreign import find_shards
-    from sharmill.training.nemo.examples import count_lines
-
-    if key == "shar_path":
-        return sum(count_lines(str(shard.files[CUTS])) for shard in find_shards(Path(path)))
-    return sum(count_lines(name) for name in expand_sharded_filepaths(path))
 
 
 def _translate_buckets(section: Settings, num_manifests: int) -> None:
@@ -216,7 +345,9 @@ def _translate_buckets(section: Settings, num_manifests: int) -> None:
         section.setdefault("num_buckets", max(2, round(1 / (factor or 0.1))))
     strategy = section.get("bucketing_strategy")
     if strategy not in (None, "fixed_order", "synced_randomized", "fully_randomized"):
-        raise bad_value("bucketing_strategy is synced_randomized or fully_randomized", strategy)
+        raise ConfigError(
+            f"bucketing_strategy is synced_randomized or fully_randomized, not {strategy!r}", code="bad_config_value"
+        )
     if strategy == "fixed_order":
         log.warning("the loader ignores bucketing_strategy: fixed_order: buckets are drawn, on all ranks in step")
     sizes = section.pop("bucketing_batch_size", None)
@@ -225,12 +356,19 @@ def _translate_buckets(section: Settings, num_manifests: int) -> None:
     count = len(section.get("bucket_duration_bins") or ()) or num_manifests or section.get("num_buckets", 0)
     if isinstance(sizes, int):
         if count < 1:
-            raise bad_value("bucketing_batch_size needs bucket_duration_bins or num_buckets", sizes)
+            raise ConfigError(
+                f"bucketing_batch_size needs bucket_duration_bins or num_buckets, not {sizes!r}",
+                code="bad_config_value",
+            )
         sizes = [sizes * (count - number) for number in range(count)]
     if section.get("bucket_duration_bins") is None:
-        longest, shortest = section.get("max_duration"), max(0.0, section.get("min_duration") or 0.0)
+        longest: Any = section.get("max_duration")
+        shortest = max(0.0, section.get("min_duration") or 0.0)
         if longest is None or math.isinf(longest):
-            raise bad_value("bucketing_batch_size needs bucket_duration_bins or max_duration", sizes)
+            raise ConfigError(
+                f"bucketing_batch_size needs bucket_duration_bins or max_duration, not {sizes!r}",
+                code="bad_config_value",
+            )
         step = (longest - shortest) / len(sizes)
         section["bucket_duration_bins"] = [round(shortest + step * (n + 1), 3) for n in range(len(sizes))]
     section |= {"bucket_batch_size": sizes, "num_buckets": len(sizes)}

@@ -1,39 +1,35 @@
-"""Trials of a training loader: what a rank gets, without loading audio, in this process or in fresh ones."""
+"""Trials of a training loader, without loading audio: ``sharmill doctor train.yaml`` and ``sharmill verify-resume``.
 
-from __future__ import annotations
+A trial makes the first batches of a rank in this process, or those of all ranks in fresh ones.
+"""
 
-import math
 import multiprocessing
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from lhotse import CutSet
 from lhotse.cut import Cut
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from sharmill.engine.child import safe_path
-from sharmill.errors import ConfigError
-from sharmill.models.nemo_checkpoint import quiet_nemo
-from sharmill.training.nemo.canonical import check_count
-from sharmill.training.nemo.loader import get_dataloader
-from sharmill.training.nemo.loader_settings import (
-    DIVIDED,
-    Settings,
+from sharmill.errors import ConfigError, refuse
+from sharmill.files.host import safe_path
+from sharmill.models.nemo_models import quiet_nemo
+from sharmill.training.nemo.classic import DIVIDED, Settings, ignored_keys
+from sharmill.training.nemo.loader import cuts_of, get_dataloader, merge_data_states, place_of
+from sharmill.training.nemo.settings import (
+    is_map_style,
+    loader_schema,
     prepare_settings,
-    resolve_settings,
     sections_of,
     sources_of,
 )
-from sharmill.training.nemo.partition import READER
-from sharmill.training.nemo.resumable import cuts_of, merge_data_states, parts_of
 from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
-from sharmill.training.yaml_files import read_yaml
 
 # The place of an example: its reader, epoch, group, draw, block and item.
 Place = tuple[int, ...]
@@ -47,148 +43,84 @@ class Seen:
         place: None for data that are not divided.
         seconds: of each of its pieces of audio.
         tokens: of its text, or of all of it in a conversation; 0 where nothing was tokenized.
-        size: its length and its tokens as buckets of two dimensions compare them.
-        length: its length as other buckets compare it.
+        bucket: the sampler, and the bucket that it puts the example into; None where it has no buckets.
     """
 
     place: Place | None
-    seconds: tuple[float, ...] = ()
-    tokens: int = 0
-    size: tuple[float, int] = (0.0, 0)
-    length: float = 0.0
+    seconds: list[float]
+    tokens: int
+    bucket: tuple[int, int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class TrialPart:
-    """The batches of examples that one rank got, and the state of its loader after them."""
-
-    batches: list[list[Seen]] = field(default_factory=list)
-    state: Mapping[str, Any] | None = None
-
-
-def read_train_settings(path: str | Path, section: str = "train_ds") -> Settings:
-    """Return a loader's settings in a YAML file: those below ``section`` where NeMo's recipes have it, or all of it.
-
-    Raises:
-        ConfigError: it is no such file.
-    """
-    loaded = read_yaml(path)
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path} is a list, not the settings of a loader", code="bad_config_file")
-    for key in (f"model.{section}.dataset", f"model.{section}", section, f"data.{section}"):
-        if (found := _at(loaded, key)) is not None:
-            if not isinstance(found, DictConfig):
-                raise ConfigError(f"{path}: {key} has no settings of a loader", code="bad_config_file")
-            loaded = found
-            break
-    settings = resolve_settings(loaded, str(path))  # type: ignore[arg-type]
-    if not any(one.keys() & {"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}
-               for one in sections_of(settings)):  # fmt: skip
-        raise ConfigError(
-            f"{path} has no settings of a loader: neither input_cfg nor {section} with one", code="bad_config_file"
-        )
-    return settings
+def count_tokens(cut: Cut) -> int:
+    """Return the tokens of a cut's prompt and texts; -1 where there is no text."""
+    if hasattr(cut, "input_ids"):
+        return len(cut.input_ids)
+    counts = [len(one.tokens) for one in cut.supervisions if one.text and one.has_custom("tokens")]
+    return sum(counts) if counts else -1
 
 
-def _at(loaded: DictConfig, key: str) -> Any:
-    """Return what is at a dotted key, or None; an interpolation on the way that leads nowhere is nothing."""
-    try:
-        return OmegaConf.select(loaded, key)
-    except OmegaConfBaseException:
-        return None
+def _open_loader(settings: Settings, rank: int, world_size: int, tokenizer: str | None, **options: Any) -> Any:
+    loaded = None if tokenizer is None else PromptTokenizer(load_tokenizer(tokenizer))
+    return get_dataloader(settings, rank, world_size, loaded, dataset=SeenExamples(settings), **options)
 
 
-def try_rank(
+def _try_rank(
     settings: Settings,
     rank: int,
     world_size: int,
     num_batches: int,
     tokenizer: str | None,
-    *,
-    resumable: bool = False,
-    state: Mapping[str, Any] | None = None,
-) -> TrialPart:
-    """Return the batches that a rank gets first, or after a state."""
-    lengths = SeenExamples(settings)
-    loader = get_dataloader(
-        settings, rank, world_size, None if tokenizer is None else PromptTokenizer(load_tokenizer(tokenizer)),
-        dataset=lengths, resumable=resumable, state=state,
-    )  # fmt: skip
-    batches = list(islice(loader, num_batches))
-    return TrialPart(batches, loader.state_dict() if resumable else None)
-
-
-@contextmanager
-def fresh_python() -> Iterator[Executor]:
-    """A new Python process for ``try_ranks``: NeMo, which takes seconds, is imported in it once for all ranks."""
-    context = multiprocessing.get_context("spawn")
-    with safe_path(), ProcessPoolExecutor(1, mp_context=context) as fresh:
-        yield fresh
-
-
-def check_ranks(fresh: Executor, settings: Settings, world_sizes: Sequence[int]) -> None:
-    """Raise ConfigError where the settings do not go with one of these numbers of ranks."""
-    fresh.submit(_check_ranks, settings, world_sizes).result()
-
-
-def _check_ranks(settings: Settings, world_sizes: Sequence[int]) -> None:
-    with quiet_nemo():
-        for world_size in world_sizes:
-            if settings.get("canonical") is None:
-                prepare_settings(settings, 0, world_size)
-            else:
-                check_count(settings["canonical"], world_size, settings.get("num_workers", 0))
-
-
-def try_ranks(
-    fresh: Executor,
-    settings: Settings,
-    world_size: int,
-    num_batches: int,
-    tokenizer: str | None,
     state: Mapping[str, Any] | None,
-) -> tuple[list[TrialPart], dict[str, Any]]:
-    """Run each rank in a process of its own, and return what they got with the merged state."""
-    parts = fresh.submit(_fork_ranks, settings, world_size, num_batches, tokenizer, state).result()
-    return parts, merge_data_states([part.state for part in parts if part.state is not None])
+) -> tuple[list[list[Seen]], Mapping[str, Any]]:
+    """Return the batches that a rank gets first, or after a state, and the state of its loader after them."""
+    loader = _open_loader(settings, rank, world_size, tokenizer, resumable=True, state=state)
+    return list(islice(loader, num_batches)), loader.state_dict()
 
 
-def _fork_ranks(
+def _try_ranks(
     settings: Settings, world_size: int, num_batches: int, tokenizer: str | None, state: Mapping[str, Any] | None
-) -> list[TrialPart]:
-    """Run the ranks one after the other, each in a copy of this process, which has imported NeMo and nothing else."""
+) -> tuple[list[list[list[Seen]]], dict[str, Any]]:
+    """Return the batches of each rank, and the merged state: in a new Python, which imports NeMo once for all ranks.
+
+    They run one after the other, each in a copy of that process.
+    """
     context = multiprocessing.get_context("fork")
-    parts = []
+    trials = []
     with quiet_nemo():
         import nemo.collections.common.data.lhotse.dataloader  # noqa: F401
 
         for rank in range(world_size):
             with ProcessPoolExecutor(1, mp_context=context) as copy:
-                parts.append(
-                    copy.submit(
-                        try_rank, settings, rank, world_size, num_batches, tokenizer, resumable=True, state=state
-                    ).result()
-                )
-    return parts
+                one = copy.submit(_try_rank, settings, rank, world_size, num_batches, tokenizer, state)
+                trials.append(one.result())
+    return [batches for batches, _ in trials], merge_data_states([state for _, state in trials])
 
 
-def places(parts: Sequence[TrialPart]) -> list[Place]:
-    """Return the places of all examples that parts got."""
-    return [seen.place for part in parts for batch in part.batches for seen in batch if seen.place is not None]
+def _places(ranks: Sequence[list[list[Seen]]]) -> list[Place]:
+    """Return the places of all examples that ranks got."""
+    return [seen.place for batches in ranks for batch in batches for seen in batch if seen.place is not None]
 
 
 class SeenExamples(torch.utils.data.Dataset):
     """Batches of ``Seen``: no audio is loaded.
 
-    Examples of entries that are not divided have no place, and are measured as the first sampler does.
+    Examples of entries that are not divided have no place, and are taken for those of the first sampler.
     """
 
     def __init__(self, settings: Settings) -> None:
+        from nemo.collections.common.data.lhotse.dataloader import determine_sampling_constraint
+
         prepared = prepare_settings({key: value for key, value in settings.items() if key != "canonical"}, 0, 1)
-        self._first, *_ = sections_of(prepared)
+        sections, defaults = sections_of(prepared), {str(key): value for key, value in loader_schema().items()}
+        self._bins = [section.get("bucket_duration_bins") for section in sections]
+        self._constraints = [
+            determine_sampling_constraint(CutSet(), bins, SimpleNamespace(**defaults | section))[1]
+            for bins, section in zip(self._bins, sections, strict=True)
+        ]
         # Readers have the numbers of the divided entries, across all samplers.
-        self._sections = [
-            section for section in sections_of(prepared) for source in sources_of(section)
+        self._samplers = [
+            number for number, section in enumerate(sections) for source in sources_of(section)
             if source.get("type") in ("sharmill", DIVIDED)
         ]  # fmt: skip
 
@@ -197,32 +129,174 @@ class SeenExamples(torch.utils.data.Dataset):
 
     def _look_at(self, example: Any) -> Seen:
         place = place_of(example)
-        section = self._first if place is None else self._sections[place[0]]
-        seconds = tuple(cut.duration for cut in cuts_of(example))
-        in_tokens = section.get("use_multimodal_sampling", False)
-        if not isinstance(example, Cut):
-            if not in_tokens and getattr(example, "context_ids", None) is None:
-                return Seen(place, seconds)
-            total = section.get("measure_total_length", True)
-            size = (example.input_length, example.output_length)
-            return Seen(place, seconds, example.total_length, size, example.total_length if total else size[0])
-        ids = getattr(example, "input_ids", None)
-        tokens = (
-            len(ids)
-            if ids is not None
-            else sum(len(one.tokens) for one in example.supervisions if one.has_custom("tokens"))
+        tokens = 0
+        if isinstance(example, Cut):
+            tokens = max(0, count_tokens(example))
+        elif getattr(example, "context_ids", None) is not None:
+            tokens = example.total_length
+        number = 0 if place is None else self._samplers[place[0]]
+        bins = self._bins[number]
+        bucket = self._constraints[number].select_bucket(bins, example=example) if bins else None
+        return Seen(place, [cut.duration for cut in cuts_of(example)], tokens, (number, bucket))
+
+
+def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str | None) -> Iterator[str]:
+    """Yield lines about the settings; only the first rank's ``num_batches`` are made, and no audio is loaded.
+
+    Raises:
+        ConfigError: the loader refuses the settings.
+    """
+    for section in sections_of(settings):
+        if ignored := ignored_keys(section):
+            yield f"ignored: {', '.join(ignored)}"
+    prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
+    workers = max(1, int(prepared.get("num_workers", 0)))
+    map_style = any(is_map_style(section) for section in sections_of(prepared))
+    yield f"{ranks} ranks with {workers} {'worker' if workers == 1 else 'workers'} each"
+    sources = sources_of(prepared)
+    for source in sources:
+        yield f"{_name(source)}: {_readers(source, prepared, ranks, workers, map_style=map_style)}"
+    if (count := settings.get("canonical")) is not None:
+        yield f"canonical: {count} parts, so the same global batches on any number of readers that divides {count}"
+    if map_style:
+        yield (
+            "map style: the main process of every rank reads all manifests, minutes for millions of lines; "
+            "force_iterable_dataset: true reads them as a stream, which can be resumed"
         )
-        length = example.duration
-        if in_tokens:
-            length = math.ceil(length / section["token_equivalent_duration"])
-        summed = in_tokens and section.get("measure_total_length", True)
-        return Seen(place, seconds, tokens, (length, tokens), length + tokens if summed else length)
+    try:
+        loader = _open_loader(settings, 0, ranks, tokenizer, resumable=True)
+        yield "can be resumed exactly, on other numbers of ranks and workers too"
+    except ConfigError as error:
+        if error.code != "inexact_state":
+            raise
+        yield f"cannot be resumed: {error}"
+        loader = _open_loader(settings, 0, ranks, tokenizer)
+    batches = list(islice(loader, num_batches))
+    yield from _filling(batches)
+    if 0 < len(batches) < num_batches:
+        yield f"the epoch of the first rank ends after {len(batches)} batches"
+    yield from _buckets(prepared, batches)
+    yield from _epochs(settings, sources, batches, ranks)
 
 
-def place_of(example: Any) -> Place | None:
-    """Return the place of an example, or of the first cut that it was made from."""
-    for part in parts_of(example):
-        custom = getattr(part, "custom", None) or {}
-        if READER in custom:
-            return (custom[READER], *custom["shar_position"])
-    return None
+def _name(source: Settings) -> str:
+    place = next((source[key] for key in ("dataset", "paths", "source_paths", "manifest_filepath", "shar_path",
+                                          "cuts_path", "data_dir") if source.get(key) is not None), "")  # fmt: skip
+    return f"{source.get('of_type', source.get('type'))} {place if isinstance(place, str) else '...'}"
+
+
+def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, map_style: bool) -> str:
+    if map_style:
+        return f"every rank draws the same order, and takes one batch in {ranks}" if ranks > 1 else "all"
+    if source["type"] not in ("sharmill", DIVIDED):
+        return f"each of {ranks * workers} readers reads all of it, in an order of its own"
+    if prepared["shuffle"] and source["shard_seed"] == "trng" and not prepared.get("force_finite", False):
+        return f"every rank reads all of it in an order of its own, each worker 1/{workers}"
+    return f"one order, of which each of {ranks * workers} readers has its part: every example once per epoch"
+
+
+def _filling(batches: list[list[Seen]]) -> Iterator[str]:
+    if not batches:
+        yield "no batch: the data end before the first is full"
+        return
+    sizes = sorted(len(batch) for batch in batches)
+    yield f"{len(batches)} batches of {sizes[0]} to {sizes[-1]} examples"
+    seconds = [[piece for seen in batch for piece in seen.seconds] for batch in batches]
+    tokens = [[float(seen.tokens) for seen in batch if seen.tokens] for batch in batches]
+    for name, lengths in (("audio", seconds), ("tokens", tokens)):
+        if padded := sum(len(batch) * max(batch, default=0.0) for batch in lengths):
+            yield f"{name}: {100 * (1 - sum(map(sum, lengths)) / padded):.1f} % of the batches is padding"
+
+
+def _buckets(prepared: Settings, batches: list[list[Seen]]) -> Iterator[str]:
+    filled = {seen.bucket for batch in batches for seen in batch}
+    for number, section in enumerate(sections_of(prepared)):
+        bounds = section.get("bucket_duration_bins") or []
+        if bounds and section.get("bucket_batch_size") is None:  # else longer examples are left out
+            bounds = [*bounds, "the longest"]
+        never = [n for n in range(len(bounds)) if (number, n) not in filled]
+        if never:
+            told = [
+                str(bounds[n]) if isinstance(bounds[n], list) else f"{bounds[n - 1] if n else 0} to {bounds[n]}"
+                for n in never
+            ]
+            yield f"buckets that no batch came from: {', '.join(told)}"
+
+
+def _epochs(settings: Settings, sources: list[Settings], batches: list[list[Seen]], ranks: int) -> Iterator[str]:
+    from sharmill.training.nemo.input_type import entry_size
+
+    counts = Counter(seen.place[0] for batch in batches for seen in batch if seen.place is not None)
+    divided = [source for source in sources if source["type"] in ("sharmill", DIVIDED)]
+    for number, source in enumerate(divided if batches else ()):
+        if not (size := entry_size(source)):
+            continue
+        per_thousand = 1000 * ranks * counts[number] / len(batches) / size
+        yield f"{_name(source)}: {size} examples, {per_thousand:.3g} epochs in 1000 steps"
+
+
+def stop_and_resume(
+    settings: Settings, *, ranks: int, then: int, num_batches: int, num_stops: int, tokenizer: str | None
+) -> Iterator[str]:
+    """Train without a model: stop after ``num_batches`` of each rank, and go on, ``num_stops`` times; yield lines.
+
+    Every rank is a process of its own each time; odd times there are ``ranks`` of them, even times ``then``. No example
+    may come twice in an epoch, and the first resume, done twice by two Pythons, must give the same batches. Epochs that
+    end must have as many examples as each other, and as one of a single rank that was never stopped.
+
+    Raises:
+        ConfigError: ``wrong_state`` where that is not so; or the settings cannot go on at all.
+    """
+    seen: dict[Place, int] = {}
+    state: dict[str, Any] = {}
+    total = 0
+    new = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
+    with safe_path(), new() as first, new() as second:
+        for turn in range(num_stops + 1):
+            world_size = then if turn % 2 else ranks
+            trial = (settings, world_size, num_batches, tokenizer, state if turn else None)
+            parts, state = first.submit(_try_ranks, *trial).result()
+            if turn == 1 and second.submit(_try_ranks, *trial).result()[0] != parts:
+                raise ConfigError("the same state gave other batches in other processes", code="wrong_state")
+            for place in _places(parts):
+                if place in seen:
+                    raise ConfigError(
+                        f"an example of entry {place[0]} came in epoch {place[1]} before stop {seen[place]} and after "
+                        f"it once more, on {world_size} ranks",
+                        code="wrong_state",
+                    )
+                seen[place] = turn + 1
+            batches = sum(map(len, parts))
+            total += batches
+            yield f"{world_size} ranks: {batches} batches, {len(_places(parts))} examples"
+        unstopped: Counter[tuple[int, ...]] = Counter()
+        if any(progress["epoch"] for progress in state["readers"]):
+            # As many batches, and some more, since one rank holds back other examples.
+            parts, whole = first.submit(_try_ranks, settings, 1, total + num_batches, tokenizer, None).result()
+            ended = [reader for reader, progress in enumerate(whole["readers"]) if progress["epoch"]]
+            unstopped = Counter(place[:1] for place in _places(parts) if place[0] in ended and place[1] == 0)
+    yield from _check_epochs(Counter(place[:2] for place in seen), state, unstopped)
+
+
+def _check_epochs(
+    counted: Counter[tuple[int, ...]], state: Mapping[str, Any], unstopped: Counter[tuple[int, ...]]
+) -> Iterator[str]:
+    """Compare the epochs that ended: which examples an epoch has does not depend on where it was stopped.
+
+    Args:
+        counted: the examples of each entry and epoch.
+        unstopped: the examples of each entry in an epoch without stops, if one ended.
+    """
+    for reader, progress in enumerate(state["readers"]):
+        counts, expected = [counted[reader, epoch] for epoch in range(progress["epoch"])], unstopped[reader,]
+        if not counts:
+            yield f"entry {reader}: no epoch ended; take more --batches or --stops to compare whole ones"
+            continue
+        refuse(
+            (expected and set(counts) != {expected},
+             f"entry {reader} has {expected} examples in an epoch without stops, and {counts} in those with stops"),
+            (len(set(counts)) > 1, f"entry {reader} had {counts[0]} examples in its first epoch and {counts} in all"),
+            code="wrong_state",
+        )  # fmt: skip
+        compared = "as many as without stops" if expected else "not compared with an epoch without stops"
+        yield f"entry {reader}: {len(counts)} whole epochs of {counts[0]} examples, none twice, {compared}"

@@ -1,0 +1,234 @@
+"""One view of a stage at work or done: units, costs, rejects, ranks, pace. Commands print it; nothing is written."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+
+from sharmill.engine.fence import require_own_output
+from sharmill.engine.plan import read_ledger
+from sharmill.engine.progress import RankProgress, read_progress
+from sharmill.engine.stage import Commit, Stage, Totals, Unit
+from sharmill.files.storage import time_of_folder
+
+# Of ranks and of units.
+_SLOWEST = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """The cost of what is done of a stage, and where its time went.
+
+    Attributes:
+        seconds: of all ranks, in units that are done; on GPUs, which they may share, where ``on_gpu``.
+        rate: cost per second of a rank.
+        rates: that of each rank.
+        devices: their kinds.
+        slowest_ranks, slowest_units: with their own rates, the slowest first.
+        delays: shares of the time: decoding, model, disk.
+        hosts: how many there were.
+        memory_mb: the most that a rank has held.
+        memory_asked_mb: the least that one's job had asked for; 0 where that is not known.
+    """
+
+    seconds: float
+    on_gpu: bool
+    rate: float
+    rates: dict[int, float]
+    devices: list[str]
+    slowest_ranks: list[tuple[int, float]]
+    slowest_units: list[tuple[int, float]]
+    delays: dict[str, float]
+    hosts: int
+    memory_mb: float
+    memory_asked_mb: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateUnit:
+    """A unit that has taken a rank far longer than its cost lets expect, in seconds; ``limit`` is when it is ended."""
+
+    unit: int
+    rank: int
+    seconds: float
+    expected: float
+    limit: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageView:
+    """The state of a stage.
+
+    Costs are in ``cost_unit``; ``cost_done`` includes what is done of the units under way, and ``rate`` is how much all
+    ranks do in a second. ``ranks`` are those that have not ended; ``rejects`` counts by reason. ``now`` is by the clock
+    of the file system, as the times at which ranks wrote. ``late`` are units that take ten times as long as usual, and
+    ``longest_overdue`` is the time of one that takes twice as long.
+    """
+
+    name: str
+    state: str
+    cost_unit: str
+    units: int = 0
+    units_done: int = 0
+    units_running: int = 0
+    units_failed: int = 0
+    cost: float = 0.0
+    cost_done: float = 0.0
+    rate: float = 0.0
+    rejects: dict[str, int] = field(default_factory=dict)
+    ranks: list[RankProgress] = field(default_factory=list)
+    now: float = 0.0
+    pace: Pace | None = None
+    late: list[LateUnit] = field(default_factory=list)
+    longest_overdue: float = 0.0
+
+    @property
+    def num_rejects(self) -> int:
+        return sum(self.rejects.values())
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The predicted time, or None where no rank has a rate yet, one may hang, or the numbers make no sense."""
+        if not self.rate or self.state != "under way" or self.late:
+            return None
+        seconds = (self.cost - self.cost_done) / self.rate
+        # What has taken longer than it should will hardly end at once.
+        # Beyond a hundred years.
+        return max(seconds, self.longest_overdue) if abs(seconds) < 3e9 else None
+
+
+def read_stage(stage: Stage, *, queued: bool = False) -> StageView:
+    """Return the view of a stage by the files of its run directory.
+
+    ``queued`` says that a stage without ranks is one that waits for them.
+    """
+    if not stage.dir.units.exists():
+        return StageView(name=stage.name, state="not begun", cost_unit=stage.cost_unit)
+    units = stage.dir.read_units()
+    commits = read_ledger(stage.dir, units)
+    failed = {error.index for error in stage.dir.read_failures()} - set(commits)
+    ranks, now = read_progress(stage.dir.progress), time_of_folder(stage.dir.path)
+    return view_stage(
+        stage, units, commits, ranks, now, totals=stage.dir.read_totals(), num_failed=len(failed), queued=queued
+    )
+
+
+def view_stage(
+    stage: Stage, units: Sequence[Unit], commits: Mapping[int, Commit], ranks: Sequence[RankProgress], now: float, *,
+    totals: Totals | None = None, num_failed: int = 0, queued: bool = False,
+) -> StageView:  # fmt: skip
+    """Return the view of a stage by its commits and the heartbeats of its ranks.
+
+    Args:
+        now: by the clock of the file system.
+        totals: of a finished stage.
+        num_failed: how many units failed for good when the stage ended last.
+        queued: as that of ``read_stage``.
+    """
+    rejects: Counter[str] = Counter()
+    for commit in commits.values():
+        rejects.update(commit.rejects)
+    ranks = [] if totals else [rank for rank in ranks if not rank.ended]
+    alive = [rank for rank in ranks if rank.is_alive(now)]
+    pace = _pace(units, commits)
+    overdue = _overdue_units(units, alive, pace, now)
+    return StageView(
+        name=stage.name,
+        cost_unit=stage.cost_unit,
+        state=_state(totals is not None, ranks, bool(alive), num_failed > 0, queued),
+        units=len(units),
+        units_done=len(commits),
+        units_running=len({rank.unit for rank in alive} - set(commits) - {None}),
+        units_failed=num_failed,
+        cost=sum(unit.cost for unit in units),
+        cost_done=sum(unit.cost for unit in units if unit.index in commits)
+        + sum(rank.unit_cost_done for rank in alive if rank.unit not in commits),
+        rate=sum(
+            (rank.cost_done + rank.unit_cost_done) / max(rank.updated - (rank.ready or rank.started), 1.0)
+            for rank in alive
+        ),
+        rejects=totals.rejects if totals else dict(rejects),
+        ranks=ranks,
+        now=now,
+        pace=pace,
+        late=[unit for unit in overdue if unit.seconds > max(60.0, 10.0 * unit.expected)],
+        longest_overdue=max((unit.seconds for unit in overdue), default=0.0),
+    )
+
+
+def _overdue_units(
+    units: Sequence[Unit], ranks: Sequence[RankProgress], pace: Pace | None, now: float
+) -> list[LateUnit]:
+    """Return the units under way that take twice as long as the others did."""
+    costs = {unit.index: unit.cost for unit in units}
+    overdue = []
+    for rank in ranks:
+        if pace is not None and pace.rate and rank.unit in costs:
+            # The rank's own clock, and that of the file system since.
+            seconds = rank.updated - rank.unit_began + now - rank.written
+            expected = costs[rank.unit] / pace.rate
+            if seconds > 2.0 * expected:
+                overdue.append(
+                    LateUnit(unit=rank.unit, rank=rank.rank, seconds=seconds, expected=expected, limit=rank.unit_limit)
+                )
+    return overdue
+
+
+def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
+    """Return the pace of the units that are done, or None where there is none of any length."""
+    seconds: Counter[int] = Counter()
+    costs: Counter[int] = Counter()
+    delays: Counter[str] = Counter()
+    by_unit = {}
+    for unit in units:
+        if (commit := commits.get(unit.index)) is not None and commit.seconds > 0:
+            seconds[commit.rank] += commit.seconds  # type: ignore[assignment]
+            costs[commit.rank] += unit.cost  # type: ignore[assignment]
+            delays.update(commit.delays)  # type: ignore[arg-type]
+            by_unit[unit.index] = unit.cost / commit.seconds
+    if not (spent := sum(seconds.values())):
+        return None
+    by_rank = {rank: costs[rank] / seconds[rank] for rank in sorted(seconds)}
+    devices = {commit.device_kind for commit in commits.values()} - {""}
+    return Pace(
+        seconds=spent,
+        on_gpu=bool(devices - {"cpu"}),
+        rate=sum(costs.values()) / spent,
+        rates=by_rank,
+        devices=sorted(devices),
+        slowest_ranks=sorted(by_rank.items(), key=itemgetter(1))[:_SLOWEST],
+        slowest_units=sorted(by_unit.items(), key=itemgetter(1))[:_SLOWEST],
+        delays={name: time / spent for name, time in delays.most_common()},
+        hosts=len({commit.host for commit in commits.values()} - {""}),
+        memory_mb=max(commit.memory_mb for commit in commits.values()),
+        memory_asked_mb=min((c.memory_asked_mb for c in commits.values() if c.memory_asked_mb), default=0.0),
+    )
+
+
+def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: bool, queued: bool) -> str:
+    if finished:
+        return "done"
+    if alive:
+        return "under way"
+    if failed:
+        return "failed"
+    if queued:
+        return "in the queue"
+    return "silent" if ranks else "stopped"
+
+
+def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:
+    """Return the units of a stage and the commits of those that are done. Without a frozen plan they are planned aside.
+
+    Raises:
+        ConfigError: it cannot be planned, as long as the stage before it is not finished.
+    """
+    require_own_output(stage)
+    stage.identity()
+    if stage.dir.units.exists():
+        units = stage.dir.read_units()
+        return units, read_ledger(stage.dir, units)
+    with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:
+        return list(stage.plan(Path(folder))), {}

@@ -1,0 +1,465 @@
+"""Datasets that grow: shards of one appended to another in place, and several merged into a new one.
+
+Old files stay as they are. See ``add_shards`` for what a killed process leaves.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sharmill.config import Config
+from sharmill.encode.config import EncodeConfig
+from sharmill.engine.fence import refuse_reservations
+from sharmill.engine.stage import name_devices
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.files.locks import FolderLock
+from sharmill.files.storage import (
+    NO_LINKS,
+    STAGING_NAME,
+    checksum,
+    fsync,
+    hash_text,
+    make_folder,
+    open_atomic,
+    refuse_strangers,
+    remove,
+    remove_asides,
+    remove_if_empty,
+    require_writable,
+    stopping_errors,
+)
+from sharmill.match.choose import min_similarity
+from sharmill.match.config import MatchConfig
+from sharmill.shar.items import read_cut_ids
+from sharmill.shar.layout import (
+    CUTS,
+    SHARDS_FILE,
+    DatasetRecord,
+    FieldFile,
+    ShardRecord,
+    changing_index,
+    read_dataset,
+    read_shards,
+    write_dataset,
+    write_shards,
+)
+from sharmill.shar.tar import open_field
+from sharmill.write.fields import added_fields
+from sharmill.write.stage import WriteConfig
+
+# What must be the same in all parts, with the sentence that says what to do where it is not.
+_REMEDIES = {
+    "fields": "add what is missing, codecs with sharmill run CONFIG encode, or leave one of them out",
+    "audio_format": "write one of them again with the other's write.audio_format",
+    "sampling_rate": "write one of them again with the other's write.sampling_rate",
+    "limits": "contexts were chosen by other limits: match one of them again with the other's",
+    "match_precision": "contexts were chosen by other arithmetic: match one of them again with the other's precision",
+}
+
+
+@dataclass(frozen=True)
+class SourceDataset:
+    """A finished dataset with its index, read once: what is appended to it later does not count."""
+
+    directory: Path
+    record: DatasetRecord
+    shards: list[ShardRecord]
+
+    @classmethod
+    def read(cls, directory: Path) -> "SourceDataset":
+        """Read the index of a dataset.
+
+        Raises:
+            ConfigError: it is not a finished dataset, or another tool wrote its files.
+            DamagedShard: its index is damaged, or does not name the files of every shard.
+        """
+        record = read_dataset(directory)
+        shards = list(read_shards(directory, record.num_shards))
+        if record.contract != "sharmill":
+            raise ConfigError(
+                f"{directory} was written by another tool: make a dataset of sharmill's own of it first, or read both "
+                "side by side in training",
+                code="unlike_datasets",
+            )
+        if len(shards) != record.num_shards:
+            raise DamagedShard(f"{directory / SHARDS_FILE} lists {len(shards)} shards instead of {record.num_shards}")
+        for index, shard in enumerate(shards):
+            expected = {field.name: field.path(index) for field in record.layout}
+            if shard.index != index or shard.files != expected or expected.keys() != set(record.fields):
+                raise DamagedShard(
+                    f"{directory / SHARDS_FILE}: line {index + 1} does not name the files of shard {index}; sharmill "
+                    f"validate {directory} tells all damage"
+                )
+        return cls(directory, record, shards)
+
+    def path(self, shard: ShardRecord, field: str, *, by_checksum: bool = False) -> Path:
+        """Return the path of a file of a shard that has the size, or the bytes, that the index lists.
+
+        Raises:
+            DamagedShard: it has not, or is not there.
+        """
+        file = shard.fields[field]
+        path = self.directory / file.file
+        is_whole = path.is_file() and path.stat().st_size == file.size
+        if not is_whole or (by_checksum and checksum(path) != file.xxh3):
+            raise DamagedShard(
+                f"{path} is not what the index lists; sharmill validate {self.directory} tells all damage"
+            )
+        return path
+
+    def cut_ids(self) -> Iterator[str]:
+        """Yield the ids of all cuts, in order.
+
+        Raises:
+            DamagedShard: a file of cuts cannot be read.
+        """
+        for shard in self.shards:
+            yield from read_cut_ids(self.directory / shard.fields[CUTS].file)
+
+
+def require_alike(parts: Sequence[SourceDataset]) -> None:
+    """Raise ConfigError, with what differs first, unless the shards of all parts can stand in one dataset.
+
+    A part without shards has no codes, so that its codecs do not count.
+    """
+    first, *others = [part for part in parts if part.shards] or parts
+    for other in others:
+        for what, left, right, remedy in _compare(first.record, other.record):
+            if left != right:
+                raise ConfigError(
+                    f"{what} differ: {left!r} in {first.directory}, {right!r} in {other.directory}; {remedy}",
+                    code="unlike_datasets",
+                )
+
+
+def _compare(first: DatasetRecord, other: DatasetRecord) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield the name of each thing that must be the same, its two values, and what to do where they differ."""
+    yield "codecs", [codec.name for codec in first.codecs], [codec.name for codec in other.codecs], _REMEDIES["fields"]
+    for key, remedy in _REMEDIES.items():
+        yield key, getattr(first, key), getattr(other, key), remedy
+    for kind, remedy, pairs in (
+        ("codec", "encode one of them again with the other's model", zip(first.codecs, other.codecs, strict=True)),
+        ("field", "make the field of one of them again as that of the other",
+         zip(first.layout, other.layout, strict=True)),
+    ):  # fmt: skip
+        for one, same in pairs:
+            # A model may lie in another place; its checksum says whether it is the same. Any device will do.
+            for key in (key for key in one.__struct_fields__ if key not in ("model", "devices")):
+                yield f"{key} of the {kind} {one.name!r}", getattr(one, key), getattr(same, key), remedy
+
+
+def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
+    """Raise ConfigError with a cut id that occurs twice. Of each id, 8 bytes are in memory.
+
+    Raises:
+        DamagedShard: a file of cuts cannot be read.
+    """
+    hashes = np.sort(np.fromiter((hash_text(cut_id) for part in parts for cut_id in part.cut_ids()), np.uint64))
+    repeated = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+    seen: dict[str, Path] = {}
+    for part in parts if repeated else ():
+        for cut_id in part.cut_ids():
+            if hash_text(cut_id) not in repeated:
+                continue
+            # Different ids may have the same hash.
+            if cut_id in seen:
+                where = f"in {seen[cut_id]} and in {part.directory}" if seen[cut_id] != part.directory else ""
+                raise ConfigError(
+                    f"the cut {cut_id} is there twice: {where or f'in {part.directory}'}; every cut of a dataset needs "
+                    "an id of its own: leave one of the datasets out, or make it anew without these records",
+                    code="duplicate_cut",
+                )
+            seen[cut_id] = part.directory
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A dataset with shards of others.
+
+    Attributes:
+        record: of the dataset now.
+        first, count: which shards are the new ones.
+        already: an earlier append had added them.
+        placed: the numbers of files that were ``linked``, and ``copied``.
+    """
+
+    record: DatasetRecord
+    first: int
+    count: int
+    already: bool
+    placed: dict[str, int]
+
+    def describe(self, dataset: str | Path, new: str | Path) -> str:
+        """Return what became of the shards of ``new``, in one line."""
+        last = self.first + self.count - 1
+        if not self.count:
+            return f"{dataset}: there is nothing new to append"
+        if self.already:
+            return f"{dataset}: the shards {self.first} to {last} are those of {new} already"
+        hours = self.record.target_seconds / 3600
+        return (
+            f"{dataset}: appended the shards {self.first} to {last}; {self.placed['linked']} files linked, "
+            f"{self.placed['copied']} copied; now {self.record.num_cuts} cuts, {hours:.3f} h"
+        )
+
+
+def add_shards(
+    directory: Path, kept: Sequence[ShardRecord], like: DatasetRecord, parts: Sequence[SourceDataset], *, copy: bool
+) -> Grown:
+    """Put the shards of parts into a dataset directory, behind those that it has, and write its index.
+
+    The lines of ``shards.jsonl`` come first, then the files, and last ``dataset.json``, which counts the shards: that
+    is the commit. Lines that it does not count are no part of the dataset, and name the files that a killed process
+    may have left.
+
+    Args:
+        kept: the shards that are there.
+        like: the record of the dataset, but for its totals.
+        copy: copy the files; by default they are hard links, or copies where no links are possible.
+
+    Raises:
+        ConfigError: a file is in the way.
+        DamagedShard: a file of a part is not there, or has another size than the index says.
+        FatalError: it cannot be written.
+    """
+    first = len(kept)
+    old = [(part, shard) for part in parts for shard in part.shards]
+    new = []
+    for index, (part, shard) in enumerate(old, first):
+        files = [(field, shard.fields[field.name]) for field in part.record.layout]
+        moved = {field.name: FieldFile(field.path(index), file.size, file.xxh3) for field, file in files}
+        new.append(msgspec.structs.replace(shard, index=index, fields=moved))
+    for file in (file for shard in new for file in shard.fields.values()):
+        path = directory / file.file
+        if path.exists() and checksum(path) != file.xxh3:
+            raise ConfigError(
+                f"{path} is no part of the dataset, and in the way of a new shard: move it away", code="foreign_output"
+            )
+        # Of an append that was killed, whose lines another run may have replaced.
+        path.unlink(missing_ok=True)
+    shards = [*kept, *new]
+    record = add_up_shards(like, shards, [part.record for part in parts])
+    for name in record.fields:
+        make_folder(directory / name)
+    write_shards(directory, shards)
+    are_links: list[bool] = []
+    for (part, shard), placed in zip(old, new, strict=True):
+        # The cuts last.
+        for name in sorted(placed.fields, key=lambda name: name == CUTS):
+            are_links.append(_place(part.path(shard, name), directory / placed.fields[name].file, copy=copy))
+    for name in record.fields:
+        fsync(directory / name)
+    write_dataset(directory, record)
+    return Grown(
+        record, first, len(new), already=False, placed={"linked": sum(are_links), "copied": are_links.count(False)}
+    )
+
+
+def _place(source: Path, target: Path, *, copy: bool) -> bool:
+    """Link or copy a file; return True for a link."""
+    if not copy:
+        try:
+            # A link to the file itself, also where the source is a symbolic link.
+            os.link(source.resolve(), target)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                with stopping_errors(target):
+                    raise
+        else:
+            return True
+    with open_field(source) as stream, open_atomic(target) as written:
+        shutil.copyfileobj(stream, written, 1 << 20)
+    return False
+
+
+def add_up_shards(
+    record: DatasetRecord, shards: list[ShardRecord], others: Iterable[DatasetRecord] = ()
+) -> DatasetRecord:
+    """Return the record of a dataset with the totals of these shards, and the devices of the other datasets as well."""
+    datasets = [record, *others]
+    codes = [codec for dataset in datasets for codec in dataset.codecs]
+    devices = {codec.name: {device for other in codes if other.name == codec.name for device in other.devices}
+               for codec in record.codecs}  # fmt: skip
+    return msgspec.structs.replace(
+        record,
+        codecs=[msgspec.structs.replace(codec, devices=sorted(devices[codec.name])) for codec in record.codecs],
+        match_devices=name_devices(
+            kind
+            for dataset in datasets
+            for kind in dataset.match_devices or (["cpu"] if dataset.context_seconds else [])
+        ),
+        num_shards=len(shards),
+        num_cuts=sum(shard.count for shard in shards),
+        target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
+        context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
+    )
+
+
+def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) -> Grown:
+    """Append the shards of a finished dataset to another, behind its last shard.
+
+    Nothing is done where an earlier append has added the same shards.
+
+    Args:
+        dataset: the dataset that grows.
+        new: the dataset with the new shards, which stays as it is; it must agree with the other as for a merge.
+        copy: copy the files; by default they are hard links, or copies where no links are possible.
+
+    Raises:
+        ConfigError: the two do not fit, a cut is in both, another process is at work on the dataset, or a folder of it
+            is a link.
+        DamagedShard: a file of ``new`` is not what its index says.
+
+    Example:
+        >>> append_dataset("data/speech", "data/speech-2025").count  # doctest: +SKIP
+        12
+    """
+    directory = Path(dataset)
+    part = SourceDataset.read(directory)
+    addition = SourceDataset.read(Path(new))
+    if directory.resolve() == addition.directory.resolve():
+        raise ConfigError(f"{directory} cannot be appended to itself", code="bad_usage")
+    require_writable(directory)
+    refuse_strangers(
+        directory, (directory / name for name in (STAGING_NAME, *part.record.fields, *addition.record.fields))
+    )
+    with changing_index(directory):
+        refuse_reservations(directory)
+        part = SourceDataset.read(directory)
+        _remove_leftovers(part, addition)
+        first = _find(part.shards, addition.shards)
+        if first is not None:
+            return Grown(part.record, first, len(addition.shards), already=True, placed={"linked": 0, "copied": 0})
+        require_alike([part, addition])
+        require_distinct_ids([part, addition])
+        # A dataset without shards has no codes yet.
+        like = part.record if part.shards else msgspec.structs.replace(addition.record, name=part.record.name)
+        return add_shards(directory, part.shards, like, [addition], copy=copy)
+
+
+def merge_datasets(
+    sources: Sequence[str | Path], out: str | Path, *, copy: bool = False, name: str | None = None
+) -> Grown:
+    """Make a dataset whose shards are those of several, in order.
+
+    It is made beside ``out`` and renamed as a whole, so that there is never a part of it. What a killed process has
+    left is removed by the next one.
+
+    Args:
+        sources: dataset directories with the same fields, codecs, audio format, rate and limits.
+        out: the new dataset directory; it must be absent or empty.
+        copy: copy the files; by default they are hard links, or copies where no links are possible.
+        name: of the new dataset; by default the name of its folder.
+
+    Raises:
+        ConfigError: a source is not a finished dataset, they differ, a cut is there twice, or ``out`` is not empty.
+        DamagedShard: a file of a source is not what its index says.
+
+    Example:
+        >>> merge_datasets(["data/librispeech", "data/hifitts"], "data/both").record.num_shards  # doctest: +SKIP
+        21
+    """
+    out = Path(out).resolve()
+    parts = [SourceDataset.read(Path(source)) for source in sources]
+    if not parts:
+        raise ConfigError("name the datasets to merge", code="bad_usage")
+    staging = out.with_name(f".{out.name}{STAGING_NAME}")
+    if not staging.exists():
+        # Else what a killed process has left goes first, even where it was killed at its very end.
+        _require_free(out, parts)
+    require_alike(parts)
+    require_distinct_ids(parts)
+    make_folder(out.parent)
+    refuse_strangers(out.parent, [staging / "dataset"])
+    with stopping_errors(staging):
+        staging.mkdir(exist_ok=True)
+    try:
+        with FolderLock(staging):
+            remove(staging / "dataset")
+            _require_free(out, parts)
+            # One that has shards knows the fields and codecs.
+            first = next((part for part in parts if part.shards), parts[0]).record
+            like = msgspec.structs.replace(first, name=name or out.name)
+            merged = add_shards(staging / "dataset", [], like, parts, copy=copy)
+            _require_free(out, parts)
+            with stopping_errors(out):
+                (staging / "dataset").replace(out)
+                fsync(out.parent)
+    finally:
+        remove_if_empty(staging)
+    return merged
+
+
+def _require_free(out: Path, parts: Sequence[SourceDataset]) -> None:
+    for part in parts:
+        if out.is_relative_to(part.directory.resolve()):
+            raise ConfigError(f"{out} lies in the dataset {part.directory}: choose another place", code="bad_usage")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"{out} is not empty: choose another place, empty it yourself, or add to a dataset with sharmill append",
+            code="foreign_output",
+        )
+
+
+def require_fitting(config: Config, directory: Path) -> None:
+    """Raise ConfigError, before any work, where the dataset of a configuration could not be appended to another."""
+    record = SourceDataset.read(directory).record
+    if directory.resolve() == Path(config.dataset_dir).resolve():
+        raise ConfigError(
+            f"append_to and dataset_dir are both {directory}: give the new shards a dataset_dir of their own",
+            code="bad_config_value",
+        )
+    write, codecs = config.section(WriteConfig), config.section(EncodeConfig).codecs
+    added = sorted(
+        field.name for fields in added_fields(config).values() for field in fields
+        if not field.is_published
+    )  # fmt: skip
+    wanted: dict[str, tuple[Any, Any]] = {
+        "write.audio_format": (write.audio_format, record.audio_format),
+        "write.sampling_rate": (write.sampling_rate, record.sampling_rate),
+        "match": ((config.has_contexts and "given") or None, (record.has_contexts and "given") or None),
+        "encode.codecs": (sorted(codec.name for codec in codecs), [c.name for c in record.codecs]),
+        "the list of fields of other stages": (added, [field.name for field in record.added_fields]),
+    }
+    if (match := config.find(MatchConfig)) is not None:
+        for key, limit in record.limits.items():
+            own = min_similarity(match) if key == "min_similarity" else getattr(match, key, None)
+            wanted[f"match.{key}"] = (own, limit)
+    for key, (value, expected) in wanted.items() if record.num_shards else ():
+        if value != expected:
+            raise ConfigError(
+                f"{key} is {value!r}, but {directory} has {expected!r}: set it to that", code="unlike_datasets"
+            )
+
+
+def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
+    """Return the index from which on the wanted shards are there, byte for byte, or None."""
+    found, contents = (
+        [{name: file.xxh3 for name, file in shard.fields.items()} for shard in some] for some in (shards, wanted)
+    )
+    for first in range(len(found) - len(contents) + 1):
+        if found[first : first + len(contents)] == contents:
+            return first
+    return None
+
+
+def _remove_leftovers(part: SourceDataset, addition: SourceDataset) -> None:
+    """Remove what a killed append has placed behind the last shard; nothing of the dataset, and nothing of others.
+
+    ``shards.jsonl`` says what that is. Of the files that its further lines name, those go that an append places.
+    """
+    directory = part.directory
+    placed = [shard for shard in read_shards(directory) if shard.index >= part.record.num_shards]
+    for field in (*addition.record.layout, *part.record.layout) if placed else ():
+        files = [Path(field.path(shard.index)) for shard in placed]
+        remove_asides(directory / field.name, {file.name for file in files})
+        for file in files:
+            remove(directory / file)
+    if placed:
+        write_shards(directory, part.shards)

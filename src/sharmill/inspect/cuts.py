@@ -1,0 +1,368 @@
+"""Cuts of a dataset with all that is stored of them: found by their id, as rows of text, as files, and decoded.
+
+Whoever shows the rows escapes them.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from sharmill.audio.decoder import encode
+from sharmill.audio.files import decode_bytes
+from sharmill.audio.resample import resampled_length
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.files.storage import write_atomic
+from sharmill.models import DecodingCodec, load_recorded_codec
+from sharmill.shar.histograms import supervision_of
+from sharmill.shar.items import Item, array_from_bytes, decode_cut, open_items, read_cuts, read_json_lines
+from sharmill.shar.layout import CUTS, CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
+
+_WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
+# What is quieter than this, relative to full scale, is drawn as silence.
+_QUIETEST_DB: Final = -54.0
+
+
+@dataclass(frozen=True)
+class StoredCut:
+    """A cut as it is stored.
+
+    Attributes:
+        shard: the index of its shard.
+        number: its place in the shard, from 0.
+        cut: its line among the cuts.
+        items: what each other field has for it; a placeholder, without data, where a field has nothing.
+    """
+
+    shard: int
+    number: int
+    cut: dict[str, Any]
+    items: dict[str, Item]
+
+
+def find_shard(directory: Path, index: int) -> ShardRecord:
+    """Return the index's record of a shard.
+
+    Raises:
+        ConfigError: there is no dataset, or no such shard in it.
+        DamagedShard: the index is damaged.
+    """
+    num_shards = read_dataset(directory).num_shards
+    for shard in read_shards(directory, num_shards):
+        if shard.index == index:
+            return shard
+    raise ConfigError(f"{directory} has no shard {index}: its {num_shards} shards begin with 0", code="unknown_shard")
+
+
+def find_cut(directory: Path, cut_id: str) -> StoredCut:
+    """Return a cut of a dataset; the shards are searched one after the other, since the index has no ids.
+
+    Raises:
+        ConfigError: there is no dataset, or no such cut in it.
+        DamagedShard: a file that is read is damaged.
+    """
+    # Most lines are of other cuts, and need not be decoded. Other tools escape what is not ASCII.
+    needles = {json.dumps(cut_id, ensure_ascii=ascii)[1:-1].encode("utf-8", "surrogatepass") for ascii in (True, False)}
+    for shard in read_shards(directory, read_dataset(directory).num_shards):
+        path = _file(directory, shard, CUTS)
+        for number, line in enumerate(read_json_lines(path)):
+            if any(needle in line for needle in needles) and decode_cut(path, line).get("id") == cut_id:
+                return open_stored_shard(directory, shard)(number)
+    raise ConfigError(
+        f"{directory} has no cut {cut_id!r}: sharmill inspect {directory} --shard 0 lists those of a shard",
+        code="unknown_cut",
+    )
+
+
+def open_stored_shard(directory: Path, shard: ShardRecord) -> Callable[[int], StoredCut]:
+    """Open the files of a shard, and return a function that returns the cut at a place of it.
+
+    Raises:
+        DamagedShard: a file is damaged; the function raises it if there is no such cut.
+    """
+    path = _file(directory, shard, CUTS)
+    lines = read_json_lines(path)
+    tables = {field: open_items(_file(directory, shard, field)) for field in shard.fields if field != CUTS}
+
+    def read(number: int) -> StoredCut:
+        if number >= len(lines):
+            raise DamagedShard(f"{path} has {len(lines)} cuts, and no number {number}")
+        cut, items = decode_cut(path, lines[number]), {}
+        cut_id = str(cut.get("id"))
+        for field, table in tables.items():
+            if number >= len(table):
+                raise table.damage(f"there are {len(table)} items, and none for {cut_id!r}, number {number}")
+            items[field] = table.item(number)
+            if items[field].cut_id != cut_id:
+                raise table.damage(f"item {number} is that of {items[field].cut_id!r}, not of {cut_id!r}")
+        return StoredCut(shard.index, number, cut, items)
+
+    return read
+
+
+def read_shard(directory: Path, shard: ShardRecord) -> Iterator[dict[str, Any]]:
+    """Yield the cuts of a shard.
+
+    Raises:
+        DamagedShard: the file is damaged.
+    """
+    return read_cuts(_file(directory, shard, CUTS))
+
+
+def _file(directory: Path, shard: ShardRecord, field: str) -> Path:
+    if field not in shard.fields:
+        raise DamagedShard(f"{directory}: the index names no {field} of shard {shard.index}")
+    return directory / shard.fields[field].file
+
+
+def read_codes(item: Item) -> np.ndarray:
+    """Return the codes of an item, (codebooks, frames).
+
+    Raises:
+        DamagedShard: they are not codes.
+    """
+    assert item.data is not None
+    codes = array_from_bytes(item.data, item.cut_id)
+    if codes.ndim != 2 or codes.dtype.kind not in "iu":
+        raise DamagedShard(f"{item.cut_id}: an array of shape {codes.shape} and type {codes.dtype} is no codes")
+    return codes
+
+
+def read_stored_audio(item: Item) -> tuple[np.ndarray, int]:
+    """Return the samples (samples,) of an item of audio, and their rate.
+
+    Raises:
+        RejectRecord: it cannot be decoded.
+    """
+    assert item.data is not None
+    return decode_bytes(item.data)
+
+
+def waveform(samples: np.ndarray, width: int = 60) -> str:
+    """Return a line of blocks as high as the peaks of audio (samples,), in decibels.
+
+    >>> waveform(np.array([0.0, 0.01, 1.0]), width=3)
+    ' ▃█'
+    """
+    if len(samples) == 0:
+        return ""
+    peaks = [np.abs(part).max() for part in np.array_split(samples, min(width, len(samples)))]
+    levels = 1 - 20 * np.log10(np.maximum(peaks, 1e-9)) / _QUIETEST_DB
+    steps = np.ceil(np.clip(levels, 0.0, 1.0) * (len(_WAVEFORM_CHARACTERS) - 1)).astype(int)
+    return "".join(_WAVEFORM_CHARACTERS[step] for step in steps)
+
+
+def dataset_rows(directory: Path, record: DatasetRecord) -> Iterator[tuple[str, str]]:
+    """Yield names and values of what the index says of a dataset."""
+    yield "dataset", f"{record.name}, in {directory}"
+    yield "size", f"{record.num_cuts:,} cuts in {record.num_shards:,} shards"
+    yield "target audio", f"{record.target_seconds / 3600:,.3f} h"
+    if record.has_contexts:
+        yield "context audio", f"{record.context_seconds / 3600:,.3f} h"
+    rate = "the rates of its sources" if record.sampling_rate is None else f"{record.sampling_rate} Hz"
+    yield "audio", f"{record.audio_format}, {rate}"
+    yield "fields", ", ".join(record.fields)
+    for field in record.added_fields:
+        yield f"field {field.name}", field.describe()
+    for codec in record.codecs:
+        trained = "" if codec.trained else "; untrained: its codes mean nothing"
+        yield (
+            f"codec {codec.name}",
+            f"{codec.model}: {codec.num_codebooks} codebooks of {codec.codebook_size}, "
+            f"{codec.sampling_rate / codec.samples_per_frame:g} frames per second of {codec.sampling_rate} Hz, "
+            f"checksum {codec.checksum}{trained}",
+        )
+    for name, limit in record.limits.items():
+        yield f"limit {name}", str(limit)
+
+
+def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """Yield id, duration, duration of the context, similarity, speaker and text of the cuts of a shard."""
+    for cut in cuts:
+        supervision, custom = supervision_of(cut)
+        yield (
+            str(cut.get("id")), _number(cut.get("duration")), _number(custom.get("context_audio_duration")),
+            _number(custom.get("context_speaker_similarity")), str(supervision.get("speaker") or ""),
+            str(supervision.get("text") or ""),
+        )  # fmt: skip
+
+
+def cut_rows(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys and values of a cut, all of it, in the order in which it is stored.
+
+    Args:
+        value: the cut, or one of its parts, whose key is ``key``.
+    """
+    if isinstance(value, (dict, list)) and value:
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from cut_rows(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
+    """Yield field, shape and a picture of each item of a cut: the waveform of audio, the first codes of codes.
+
+    An item that cannot be decoded is described by what is wrong with it: the others can still be looked at.
+    """
+    for field, item in stored.items.items():
+        if item.data is None:
+            values = list((item.metadata or {"": ""}).values())
+            shown = json.dumps(values[0] if len(values) == 1 else item.metadata, ensure_ascii=False)
+            yield field, "nothing" if item.metadata is None else "a value", shown
+            continue
+        try:
+            yield (field, *_describe_item(item))
+        except (DamagedShard, RejectRecord) as error:
+            yield field, f"{item.extension}, {len(item.data):,} bytes", f"cannot be decoded: {error}"
+
+
+def describe_as_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, Any]:
+    """Return what is known of a cut as values that JSON has; ``files`` are those that it was exported to."""
+    fields = {field: {"shape": shape, "looks_like": picture} for field, shape, picture in field_rows(stored)}
+    return {
+        "shard": stored.shard,
+        "number": stored.number,
+        "cut": stored.cut,
+        "fields": fields,
+        "files": [str(file) for file in files],
+    }
+
+
+def _describe_item(item: Item) -> tuple[str, str]:
+    assert item.data is not None
+    if item.extension == "npy":
+        array = array_from_bytes(item.data, item.cut_id)
+        is_codes = array.ndim == 2 and array.dtype.kind in "iu"
+        first = ", ".join(map(str, (array[0] if is_codes and array.size else array).flat[:8]))
+        shape = f"{array.shape} {array.dtype}{', codebooks and frames' if is_codes else ''}"
+        return shape, f"{'the first codebook' if is_codes else 'it'} begins {first}"
+    samples, rate = read_stored_audio(item)
+    shape = f"({len(samples)},) at {rate} Hz, {len(samples) / rate:.3f} s of {item.extension}"
+    return shape, waveform(samples)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, (int, float)) else ""
+
+
+_FORMATS: Final = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus"}
+
+
+def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
+    """Write ``cut.json``, the audio as it is stored, arrays as ``.npy`` and values into a folder; return the files.
+
+    Raises:
+        ConfigError: the folder has files already.
+        FatalError: it cannot be written to.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not an empty folder: name another one", code="foreign_output")
+    contents = {"cut.json": msgspec.json.format(msgspec.json.encode(stored.cut), indent=2) + b"\n"}
+    for field, item in stored.items.items():
+        if item.metadata is not None:
+            # They come from the dataset, and must not lead out of the folder.
+            name, extension = (re.sub(r"[^\w-]+", "_", part) for part in (field, item.extension))
+            value = msgspec.json.encode(item.metadata) + b"\n"
+            contents[f"{name}.{extension}"] = value if item.data is None else item.data
+    for name, data in contents.items():
+        write_atomic(folder / name, data)
+    return [folder / name for name in contents]
+
+
+def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
+    """Return the codec of this name, or the only one.
+
+    Raises:
+        ConfigError: there is none, or several to choose from.
+    """
+    names = [codec.name for codec in record.codecs]
+    if name is None and len(names) == 1:
+        return record.codecs[0]
+    if name not in names:
+        wanted = "several codecs" if name is None and names else f"no codec {name!r}" if name else "no codes"
+        listed = f": choose one of {', '.join(names)} with --codec" if names else ""
+        raise ConfigError(f"the dataset has {wanted}{listed}", code="unknown_codec")
+    return next(codec for codec in record.codecs if codec.name == name)
+
+
+def load_decoder(codec: CodecRecord, model: str | None = None) -> DecodingCodec:
+    """Return the codec that made codes, loaded, to turn them into audio.
+
+    Args:
+        codec: one of the dataset's.
+        model: the model to load, where the codec is none of sharmill's own.
+
+    Raises:
+        ConfigError: the codec cannot be loaded or cannot decode.
+    """
+    loaded = load_recorded_codec(codec, model)
+    if not isinstance(loaded, DecodingCodec) or loaded.decoded_sampling_rate is None:
+        raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot turn codes into audio", code="no_decoder")
+    return loaded
+
+
+def decode_stored_codes(
+    stored: StoredCut,
+    dataset: DatasetRecord,
+    codec: CodecRecord,
+    decoder: DecodingCodec,
+    *,
+    context: bool = False,
+    most_seconds: float = math.inf,
+) -> tuple[np.ndarray, int]:
+    """Decode the codes of a cut.
+
+    Args:
+        dataset: the record of its dataset.
+        codec: whose codes; one of the dataset's.
+        decoder: the same codec, loaded.
+        context: those of the context, instead of the target.
+        most_seconds: about how much of it, from the beginning.
+
+    Returns:
+        Samples (samples,), as long as the audio that was encoded, or as ``most_seconds``, and their rate.
+
+    Raises:
+        ConfigError: there are no such codes.
+        DamagedShard: the codes are damaged.
+    """
+    import torch
+
+    field = codec.fields[context].name
+    item = stored.items.get(field)
+    if item is None or item.data is None:
+        raise ConfigError(f"the cut has no {field}", code="unknown_field")
+    codes = read_codes(item)
+    if most_seconds < math.inf:
+        codes = codes[:, : math.ceil(most_seconds * codec.sampling_rate / codec.samples_per_frame)]
+    rate = decoder.decoded_sampling_rate
+    assert rate is not None  # as load_decoder has seen
+    try:
+        audio = decoder.decode(torch.from_numpy(codes.astype(np.int64))[None], torch.tensor([codes.shape[1]]))[0]
+    except ValueError as error:
+        raise DamagedShard(f"{field} of {item.cut_id}: {error}") from error
+    source = stored.items.get(dataset.audio_fields[context])
+    if source is not None and source.metadata is not None:
+        audio = audio[: resampled_length(source.metadata["num_samples"], source.metadata["sampling_rate"], rate)]
+    return audio.numpy(), rate
+
+
+def export_audio(path: Path, samples: np.ndarray, sampling_rate: int) -> None:
+    """Write audio in the format that the suffix of ``path`` names.
+
+    Raises:
+        ConfigError: it names none, or one that cannot have this rate.
+        FatalError: the file cannot be written.
+    """
+    if (format := _FORMATS.get(path.suffix.lower())) is None:
+        raise ConfigError(f"{path}: the name must end in one of {', '.join(_FORMATS)}", code="bad_usage")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder: name a file", code="bad_usage")
+    write_atomic(path, encode(samples, sampling_rate, format))

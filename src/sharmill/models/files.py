@@ -1,0 +1,303 @@
+"""Files of models: whether they are on this machine or on a hub, and what they may have in them.
+
+What is here is used without asking a hub, and a hub out of reach is found out soon. The clients of the hubs repeat each
+request for half a minute, and some requests never end; so one request, with a limit on its time, goes ahead of them.
+
+A checkpoint's configuration names classes to make, and files to load. NeMo has a list of what it may name, but on it
+are functions and models that write files, remove folders or load code from a hub. Here are only the classes that speech
+codecs and speaker models are made of.
+"""
+
+import json
+import lzma
+import re
+import tarfile
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Final
+from urllib.parse import urlsplit
+
+import yaml
+
+from sharmill.config.loading import load_untrusted_yaml
+from sharmill.errors import ConfigError, one_line
+from sharmill.files.storage import open_regular
+
+# Of a request to a server that does answer; and of all, with the look-up of its name, which knows no limit.
+_ANSWER_SECONDS: Final = 4.0
+_WAIT_SECONDS: Final = 6.0
+
+
+class _FollowsNoRedirect(urllib.request.HTTPRedirectHandler):
+    """A handler that takes a redirect for an answer: large files lie on servers that need not answer this request."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+def refuse_packed_weights(stream: IO[bytes], num_bytes: int, origin: str) -> None:
+    """Raise ConfigError where tensors in a file of torch's would take more memory than the file has bytes.
+
+    Torch stores them as they are, in an archive that could have them compressed, or one over the other.
+    """
+    try:
+        with zipfile.ZipFile(stream) as weights:
+            unpacked = sum(info.file_size for info in weights.infolist())
+    except (zipfile.BadZipFile, NotImplementedError):
+        return  # of an older form, or damaged, which torch says
+    if unpacked > num_bytes:
+        raise ConfigError(
+            f"{origin} is not loaded: its weights would unpack to {unpacked:,} bytes from {num_bytes:,}, and torch "
+            "itself packs none",
+            code="untrusted_model",
+        )
+
+
+def require_on_hub(name: str, file: str) -> None:
+    """Raise ConfigError within some seconds unless a file of a model is in the cache of this machine or on the hub.
+
+    Args:
+        name: the model as the configuration names it: the family, a colon and its name on the hub.
+        file: a file without which it cannot be loaded.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError, build_hf_headers
+
+    model = name.partition(":")[2]
+    try:
+        if isinstance(try_to_load_from_cache(model, file), str):
+            return
+    except HFValidationError as error:
+        raise ConfigError(f"{name}: {one_line(error)}", code="bad_model") from error
+    if constants.HF_HUB_OFFLINE:
+        raise _unreachable(name, "HF_HUB_OFFLINE is set")
+    require_reachable(f"{constants.ENDPOINT}/{model}/resolve/main/{file}", name, build_hf_headers())
+
+
+def require_reachable(url: str, name: str, headers: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError within some seconds unless the server of a URL answers; a proxy of the environment is used.
+
+    Args:
+        url: any address on the server.
+        name: the model that is to come from it, as the configuration names it.
+        headers: with them the server is asked for this very address, and must have it.
+    """
+    parts = urlsplit(url)
+    server = f"{parts.scheme}://{parts.netloc}"
+    request = urllib.request.Request(server if headers is None else url, headers=dict(headers or {}), method="HEAD")
+    problem = f"no answer within {_WAIT_SECONDS:g} s"
+
+    def ask() -> None:
+        nonlocal problem
+        try:
+            urllib.request.build_opener(_FollowsNoRedirect).open(request, timeout=_ANSWER_SECONDS).close()
+            problem = ""
+        except urllib.error.HTTPError as error:
+            is_refused = headers is not None and error.code in (401, 403, 404)
+            problem = f"{url}: {error.code} {error.reason}" if is_refused else ""
+        except (OSError, ValueError) as error:
+            problem = str(getattr(error, "reason", error))
+
+    # A daemon, so that a look-up without an end keeps nobody.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_WAIT_SECONDS)
+    if outcome := problem:
+        raise _unreachable(name, f"{server} does not give it ({outcome})")
+
+
+def _unreachable(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"cannot load {name}: it is not on this machine, and {why}; download the model elsewhere and give "
+        f"{name.partition(':')[0]}:/path/of/the/model",
+        code="unreachable_model",
+    )
+
+
+_CONFIG: Final = "model_config.yaml"
+_WEIGHTS: Final = "model_weights.ckpt"
+_MEMBERS: Final = frozenset({_CONFIG, _WEIGHTS})
+# Weights hardly compress: what unpacks to much more than its file is no checkpoint, unless it is small.
+_MAX_RATIO: Final = 4
+_FREE_BYTES: Final = 1 << 30
+_MAX_MEMBERS: Final = 10_000
+# Used in training alone: data, losses and further models of those who trained it.
+_TRAINING_ONLY: Final = re.compile(
+    r"(train|val|validation|test|log)_\w+|\w+_ds|optim|spec_augment|discriminator|labels|exp_manager|trainer"
+    r"|slm_\w+|use_slm_loss|use_scl_loss|mmd_(time_)?loss"
+)
+_TTS: Final = "nemo.collections.tts"
+_ASR: Final = "nemo.collections.asr"
+_PREPROCESSORS: Final = ("AudioToMFCCPreprocessor", "AudioToMelSpectrogramPreprocessor")
+_CONVOLUTIONS: Final = ("ConvASREncoder", "ECAPAEncoder", "ParallelConvASREncoder", "SpeakerDecoder")
+_CLASSES: Final = {
+    f"{_TTS}.models.audio_codec": ("AudioCodecModel",),
+    f"{_TTS}.models": ("AudioCodecModel",),
+    f"{_TTS}.modules.audio_codec_modules": (
+        "CausalHiFiGANDecoder", "CausalHiFiGANEncoder", "FiniteScalarQuantizer", "FullBandMelEncoder",
+        "GroupFiniteScalarQuantizer", "HiFiGANDecoder", "HiFiGANEncoder", "MelSpectrogramProcessor",
+        "MultiBandMelEncoder", "MultiResolutionSTFTEncoder", "ResNetDecoder", "ResNetEncoder", "STFTProcessor",
+    ),
+    f"{_TTS}.modules.encodec_modules": (
+        "GroupResidualVectorQuantizer", "ResidualVectorQuantizer", "SEANetDecoder", "SEANetEncoder",
+    ),
+    f"{_TTS}.losses.audio_codec_loss": (
+        "DiscriminatorHingedLoss", "DiscriminatorSquaredLoss", "GeneratorHingedLoss", "GeneratorSquaredLoss",
+    ),
+    f"{_ASR}.models.label_models": ("EncDecSpeakerLabelModel",),
+    f"{_ASR}.models": ("EncDecSpeakerLabelModel",),
+    f"{_ASR}.modules": ("ConformerEncoder", *_PREPROCESSORS, *_CONVOLUTIONS),
+    f"{_ASR}.modules.audio_preprocessing": _PREPROCESSORS,
+    f"{_ASR}.modules.conformer_encoder": ("ConformerEncoder",),
+    f"{_ASR}.modules.conv_asr": _CONVOLUTIONS,
+    f"{_ASR}.losses.angularloss": ("AngularSoftmaxLoss",),
+    "nemo.collections.common.losses": ("CrossEntropyLoss",),
+    "nemo.collections.common.losses.cross_entropy": ("CrossEntropyLoss",),
+}  # fmt: skip
+_ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _CLASSES.items() for name in names)
+_LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
+# The spellings of Hydra, and of NeMo's older and newer configurations.
+_TARGET_KEYS: Final = ("_target_", "target", "cls")
+# Of the matrices from spectra to bands, which are made outside of torch.
+_MOST_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
+_PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
+
+
+def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[str, Any]:
+    """Return the configuration in a .nemo file, or in the folder of an unpacked one, without what only trains.
+
+    Args:
+        path: the file or folder.
+        allow_targets: names of classes and functions, or other values, that are let through.
+
+    Raises:
+        ConfigError: it is no checkpoint, unpacks to too much, or its configuration has what is not let through.
+    """
+    try:
+        if path.is_dir():
+            with open_regular(path / _CONFIG) as stream:
+                config = load_untrusted_yaml(stream, f"the configuration in {path}")
+            weights = path / _WEIGHTS
+            with open_regular(weights) as stream:
+                refuse_packed_weights(stream, weights.stat().st_size, str(weights))
+        else:
+            config = _read_archive(path)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: its configuration is damaged, or more than values", code="bad_model") from error
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not a NeMo checkpoint, which is a tar archive: {one_line(error)}", code="bad_model"
+        ) from error
+    if "model" in config:
+        config = config["model"]
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a NeMo checkpoint: its configuration is no mapping", code="bad_model")
+    config = {key: value for key, value in config.items() if not _TRAINING_ONLY.fullmatch(str(key))}
+    for key, value in _walk(config, ""):
+        name = key.rpartition(".")[2]
+        if name not in allow_targets and str(value) not in allow_targets and (what := _refused(name, value)):
+            raise ConfigError(
+                f"{path} is not loaded, since {key} of its configuration is {str(value)[:200]!r}, {what}; "
+                "if you trust the model, add this value or key to allow_targets beside its name in the configuration",
+                code="untrusted_model",
+            )
+    return config
+
+
+def _read_archive(path: Path) -> dict[Any, Any]:
+    """Return the configuration in an archive whose members are looked at without unpacking them.
+
+    Raises:
+        tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError: it is no archive, or damaged.
+        ConfigError: it lacks something, or has too much.
+    """
+    config: dict[Any, Any] = {}
+    missing, size = set(_MEMBERS), 0
+    limit = max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
+    with tarfile.open(path) as archive:
+        for number, member in enumerate(archive):
+            size += member.size
+            if size > limit or number >= _MAX_MEMBERS:
+                raise ConfigError(
+                    f"{path} would unpack to more than {limit >> 20:,} MiB or {_MAX_MEMBERS:,} files: it is not loaded",
+                    code="untrusted_model",
+                )
+            name = PurePosixPath(member.name).name
+            if name == _CONFIG and (stream := archive.extractfile(member)) is not None:
+                config = load_untrusted_yaml(stream, f"the configuration in {path}")
+            if name == _WEIGHTS and (stream := archive.extractfile(member)) is not None:
+                refuse_packed_weights(stream, member.size, str(path))
+            missing.discard(name)
+    if missing:
+        raise ConfigError(
+            f"{path} is not a NeMo checkpoint: the archive lacks {' and '.join(sorted(missing))}", code="bad_model"
+        )
+    return config
+
+
+def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of everything in a configuration but mappings and lists."""
+    if isinstance(value, (dict, list)):
+        yield key, "" if value else None
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _walk(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _refused(name: str, value: Any) -> str | None:
+    """Describe what is wrong with a key, the last part of it, and its value."""
+    if name == "_target_" or (name in _TARGET_KEYS and isinstance(value, str)):
+        if str(value) not in _ALLOWED and not _LAYER.fullmatch(str(value)):
+            return "which is none of the classes that codecs and speaker models are made of"
+    elif value is None or value is False:
+        return None
+    elif name == "trust_remote_code" or name.startswith("init_from_"):
+        return "which loads more than the checkpoint"
+    elif isinstance(value, str) and (_PATH.match(value) or (name.endswith("_path") and value)):
+        return "which is outside the checkpoint"
+    elif isinstance(value, (int, float)) and value > _MOST_BANDS.get(name, value):
+        return "more than any speech model has"
+    return None
+
+
+TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
+_ADAPTER: Final = "adapter_config.json"
+_MAX_CONFIG_BYTES: Final = 16 << 20
+
+
+def check_transformers_config(path: Path) -> None:
+    """Raise ConfigError unless a directory's config.json names a codec that is supported, and loads nothing else."""
+    problem = "it has an adapter_config.json, by which another model is loaded" if (path / _ADAPTER).exists() else None
+    try:
+        with open_regular(path / "config.json") as stream:
+            config = json.loads(stream.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path / 'config.json'} cannot be read: {one_line(error)}", code="bad_model") from error
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if model_type not in TRANSFORMERS_TYPES:
+        raise ConfigError(
+            f"{path} holds a model of type {model_type!r}: supported are {', '.join(TRANSFORMERS_TYPES)}",
+            code="bad_model",
+        )
+    if problem := problem or _refused_in(config):
+        raise ConfigError(f"{path} is not loaded: {problem}; remove that if you trust the rest", code="untrusted_model")
+    for weights in sorted(path.glob("*.bin")):
+        if weights.is_file():
+            with open_regular(weights) as stream:
+                refuse_packed_weights(stream, weights.stat().st_size, str(weights))
+
+
+def _refused_in(config: dict[str, Any]) -> str | None:
+    """Name what in a config.json, at any depth, loads more than the directory; None without such a thing."""
+    for key, value in config.items():
+        if key in ("quantization_config", "use_kernels") or ("attn_implementation" in key and "/" in str(value)):
+            return f"{key} of its config.json loads more than the directory"
+        if isinstance(value, dict) and (found := _refused_in(value)):
+            return found
+    return None

@@ -1,0 +1,506 @@
+"""The settings of a training loader, read and checked, with the readers of every entry of ``type: sharmill``.
+
+NeMo's loader ignores keys that it does not know, and hands samples to ranks twice, or not at all, under settings that
+look harmless; both are errors here.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from sharmill.errors import ConfigError, one_line, refuse
+from sharmill.files.storage import open_regular
+from sharmill.registry import nearest
+from sharmill.training.nemo.classic import (
+    DIVIDED,
+    FATES,
+    OF_ENTRY,
+    SEEDS,
+    Settings,
+    check_entry,
+    drop_ignored,
+    translate,
+    type_of,
+)
+
+if TYPE_CHECKING:
+    from nemo.collections.common.prompts import PromptFormatter
+
+_FUSIONS: Final = ("round_robin", "randomized_round_robin", "zip")
+_LIMITS: Final = ("duration", "tps", "tokens", "tpt")
+# Checked here, or accepted where NeMo's own type is too narrow.
+_UNTYPED: Final = ("input_cfg", "min_tps", "min_tpt", "seed", "shard_seed", "sampler_weights")
+_FILES: Final = ("manifest_filepath", "tarred_audio_filepaths", "cuts_path", "paths", "source_paths", "target_paths",
+                 "questions_path")  # fmt: skip
+
+
+def read_yaml(path: str | os.PathLike[str]) -> DictConfig | ListConfig:
+    """Return what a YAML file has, with its interpolations still open.
+
+    Raises:
+        ConfigError: it is not there, not a regular file, or no YAML.
+    """
+    try:
+        with open_regular(path) as stream:
+            return OmegaConf.load(stream)
+    except FileNotFoundError as error:
+        raise ConfigError(f"cannot read {path}: it is not there", code="missing_input") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"cannot read {path}: {one_line(error)}", code="bad_config_file") from error
+
+
+def resolve(settings: Any, origin: str = "the settings") -> Any:
+    """Return a dict or list, plain or of OmegaConf, with its interpolations in place; ``origin`` names it in messages.
+
+    Raises:
+        ConfigError: an interpolation leads nowhere.
+    """
+    try:
+        # A part of a larger configuration refers to it: ${model.sample_rate}.
+        node = settings if OmegaConf.is_config(settings) else OmegaConf.create(settings)
+        return OmegaConf.to_container(node, resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        where = next((line for line in said if line.startswith("full_key: ")), "full_key: ").removeprefix("full_key: ")
+        at = f" at {where}" if where else ""
+        raise ConfigError(f"{origin} cannot be resolved{at}: {said[0]}", code="bad_config_value") from error
+
+
+def resolve_settings(cfg: Mapping[str, Any], origin: str = "the settings") -> Settings:
+    """Return a copy of the settings, with the contents of the files that ``input_cfg`` names in their place.
+
+    Args:
+        origin: names them in messages.
+
+    Raises:
+        ConfigError: they are no mapping, an interpolation leads nowhere, or a file that they name cannot be read.
+    """
+    settings = resolve(cfg, origin)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{origin} are no mapping of settings", code="bad_config_value")
+    for section in sections_of(settings):
+        _inline_files(section)
+    return settings
+
+
+def _inline_files(settings: Settings) -> None:
+    """Put the contents of a file that ``input_cfg`` names in its place, at all levels."""
+    from lhotse.serialization import load_yaml
+
+    if isinstance(path := settings.get("input_cfg"), str):
+        # NeMo's own reader fetches an address.
+        settings["input_cfg"] = resolve(load_yaml(path) if "://" in path else read_yaml(path), path)
+    entries = settings.get("input_cfg")
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict):
+            _inline_files(entry)
+
+
+def read_train_settings(path: str | Path, section: str = "train_ds") -> Settings:
+    """Return a loader's settings in a YAML file: those below ``section`` where NeMo's recipes have it, or all of it.
+
+    Raises:
+        ConfigError: it is no such file.
+    """
+    loaded = read_yaml(path)
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} is a list, not the settings of a loader", code="bad_config_file")
+    for key in (f"model.{section}.dataset", f"model.{section}", section, f"data.{section}"):
+        try:
+            found = OmegaConf.select(loaded, key)
+        except OmegaConfBaseException:  # an interpolation on the way that leads nowhere
+            continue
+        if found is not None:
+            if not isinstance(found, DictConfig):
+                raise ConfigError(f"{path}: {key} has no settings of a loader", code="bad_config_file")
+            loaded = found
+            break
+    settings = resolve_settings(loaded, str(path))  # type: ignore[arg-type]
+    if not any(one.keys() & {"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}
+               for one in sections_of(settings)):  # fmt: skip
+        raise ConfigError(
+            f"{path} has no settings of a loader: neither input_cfg nor {section} with one", code="bad_config_file"
+        )
+    return settings
+
+
+def check_types(section: Settings) -> None:
+    """Check the settings of one sampler as they are written.
+
+    Raises:
+        ConfigError: a value that is left open (``???``), of another type than the setting's, or out of range.
+    """
+    if missing := OmegaConf.missing_keys(section):
+        raise ConfigError(f"{min(missing)} is ???: set it", code="missing_key")
+    schema = loader_schema()
+    for key in [key for key in section if key in schema and key not in _UNTYPED]:
+        try:
+            schema[key] = section[key]
+        except OmegaConfBaseException as error:
+            said = str(error).partition("\n")[0]
+            raise ConfigError(f"{key}: {said}", code="bad_config_value") from error
+    for key in ("seed", "shard_seed"):
+        value = section.get(key)
+        if not (value is None or is_number(value, int) or value in SEEDS):
+            raise ConfigError(f"{key} is a whole number, trng or randomized, not {value!r}", code="bad_config_value")
+    for name in _LIMITS:
+        least: Any = section.get(f"min_{name}")
+        most: Any = section.get(f"max_{name}")
+        if is_number(least) and is_number(most) and least > most:
+            raise ConfigError(
+                f"min_{name}: {least} is above max_{name}: {most}, so that nothing passes", code="bad_config_value"
+            )
+    if (bins := section.get("bucket_duration_bins")) is not None:
+        check_bins(bins)
+
+
+def check_batches(section: Settings) -> None:
+    """Check how the settings of one sampler, as NeMo gets them, size batches and count examples.
+
+    Raises:
+        ConfigError: a setting that is missing, or has no effect beside the others.
+    """
+    bins, sizes = section.get("bucket_duration_bins") or (), section.get("bucket_batch_size")
+    in_two, in_tokens, prompt = _in_two(bins), section.get("use_multimodal_sampling"), section.get("prompt_format")
+    # A list of limits is one for each bucket: NeMo looks at it with buckets of two dimensions alone.
+    ratios = {key: section[key] for key in ("max_tps", "max_tpt") if isinstance(section.get(key), list)}
+    of_buckets = in_two and section.get("bucketing_2d_strict_mode", True)
+    refuse(
+        (sizes is not None and len(sizes) != len(bins),
+         f"bucket_batch_size has {len(sizes or ())} numbers for {len(bins)} bucket_duration_bins: one for each, the "
+         "last for the longest"),
+        (ratios and not of_buckets,
+         f"{' and '.join(ratios)} is a number; a list of them is for bucket_duration_bins of two dimensions in strict "
+         "mode"),
+        *((len(limits) != len(bins), f"{key} has {len(limits)} numbers for {len(bins)} buckets")
+          for key, limits in ratios.items()),
+    )  # fmt: skip
+    if prompt is not None:
+        resolve_format(prompt, "prompt_format")
+    limit, duration = "batch_tokens" if in_tokens else "batch_duration", "token_equivalent_duration"
+    sources = sources_of(section)
+    # That of an entry is for its conversations alone.
+    of_entries = not _has_plain_audio(section) and any(source.get(duration) is not None for source in sources)
+    has_duration = of_entries or section.get(duration) is not None
+    holds = {type_of(entry).holds: entry.get("type") for entry in entries_of(section)}
+    refuse(
+        (sizes is None and section.get("batch_size") is None and section.get(limit) is None,
+         f"the size of batches is not set: {limit}, batch_size, or bucket_duration_bins and bucket_batch_size"),
+        ("text" in holds and not (in_tokens and prompt),
+         f"data of type {holds.get('text')} are counted in tokens: set use_multimodal_sampling: true and "
+         "prompt_format, which may be plain"),
+        ("conversations" in holds and prompt is None and section.get("pretokenize", True),
+         f"data of type {holds.get('conversations')} need prompt_format"),
+        (in_tokens and not has_duration and not all(type_of(source).holds == "text" for source in sources),
+         "with use_multimodal_sampling, audio is counted in tokens: set token_equivalent_duration, the seconds of one"),
+        code="missing_key",
+    )  # fmt: skip
+
+
+def check_tokenizer(sections: Sequence[Settings], tokenizer: Any) -> None:
+    """Raise ConfigError where settings count tokens that no tokenizer makes."""
+    for section in sections:
+        counted = tokenizer is not None and section.get("pretokenize", True)
+        refuse(
+            (section.get("prompt_format") is not None and not hasattr(tokenizer, "text_to_ids"),
+             "prompt_format needs a tokenizer of NeMo, one with text_to_ids"),
+            (section.get("use_multimodal_sampling") and tokenizer is None,
+             "use_multimodal_sampling needs a tokenizer"),
+            (_in_two(section.get("bucket_duration_bins")) and not counted,
+             "bucket_duration_bins of two dimensions count tokens: they need a tokenizer, and pretokenize: true"),
+            code="bad_tokenizer",
+        )  # fmt: skip
+
+
+def check_files(kind: str, entry: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a file of an entry that is not there; of tars, look for the first and the last.
+
+    Pipes and addresses are left to NeMo.
+    """
+    from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
+
+    for key in _FILES:
+        if entry.get(key) is None:
+            continue
+        names = [name for name in expand_sharded_filepaths(entry[key]) if isinstance(name, str)]
+        for name in (names[0], names[-1]) if key == "tarred_audio_filepaths" and names else names:
+            if "://" not in name and not name.startswith("pipe:") and not Path(name).exists():
+                raise ConfigError(f"input_cfg: type {kind}: there is no file {name}", code="missing_input")
+
+
+def loader_schema() -> DictConfig:
+    """Return NeMo's settings of its loader, with their defaults and types."""
+    from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
+
+    return OmegaConf.structured(LhotseDataLoadingConfig)  # type: ignore[no-any-return]
+
+
+def check_bins(bins: Any, name: str = "bucket_duration_bins") -> None:
+    """Raise ConfigError for bounds of buckets that are no list of numbers, or of pairs, in ascending order."""
+    flat = isinstance(bins, list) and all(map(is_number, bins))
+    pairs = isinstance(bins, list) and all(
+        isinstance(bound, list) and len(bound) == 2 and all(map(is_number, bound)) for bound in bins
+    )
+    if not bins or not (flat or pairs) or any(after <= before for before, after in pairwise(bins)):
+        raise ConfigError(
+            f"{name} is a list of numbers, or of [length, tokens], each above the one before, not {bins!r}",
+            code="bad_config_value",
+        )
+
+
+def resolve_format(name: str, setting: str) -> "type[PromptFormatter]":
+    """Return NeMo's prompt formatter of a name, which a setting has.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from nemo.collections.common.prompts import PromptFormatter
+
+    try:
+        return PromptFormatter.resolve(name)
+    except RuntimeError as error:
+        raise ConfigError(f"{setting}: {error}", code="unknown_name") from error
+
+
+def _has_plain_audio(entry: Settings) -> bool:
+    """Return True if an entry, or the settings of a sampler, has audio outside conversations."""
+    if (holds := type_of(entry).holds) == "conversations":
+        return False
+    if entry.get("input_cfg") is None:
+        return holds != "text"
+    return any(map(_has_plain_audio, entry["input_cfg"]))
+
+
+def _in_two(bins: Any) -> bool:
+    return bool(bins) and isinstance(bins[0], Sequence)
+
+
+def is_number(value: Any, kind: Any = (int, float)) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+# What lhotse adds to the seed of a worker process, per rank.
+_SEEDS_PER_RANK: Final = 100_000
+
+# What NeMo takes from the top level for all sections of a multi_config, over what they say themselves.
+_SHARED: Final = (
+    "seed", "shard_seed", "num_workers", "pin_memory", "shuffle", "sampler_fusion", "sampler_weights", "multi_config",
+    "metadata_only", "force_finite",
+)  # fmt: skip
+_OF_TOP: Final = (*_SHARED, "cuda_expandable_segments", "use_lhotse")
+
+
+def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
+    """Return the settings for NeMo's loader: a checked, resolved copy, in which every sharmill entry has its readers.
+
+    Raises:
+        ConfigError: an unknown key, or settings under which ranks would get samples twice or not at all.
+    """
+    from lhotse.dataset.dataloading import resolve_seed
+
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks", code="bad_config_value")
+    settings = resolve_settings(cfg)
+    for section in sections_of(settings):
+        check_types(section)
+        translate(section)
+    drop_ignored(settings)
+    _check_keys(settings)
+    sections = sections_of(settings)
+    for section in sections:
+        _check_entries(section, {key: section.get(key) for key in ("audio_locator_tag", "token_equivalent_duration")})
+        check_batches(section)
+        # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
+        section.setdefault("concurrent_bucketing", False)
+    common_seed = isinstance(settings.setdefault("seed", 0), int) or world_size == 1
+    settings["seed"] = resolve_seed(settings["seed"])
+    shard_seed = settings.setdefault("shard_seed", "trng")
+    settings.setdefault("shuffle", False)
+    sources = [source for section in sections for source in _sources(section, shard_seed)]
+    map_style = any(is_map_style(section) for section in sections)
+    _check_orders(settings, sources, world_size, map_style=map_style, common_seed=common_seed)
+    for entry, entry_seed in sources:
+        if not map_style and is_divisible(entry):
+            entry |= {"of_type": entry["type"], "type": DIVIDED}
+        if entry.get("type") in ("sharmill", DIVIDED):
+            readers = {"seed": settings["seed"], "rank": rank, "world_size": world_size}
+            entry |= readers | {"shard_seed": entry_seed, "force_map_dataset": map_style}
+    if shard_seed == "randomized" and (map_style or not settings.get("num_workers", 0)):
+        # Outside a worker process, lhotse takes for it a number that is the same for every seed.
+        settings["shard_seed"] = settings["seed"] + (0 if map_style else _SEEDS_PER_RANK * rank)
+    return settings
+
+
+def sections_of(settings: Settings) -> list[Settings]:
+    """Return the settings of each sampler: those of a ``multi_config``, or the settings themselves."""
+    if not settings.get("multi_config", False):
+        return [settings]
+    return [settings[name] for name in section_names(settings)]
+
+
+def section_names(settings: Settings) -> list[str]:
+    """Return the names of the samplers of a ``multi_config``."""
+    return [key for key, value in settings.items() if isinstance(value, dict) and key != "sampler_weights"]
+
+
+def sources_of(settings: Settings) -> list[Settings]:
+    """Return all entries that read data, of all samplers."""
+    return [source for section in sections_of(settings) for source, _ in _sources(section, 0)]
+
+
+def tag_names(settings: Settings) -> list[str]:
+    """Return the names of all tags that entries give their data, at all levels, in order."""
+    return list(dict.fromkeys(name for entry in entries_of(settings) for name in entry.get("tags") or ()))
+
+
+def entries_of(settings: Settings) -> Iterator[Settings]:
+    """Yield all entries at all levels, groups and conversions as well."""
+    for section in sections_of(settings):
+        for entry in section.get("input_cfg") or ():
+            yield entry
+            yield from entries_of(entry)
+
+
+def _check_keys(settings: Settings) -> None:
+    known = [*loader_schema(), "use_lhotse", "bucketing_strategy"]
+    sections = sections_of(settings)
+    at_top = [key for key, value in settings.items() if not any(value is section for section in sections)]
+    for key in [*at_top, *(key for section in sections for key in section)]:
+        if key not in known:
+            where = (
+                ": it belongs to the entries of input_cfg"
+                if key in OF_ENTRY
+                else nearest(key, [*known, *FATES], "; docs/training.md says where all of them are listed")
+            )
+            raise ConfigError(f"the loader has no setting {key!r}{where}", code="unknown_key")
+    if not settings.get("multi_config", False):
+        return
+    # NeMo would ignore a key at the wrong level.
+    fusion, names = settings.get("sampler_fusion", _FUSIONS[0]), section_names(settings)
+    weights = settings.get("sampler_weights")
+    weighted = isinstance(weights, dict) and set(weights) == set(names) and all(map(is_number, weights.values()))
+    misplaced = [key for key in at_top if key not in _OF_TOP]
+    shared = [
+        key for key in _SHARED if any(section.get(key, settings.get(key)) != settings.get(key) for section in sections)
+    ]
+    if not sections:
+        raise ConfigError(
+            "multi_config has no sections: each sampler has one, with an input_cfg of its own", code="missing_key"
+        )
+    refuse(
+        (misplaced,
+         f"with multi_config, {', '.join(misplaced)} has no effect at the top level: set it in each section"),
+        (fusion not in _FUSIONS, f"sampler_fusion is one of {', '.join(_FUSIONS)}, not {fusion!r}"),
+        (weights is not None and not weighted,
+         f"sampler_weights has a number for each of {', '.join(names)}, not {weights!r}"),
+        (shared, f"with multi_config, {', '.join(shared)} has no effect in a section: set it at the top level"),
+    )  # fmt: skip
+
+
+def _check_entries(settings: Settings, handed_down: Settings) -> None:
+    """Check the entries at all levels: NeMo takes a group for what it is not where a key is misspelt."""
+    from nemo.collections.common.data.lhotse.cutset import get_known_config_data_types
+
+    types = [*get_known_config_data_types(), "sharmill", "tts_text"]
+    entries = settings.get("input_cfg")
+    if not isinstance(entries, list | None) or not all(isinstance(entry, dict) for entry in entries or ()):
+        raise ConfigError("input_cfg is a list of entries, each with its type", code="bad_config_value")
+    for entry in entries or ():
+        if (kind := entry.get("type")) not in types:
+            raise ConfigError(f"input_cfg has no type {kind!r}{nearest(str(kind), types)}", code="unknown_name")
+        check_entry(entry, handed_down)
+        _check_entries(entry, {**handed_down, **entry})
+
+
+def _sources(settings: Settings, shard_seed: int | str) -> Iterator[tuple[Settings, int | str]]:
+    """Yield the entries that read data, each with its shard seed: its own, or that of the nearest group around it."""
+    shard_seed = settings.get("shard_seed", shard_seed)
+    if settings.get("input_cfg") is None:
+        yield settings, shard_seed
+    for entry in settings.get("input_cfg") or ():
+        yield from _sources(entry, shard_seed)
+
+
+def is_map_style(section: Settings) -> bool:
+    """Return True if NeMo samples in the main process, as it decides it."""
+    if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
+        return bool(section.get("force_map_dataset", False))
+    first = next(_sources(section, 0), None)
+    if first is None:
+        raise ConfigError("input_cfg has no entries", code="missing_key")
+    entry, _ = first
+    return not (type_of(entry).is_stream or entry.get("shar_path") or entry.get("tarred_audio_filepaths"))
+
+
+def is_divisible(entry: Settings) -> bool:
+    """Return True for data that every reader can have a part of: files that can be read anew, as a whole."""
+    if not type_of(entry).files or entry.get("slice_length") is not None or entry.get("extra_fields"):
+        return False
+    return not any("pipe:" in path for path in texts_in(entry))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in nested lists and mappings, such as the names of files."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(one)
+
+
+def _check_orders(
+    settings: Settings,
+    sources: list[tuple[Settings, int | str]],
+    world_size: int,
+    *,
+    map_style: bool,
+    common_seed: bool,
+) -> None:
+    """Raise ConfigError where readers would get examples twice, or not at all.
+
+    In map style all ranks draw the same order, and the sampler of each takes every n-th batch of it. Of streams,
+    readers take their parts of one order; of data that cannot be divided every worker reads everything.
+
+    Args:
+        sources: the entries that read data, each with its shard seed.
+        common_seed: all ranks have the same seed.
+    """
+    shuffle, finite = settings["shuffle"], settings.get("force_finite", False) or settings.get("metadata_only", False)
+    if map_style:
+        seeds = {settings["shard_seed"], *(seed for _, seed in sources)}
+        drawn = world_size > 1 and (shuffle or len(sources) > 1)
+        refuse(
+            (drawn and "trng" in seeds,
+             "shard_seed: trng makes a different order on each rank, of which the map-style sampler would take samples "
+             "twice and miss others: set shard_seed to randomized or a number"),
+            (drawn and "randomized" in seeds and not common_seed,
+             "shard_seed: randomized needs a seed that all ranks share: set seed to a number"),
+            code="split_wrong",
+        )  # fmt: skip
+        return
+    readers = world_size * max(1, settings.get("num_workers", 0))
+    ours = [seed for entry, seed in sources if entry.get("type") == "sharmill" or is_divisible(entry)]
+    others = [
+        (str(entry.get("type")), seed)
+        for entry, seed in sources
+        if not (entry.get("type") == "sharmill" or is_divisible(entry))
+    ]
+    kinds = ", ".join(sorted({kind for kind, _ in others}))
+    alike = ", ".join(sorted({kind for kind, seed in others if isinstance(seed, int) or not shuffle}))
+    refuse(
+        (not common_seed and shuffle and any(finite or seed == "randomized" for seed in ours),
+         "the ranks share one order: set seed to a number, the same on all of them"),
+        (finite and readers > 1 and others,
+         f"with force_finite, each of {readers} readers (ranks x workers) would read all data of type {kinds}: set "
+         "force_map_dataset: true"),
+        (readers > 1 and alike,
+         f"each of {readers} readers (ranks x workers) would read the data of type {alike} in the same order: set "
+         "shuffle: true, and a shard_seed of randomized or trng (an entry can have its own)"),
+        code="split_wrong",
+    )  # fmt: skip

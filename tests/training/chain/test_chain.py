@@ -88,7 +88,8 @@ def test_each_example_once_per_epoch_on_changing_ranks_and_workers(seed):
     counts = Counter(used)
     assert set(counts) == left
     assert min(counts.values()) >= 3
-    assert max(counts.values()) <= 4 + 1  # of the present epoch and, on other readers, of the next
+    # Readers may be epochs apart: none gives an example twice in one of them.
+    assert max(counts.values()) <= 1 + max(int(epoch) for epoch in state["readers"][0]["epochs"])
 
 
 def tagged(number):

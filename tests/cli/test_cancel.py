@@ -7,11 +7,12 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from support.project import REPOSITORY, run_sharmill
+from support.project import REPOSITORY, command, run_sharmill
 from support.toy_stage import ToyStage, wait_until
 
 from sharmill.engine.stage import End, Given, RunDir
 from sharmill.engine.state import find_workers
+from sharmill.files.host import state_and_start, this_kernel
 from sharmill.files.locks import lock_owner
 
 _HOLD = """
@@ -62,6 +63,33 @@ def test_a_process_that_holds_the_lock_ends_and_leaves_it(run_dir, kernel):
         assert f"ended: process {holder.pid} of" in " ".join(done.stdout.split())
         assert holder.communicate()[0] == "ended\n"
     assert lock_owner(run_dir) is None
+
+
+def leave_lock(run_dir, **record):
+    """Leave the lock of a process, as the file of a stranger may name it."""
+    (run_dir / ".sharmill-lock").mkdir()
+    (run_dir / ".sharmill-lock/owner-1.json").write_text(json.dumps({"host": "node7", "lease_seconds": 0.5} | record))
+
+
+def test_a_process_that_a_file_names_gets_no_signal(run_dir):
+    mark = RunDir(run_dir).end
+    with subprocess.Popen(["sleep", "120"]) as victim, ended(victim):
+        started = state_and_start(victim.pid)[1]
+        leave_lock(run_dir, pid=victim.pid, kernel=this_kernel(), process_started=started)
+        with subprocess.Popen(command("cancel", run_dir), stdout=subprocess.DEVNULL) as canceller, ended(canceller):
+            wait_until(mark.exists)
+            # It comes again while the process is waited for.
+            mark.unlink()
+            wait_until(mark.exists)
+            assert (victim.poll(), canceller.poll()) == (None, None)
+            victim.kill()
+            victim.wait()
+            assert canceller.wait() == 0
+
+
+def test_a_number_that_no_process_has_is_of_none(run_dir):
+    leave_lock(run_dir, pid=1 << 62, kernel=this_kernel(), process_started=1)
+    assert "nothing is at work" in " ".join(cancel(run_dir).stdout.split())
 
 
 def test_where_nothing_is_at_work_it_says_so(run_dir):
@@ -120,9 +148,7 @@ def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs
 
 def test_a_lock_that_an_advance_job_left_when_it_was_killed_on_another_host_runs_out(run_dir, jobs):
     """While its process goes on it still writes, so that no claim may go."""
-    (run_dir / ".sharmill-lock").mkdir()
-    left = {"host": "node7", "kernel": "another", "pid": 77, "job": "SLURM job 13", "lease_seconds": 0.5}
-    (run_dir / ".sharmill-lock/owner-1.json").write_text(json.dumps(left))
+    leave_lock(run_dir, pid=77, kernel="another", job="SLURM job 13")
     assert cancel(run_dir, environment=jobs[1]).returncode == 0
     assert lock_owner(run_dir) is None
 

@@ -94,8 +94,8 @@ def is_gone(pid: int, started: int | None = None) -> bool:
         with suppress(PermissionError):  # another user's
             os.kill(pid, 0)
         state, found = state_and_start(pid)
-    except ProcessLookupError:
-        return True
+    except (ProcessLookupError, OverflowError):
+        return True  # or no process can have such a number
     except OSError:
         return False  # hidden from this user, or just ended: the next look tells
     return started is not None and (state in "ZX" or found != started)

@@ -1,6 +1,7 @@
 """Runs of stages over the dataset of a configuration; the entry point of command line, recipes and cluster jobs."""
 
 import math
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -112,11 +113,15 @@ def config_of_run(run_dir: str | Path) -> Config:
     Raises:
         ConfigError: it is no run directory.
     """
-    path = RunDir(Path(run_dir)).config
-    if not path.exists():
-        raise ConfigError(f"{run_dir} is not a run directory: there is no {path.name} in it", code="no_run_dir")
+    paths = RunDir(Path(run_dir))
+    if not paths.config.exists():
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
+    shown = load_for_display(paths.config)
+    dataset_dir = shown.dataset_dir
+    if ("dataset_dir",) in shown.references.written and paths.reserved.exists():
+        dataset_dir = os.fsdecode(read_stored(paths.reserved))
     # By its own path: the stored one is relative to where the run was started, if it is relative.
-    return replace(load_for_display(path), run_dir=str(run_dir))
+    return replace(shown, run_dir=str(run_dir), dataset_dir=dataset_dir)
 
 
 def stages_of_run(config: Config) -> list[Stage]:

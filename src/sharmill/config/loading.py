@@ -52,9 +52,9 @@ def load_for_display(path: Path) -> Config:
 
     The type of a source may name code of another package, which is not imported to show progress; so may a model, whose
     options are left out, and an executor. Of other packages only stages that are installed here are imported. Keys of
-    other versions are left out.
+    other versions are left out. References are not resolved, since others may have written the file.
     """
-    values, _ = _read_merged(path, (), for_display=True)
+    values, references = _read_merged(path, (), for_display=True)
     if _executor_name(values) not in EXECUTORS.own:
         del values["executor"]
     # Stages of packages that are not installed here, or broken, cannot be shown.
@@ -62,13 +62,16 @@ def load_for_display(path: Path) -> Config:
         if not STAGES.can_load(key):
             del values[key]
     values["sources"] = [{"manifest": "not read", "audio_root": "not read"}]
-    return _to_typed(Config, values, str(path), for_display=True)
+    return _with_references(_to_typed(Config, values, str(path), for_display=True), references)
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a YAML file as the dataclass ``kind``, with the overrides, checks and errors of ``load_config``."""
     values, references = _read_merged(Path(path), overrides)
-    loaded = _to_typed(kind, values, str(path))
+    return _with_references(_to_typed(kind, values, str(path)), references)
+
+
+def _with_references(loaded: Loaded, references: References) -> Loaded:
     if isinstance(loaded, Config):
         # Not a key: nothing that is compared or written as a part of the configuration.
         object.__setattr__(loaded, "references", references)
@@ -130,7 +133,7 @@ def _read_merged(
 ) -> tuple[dict[str, Any], References]:
     """Return the values of a file with the overrides, and the references among them.
 
-    For a display, the file may be one that others wrote, and variables that are not set here stand for themselves.
+    For a display, the file may be one that others wrote: nothing in it is resolved.
     """
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -155,10 +158,12 @@ def _read_merged(
                 )
             is_list = OmegaConf.is_list(OmegaConf.select(config, key))
             OmegaConf.update(config, key, _parse_override(key, text), merge=not is_list)
-        references = References.of(OmegaConf.to_container(config))
+        values = OmegaConf.to_container(config)
         if for_display:
-            config = OmegaConf.create(references.without_unset(OmegaConf.to_container(config)))
-        values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+            values, references = References.unresolved(values)
+        else:
+            references = References.of(values)
+            values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except FileNotFoundError as error:
         raise ConfigError(f"there is no configuration file {path}", code="bad_config_file") from error
     except (OSError, UnicodeDecodeError, NotRegularError) as error:

@@ -27,7 +27,6 @@ Place = tuple[str | int, ...]
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 _VARIABLE: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)")
-_WITHOUT_DEFAULT: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)\s*\}")
 # Shorter values are not looked for in texts that were made of the configuration, which have the same letters by chance.
 _MIN_CHARACTERS: Final = 4
 
@@ -87,31 +86,28 @@ class References:
     @classmethod
     def of(cls, values: Any) -> "References":
         """Return the references in the values of a YAML file that are not resolved yet."""
-        texts: dict[Place, Any] = {}
-        _walk(values, texts.setdefault)
-        written = {place: text for place, text in texts.items() if isinstance(text, str) and "${" in text}
+        written = _references_in(values)
         if not _named(written.values(), unset=True):
             return cls()
         return cls(written=written, variables=_named(written.values()))
 
-    def without_unset(self, values: Any) -> Any:
-        """Return values that are not resolved yet, fit to be shown where variables are not set: without references.
+    @classmethod
+    def unresolved(cls, values: Any) -> tuple[Any, "References"]:
+        """Return values that are not resolved, fit to be shown, and the references that were in them, of any kind.
 
         Names and paths become the texts of their references, other keys get their defaults.
         """
-        texts = " ".join(self.written.values())
-        if all(name in os.environ for name in _WITHOUT_DEFAULT.findall(texts)):
-            return values
+        written = _references_in(values)
 
         def to_words(place: Place, value: Any) -> Any:
-            return "_".join(re.findall(r"[\w.-]+", value.replace("oc.env:", ""))) if place in self.written else value
+            return "_".join(re.findall(r"[\w.-]+", value.replace("oc.env:", ""))) if place in written else value
 
         optional = {
             place
-            for place in self.written
+            for place in written
             if isinstance(place[-1], str) and place[-1] not in ("name", "run_dir", "dataset_dir", "model")
         }
-        return _walk(values, to_words, without=optional)
+        return _walk(values, to_words, without=optional), cls(written=written)
 
     def put_back(self, values: Any) -> Any:
         """Return the resolved values of a configuration with the references in their places again."""
@@ -149,6 +145,13 @@ class References:
         """Return a text that was made of the value at a place with its variables in it, however short their values."""
         written = self.written.get(place)
         return text if written is None else _hide(text, _named([written]), digests=False)
+
+
+def _references_in(values: Any) -> dict[Place, str]:
+    """Return the texts of plain values that have references in them, by their places."""
+    texts: dict[Place, Any] = {}
+    _walk(values, texts.setdefault)
+    return {place: text for place, text in texts.items() if isinstance(text, str) and "${" in text}
 
 
 def _walk(

@@ -317,17 +317,30 @@ def _make_folder(path: Path) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may look into; one that is there becomes so, if it is this user's.
+    """Make a folder that only its owner may look into; one that is there becomes so.
+
+    What is unpickled may lie there: nobody can put anything there, or another folder in its place.
 
     Raises:
-        ConfigError: it is a link, or belongs to a stranger.
+        ConfigError: it is a link or another user's, or anybody may write to a folder that it lies in.
     """
     make_folder(path.parent)
     refuse_strangers(path.parent, [path])
     with stopping_errors(path):
         path.mkdir(mode=0o700, exist_ok=True)
-        if path.stat().st_uid == os.geteuid():
-            path.chmod(0o700)
+        is_own = path.stat().st_uid == os.geteuid()
+        shared = [str(one) for one in path.absolute().parents if _is_shared(one.stat(), stat.S_IWOTH)]
+        refuse(
+            (not is_own, f"{path} belongs to another user: choose another run_dir, or remove it if it is not needed"),
+            (shared, f"anybody may write to {', '.join(shared)}: take that permission away (chmod o-w)"),
+            code="foreign_output",
+        )
+        path.chmod(0o700)
+
+
+def _is_shared(status: os.stat_result, writers: int) -> bool:
+    """Return True if these others may replace what lies in a folder; in one like /tmp they can only replace theirs."""
+    return bool(status.st_mode & writers) and not status.st_mode & stat.S_ISVTX
 
 
 def remove_if_empty(*folders: Path) -> None:
@@ -344,12 +357,10 @@ def require_private(folder: Path) -> None:
     """
     for path in (folder, *folder.parents):
         status = path.lstat()
-        is_shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-        owners = {os.geteuid()}
+        writers = stat.S_IWGRP | stat.S_IWOTH
+        is_shared, owners = bool(status.st_mode & writers), {os.geteuid()}
         if path != folder:
-            owners.add(0)
-            # In a folder like /tmp others cannot replace what is not theirs.
-            is_shared = is_shared and not status.st_mode & stat.S_ISVTX
+            is_shared, owners = _is_shared(status, writers), {os.geteuid(), 0}
         if is_shared or status.st_uid not in owners:
             raise ConfigError(
                 f"{folder} is not for this user alone: others may write to {path}, or it is theirs (chmod go-w, chown)",

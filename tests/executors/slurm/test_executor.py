@@ -4,6 +4,7 @@ Requests for jobs, and who may work on a run directory; then advance jobs: the w
 note of an end, and small stages, which they do themselves.
 """
 
+import os
 import subprocess
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -62,6 +63,20 @@ def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, submit, 
         submit(qos="gold")
     assert cluster.calls("sbatch") == 1
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("others", ["may write", "own it"])
+def test_where_others_can_put_pickled_jobs_none_are_submitted(cluster, submit, tmp_path, monkeypatch, others):
+    jobs = ToyStage(tmp_path).run_dir.jobs
+    jobs.mkdir(parents=True)
+    if others == "may write":
+        jobs.parent.chmod(0o777)
+    else:
+        user = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with raises(ConfigError, "foreign_output", f"to {jobs.parent}: " if others == "may write" else f"{jobs} belongs"):
+        submit()
+    assert not (cluster.folder / "sbatch.calls").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Options that all commands have: --quiet, --json, completion by click; and the state of the machine."""
 
 import json
+import os
 from collections import defaultdict
 from types import SimpleNamespace
 from unittest import mock
@@ -81,6 +82,17 @@ def test_a_run_ends_with_its_accounts_its_paths_and_the_next_command(done, print
     assert f"rejects: empty_text 1 (see {done.run_dir}/rejects.jsonl)" in lines
     assert f"run directory {done.run_dir}" in " ".join(words.split())
     assert f"sharmill report {done.run_dir}" in " ".join(words.split())
+
+
+def test_a_run_warns_once_where_anybody_may_write_to_what_it_makes(done, call):
+    usual = os.umask(0)
+    try:
+        status, _, err = call("run", done.path, "prepare")
+    finally:
+        os.umask(usual)
+    assert (status, err.count("\n")) == (0, 1)
+    assert "umask 022" in err
+    assert call("run", done.path, "prepare")[::2] == (0, "")
 
 
 def test_findings_are_told_with_their_place_and_what_to_do(tmp_path, call):

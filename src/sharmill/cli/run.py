@@ -4,6 +4,7 @@ import logging
 import os
 import shlex
 import shutil
+import stat
 import sys
 import tempfile
 from collections import Counter
@@ -146,6 +147,17 @@ def run(
     return _conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over, commands=commands))
 
 
+def _warn_of_umask() -> None:
+    """Print a warning where anybody may write to what this process makes."""
+    mask = os.umask(0)
+    os.umask(mask)
+    if not mask & stat.S_IWOTH:
+        click.echo(
+            f"Warning: anybody may write to the files of this run, since the umask is {mask:04o}: set umask 022",
+            err=True,
+        )
+
+
 def run_configs(
     configs: Sequence[Config], stages: Sequence[str] | None, *, restart: bool = False, redo: Report | None = None,
     take_over: bool = False, commands: Sequence[str] = (), joins: bool = False, json_file: str | None = None,
@@ -180,6 +192,7 @@ def run_configs(
             "name": config.name, "ok": result.ok, "stages": stages_told, "findings": findings, "paths": paths
         }  # fmt: skip
 
+    _warn_of_umask()
     pairs = list(zip(configs, commands or [""] * len(configs), strict=True))
     if len(pairs) == 1:
         return [run_one(pairs[0])]
@@ -524,6 +537,7 @@ def submit(
     if cluster != "slurm":
         return _conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over))
     require_package("submitit", extra="slurm")
+    _warn_of_umask()
     if dry_run and named is not None:
         raise ConfigError(
             "--dry-run shows what is left to do; with --redo that would have to be taken back first", code="bad_usage"

@@ -1,5 +1,7 @@
 """Every reason for which ``prepare`` rejects a record, end to end, with the record and the file that cause it."""
 
+import time
+
 import pytest
 from support.project import config_for, make_record, run_prepare, write_lines
 
@@ -125,6 +127,17 @@ def test_reason(reason, changes, options, detail, prepare_records, tmp_path):
     assert detail in reject["detail"]
     assert "\n" not in reject["detail"]
     assert [utterance.segment.audio_filepath for utterance in prepared.kept] == ["b.wav"]
+
+
+def test_hostile_records_of_a_megabyte_take_less_than_a_second(prepare_records, tmp_path):
+    paths, tag = ["a/" * 500_000, "_" * 500_000 + "/b/c"], f"| Speaker:a{' ' * 1_000_000}b |"
+    started = time.process_time()
+    prepared = prepare_records(
+        tmp_path, [*(make_record(audio_filepath=path) for path in paths), make_record(speaker=tag)]
+    )
+    assert time.process_time() - started < 1.0
+    assert [reject["reason"] for reject in prepared.rejects] == ["missing_audio", "missing_audio", "bad_speaker"]
+    assert max(len(reject["detail"]) for reject in prepared.rejects) < 200
 
 
 @pytest.mark.parametrize(("line", "detail"), NOT_JSON, ids=[line[:20].decode("latin-1") for line, _ in NOT_JSON])

@@ -1,5 +1,7 @@
 """Long recordings with annotations beside them, in every form, and annotations that cannot be read."""
 
+import time
+
 import pytest
 from hypothesis import given, strategies as st
 from support.project import raises
@@ -195,6 +197,9 @@ READ = [
 ]  # fmt: skip
 
 
+FORMS = {"textgrid": "TextGrid", "audacity": "txt", "ami": "A.words.xml"}
+
+
 @pytest.mark.parametrize("size", [1, 2, 100])
 @pytest.mark.parametrize(("form", "files", "keys", "expected"), READ)
 def test_annotations_become_records(form, files, keys, expected, size, annotated):
@@ -223,10 +228,45 @@ def test_annotations_become_records(form, files, keys, expected, size, annotated
     ],
 )
 def test_what_cannot_be_read_is_one_reject(form, data, says, annotated):
-    suffix = {"textgrid": ".TextGrid", "audacity": ".txt", "ami": ".A.words.xml"}.get(form, f".{form}")
-    (row,) = read(annotated(form, {f"bad{suffix}": data}))
+    (row,) = read(annotated(form, {f"bad.{FORMS.get(form, form)}": data}))
     assert row.reason == "malformed"
     assert says in row.detail
+
+
+MEGABYTE = 1 << 20
+SPOKEN = "1\n00:00:01,000 --> 00:00:02,000\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "begin", "repeated", "reads"),
+    [
+        ("ami", "<nite:root>", "<w ", []),
+        ("ami", "<nite:root><w ", "a", []),
+        ("srt", SPOKEN, "<i ", [("a.wav", 1.0, 1.0, None)]),
+        ("srt", SPOKEN, "{\\", [("a.wav", 1.0, 1.0, None)]),
+        ("srt", SPOKEN, "\n ", [("a.wav", 1.0, 1.0, None)]),
+        ("srt", "", "9", ["malformed"]),
+        ("srt", f"{'9' * 400}:00:00,000 --> 00:00:01,000\n", "x", ["malformed"]),
+        ("textgrid", "", '"', ["malformed"]),
+        ("ctm", "a A 0 ", "9", ["malformed"]),
+        ("rttm", "SPEAKER " + "a" * 400, " 1 0 1 <NA> <NA> b <NA>", [("a" * 400 + ".wav", 0.0, 1.0, "b")]),
+    ],
+)
+def test_hostile_annotations_of_a_megabyte_take_less_than_a_second(form, begin, repeated, reads, annotated):
+    text = begin + repeated * (MEGABYTE // len(repeated))
+    source = annotated(form, {f"a.{FORMS.get(form, form)}": text})
+    started = time.process_time()
+    rows = read(source)
+    assert time.process_time() - started < 1.0
+    assert [row if isinstance(row, str) else row[:4] for row in brief(rows)] == reads
+
+
+def test_many_speakers_at_once_take_less_than_a_second_to_compare(annotated):
+    text = "".join(f"SPEAKER m 1 {start} 9999 <NA> <NA> {start} <NA> <NA>\n" for start in range(6000))
+    started = time.process_time()
+    rows = read(annotated("rttm", {"a.rttm": text}, overlap="drop"))
+    assert time.process_time() - started < 1.0
+    assert set(brief(rows)) == {"overlapped_speech"}
 
 
 def test_annotations_in_another_folder(annotated, tmp_path):

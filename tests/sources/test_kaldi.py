@@ -1,5 +1,7 @@
 """Kaldi data directories as they come: with and without segments, unsorted, damaged, in other encodings."""
 
+import time
+
 import pytest
 from support.sources import read
 
@@ -83,6 +85,14 @@ def test_a_channel_of_a_segment(directory):
 def test_a_command_that_only_decodes_is_a_file_and_a_channel(command, file, channel, directory):
     expected = {"utterance_id": "u1", "audio_filepath": file} | ({} if channel is None else {"channel": channel})
     assert read(directory(wav_scp=f"u1 {command}\n")) == [expected]
+
+
+def test_audio_in_archives_of_kaldi_is_rejected(directory):
+    lines = ["a a.ark:5", "b b.ark.gz:17[0:9]", "c " + ".ark:1[" * 150_000]
+    started = time.process_time()
+    rows = read(directory(wav_scp="\n".join(lines)))
+    assert time.process_time() - started < 1.0
+    assert [getattr(row, "reason", None) for row in rows] == ["unreadable_audio", "unreadable_audio", None]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from sharmill.manifest import Segment
 if TYPE_CHECKING:
     import requests
 
+# Linux opens no longer path.
+_MAX_PATH: Final = 4095
 # A part of a URL's path goes up whatever query or parameter is behind it.
 _GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
 FETCHES_AT_ONCE: Final = 8
@@ -79,7 +81,7 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
 
     Raises:
         RejectRecord: ``outside_root`` where the path names a command, is absolute or a URL and below none of ``roots``,
-            or leaves the root by ``..``.
+            or leaves the root by ``..``; ``missing_audio`` where it is longer than any path.
 
     Example:
         >>> normalise_path("/data/./speech/a/../b.wav", ["/data/speech"])
@@ -89,6 +91,10 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         raise RejectRecord("outside_root", "the audio path names a command, not a file")
     if "\0" in audio_filepath:
         raise RejectRecord("outside_root", "the audio path has a null character, which no path can have")
+    if len(audio_filepath) > _MAX_PATH:
+        raise RejectRecord(
+            "missing_audio", f"the audio path has {len(audio_filepath):,} characters, more than a path can have"
+        )
     relative = audio_filepath
     if audio_filepath.startswith("/") or is_url(audio_filepath):
         behind = [rest for root in roots if (rest := _behind(root, audio_filepath)) is not None]

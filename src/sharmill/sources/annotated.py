@@ -32,14 +32,15 @@ Token = TypeVar("Token", str, float)
 
 # Two stretches that overlap by less only have rounded times.
 _MIN_OVERLAP: Final = 1e-3
-_CLOCK: Final = r"(\d+):(\d\d):(\d\d)[,.](\d{1,3})"
+_CLOCK: Final = r"(\d{1,4}):(\d\d):(\d\d)[,.](\d{1,3})"
 _SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
-_SRT_STYLE: Final = re.compile(r"</?(?:[ibu]|font)\b[^>]*>|\{\\[^}]*\}")
-_AMI_WORD: Final = re.compile(r"<w\b([^>]*)>([^<]*)</w>")
+# A tag ends before the next one begins, or each of many that never end would be looked for to the end of the file.
+_SRT_STYLE: Final = re.compile(r"</?(?:[ibu]|font)\b[^<>]*>|\{\\[^{}]*\}")
+_AMI_WORD: Final = re.compile(r"<w\b([^<>]*)>([^<]*)</w>")
 # Of a TextGrid, Praat itself takes numbers, texts and flags that stand alone, and skips all else, such as ``xmin =``.
 _TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_ATTRIBUTE: Final = re.compile(r'(\w+)\s*=\s*"([^"]*)"')
+_ATTRIBUTE: Final = re.compile(r'\b(\w+)\s*=\s*"([^"]*)"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +204,8 @@ class AnnotatedSource(WalkedSource):
         place = os.path.join(folder, "")  # noqa: PTH118
         if self._audio is None:
             paths = [f"{place}{recording}{suffix}" for suffix in self.audio_suffixes]
-            path = next((path for path in paths if (self._root / path).exists()), paths[0])
+            # What is wrong with a path is for the check of its records to say.
+            path = next((path for path in paths if os.path.exists(os.path.join(self._root, path))), paths[0])  # noqa: PTH110, PTH118
         else:
             try:
                 path = self._audio.fill({"recording": recording}, place + name[: -len(self._suffix)])
@@ -509,12 +511,17 @@ def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
 
     lasting = (number for number, stretch in enumerate(stretches) if stretch.end > stretch.start)
     for _, numbers in itertools.groupby(sorted(lasting, key=lambda n: (track(n), stretches[n].start)), track):
-        going_on: list[int] = []
-        for number in numbers:
-            start, speaker = stretches[number].start, stretches[number].speaker
-            going_on = [other for other in going_on if stretches[other].end - start > _MIN_OVERLAP]
-            for other in going_on:
-                if not speaker or speaker != stretches[other].speaker:
-                    marks[number] = marks[other] = True
-            going_on.append(number)
+        ends: dict[str | int, float] = {}  # of the two voices that go on longest
+        before: list[int] = []  # those since the voice changed last
+        for voice, run in itertools.groupby(numbers, lambda n: stretches[n].speaker or n):
+            following = list(run)
+            for number in before:
+                marks[number] |= stretches[number].end - stretches[following[0]].start > _MIN_OVERLAP
+            longest = max((end for other, end in ends.items() if other != voice), default=-math.inf)
+            for number in following:
+                marks[number] = longest - stretches[number].start > _MIN_OVERLAP
+            before = following
+            ends[voice] = max(ends.get(voice, -math.inf), *(stretches[number].end for number in following))
+            if len(ends) > 2:
+                del ends[min(ends, key=ends.__getitem__)]
     return marks

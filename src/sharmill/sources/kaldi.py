@@ -98,7 +98,7 @@ class KaldiSource(LineSource, EncodedSource):
             raise RejectRecord("missing_audio", f"wav.scp {found} {self._decode(recording)[:80]!r}")
         if path.rstrip().endswith("|"):
             return read_command(path)
-        if re.search(r"\.ark(\.gz)?:\d+(\[.*\])?$", path):
+        if re.search(r"\.ark(\.gz)?:\d+(\[[^][]*\])?$", path):
             raise RejectRecord("unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
         return {"audio_filepath": path}
 

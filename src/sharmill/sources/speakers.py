@@ -150,7 +150,7 @@ def find_tag(speaker: Any) -> SpeakerTag | None:
         return parse_speaker_tag(speaker)
     except RejectRecord:
         # A name with a blank: each part goes on up to the next word with a colon.
-        pairs = [part.partition(":") for part in re.split(r"\s+(?=[^\s:]+:)", match[1].strip())]
+        pairs = [part.partition(":") for part in re.split(r"(?<!\s)\s+(?=[^\s:]+:)", match[1].strip())]
         words = [f"{name}:{canonical_name(value)}" for name, colon, value in pairs if colon and value.strip()]
         if len(words) < len(pairs):
             raise

@@ -131,6 +131,51 @@ def test_each_example_once_per_epoch_on_changing_ranks_and_workers(data, mixed, 
             assert {found for *place, found in seen if place == [reader, epoch]} == names
 
 
+def lengths_entry(folder, durations):
+    """A manifest of recordings that nobody opens."""
+    lines = [
+        {"audio_filepath": f"{n}.wav", "duration": seconds, "text": f"{n}", "sampling_rate": 16000}
+        for n, seconds in enumerate(durations)
+    ]
+    return {"type": "nemo", "manifest_filepath": str(write_lines(folder / "manifest.json", lines))}
+
+
+def test_buckets_are_drawn_anew_after_a_stop_and_alike_on_all_ranks(tmp_path):
+    entry = lengths_entry(tmp_path, random.Random(0).choices([1.0, 2.0, 3.0, 4.0], k=800))
+    buckets = {"bucket_duration_bins": [1.5, 2.5, 3.5], "bucket_buffer_size": 80, "shuffle_buffer_size": 0}
+    settings = {"use_multimodal_sampling": False, "prompt_format": None, "batch_size": 1, "world_size": 2}
+    drawn, state = [], None
+    for _ in range(3):
+        loaders = [load(entry, rank=rank, resumable=True, state=state, **settings, **buckets) for rank in (0, 1)]
+        first, second = ([cut.duration for cut in flat(take(loader, 12))] for loader in loaders)
+        assert first == second
+        state = merge_data_states([loader.state_dict() for loader in loaders])
+        drawn.append(tuple(first))
+    assert len(set(drawn)) == 3
+
+
+def test_buckets_hold_nothing_back_over_many_stops(tmp_path):
+    """Three or four readers in turn, whose buckets hold most of 100 examples, stop every 12 batches."""
+    lengths = random.Random(0)
+    entry = lengths_entry(tmp_path, [lengths.lognormvariate(1.9, 0.6) for _ in range(100)])
+    buckets = {"bucket_duration_bins": [4.5, 6.5, 9.0, 13.0], "bucket_buffer_size": 24, "shuffle_buffer_size": 0}
+    settings = buckets | {"use_multimodal_sampling": False, "prompt_format": None, "batch_size": None}
+    places, state = [], None
+    for stop in range(20):
+        count, ranks = 3 + stop % 2, []
+        for rank in range(count):
+            loader = load(
+                entry, rank=rank, world_size=count, resumable=True, state=state, batch_duration=30, **settings
+            )
+            ranks.append((take(loader, 12 // count), loader.state_dict()))
+        state = merge_data_states([rank_state for _, rank_state in ranks])
+        places += [(place_of(example), name(example)) for batches, _ in ranks for example in flat(batches)]
+    assert len({found for _, found in places}) == 100
+    late = [number / 100 - place[1] for number, (place, _) in enumerate(places)]
+    assert max(late) < 3
+    assert state["readers"][0]["epoch"] >= len(places) // 100 - 2
+
+
 def test_a_state_of_other_files_is_refused(data, tmp_path):
     loader = load(data["txt"][0], resumable=True)
     take(loader, 1)

@@ -5,9 +5,10 @@ loader samples in the main process and its sampler takes every n-th batch, so th
 an iterable one samples where it reads, so that every reader must read something else.
 
 NeMo's samplers cannot **save** where they are. They need not: our readers go on from what was consumed, and what
-samplers held back comes again. Buckets and the mixing of datasets begin anew, with other seeds each time. NeMo puts a
-filter for each limit between the data and a sampler. They are put in one place, which reports what they drop: a saved
-state must not hold it as still to come, and endless data of which all is dropped would be searched for ever.
+samplers held back comes again. Buckets and the mixing of datasets begin anew, with other seeds each time; buckets first
+give out what is left of earlier epochs. NeMo puts a filter for each limit between the data and a sampler. They are put
+in one place, which reports what they drop: a saved state must not hold it as still to come, and endless data of which
+all is dropped would be searched for ever.
 
 With ``canonical: N``, an epoch has N fixed parts, each of which makes its own batches. Of W ranks each has N / W parts,
 and gives out one batch of each in turn; so N / W batches of every rank are together one global step, which is the same
@@ -18,17 +19,22 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any, Final
 
 import torch
 from lhotse import CutSet
 from lhotse.cut import Cut, MixedCut
-from lhotse.dataset import IterableDatasetWrapper
+from lhotse.dataset import DynamicBucketingSampler, IterableDatasetWrapper
+from lhotse.dataset.sampling.dynamic import DurationBatcher
+from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketer
 from lhotse.lazy import LazyFilter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
@@ -276,6 +282,77 @@ class ResumableBatches(torch.utils.data.IterableDataset):
         return self._parts if info is None or len(self._parts) == 1 else self._parts[info.id :: info.num_workers]
 
 
+class _ResumableBuckets(DynamicBucketingSampler):
+    """lhotse's sampler, with other draws of buckets after each resume; lhotse repeats its first ones.
+
+    Attributes:
+        bucket_seed: the same on all ranks, whose workers of one number so draw the same buckets.
+    """
+
+    bucket_seed: int
+
+    def __iter__(self) -> _ResumableBuckets:
+        super().__iter__()
+        worker = torch.utils.data.get_worker_info()
+        seed = self.bucket_seed + (0 if worker is None else worker.id)
+        buckets = _OldestFirst(
+            zip(*map(iter, self.cuts), strict=True),
+            duration_bins=self.duration_bins,
+            world_size=self.world_size,
+            constraint=self.constraint,
+            drop_last=self.drop_last,
+            buffer_size=self.buffer_size,
+            shuffle=self.shuffle,
+            rng=self.rng,
+            bucket_rng=random.Random(seed) if self.sync_buckets else None,
+            diagnostics=self.diagnostics,
+        )
+        self.cuts_iter = iter(buckets)
+        return self
+
+
+class _OldestFirst(DynamicBucketer):
+    """lhotse's buckets, which begin with the examples of earlier epochs than the newest that they were filled with.
+
+    A resume reads again what buffers had held back. Beside new examples, some of it might be held back at every stop.
+    """
+
+    cuts: Any
+    buffer_size: int
+
+    def __iter__(self) -> Iterator[CutSet]:
+        self.cuts = self.cuts_iter = iter(self.cuts)
+        self._collect_cuts_in_buckets(self.buffer_size)
+        epochs = [_epoch_in(item) for bucket in self.buckets for item in bucket.queue]
+        newest = dict(sorted(epochs))
+
+        def age(item: tuple[Any]) -> int:
+            reader, epoch = _epoch_in(item)
+            return newest.get(reader, epoch) - epoch
+
+        def is_due(bucket: Queue[Any]) -> bool:
+            return bool(bucket.queue) and age(bucket.queue[0]) > 0 and (not self.drop_last or self._is_ready(bucket))
+
+        for bucket in self.buckets:
+            bucket.queue = deque(sorted(bucket.queue, key=age, reverse=True))
+        while due := [bucket for bucket in self.buckets if is_due(bucket)]:
+            oldest = max(due, key=lambda bucket: age(bucket.queue[0]))
+            # It is filled up with newer ones, and given out even if it is not full then.
+            batch = next(iter(DurationBatcher(list(oldest.queue), constraint=self.constraint.copy())))
+            yield batch
+            for _ in batch:
+                oldest.get()
+            self._collect_cuts_in_buckets(len(batch))
+        self.buffer_size = 0  # the buckets are full
+        yield from super().__iter__()
+
+
+def _epoch_in(item: tuple[Any]) -> tuple[int, int]:
+    """Return reader and epoch of an example as buckets hold it."""
+    reader, epoch, *_ = place_of(item[0]) or (-1, 0)
+    return reader, epoch
+
+
 # So many examples in a row, and a whole epoch of every dataset, must be dropped before nothing more is hoped for; or so
 # many of data that have no epochs.
 _MIN_DROPPED: Final = 1000
@@ -471,6 +548,8 @@ def _make_loader(
         one.cuts = tuple(CutSet(_ReportingFilter(cuts, filters, dropped)) for cuts in one.cuts)
         if strategy == "fully_randomized":
             one.sync_buckets = False
+        if resumable and isinstance(one, DynamicBucketingSampler):
+            one.__class__, one.bucket_seed = _ResumableBuckets, settings["seed"]  # NeMo names lhotse's class
     if resumable:
         _require_exact(sections)
         for cuts in ours:

@@ -95,7 +95,7 @@ def test_every_pair_has_players(page):
     elements = Elements(page)
     clips = [audio["src"] for audio in elements.of("audio")]
     assert len(clips) == 32
-    samples, rate = sf.read(io.BytesIO(base64.b64decode(clips[0].removeprefix("data:audio/mpeg;base64,"))))
+    samples, rate = sf.read(io.BytesIO(base64.b64decode(clips[0].removeprefix("data:audio/ogg;base64,"))))
     assert rate == 16000
     assert len(samples) >= 16000
     assert sum((button.get("aria-label") or "").startswith("Play ") for button in elements.of("button")) == 32

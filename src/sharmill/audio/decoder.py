@@ -427,7 +427,7 @@ def check_encoder(format: str, sampling_rate: int) -> None:
         raise ConfigError(problem, code="bad_config_value")
 
 
-def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
+def encode(audio: np.ndarray, sampling_rate: int, format: str, compression: float | None = None) -> bytes:
     """Encode mono ``audio`` (samples,) as one of ``ENCODERS``: int16, or floats, which are clipped to [-1, 1].
 
     Same samples, same bytes, in every process and at every time (one build of libsndfile, one kind of CPU).
@@ -436,7 +436,7 @@ def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
     of samples as ``probe_bytes`` and ``decode_bytes`` report them: mp3 by the delays in its Info frame, opus by
     pre-skip and last granule position. Their bit rates are libsndfile's: variable, for speech at 16, 24 and 48 kHz
     about 43, 55 and 68 kbit/s (mp3) and 28, 37 and 62 kbit/s (opus).
-    Other readers may find more samples (mp3) or 48 kHz (opus).
+    Other readers may find more samples (mp3) or 48 kHz (opus). ``compression``, from 0 to 1, is libsndfile's level.
 
     Raises:
         ConfigError: unknown format, or a sampling rate that it cannot hold.
@@ -456,6 +456,6 @@ def encode(audio: np.ndarray, sampling_rate: int, format: str) -> bytes:
         # libsndfile clips for the 16-bit formats only; MP3 and Opus would keep the overshoot.
         stored = _to_int16(audio) if format == "flac" else np.clip(np.asarray(audio, dtype=np.float32), -1.0, 1.0)
     buffer = io.BytesIO()
-    sf.write(buffer, stored, sampling_rate, format=container, subtype=subtype)
+    sf.write(buffer, stored, sampling_rate, format=container, subtype=subtype, compression_level=compression)
     data = buffer.getvalue()
     return with_serial(data, _OGG_SERIAL) if container == "OGG" else data

@@ -3,6 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -51,8 +53,9 @@ def _make_funnel(facts: Facts) -> Markup | None:
         return None
     stages = [stage for stage in facts.run.stages if stage.counts == "records"]
     num_in = next((stage.totals.num_in for stage in stages if stage.totals), 0)
+    steps = [(name, list(parts)) for name, parts in groupby(stages, key=attrgetter("step"))]
     rejects = [
-        (stage.view.name, reason, count, stage.examples.get(reason, []))
+        (stage.step, reason, count, stage.examples.get(reason, []))
         for stage in stages if stage.totals
         for reason, count in sorted(stage.totals.rejects.items(), key=lambda one: (-one[1], one[0]))
     ]  # fmt: skip
@@ -61,7 +64,7 @@ def _make_funnel(facts: Facts) -> Markup | None:
         for key, title in (("by_dataset", "Sources"), ("by_language", "Languages"), ("by_speaker", "Speakers"))
         if facts.run.stats
     ]
-    return render("funnel.html", stages=stages, num_in=num_in, rejects=rejects, reasons=REASONS, remedies=REMEDIES,
+    return render("funnel.html", steps=steps, num_in=num_in, rejects=rejects, reasons=REASONS, remedies=REMEDIES,
                   sums=sums)  # fmt: skip
 
 

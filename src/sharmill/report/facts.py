@@ -54,6 +54,8 @@ _MAX_CODES: Final = 1 << 24
 # Cuts whose audio is decoded and whose codes are counted.
 _MEASURED: Final = 400
 _RANDOM_PAIRS: Final = 10
+# The reason for which they were chosen.
+RANDOM: Final = "random"
 _WORST_PAIRS: Final = 4
 _EXAMPLES: Final = 3
 # Lines of rejects in which examples are looked for.
@@ -157,7 +159,7 @@ def _sample_dataset(
     }
     most_used = heapq.nlargest(_WORST_PAIRS, sample.context_uses.values(), key=len)
     worst["most used context"] = [uses[0] for uses in most_used if len(uses) > 1]
-    reasons = {places[n]: ["random"] for n in order[:_RANDOM_PAIRS]}
+    reasons = {places[n]: [RANDOM] for n in order[:_RANDOM_PAIRS]}
     for name, found_places in worst.items():
         for place in found_places[:_WORST_PAIRS]:
             reasons.setdefault(place, []).append(name)
@@ -213,13 +215,14 @@ def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCu
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The accounts and the times of a stage.
+    """The accounts and the times of a stage, which is a part of the ``step`` that users know.
 
     ``view`` has its units and its pace. ``totals`` is None as long as it is not finished; it is of what the stage
     ``counts``. ``examples`` are rejects by reason: a sentence and what the record is called.
     """
 
     view: StageView
+    step: str
     counts: str
     totals: Totals | None = None
     identity: dict[str, Any] = field(default_factory=dict)
@@ -376,7 +379,7 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
 def _read_stage(stage: Stage, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:
     """Return the facts of a stage; add what its commits have noted."""
     if not stage.dir.units.exists():
-        return StageFacts(read_stage(stage), stage.counts)
+        return StageFacts(read_stage(stage), stage.part_of or stage.name, stage.counts)
     units, totals = stage.dir.read_units(), stage.dir.read_totals()
     commits = read_ledger(stage.dir, units)
     for _, commit in sorted(commits.items()):
@@ -397,6 +400,7 @@ def _read_stage(stage: Stage, measures: CutMeasures, voices: list[tuple[str, np.
         raise ConfigError(_DAMAGED_VOICES.format("embeddings of several lengths"), code="damaged_run_dir")
     return StageFacts(
         view_stage(stage, units, commits, (), 0.0, totals=totals),
+        stage.part_of or stage.name,
         stage.counts,
         totals,
         load_record(stage.dir.identity, dict[str, Any]),

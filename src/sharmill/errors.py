@@ -13,7 +13,7 @@ REASONS: Final[dict[str, str]] = {
     "skipped": "the record is marked with _skipme",
     "malformed": "the record is not a JSON object of the expected types",
     "missing_field": "a required field is absent",
-    "bad_speaker": "the speaker tag cannot be parsed, or no group key can be made from the record",
+    "bad_speaker": "there is no speaker, its tag cannot be parsed, or no group key can be made from the record",
     "empty_text": "neither text nor normalized_text has any text",
     "filtered": "a filter of the configuration does not hold",
     "too_short": "the utterance is shorter than min_duration",
@@ -44,9 +44,10 @@ REASONS: Final[dict[str, str]] = {
 # By reason: what mends records that are rejected for it, or lets them through.
 REMEDIES: Final[dict[str, str]] = {
     "skipped": "remove _skipme from the records that are wanted",
-    "malformed": "write each record as a JSON object on a line of its own, with numbers as numbers",
+    "malformed": "correct these lines or files; each line of a manifest is one JSON object, with numbers as numbers",
     "missing_field": "give each record what is missing; prepare.require_text=false keeps speech without text",
-    "bad_speaker": "correct the speakers or the paths, or choose another speaker template or speaker_key",
+    "bad_speaker": "set speaker of the source to a template such as {path[0]}, choose another speaker_key, correct the "
+    "speakers or the paths, or make a dataset without contexts (match=null)",
     "empty_text": "prepare.require_text=false keeps speech without text",
     "filtered": "loosen prepare.filters",
     "too_short": "lower prepare.min_duration",

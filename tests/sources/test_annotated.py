@@ -142,7 +142,7 @@ def test_textgrid(data, annotated):
     source = annotated("textgrid", files, tier="bob - words")
     source.check()
     assert brief(read(source)) == [(*bob[0][:3], None, "well")]
-    assert [row[3] for row in brief(read(annotated("textgrid", files)))] == [
+    assert [row[3] for row in brief(read(annotated("textgrid", files, tier="*")))] == [
         "anna - words",
         "bob - words",
         "anna - words",
@@ -291,6 +291,17 @@ def test_a_tier_that_is_nowhere_is_refused_before_any_work(annotated):
     one, other = read(annotated("textgrid", files | {"b.TextGrid": SHORT_TEXTGRID.replace("bob", "eve")}, tier="bob*"))
     assert one["text"] == "well"
     assert "no tier of intervals that is 'bob*'" in other.detail
+
+
+def test_one_of_several_tiers_has_to_be_named(annotated):
+    several = annotated("textgrid", {"b.TextGrid": SHORT_TEXTGRID})
+    with raises(ConfigError, "missing_key", "b.TextGrid has 2 tiers, 'anna - words', 'bob - words'", "tier to '*'"):
+        several.check()
+    (row,) = read(several)
+    assert "2 tiers, 'anna - words', 'bob - words'; name one as tier" in row.detail
+    only = annotated("textgrid", {"b.TextGrid": long_form([("words", [(0.0, 1.0, "yes")])])})
+    only.check()
+    assert brief(read(only)) == [("b.wav", 0.0, 1.0, None, "yes")]
 
 
 @pytest.mark.parametrize(

@@ -477,7 +477,9 @@ def describe_rejects(folder: Path, reasons: Mapping[str, int]) -> list[str]:
             # With the name of its audio where the sentence does not have it.
             name = reject.record.get("audio_filepath", "") if isinstance(reject.record, dict) else ""
             text = reject.detail if str(name) in reject.detail else f"{name}: {reject.detail}"
-            examples[reject.reason] = f", the first: {' '.join(text.split())[:160]}"
+            text = " ".join(text.split())
+            # Whole sentences, unless something foreign in them is long.
+            examples[reject.reason] = f", the first: {text if len(text) <= 400 else text[:397] + '...'}"
         if all(examples.values()):
             break
     return [f"{reason} {count}{examples[reason]}. To do: {REMEDIES[reason]}" for reason, count in commonest]

@@ -215,11 +215,7 @@ class RecordCheck:
         nameless = None if needs_speaker(self.group_key) else NO_SPEAKER
         tag = self.speakers[source].make_tag(record, path, nameless)
         if tag is None:
-            raise RejectRecord(
-                "missing_field",
-                "the record has no speaker, of which speaker_key makes groups; give its source a speaker template, "
-                "choose a speaker_key of the path, or make a dataset without contexts (match: null)",
-            )
+            raise RejectRecord("bad_speaker", "the record has no speaker, of which speaker_key makes groups")
         return tag
 
     def _check_duration(self, duration: float) -> None:

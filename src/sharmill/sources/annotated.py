@@ -66,8 +66,8 @@ class AnnotatedSource(WalkedSource):
     )
     """Ends of the names of audio files, where ``audio`` is not given; the first file that is there counts."""
     tier: str | None = None
-    """Tier of a TextGrid. A ``*`` in it stands for the speaker: ``"* - words"``. ``null`` takes all tiers of intervals,
-    each as a speaker."""
+    """Tier of a TextGrid. A ``*`` in it stands for the speaker: ``"* - words"``; ``"*"`` is all tiers, ``null`` the
+    only one."""
     overlap: Literal["keep", "drop"] = "keep"
     """``drop`` rejects segments during which another speaker speaks, as ``overlapped_speech``."""
     max_gap: float | None = None
@@ -108,9 +108,11 @@ class AnnotatedSource(WalkedSource):
         )
         names: dict[str, None] = {}
         files = [self._annotations / folder / name for folder, group in first for name in group]
-        for file in files if self.tier is not None else ():
+        for file in files if self.annotations == "textgrid" else ():
             with suppress(ValueError, RejectRecord):  # its segments are rejects
-                names |= dict.fromkeys(name for name, _ in parse_textgrid(self._text(file)))
+                tiers = [name for name, _ in parse_textgrid(self._text(file))]
+                refuse((self.tier is None and len(tiers) > 1, f"{file.name} {_choose_tier(tiers)}"), code="missing_key")
+                names |= dict.fromkeys(tiers)
         if names and not any(map(tier_pattern(self.tier).fullmatch, names)):
             raise ConfigError(
                 f"the tier {self.tier!r} is in none of the first {len(files)} TextGrids"
@@ -178,7 +180,7 @@ class AnnotatedSource(WalkedSource):
             except RejectRecord as reject:
                 items.append(Unreadable(reject.reason, reject.detail, shown))
             except ValueError as error:
-                items.append(Unreadable("malformed", str(error), shown))
+                items.append(Unreadable("malformed", f"{shown}: {error}", shown))
         gap = _MAX_GAP if self.max_gap is None and form.words else self.max_gap
         if gap is not None:
             stretches = join_stretches(stretches, gap, self.max_duration)
@@ -352,6 +354,8 @@ def _clock(parts: Sequence[str]) -> float:
 def _parse_textgrid(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
     tiers, pattern = parse_textgrid(text), tier_pattern(tier)
     chosen = [(intervals, match) for name, intervals in tiers if (match := pattern.fullmatch(name))]
+    if tier is None and len(tiers) > 1:
+        raise ValueError(f"the file {_choose_tier([name for name, _ in tiers])}")
     if not chosen:
         names = ", ".join(repr(name) for name, _ in tiers[:20])
         raise ValueError(f"the file has no tier of intervals that is {tier!r}; it has {names or 'none'}")
@@ -361,13 +365,21 @@ def _parse_textgrid(text: str, tier: str | None, name: str) -> Iterator[Stretch 
                 yield Stretch("", start, end, said.strip(), "".join(match.groups()).strip() or None)
 
 
+def _choose_tier(names: list[str]) -> str:
+    """Return the end of a sentence about a file of several tiers, of which none is named."""
+    shown = ", ".join(repr(name[:40]) for name in names[:20])
+    return (
+        f"has {len(names)} tiers, {shown}; name one as tier of the source, or set tier to '*' for all, each a speaker"
+    )
+
+
 def tier_pattern(tier: str | None) -> re.Pattern[str]:
-    """Return a pattern of the names of tiers, whose group is what ``*`` stands for, the speaker; None is ``*``.
+    """Return a pattern of the names of tiers, whose group is what ``*`` stands for, the speaker; None is any name.
 
     >>> tier_pattern("* - words").fullmatch("Anna - words")[1]
     'Anna'
     """
-    return re.compile(re.escape("*" if tier is None else tier).replace(r"\*", "(.*)"), re.DOTALL)
+    return re.compile(".*" if tier is None else re.escape(tier).replace(r"\*", "(.*)"), re.DOTALL)
 
 
 def parse_textgrid(text: str) -> list[tuple[str, list[tuple[float, float, str]]]]:

@@ -320,7 +320,7 @@ def main(arguments: list[str]) -> int:
         # On every rank, before any waits for another.
         for package, is_asked in {"tensorboard": config.tensorboard, "wandb": config.wandb_project}.items():
             if is_asked:
-                require_package(package, extra="nemo")
+                require_package(package)
         with world_of(config) as world, alone_in(Path(config.out_dir), world):
             Training(config, world).run()
     except SharmillError as error:

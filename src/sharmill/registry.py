@@ -266,11 +266,28 @@ SECTIONS: Final = Registry(
 )
 
 
-def require_package(package: str, *, extra: str | None = None) -> None:
-    """Raise ConfigError if an optional package is absent, naming the extra that brings it; import nothing.
+# What brings optional packages, by the names of their modules.
+_EXTRAS: Final = {
+    "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "peft": "speechlm2",
+    "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "submitit": "slurm", "tensorboard": "nemo",
+    "transformers": "transformers", "wandb": "nemo",
+}  # fmt: skip
 
-    The extra is called like the package unless ``extra`` says otherwise.
-    """
-    problem = f"the package {package} is not installed: run pip install 'sharmill[{extra or package}]'"
+
+def require_package(package: str) -> None:
+    """Raise ConfigError if an optional package is absent, naming the extra that brings it; import nothing."""
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(problem, code="missing_package")
+        raise ConfigError(describe_missing(package), code="missing_package")
+
+
+def describe_missing(module: str) -> str:
+    """Return a sentence about a module that is not there, with the extra that brings its package.
+
+    >>> describe_missing("nemo.collections")
+    "the package nemo is not installed: run pip install 'sharmill[nemo]'"
+    """
+    package = module.partition(".")[0]
+    extra = _EXTRAS.get(package)
+    return f"the package {package} is not installed: " + (
+        f"run pip install 'sharmill[{extra}]'" if extra else "install it where the ranks run"
+    )

@@ -217,6 +217,7 @@ def test_a_supervisor_that_is_killed_or_stands_still_costs_only_its_attempts(run
     [
         ("setup_does", "config", "model 'x' is unknown; use 'y'"),
         ("everywhere", "import", "no_such_module_at_all"),
+        loop("setup_does", "absent", "pip install 'sharmill[nemo]'"),
         loop("setup_does", "fatal", "the disk is full"),
         loop("everywhere", "config", "model 'x' is unknown; use 'y'"),
         loop("everywhere", "fatal", "the disk is full"),

@@ -241,6 +241,7 @@ _ERRORS: dict[str, Callable[[], Exception]] = {
     "full": partial(OSError, errno.ENOSPC, "No space left on device"),
     "cufft": partial(RuntimeError, "cuFFT error: CUFFT_INTERNAL_ERROR"),
     "config": partial(ConfigError, "model 'x' is unknown; use 'y'", code="unknown_name"),
+    "absent": partial(ModuleNotFoundError, "No module named 'nemo'", name="nemo"),
     "fatal": partial(FatalError, "the disk is full", code="disk"),
 }
 

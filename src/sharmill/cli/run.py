@@ -536,7 +536,7 @@ def submit(
     named = read_redo_report(redo, configs, restart=restart)
     if cluster != "slurm":
         return _conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over))
-    require_package("submitit", extra="slurm")
+    require_package("submitit")
     _warn_of_umask()
     if dry_run and named is not None:
         raise ConfigError(

@@ -332,7 +332,7 @@ def write_metrics(path: Path, runs: Sequence[RunView], num_unread: int) -> None:
     Raises:
         ConfigError: prometheus_client is not installed, or the file cannot be written.
     """
-    require_package("prometheus_client", extra="prometheus")
+    require_package("prometheus_client")
     from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
     registry = CollectorRegistry()

@@ -47,6 +47,7 @@ from sharmill.files.storage import (
     stopping_errors,
     write_atomic,
 )
+from sharmill.registry import describe_missing
 
 log = logging.getLogger(__name__)
 
@@ -287,11 +288,8 @@ class _Worker:
                 require_current(stage)
                 raise
             except ImportError as error:
-                missing = FatalError(
-                    f"{stage.name}: what every unit needs is not installed on {socket.gethostname()}: "
-                    f"{_with_type(error)}",
-                    code="missing_package",
-                )
+                problem = _with_type(error) if error.name is None else describe_missing(error.name)
+                missing = FatalError(f"{stage.name}: on {socket.gethostname()}, {problem}", code="missing_package")
                 self._note_error(missing)
                 raise missing from error
             except SharmillError as error:
@@ -387,9 +385,7 @@ class _Worker:
         try:
             commit = self._patience.once_seen(lambda: self._commit(unit))
         except KeyboardInterrupt:
-            spent = time.monotonic() - began
-            kind: NoteKind = "failed" if was_most_of_job(spent, self._rank.job_seconds) else "released"
-            end(kind, f"its rank had to leave after {spent:.0f} s")
+            end(*judge_leave(time.monotonic() - began, self._rank.job_seconds))
             raise
         except (ConfigError, FatalError, ImportError) as error:
             # The unit is not to blame. On a disk that takes no note, the error of the work is to be told.
@@ -505,9 +501,16 @@ class _Worker:
             log.warning("%s", failed)
 
 
-def was_most_of_job(seconds: float, job_seconds: float | None) -> bool:
-    """Return True if a unit had most of the time that any unit can have in a job, and did not end."""
-    return job_seconds is not None and seconds > 0.5 * job_seconds
+def judge_leave(seconds: float, job_seconds: float | None) -> tuple[NoteKind, str]:
+    """Return how an attempt has ended whose rank had to leave after so many seconds, and a sentence about it.
+
+    It has failed if the unit had most of the time that any unit can have in a job.
+    """
+    left = f"its rank had to leave after {seconds:.0f} s"
+    if job_seconds is None or seconds <= 0.5 * job_seconds:
+        return "released", left
+    remedy = "if the unit hangs, set executor.unit_time_limit to less; if it is slow, give jobs more time"
+    return "failed", f"{left}, more than half of the time of a job: {remedy}"
 
 
 def scratch_folder(scratch: str | None) -> Path | None:

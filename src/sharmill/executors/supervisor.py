@@ -31,7 +31,7 @@ from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.stage import Stage
 from sharmill.engine.state import Note, NoteKind, StageState
-from sharmill.engine.work import Rank, Replace, was_most_of_job, work
+from sharmill.engine.work import Rank, Replace, judge_leave, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError
 from sharmill.files.host import (
     Terminated,
@@ -353,9 +353,11 @@ class Supervisor:
         self._state.look()
         open_attempts = [begun for begun in self._state.attempts.open() if begun.owner == rank.owner]
         for begun in open_attempts:
-            is_done = begun.unit not in self._state.missing
-            excused = told and not was_most_of_job(time.time() - begun.time, self.job_seconds)
-            kind: NoteKind = "done" if is_done else "released" if excused else "failed"
+            kind: NoteKind = "failed"
+            if told:
+                kind, why = judge_leave(time.time() - begun.time, self.job_seconds)
+            if begun.unit not in self._state.missing:
+                kind = "done"
             self._state.attempts.end(begun, kind, f"{why}; its log is {self.stage.dir.rank_log(rank.number)}")
         if not (open_attempts or told or process.exitcode in (_LEFT, _NOTED)):
             self._state.attempts.log.append(Note(kind="failed", slot=rank.slot, message=why))

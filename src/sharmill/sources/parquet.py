@@ -55,7 +55,7 @@ class ParquetSource(ContainerSource, RunSource):
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be read, or lacks a column that the configuration names."""
-        require_package("pyarrow", extra="parquet")
+        require_package("pyarrow")
         wanted = {f"columns.{key}": column for key, column in self.columns.items()}
         for file in self.files:
             rows = _open(file)

@@ -4,8 +4,10 @@ Requests for jobs, and who may work on a run directory; then advance jobs: the w
 note of an end, and small stages, which they do themselves.
 """
 
+import multiprocessing
 import os
 import subprocess
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,17 +15,19 @@ from types import SimpleNamespace
 import pytest
 from support.project import raises
 from support.toy_cluster import ToyDataset, ToyRun
-from support.toy_stage import GpuStage, ToyStage, output_bytes, run
+from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 
-from sharmill.engine.fence import reserve
+from sharmill.engine.fence import make_fence, reserve
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run import locked
 from sharmill.engine.stage import End, Given, RunDir, Submitted
-from sharmill.engine.state import Note
+from sharmill.engine.state import Attempts, Note, begin_round
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import SlurmExecutor, find_reason, job_comment
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, require_no_jobs
+from sharmill.executors.supervisor import Device, supervise_rank
+from sharmill.files.host import ended_by_sigterm
 from sharmill.files.storage import STAGING_NAME, RecordLog, make_private_folder
 
 
@@ -117,6 +121,27 @@ class TestGuard:
         assert run_dir.read_given().cluster == "here"
 
 
+def _supervise(stage):
+    with ended_by_sigterm():
+        supervise_rank(stage, Device("cpu"), 0, job_seconds=0.1)
+
+
+@pytest.mark.parametrize("does", ["wait:never", "hold_gil"])
+def test_a_unit_that_hangs_past_the_time_of_its_job_fails_with_what_ends_it(tmp_path, does):
+    stage = ToyStage(tmp_path, units=1, behaviour={0: does})
+    units = read_or_make_plan(stage, restart=False)
+    make_fence(stage)
+    begin_round(stage, units, 1, join_seconds=1.0)
+    job = multiprocessing.get_context("spawn").Process(target=_supervise, args=(stage,))
+    job.start()
+    wait_until(lambda: stage.attempts()[0])
+    [begun] = Attempts(stage.dir.attempts).open()
+    wait_until(lambda: time.time() > begun.time + 0.1)
+    job.terminate()
+    job.join()
+    assert "executor.unit_time_limit" in Attempts(stage.dir.attempts).error(0).message
+
+
 class TestSetupLines:
     """Setup lines of a profile, in scripts that a shell really runs; ``srun`` stands in for the rank."""
 
@@ -161,24 +186,35 @@ class TestSetupLines:
         # It is not what later ranks that say nothing ended with.
         assert find_reason(tmp_path / "run/jobs", log.stat().st_mtime + 1) == ""
 
-    @pytest.mark.parametrize("has_full_disk", [False, True])
+    @pytest.mark.parametrize(
+        ("setup", "rank", "reason"),
+        [
+            ("", "", ("disk", "on node7: No space left")),
+            ("no_such_module load cuda", "true", ("no_ranks", "module: command not found")),
+            ("true", """echo "ModuleNotFoundError: No module named 'submitit'" >&2; false""",
+             ("no_ranks", "the package submitit is not installed: run pip install 'sharmill[slurm]'")),
+            # What submitit prints comes before the error itself.
+            ("true", "echo 'submitit ERROR - it failed' >&2; echo 'ValueError: a bad day' >&2; false",
+             ("no_ranks", ": ValueError: a bad day")),
+        ],
+    )  # fmt: skip
     def test_three_rounds_in_which_no_rank_can_work_end_the_run_with_the_reason(
-        self, run_script, cluster, submit, tmp_path, monkeypatch, has_full_disk
+        self, run_script, cluster, submit, tmp_path, monkeypatch, setup, rank, reason
     ):
         cluster.script("sbatch", "echo Submitted batch job 7")
+        cluster.script("srun", rank)
         stage = ToyStage(tmp_path, units=8)
         submit()
         monkeypatch.setenv("SLURM_JOB_ID", "17")
         job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=stage.run_dir.read_given())
-        reason = ("disk", "on node7: No space left") if has_full_disk else ("no_ranks", "module: command not found")
         for number in range(3):
             assert stage.run_dir.read_end() is None
-            if has_full_disk:
+            if not setup:
                 message = "cannot write /scratch on node7: No space left on device"
                 note = Note(kind="failed", slot="node7/rank 0", message=message, code="disk", place="node7")
                 RecordLog(stage.dir.attempts).append(note)
             else:
-                run_script("no_such_module load cuda")
+                run_script(setup)
             with raises(FatalError, *reason) if number == 2 else nullcontext():
                 job.advance("toy", stage.dir.read_token(), True)
         end = stage.run_dir.read_end()

@@ -39,6 +39,7 @@ from sharmill.executors.supervisor import Device, logging_to, supervise_rank
 from sharmill.files.host import deferred_interrupts, ended_by_sigterm, limit_cores
 from sharmill.files.locks import lock_owner
 from sharmill.files.storage import Patience, load_record, make_private_folder, read_stored, remove, time_of_folder
+from sharmill.registry import describe_missing
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,9 @@ _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communi
 # the other, since each has a time limit.
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
 _SETUP_FAILED = "sharmill: the setup line failed with status "
+_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _SAYS_WHY = re.compile(
-    r"(?!\s).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
+    r"(?!\s|submitit ).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
 )
 
 
@@ -590,6 +592,8 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
             text = read_stored(path).decode(errors="replace")
         except (OSError, SharmillError):
             continue  # the log of another job may say it
+        if missing := _NO_MODULE.search(text):
+            return f"{describe_missing(missing[1])}; {path}"
         if said := [line.rstrip() for line in text.splitlines() if _SAYS_WHY.match(line)]:
             # What a setup line printed comes before the sentence about its end.
             named = [line for line in said[1:] if line.startswith(_SETUP_FAILED)]

@@ -18,6 +18,7 @@ from sharmill.cli.command import (
     wants_json,
     workers_option,
 )
+from sharmill.errors import ConfigError
 from sharmill.executors.machine import examine_machine
 from sharmill.training.buckets.batch_size import tune_to_yaml
 from sharmill.training.buckets.bins import BinsOptions, estimate_report
@@ -138,7 +139,8 @@ def doctor(settings: str | None, folder: Path, ranks: int, num_batches: int, tok
 
     Without settings: versions, GPUs, the file system (locks, rename, free space and inodes), SLURM and Ray as found,
     and what to do about each thing that is off; exit status 3 if there is one. With the settings of a training: who
-    reads what, whether it can be resumed, epochs, padding, and buckets that nothing comes from. Nothing is trained.
+    reads what, whether it can be resumed, epochs, padding, and lines that begin with "advice:" or "error:"; exit status
+    2 if there is an error. Nothing is trained.
     """
     if settings is None:
         checks = list(examine_machine(folder))
@@ -155,5 +157,6 @@ def doctor(settings: str | None, folder: Path, ranks: int, num_batches: int, tok
 
     found = read_train_settings(Path(settings))
     with quiet_nemo():
-        print_json(say_all(examine(found, ranks=ranks, num_batches=num_batches, tokenizer=tokenizer)))
-    return OK
+        lines = say_all(examine(found, ranks=ranks, num_batches=num_batches, tokenizer=tokenizer))
+    print_json(lines)
+    return ConfigError.exit_status if any(line.startswith("error: ") for line in lines) else OK

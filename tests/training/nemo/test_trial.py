@@ -58,6 +58,37 @@ def test_the_doctor_knows_parts_epochs_and_padding(corpora, tmp_path):
     assert "\ntokens: 45.0 % of the batches is padding" in said
 
 
+@pytest.mark.parametrize(
+    ("settings", "ranks", "status", "said"),
+    [
+        ({"num_buckets": 3}, 1, 2, ["error: num_buckets: 3 makes no buckets: set use_bucketing: true"]),
+        (
+            {"num_buckets": 30, "bucket_duration_bins": [1.0, 2.0, 3.0]}, 1, 2,
+            ["error: num_buckets: 30 has no effect beside 3 bucket_duration_bins"],
+        ),
+        (
+            {"bucket_duration_bins": [1.0, 1.65], "bucket_batch_size": [2, 2], "bucket_buffer_size": 4}, 1, 2,
+            ["error: sharmill DATASET: 12 of 24 examples never come", "DATASET: 12 examples, 167 epochs in 1000 steps"],
+        ),
+        ({"max_duration": 1.05}, 1, 2, ["18 of 24 examples never come", "DATASET: 6 examples, 333 epochs"]),
+        (
+            {"shuffle_buffer_size": 100}, 2, 0,
+            ["advice: 2 readers hold back up to 200 examples (shuffle_buffer_size each), more than half of 23"],
+        ),
+        ({}, 16, 0, ["advice: 16 readers (ranks x workers) have 1.4 of 23 examples each, and a batch has 2.0"]),
+        ({"force_finite": True, "batch_size": 1}, 5, 2, ["error: the ranks have 4 to 5 batches"]),
+        ({"perturb_speed": True}, 1, 2, ["error: perturb_speed changes 2 of 3 examples, and codes cannot follow"]),
+    ],
+)  # fmt: skip
+def test_the_doctor_tells_advice_from_errors(corpora, tmp_path, call, settings, ranks, status, said):
+    path = tmp_path / "train.yaml"
+    path.write_text(OmegaConf.to_yaml({"input_cfg": [corpora.entry("large")]} | SETTINGS | settings))
+    found, out, _ = call("doctor", path, "--ranks", ranks)
+    assert found == status
+    for words in said:
+        assert words.replace("DATASET", str(corpora.large)) in out
+
+
 def test_settings_lie_below_train_ds(corpora, tmp_path):
     path = tmp_path / "train.yaml"
     for found in (
@@ -81,6 +112,15 @@ def test_a_resume_is_verified_in_fresh_processes(corpora):
     said = list(stop_and_resume(cfg, ranks=1, then=2, num_batches=3, num_stops=1, tokenizer=None))
     assert said[0] == "1 ranks: 3 batches, 9 examples"
     assert "whole epochs of 8 examples, none twice" in said[-1]
+
+
+@pytest.mark.slow
+def test_buffers_are_named_where_no_epoch_ends(corpora):
+    cfg = {"input_cfg": [corpora.entry("small")]} | SETTINGS | {"shuffle_buffer_size": 9}
+    said = list(stop_and_resume(cfg, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None))
+    assert said[-1].startswith(
+        "entry 0: no epoch ended; 1 readers hold back up to 9 examples (shuffle_buffer_size each)"
+    )
 
 
 @pytest.mark.slow

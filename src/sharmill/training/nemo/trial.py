@@ -10,8 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lhotse import CutSet
@@ -20,12 +21,14 @@ from lhotse.cut import Cut
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.host import safe_path
 from sharmill.models.nemo_models import quiet_nemo
+from sharmill.shar.layout import TARGET_CODES, read_dataset
 from sharmill.training.nemo.classic import DIVIDED, Settings, ignored_keys
 from sharmill.training.nemo.loader import cuts_of, get_dataloader, merge_data_states, place_of
 from sharmill.training.nemo.settings import (
     is_map_style,
     loader_schema,
     prepare_settings,
+    resolve_settings,
     sections_of,
     sources_of,
 )
@@ -140,15 +143,23 @@ class SeenExamples(torch.utils.data.Dataset):
         return Seen(place, [cut.duration for cut in cuts_of(example)], tokens, (number, bucket))
 
 
+# So many examples are read to count those that pass the filters.
+_MAX_COUNTED: Final = 1_000_000
+# More than this share of dropped examples is an error.
+_MAX_DROPPED_SHARE: Final = 0.25
+
+
 def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str | None) -> Iterator[str]:
-    """Yield lines about the settings; only the first rank's ``num_batches`` are made, and no audio is loaded.
+    """Yield lines about the settings: facts, ``advice: ...``, and ``error: ...`` for what has to be changed.
+
+    The first rank's ``num_batches`` are made, the examples that pass the filters are counted, and no audio is loaded.
 
     Raises:
         ConfigError: the loader refuses the settings.
     """
     for section in sections_of(settings):
         if ignored := ignored_keys(section):
-            yield f"ignored: {', '.join(ignored)}"
+            yield f"advice: ignored: {', '.join(ignored)}"
     prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
     workers = max(1, int(prepared.get("num_workers", 0)))
     map_style = any(is_map_style(section) for section in sections_of(prepared))
@@ -160,23 +171,122 @@ def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str 
         yield f"canonical: {count} parts, so the same global batches on any number of readers that divides {count}"
     if map_style:
         yield (
-            "map style: the main process of every rank reads all manifests, minutes for millions of lines; "
+            "advice: map style: the main process of every rank reads all manifests, minutes for millions of lines; "
             "force_iterable_dataset: true reads them as a stream, which can be resumed"
         )
+    yield from _mistaken(prepared)
     try:
         loader = _open_loader(settings, 0, ranks, tokenizer, resumable=True)
         yield "can be resumed exactly, on other numbers of ranks and workers too"
     except ConfigError as error:
         if error.code != "inexact_state":
             raise
-        yield f"cannot be resumed: {error}"
+        yield f"advice: cannot be resumed: {error}"
         loader = _open_loader(settings, 0, ranks, tokenizer)
     batches = list(islice(loader, num_batches))
     yield from _filling(batches)
     if 0 < len(batches) < num_batches:
         yield f"the epoch of the first rank ends after {len(batches)} batches"
     yield from _buckets(prepared, batches)
-    yield from _epochs(settings, sources, batches, ranks)
+    counted = _count(settings, tokenizer)
+    for source, (size, passing) in zip(sources, counted, strict=True):
+        if passing is None:
+            yield f"{_name(source)}: {size or 'unknown'} examples; those that pass the filters are not counted"
+        elif dropped := size - passing:
+            kind = "error" if dropped > _MAX_DROPPED_SHARE * size else "advice"
+            yield (
+                f"{kind}: {_name(source)}: {dropped} of {size} examples never come: loosen the limits (min_*, max_*, "
+                "keep) or the bounds of the last bucket, which leave them out"
+            )
+    left = [size if passing is None else passing for size, passing in counted]
+    yield from _epochs(sources, left, batches, ranks)
+    if batches and not map_style:
+        yield from _check_division(settings, prepared, sum(left), batches, ranks, tokenizer)
+
+
+def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | None]]:
+    """Return how many examples each entry has (0 if unknown), and how many pass the filters (None if not counted)."""
+    from sharmill.training.nemo.input_type import entry_size
+
+    whole = resolve_settings(settings) | {"force_finite": True, "num_workers": 0, "sampler_fusion": "round_robin"}
+    whole.pop("canonical", None)
+    for section in sections_of(whole):
+        section |= {"force_map_dataset": False, "force_iterable_dataset": True, "drop_last": False}
+        section |= {"concatenate_samples": False, "use_bucketing": False}  # without estimates of few examples
+    sources = sources_of(prepare_settings(whole, 0, 1))
+    sizes = [entry_size(source) if _is_divided(source) else 0 for source in sources]
+    if sum(sizes) > _MAX_COUNTED or not all(map(_is_divided, sources)):
+        return [(size, None) for size in sizes]
+    places = {seen.place for batch in _open_loader(whole, 0, 1, tokenizer) for seen in batch if seen.place}
+    passing = Counter(place[0] for place in places)
+    return [(size, passing[number]) for number, size in enumerate(sizes)]
+
+
+def _is_divided(source: Settings) -> bool:
+    return source["type"] in ("sharmill", DIVIDED)
+
+
+def _has_buckets(section: Settings) -> bool:
+    """Return True if NeMo makes buckets for a sampler."""
+    return any(section.get(key) for key in ("use_bucketing", "bucket_batch_size", "bucket_duration_bins"))
+
+
+def _mistaken(prepared: Settings) -> Iterator[str]:
+    """Yield settings that have no effect, or make no batch."""
+    for section in sections_of(prepared):
+        number, bins = section.get("num_buckets"), section.get("bucket_duration_bins") or ()
+        if number is not None and not _has_buckets(section) and "use_bucketing" not in section:
+            yield f"error: num_buckets: {number} makes no buckets: set use_bucketing: true as well"
+        if number is not None and bins and number not in (len(bins), len(bins) + 1):
+            yield f"error: num_buckets: {number} has no effect beside {len(bins)} bucket_duration_bins: leave out one"
+        coded = [
+            _name(source) for source in sources_of(section) if source["type"] == "sharmill" and any(
+                field.endswith(TARGET_CODES) for field in
+                source.get("fields") or read_dataset(Path(source["dataset"])).fields
+            )
+        ]  # fmt: skip
+        if section.get("perturb_speed") and coded:
+            yield (
+                f"error: perturb_speed changes 2 of 3 examples, and codes cannot follow: read audio alone of "
+                f"{', '.join(coded)}"
+            )
+
+
+def _held_back(prepared: Settings, size: int, readers: int) -> Iterator[str]:
+    """Yield a sentence for each sampler whose buffers hold back more than half of the data."""
+    for section in sections_of(prepared):
+        shuffled = _has_buckets(section) or prepared["shuffle"]
+        keys = ["bucket_buffer_size"] * _has_buckets(section) + ["shuffle_buffer_size"] * shuffled
+        held = readers * sum(section.get(key, loader_schema()[key]) or 0 for key in keys)
+        if held > size / 2:
+            yield (
+                f"{readers} readers hold back up to {held} examples ({' + '.join(keys)} each), more than half of "
+                f"{size}, so that some come epochs late: lower them"
+            )
+
+
+def _check_division(
+    settings: Settings, prepared: Settings, size: int, batches: list[list[Seen]], ranks: int, tokenizer: str | None
+) -> Iterator[str]:
+    """Yield what goes wrong if so many readers divide the data, as far as their size is known."""
+    if not 0 < size <= _MAX_COUNTED:
+        return
+    readers = ranks * max(1, int(prepared.get("num_workers", 0)))
+    in_batch = sum(map(len, batches)) / len(batches)
+    if size < readers * in_batch:
+        yield (
+            f"advice: {readers} readers (ranks x workers) have {size / readers:.1f} of {size} examples each, and "
+            f"a batch has {in_batch:.1f}: use fewer"
+        )
+    if not prepared.get("force_finite", False):
+        yield from (f"advice: {sentence}" for sentence in _held_back(prepared, size, readers))
+        return
+    ends = [sum(1 for _ in _open_loader(settings, rank, ranks, tokenizer)) for rank in range(ranks)]
+    if len(set(ends)) > 1:
+        yield (
+            f"error: the ranks have {min(ends)} to {max(ends)} batches, so that some would wait for ever: "
+            "set force_map_dataset: true"
+        )
 
 
 def _name(source: Settings) -> str:
@@ -197,7 +307,7 @@ def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, 
 
 def _filling(batches: list[list[Seen]]) -> Iterator[str]:
     if not batches:
-        yield "no batch: the data end before the first is full"
+        yield "error: no batch: the data end before the first is full"
         return
     sizes = sorted(len(batch) for batch in batches)
     yield f"{len(batches)} batches of {sizes[0]} to {sizes[-1]} examples"
@@ -220,19 +330,16 @@ def _buckets(prepared: Settings, batches: list[list[Seen]]) -> Iterator[str]:
                 str(bounds[n]) if isinstance(bounds[n], list) else f"{bounds[n - 1] if n else 0} to {bounds[n]}"
                 for n in never
             ]
-            yield f"buckets that no batch came from: {', '.join(told)}"
+            yield f"advice: buckets that no batch came from: {', '.join(told)}"
 
 
-def _epochs(settings: Settings, sources: list[Settings], batches: list[list[Seen]], ranks: int) -> Iterator[str]:
-    from sharmill.training.nemo.input_type import entry_size
-
+def _epochs(sources: list[Settings], sizes: list[int], batches: list[list[Seen]], ranks: int) -> Iterator[str]:
     counts = Counter(seen.place[0] for batch in batches for seen in batch if seen.place is not None)
-    divided = [source for source in sources if source["type"] in ("sharmill", DIVIDED)]
-    for number, source in enumerate(divided if batches else ()):
-        if not (size := entry_size(source)):
-            continue
-        per_thousand = 1000 * ranks * counts[number] / len(batches) / size
-        yield f"{_name(source)}: {size} examples, {per_thousand:.3g} epochs in 1000 steps"
+    divided = [pair for pair in zip(sources, sizes, strict=True) if _is_divided(pair[0])]
+    for number, (source, size) in enumerate(divided if batches else ()):
+        if size:
+            per_thousand = 1000 * ranks * counts[number] / len(batches) / size
+            yield f"{_name(source)}: {size} examples, {per_thousand:.3g} epochs in 1000 steps"
 
 
 def stop_and_resume(
@@ -275,22 +382,27 @@ def stop_and_resume(
             parts, whole = first.submit(_try_ranks, settings, 1, total + num_batches, tokenizer, None).result()
             ended = [reader for reader, progress in enumerate(whole["readers"]) if progress["epoch"]]
             unstopped = Counter(place[:1] for place in _places(parts) if place[0] in ended and place[1] == 0)
-    yield from _check_epochs(Counter(place[:2] for place in seen), state, unstopped)
+    prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
+    size = sum(size for size, _ in _count(settings, tokenizer))
+    readers = max(ranks, then) * max(1, int(prepared.get("num_workers", 0)))
+    remedy = next(_held_back(prepared, size, readers), "take more --batches or --stops to compare whole ones")
+    yield from _check_epochs(Counter(place[:2] for place in seen), state, unstopped, remedy)
 
 
 def _check_epochs(
-    counted: Counter[tuple[int, ...]], state: Mapping[str, Any], unstopped: Counter[tuple[int, ...]]
+    counted: Counter[tuple[int, ...]], state: Mapping[str, Any], unstopped: Counter[tuple[int, ...]], remedy: str
 ) -> Iterator[str]:
     """Compare the epochs that ended: which examples an epoch has does not depend on where it was stopped.
 
     Args:
         counted: the examples of each entry and epoch.
         unstopped: the examples of each entry in an epoch without stops, if one ended.
+        remedy: what to do if no epoch ended.
     """
     for reader, progress in enumerate(state["readers"]):
         counts, expected = [counted[reader, epoch] for epoch in range(progress["epoch"])], unstopped[reader,]
         if not counts:
-            yield f"entry {reader}: no epoch ended; take more --batches or --stops to compare whole ones"
+            yield f"entry {reader}: no epoch ended; {remedy}"
             continue
         refuse(
             (expected and set(counts) != {expected},

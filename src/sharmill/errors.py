@@ -39,6 +39,7 @@ REASONS: Final[dict[str, str]] = {
     "only_copies": "all that could be the context is a copy of the utterance",
     "no_long_context": "no other utterance of the group satisfies the limits on a context",
     "bad_context": "the context that the record brings cannot be used, or is outside the limits",
+    "bad_codes": "the codec gives values that are not finite, outside its codebook or of a wrong number of frames",
 }
 
 # By reason: what mends records that are rejected for it, or lets them through.
@@ -73,6 +74,7 @@ REMEDIES: Final[dict[str, str]] = {
     "only_copies": "give each speaker more than one recording, or remove the copies",
     "no_long_context": "lower match.min_duration",
     "bad_context": "correct the keys context_audio_..., loosen the limits of match, or set match.contexts to choose",
+    "bad_codes": "the cuts stay without these codes; encode.precision=fp32, or another codec, may give some",
 }
 
 # Reasons that may lie with the node, which does not see the input, and not with the record.

@@ -24,6 +24,7 @@ from sharmill.executors.slurm.queue import require_no_jobs
 from sharmill.files.storage import (
     disk_errors,
     read_stored,
+    remove,
     require_writable,
     write_atomic,
 )
@@ -334,15 +335,23 @@ def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> s
 
 
 def _merge_rejects(config: Config) -> None:
-    """Write all rejects of the dataset so far, in the order of the stages: of each unit where a stage is not done."""
-    files: list[Path] = []
-    for stage in make_stages(config):
+    """Write all rejects of the dataset so far, in the order of the stages: of each unit where a stage is not done.
+
+    What stays in the dataset is listed apart, and without any there is no such file.
+    """
+    run_dir, lost, kept = RunDir(Path(config.run_dir)), list[Path](), list[Path]()
+    for stage in stages_of_run(config):
+        files = kept if stage.keeps_cuts else lost
         if stage.dir.done.exists():
             files.append(stage.dir.rejects)
         elif stage.dir.units.exists():
             commits = read_ledger(stage.dir, stage.dir.read_units())
             files += [stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected]
-    merge_files(filter(Path.exists, files), RunDir(Path(config.run_dir)).rejects)
+    merge_files(filter(Path.exists, lost), run_dir.rejects)
+    if kept := [path for path in kept if path.exists() and path.stat().st_size]:
+        merge_files(kept, run_dir.bad_codes)
+    else:
+        remove(run_dir.bad_codes)
 
 
 def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:
@@ -353,10 +362,11 @@ def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]
         read = [
             one for one in counted[:number] if one[0].kind in after.after or ("*" in after.after and one[0].shares_root)
         ]
-        for before, went_on in read[-1:]:
-            if came.num_in != went_on.num_out:
+        for before, totals in read[-1:]:
+            went_on = totals.num_in if before.keeps_cuts else totals.num_out
+            if came.num_in != went_on:
                 raise FatalError(
-                    f"accounts do not add up: {went_on.num_out} records went on from {before.name}, but {came.num_in} "
+                    f"accounts do not add up: {went_on} records went on from {before.name}, but {came.num_in} "
                     f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
                     code="accounts",
                 )

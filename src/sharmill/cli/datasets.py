@@ -191,7 +191,8 @@ def export(dataset: Path, out: Path, form: str, codec: str | None) -> None:
             dataset, form, out, codec=codec,
             progress=lambda done, total: status.update(f"export: shard {done:,} of {total:,}"),
         )  # fmt: skip
-    say(f"wrote {exported.manifest}: {exported.num_cuts:,} cuts, {exported.seconds / 3600:,.2f} hours")
+    left_out = f"; {exported.num_left_out:,} cuts without codes are left out" if exported.num_left_out else ""
+    say(f"wrote {exported.manifest}: {exported.num_cuts:,} cuts, {exported.seconds / 3600:,.2f} hours{left_out}")
     print_json({**asdict(exported), "manifest": str(exported.manifest)})
 
 

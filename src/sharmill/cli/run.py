@@ -384,8 +384,12 @@ def print_result(result: DatasetResult) -> None:
         style="dim",
     )
     reasons: Counter[str] = Counter()
-    for _, outcome in result.stages:
-        reasons.update(outcome.totals.rejects if outcome.totals is not None else {})
+    for stage, outcome in result.stages:
+        found = outcome.totals.rejects if outcome.totals is not None else {}
+        reasons.update({} if stage.keeps_cuts else found)
+        if stage.keeps_cuts and found:
+            listed = f"{sum(found.values())} {'cuts' if stage.counts == 'records' else 'segments'} without codes"
+            say(f"{stage.name}: {listed} (see {result.config.run_dir}/bad_codes.jsonl)", style="yellow")
     if reasons:
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         say(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)")
@@ -432,7 +436,9 @@ def _accounts(stage: Stage, outcome: StageResult) -> list[str | Text]:
 
 def print_report(report: Report) -> None:
     """Print findings by kind with the first examples, and what was checked, what could not be, and what mends it."""
-    checked = ", ".join(f"{report.checked[name]:,.0f} {name}" for name in _SHOWN_COUNTS if name in report.checked)
+    shown = (name for name in report.checked if name.startswith("cuts without "))
+    names = [*(name for name in _SHOWN_COUNTS if name in report.checked), *shown]
+    checked = ", ".join(f"{report.checked[name]:,.0f} {name}" for name in names)
     if not report.findings:
         say("validation: no findings", style="green")
     else:

@@ -47,7 +47,7 @@ from sharmill.engine.stage import (
     make_unit,
     versions,
 )
-from sharmill.errors import FatalError, RejectRecord, UnitFailed
+from sharmill.errors import ConfigError, DeviceError, FatalError, RejectRecord, UnitFailed
 from sharmill.files.storage import (
     Staging,
     checksum_bytes,
@@ -60,11 +60,13 @@ from sharmill.files.storage import (
     save_array,
     write_atomic,
 )
+from sharmill.manifest import Reject
 from sharmill.models import Codec, ModelFamily, find_codec, load_codec, make_deterministic
 from sharmill.models.batches import PIECE_SECONDS, Batch, find_pieces, log_padding, plan_batches
 from sharmill.models.device import check_device, fit_batch_seconds
 from sharmill.models.memory import ELSEWHERE, MemoryGuard, require_room
 from sharmill.shar.items import (
+    NO_DATA,
     FieldWriter,
     Item,
     array_json,
@@ -91,6 +93,8 @@ _GAP: Final = 1 << 14
 _AT_ONCE: Final = 1 << 20
 # Codebooks times their size: codecs with more codes are not counted.
 _MAX_COUNTS: Final = 1 << 21
+# Segments that tell a rank which gives no codes from a unit that has none.
+_NUM_PROBES: Final = 16
 # What a user can do with segments that no batch size helps.
 _TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
 
@@ -109,6 +113,7 @@ class EncodeStage(Stage):
     after: ClassVar = ("survey",)
     resource: ClassVar = "gpu"
     counts: ClassVar = "segments"
+    keeps_cuts: ClassVar[bool] = True
     looks_ahead: ClassVar[bool] = True
     unit_limits: ClassVar[tuple[float, float]] = (60.0, 7200.0)
 
@@ -197,7 +202,13 @@ class EncodeStage(Stage):
         threads = make_deterministic(device)
         kind = check_device(device)
         config = self.codec_config
-        codec = load_codec(config.model, device, precision=self.encode.precision, **config.options)
+        try:
+            codec = load_codec(config.model, device, precision=self.encode.precision, **config.options)
+        except ConfigError as error:
+            if error.code != "bad_codes":
+                raise
+            # The device may be to blame: on another one the same model may give codes.
+            raise DeviceError(str(error), code=error.code) from error
         return EncodeProcessor(self, codec, device, kind, threads)
 
     def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
@@ -271,18 +282,14 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             )
         items = self._read(segments)
         codec = self._codec
-
-        def count(item: Item) -> int:
-            return num_frames(item.metadata or {}, codec.sampling_rate, codec.samples_per_frame)
-
-        frames = list(map(count, items))
+        frames = list(map(self._count_frames, items))
         batches = self._plan_batches(frames)
         loaded = LoadedBatches(
             items,
             [batch.items for batch in batches],
             partial(_load, sampling_rate=codec.sampling_rate),
             threads=self._threads,
-            weigh=count,
+            weigh=self._count_frames,
             batch_weight=self._batch_seconds * codec.sampling_rate / codec.samples_per_frame,
         )
         return batches, loaded, frames
@@ -291,25 +298,41 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         batches, loaded, frames = self.take(unit)
         share = unit.cost / max(1, sum(frames))
         dtype = codes_dtype(self._codec.codebook_size)
-        codes: list[np.ndarray] = [np.empty(0)] * len(frames)
+        # A segment that the codec gives no codes for has no frames.
+        codes: list[np.ndarray] = [np.empty((self._codec.num_codebooks, 0), dtype)] * len(frames)
+        problems: dict[int, str] = {}
         for batch, samples in zip(batches, loaded.take(self.begin_next), strict=True):
-            names = [loaded.items[index].cut_id for index in batch.items]
-            # Rows beyond the items are silence.
-            for index, row in zip(batch.items, self._encode(batch, samples, names), strict=False):
-                codes[index] = np.ascontiguousarray(row[:, : frames[index]].astype(dtype))
+            items = [loaded.items[index] for index in batch.items]
+            for index, found in zip(batch.items, self._encode_each(batch, samples, items), strict=True):
+                if isinstance(found, str):
+                    problems[index] = found
+                else:
+                    codes[index] = np.ascontiguousarray(found.astype(dtype))
             advance(sum(frames[index] for index in batch.items) * share)
         self._guard.unit_done()
+        if len(problems) == unit.size:
+            self._require_sound(unit, problems[0])
         name = _codes_file(unit.index)
         _write_codes(staging.path(name), codes, self._codec.codebook_size)
-        seconds = float(seconds_of(self._segments_of(unit)).sum())
+        seconds = seconds_of(self._segments_of(unit))
         padded = sum(batch.num_rows * batch.num_frames for batch in batches)
         stats = {
-            "seconds": seconds,
-            "encoded_seconds": seconds,
+            "seconds": float(np.delete(seconds, list(problems)).sum()),
+            "encoded_seconds": float(seconds.sum()),
             "padded_seconds": padded * self._codec.samples_per_frame / self._codec.sampling_rate,
             "codec": msgspec.to_builtins(self._record()),
         }
-        return Output(files=[name], num_out=unit.size, stats=stats)
+        rejects = [
+            Reject(
+                self._stage.name, "bad_codes", problem,
+                {"segment": unit.params["start"] + index, "place": loaded.items[index].cut_id},
+            )
+            for index, problem in sorted(problems.items())
+        ]  # fmt: skip
+        return Output(files=[name], num_out=unit.size - len(rejects), rejects=rejects, stats=stats)
+
+    def _count_frames(self, item: Item) -> int:
+        return num_frames(item.metadata or {}, self._codec.sampling_rate, self._codec.samples_per_frame)
 
     def _segments_of(self, unit: Unit) -> np.ndarray:
         return self._segments[unit.params["start"] : unit.params["stop"]]
@@ -360,24 +383,67 @@ class EncodeProcessor(AheadProcessor[_Begun]):
     def _is_cut(self, num_frames: int) -> bool:
         return self._pieces is not None and num_frames > self._pieces.length
 
-    def _encode(self, batch: Batch, samples: Sequence[np.ndarray], names: Sequence[str]) -> np.ndarray:
-        """Return the codes (rows, codebooks, frames) of a batch of segments with names.
+    def _require_sound(self, unit: Unit, problem: str) -> None:
+        """Raise UnitFailed if this rank gives no codes for segments of other units either: it may be what is broken."""
+        numbers = np.unique(np.linspace(0, len(self._segments) - 1, _NUM_PROBES, dtype=np.int64))
+        probes = self._segments[numbers[(numbers < unit.params["start"]) | (numbers >= unit.params["stop"])]]
+        for item in self._read(probes[seconds_of(probes) <= self._most_seconds]):
+            (batch,) = self._plan_batches([self._count_frames(item)])
+            (found,) = self._encode(batch, [_load(item, self._codec.sampling_rate)], [item])
+            if not isinstance(found, str):
+                return
+        raise UnitFailed(
+            f"there are codes for none of the {unit.size} segments, nor for segments of other units: this device is "
+            f"broken, or the codec cannot be used; the first: {problem}",
+            code="bad_codes",
+        )
+
+    def _encode_each(
+        self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[Item]
+    ) -> Iterator[np.ndarray | str]:
+        """Yield what ``_encode`` returns; in a batch another segment may be to blame, so that each is tried alone."""
+        for item, own, found in zip(items, samples, self._encode(batch, samples, items), strict=True):
+            if isinstance(found, str) and len(items) > 1:
+                (alone,) = self._plan_batches([self._count_frames(item)])
+                (found,) = self._encode(alone, [own], [item])
+            yield found
+
+    def _encode(self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[Item]) -> list[np.ndarray | str]:
+        """Return for each segment of a batch its codes (codebooks, frames), or a sentence that says what is wrong.
 
         Raises:
-            UnitFailed: the codec gives no codes, or the batch does not fit in memory.
+            UnitFailed: the batch does not fit in memory.
             FatalError: nothing has fitted in memory yet.
         """
+        names = [item.cut_id for item in items]
         try:
             with spent_on("model"):
-                return self._run(batch, samples)
+                rows = self._run(batch, samples)
         except RejectRecord as reject:
-            # The dataset has its cut already, and every cut has codes: it cannot be left out any more.
+            # A larger device gives it codes: it is not left out.
             why = f"the segment {names[0]}: {reject.detail}; {_TOO_LONG_ADVICE}"
             raise UnitFailed(why, code="out_of_memory") from reject
-        except UnitFailed as error:
+        except (FatalError, UnitFailed) as error:
+            if error.code == "bad_codes":
+                return [str(error)] * len(items)
+            if isinstance(error, FatalError):
+                raise
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             named = f"{error} (segments {', '.join(names[:_MOST_NAMED])}{more})"
             raise UnitFailed(named, code=error.code) from error
+        # Rows beyond the items are silence.
+        return [self._check(row, batch, self._count_frames(item)) for row, item in zip(rows, items, strict=False)]
+
+    def _check(self, row: np.ndarray, batch: Batch, num_frames: int) -> np.ndarray | str:
+        """Return the codes of the first frames of a row, or what is wrong: not every codec looks itself."""
+        shape, size = (self._codec.num_codebooks, batch.num_frames), self._codec.codebook_size
+        codes = row[:, :num_frames]
+        if row.shape != shape:
+            return f"the codec gave codes of the shape {row.shape} where codebooks and frames are {shape}"
+        # Of NaN neither holds.
+        if not (codes.min() >= 0 and codes.max() < size):
+            return f"the codec gave the indices {codes.min()} to {codes.max()}, outside its {size}"
+        return codes
 
     def _run(self, batch: Batch, samples: Sequence[np.ndarray]) -> np.ndarray:
         """Run the codec on a batch; raise RejectRecord for one segment that is too long, and as ``_encode``."""
@@ -433,6 +499,7 @@ class AssembleStage(FieldStage):
     kind: ClassVar[str] = "assemble"
     after: ClassVar[Sequence[str]] = ("survey", "encode")
     part_of: ClassVar[str] = "encode"
+    keeps_cuts: ClassVar[bool] = True
     # Other codes of any segment have to reach all shards that hold it; that takes no codec.
     replan_when_changed: ClassVar[bool] = True
 
@@ -506,18 +573,27 @@ class AssembleProcessor(FieldProcessor):
     def close(self) -> None:
         self._codes.close()
 
-    def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
+    def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> list[Reject]:
         start = unit.params["start"]
         numbers = np.array(self._numbers[:, start : start + unit.size])
         codes = dict(self._codes.read(np.unique(numbers)))
         frame_shift = self._codec.samples_per_frame / self._codec.sampling_rate
+        lacking: dict[str, list[str]] = {}
         for field, (path, row) in enumerate(zip(paths, numbers.tolist(), strict=True)):
             with FieldWriter(path) as writer:
                 for cut_id, number in zip(ids, row, strict=True):
                     shape = codes[number].shape
+                    if not shape[1]:
+                        writer.add(Item(cut_id, NO_DATA, None, None))
+                        lacking.setdefault(cut_id, []).append(self.fields[field].attribute)
+                        continue
                     # The context lies on another time line than the cut, so that it is no temporal array.
                     metadata = array_json(shape) if field else temporal_array_json(shape, frame_shift)
                     writer.add(Item(cut_id, "npy", array_to_bytes(codes[number]), metadata))
+        return [
+            Reject(self.stage.name, "bad_codes", f"it has no {' and no '.join(fields)}", {"cut": cut_id})
+            for cut_id, fields in lacking.items()
+        ]
 
 
 class _EncodedRecord(msgspec.Struct, frozen=True):
@@ -542,7 +618,10 @@ def _encoded_file(paths: StageDir) -> Path:
 
 
 def _write_codes(path: Path, codes: Sequence[np.ndarray], codebook_size: int) -> None:
-    """Write the codes (codebooks, frames) of the segments of a block, in their order, and their counts."""
+    """Write the codes (codebooks, frames) of the segments of a block, in their order, and their counts.
+
+    A segment without codes has an array without frames.
+    """
     table = np.empty(len(codes) + 1, _ENTRY)
     table["position"] = table.nbytes + np.concatenate([[0], np.cumsum([array.nbytes for array in codes])])
     table["xxh3"][:-1] = [xxhash.xxh3_64_intdigest(array.tobytes()) for array in codes]

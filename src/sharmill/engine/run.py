@@ -265,7 +265,7 @@ def _remove_leftovers(stage: Stage) -> None:
     """Remove what killed processes left aside, but nothing of ranks, which may be at work for the same plan."""
     remove_dead_attempts(token_staging(stage.root, stage.token))
     paths = stage.run_dir
-    own = (paths.id, paths.reserved, paths.config, paths.given, paths.end, paths.rejects, paths.stats)
+    own = (paths.id, paths.reserved, paths.config, paths.given, paths.end, paths.rejects, paths.bad_codes, paths.stats)
     remove_asides(paths.path, {path.name for path in own})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_asides(folder)

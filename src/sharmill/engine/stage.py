@@ -143,6 +143,8 @@ class RunDir:
         self.given = path / "given.json"
         self.end = path / "end.json"
         self.rejects = path / "rejects.jsonl"
+        # Of stages that keep the cuts of what they reject: segments and cuts without codes.
+        self.bad_codes = path / "bad_codes.jsonl"
         self.stats = path / "stats.json"
         # The page that ``sharmill report`` makes.
         self.report = path / "report.html"
@@ -466,6 +468,7 @@ class Stage(ABC):
         lease_seconds: a rank is taken for dead when its heartbeat has not been seen for so long.
         scratch: a folder of each machine in which ranks write before they publish, or None.
         replaces_root: begun anew, it removes all of ``root`` that stages of this and of other runs have published.
+        keeps_cuts: what it rejects stays in the dataset, without the fields of this stage.
         looks_ahead: its processors make use of ``expect``, so that a rank holds its next unit already.
         replan_when_changed: a check, which loses nothing by starting anew when its input has changed.
     """
@@ -490,6 +493,7 @@ class Stage(ABC):
     lease_seconds: float = 120.0
     scratch: str | None = None
     seconds_until_seen: float = 0.0
+    keeps_cuts: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False
     replan_when_changed: ClassVar[bool] = False

@@ -72,11 +72,15 @@ class Export(Protocol):
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export: its manifest, and how many cuts and seconds of target audio that lists."""
+    """A finished export: its manifest, and how many cuts and seconds of target audio that lists.
+
+    ``num_left_out`` are the cuts for which the codec gave no codes.
+    """
 
     manifest: Path
     num_cuts: int
     seconds: float
+    num_left_out: int = 0
 
 
 def export_dataset(
@@ -134,7 +138,7 @@ def export_dataset(
                 with open_folder_atomic(final) as aside:
                     # Their positions in an order of cuts, which an export has no use for, are made up.
                     cuts = (opened.read(number, (0, 0, 0, 0, number)) for number in range(shard.count))
-                    rows = [files.write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)]
+                    rows = [cut and files.write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)]
                     (aside / _LINES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
             progress(done + 1, len(shards))
         return _write_manifest(out / files.manifest, folder, shards)
@@ -160,8 +164,8 @@ def _require_own(out: Path, identity: dict[str, Any]) -> None:
 
 
 def _write_manifest(path: Path, folder: Path, shards: Sequence[ShardRecord]) -> Exported:
-    """Put the lines of all shards together, and check that there is one for each cut."""
-    seconds = 0.0
+    """Put the lines of all shards together, and check that there is one for each cut; null where it is left out."""
+    seconds, num_left_out = 0.0, 0
     with open_atomic(path) as stream:
         for shard in shards:
             made = folder / f"{shard.index:06d}"
@@ -172,9 +176,12 @@ def _write_manifest(path: Path, folder: Path, shards: Sequence[ShardRecord]) -> 
                     code="accounts",
                 )
             for line in lines:
+                if line == b"null":
+                    num_left_out += 1
+                    continue
                 stream.write(line + b"\n")
                 seconds += msgspec.json.decode(line)["duration"]
-    return Exported(path, sum(shard.count for shard in shards), seconds)
+    return Exported(path, sum(shard.count for shard in shards) - num_left_out, seconds, num_left_out)
 
 
 class NemoCodes:

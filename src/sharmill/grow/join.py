@@ -149,8 +149,9 @@ def _compare(first: DatasetRecord, other: DatasetRecord) -> Iterator[tuple[str, 
          zip(first.layout, other.layout, strict=True)),
     ):  # fmt: skip
         for one, same in pairs:
-            # A model may lie in another place; its checksum says whether it is the same. Any device will do.
-            for key in (key for key in one.__struct_fields__ if key not in ("model", "devices")):
+            # A model may lie in another place; its checksum says whether it is the same. Any device will do. Where
+            # one dataset may lack values, the joined one may.
+            for key in (key for key in one.__struct_fields__ if key not in ("model", "devices", "optional")):
                 yield f"{key} of the {kind} {one.name!r}", getattr(one, key), getattr(same, key), remedy
 
 
@@ -286,8 +287,10 @@ def add_up_shards(
     codes = [codec for dataset in datasets for codec in dataset.codecs]
     devices = {codec.name: {device for other in codes if other.name == codec.name for device in other.devices}
                for codec in record.codecs}  # fmt: skip
+    optional = {field.name for dataset in datasets for field in dataset.layout if field.optional}
     return msgspec.structs.replace(
         record,
+        layout=[msgspec.structs.replace(field, optional=field.name in optional) for field in record.layout],
         codecs=[msgspec.structs.replace(codec, devices=sorted(devices[codec.name])) for codec in record.codecs],
         match_devices=name_devices(
             kind

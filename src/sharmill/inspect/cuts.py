@@ -168,8 +168,9 @@ def dataset_rows(directory: Path, record: DatasetRecord) -> Iterator[tuple[str, 
     rate = "the rates of its sources" if record.sampling_rate is None else f"{record.sampling_rate} Hz"
     yield "audio", f"{record.audio_format}, {rate}"
     yield "fields", ", ".join(record.fields)
-    for field in record.added_fields:
-        yield f"field {field.name}", field.describe()
+    for field in record.layout:
+        if not field.is_published or field.optional:
+            yield f"field {field.name}", field.describe()
     for codec in record.codecs:
         trained = "" if codec.trained else "; untrained: its codes mean nothing"
         yield (

@@ -124,7 +124,8 @@ class Codec(Protocol):
         Raises:
             ValueError: for shapes that do not fit together.
             FatalError: the model gives another number of frames.
-            UnitFailed: it gives an index outside its codebook, as of values that are not finite.
+            UnitFailed: it gives an index outside its codebook, or values that are not finite. After either, with the
+                code ``bad_codes``, the segments are encoded one by one, and those that fail again get no codes.
         """
         ...
 
@@ -325,7 +326,9 @@ def load_codec(name: str, device: str = "cpu", *, precision: Precision = "fp32",
         try:
             codes = codec.encode(torch.zeros(1, samples), torch.tensor([samples]))
         except (FatalError, UnitFailed) as error:
-            raise ConfigError(f"{error}; use another codec", code="bad_model") from error
+            # Other frames are the model's fault; other values may be that of the device.
+            code = "bad_model" if isinstance(error, FatalError) else error.code
+            raise ConfigError(f"{error}; use another codec", code=code) from error
         is_as_long = tuple(codes.shape) == (1, codec.num_codebooks, num_frames)
         if not (is_as_long and 0 <= int(codes.min()) <= int(codes.max()) < codec.codebook_size):
             problem = "outside its codebook" if is_as_long else f"of shape {tuple(codes.shape)} for {num_frames} frames"

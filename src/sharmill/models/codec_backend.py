@@ -156,7 +156,7 @@ class CodecBackend(ABC):
         """Return codes (batch, codebooks, frames) of whole frames, 0 beyond each item's end."""
         width = audio.shape[1] // self.samples_per_frame
         with torch.inference_mode():
-            codes = self.encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu().long()
+            codes = self.encode_frames(audio.to(self.device), num_frames.to(self.device)).cpu()
         expected = (len(audio), self.num_codebooks, width)
         if tuple(codes.shape) != expected:
             raise FatalError(
@@ -165,11 +165,11 @@ class CodecBackend(ABC):
                 code="bad_codes",
             )
         codes = codes.masked_fill(torch.arange(width)[None, None, :] >= num_frames[:, None, None], 0)
-        low, high = int(codes.min()), int(codes.max())
-        if low < 0 or high >= self.codebook_size:
-            # Audio that it cannot encode, as far as is known: other audio may be none the worse.
+        low, high = codes.min().item(), codes.max().item()
+        # Of NaN neither holds.
+        if not (low >= 0 and high < self.codebook_size):
             raise UnitFailed(
                 f"codec {self.spec.name} gave the indices {low} to {high}, outside its {self.codebook_size}",
                 code="bad_codes",
             )
-        return codes
+        return codes.long()

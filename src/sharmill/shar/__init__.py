@@ -40,7 +40,8 @@ def open_shar(
         fields: which of ``target_audio``, ``context_audio``, ``target_codes``, ``context_codes`` and what else the
             dataset has (in others' shards: of the fields there) to attach to the cuts; default: all that there are. The
             files of the others are not opened. A field is named by its attribute of a cut, such as ``target_codes``,
-            or where several have it, by its folder, such as ``codes_mimi/target_codes``.
+            or where several have it, by its folder, such as ``codes_mimi/target_codes``. A cut for which the codec gave
+            no codes is left out if they are among the fields, and counted in ``num_left_out`` of the ``SharReader``.
         codec: whose codes, where there are several.
         shuffle: False: the order of the dataset. True: an order that follows from ``seed`` and the number of the epoch
             alone. Shards are permuted, and the cuts of every ``mix_shards`` consecutive ones are mixed. "global": all

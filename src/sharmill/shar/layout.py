@@ -361,10 +361,14 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Return the record with a layout of all fields that are known, in their order."""
         if self.contract != "sharmill":
             return self
-        # Of a published field, what the file says counts for nothing.
         known = {field.name: field for field in self.layout}
-        fields = (published_field(name) or known.get(name) for name in dict.fromkeys(self.fields))
-        return msgspec.structs.replace(self, layout=[field for field in fields if field is not None])
+        fields = [published_field(name) or known.get(name) for name in dict.fromkeys(self.fields)]
+        # Of a published field, what the file says counts for nothing, but that cuts may lack codes.
+        may_lack = {
+            name for name, told in known.items() if told.optional and (told.kind == "array" or not told.is_published)
+        }
+        layout = [msgspec.structs.replace(one, optional=one.name in may_lack) for one in fields if one is not None]
+        return msgspec.structs.replace(self, layout=layout)
 
 
 class _Version(msgspec.Struct):

@@ -263,7 +263,9 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         match_precision=old.match_precision if old else "fp32",
         match_devices=old.match_devices if old else [],
         contract="sharmill" if own else "foreign",
-        layout=[added for added in (old.added_fields if old else []) if added.name in fields],
+        layout=[
+            known for known in (old.layout if old else []) if known.name in fields and (own or not known.is_published)
+        ],
     )
     with changing_index(directory):
         write_shards(directory, records)

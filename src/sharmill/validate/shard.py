@@ -117,6 +117,9 @@ class ValidateProcessor(Processor):
         subject, shard = self._subject, self._subject.shards[unit.params["line"]]
         found, stats = list[Finding](), defaultdict[str, float](float)
         contents = self._read_files(shard, found, stats)
+        for name in filter(codec_of_field, contents):
+            if lacking := sum(item.data is None for item in contents[name]):
+                stats[f"cuts without {name}"] += lacking
         found += _check_items(shard, contents)
         cuts = contents.pop(CUTS, [])
         stats["cuts"] += len(cuts)
@@ -324,7 +327,8 @@ def check_contract(
         yield from _find(shard, "bad_audio", name, partial(_check_audio, dataset), items)
     for codec in dataset.codecs:
         for codes, audio, temporal in zip(codec.fields, (targets, contexts), (True, False), strict=True):
-            check = partial(_check_codes, codec, temporal)
+            known = dataset.field(codes.name)
+            check = partial(_check_codes, codec, temporal, known is not None and known.optional)
             yield from _find(shard, "bad_codes", codes.name, check, contents.get(codes.name, []), audio)
     for field in dataset.added_fields:
         yield from _find_in_field(shard, field, contents.get(field.name, []))
@@ -461,8 +465,10 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
     _require_equal("the metadata", item.metadata, made)
 
 
-def _check_codes(codec: CodecRecord, temporal: bool, item: Item, audio: Item) -> None:
+def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item, audio: Item) -> None:
     """Check codes by the codec and the length of their audio, and make their metadata again."""
+    if item.data is None and optional:
+        return
     if item.data is None or item.metadata is None or audio.metadata is None:
         raise DamagedShard("there are no codes")
     codes = array_from_bytes(item.data, item.cut_id)

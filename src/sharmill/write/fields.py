@@ -29,6 +29,7 @@ from sharmill.engine.stage import (
 )
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.files.storage import Staging, checksum
+from sharmill.manifest import Reject
 from sharmill.shar.items import read_cut_ids, read_field
 from sharmill.shar.layout import BASE_FIELDS, CUTS, CodecRecord, Field, FieldFile, ShardedDataset, ShardRecord
 
@@ -108,7 +109,11 @@ class FieldStage(Stage):
         return None
 
     def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        fields = [self._describe(field) for field in (self.fields() if commits else ())]
+        lacks = any(commit.num_rejected for commit in commits)
+        fields = [
+            msgspec.structs.replace(self._describe(field), optional=field.optional or lacks)
+            for field in (self.fields() if commits else ())
+        ]
         files = [
             {
                 field.name: FieldFile(file.name, file.size, file.xxh3)
@@ -196,12 +201,16 @@ class FieldProcessor(Processor):
             )
         files = [field.path(unit.index) for field in self.fields]
         ids, paths = list(read_cut_ids(cuts)), [staging.path(path) for path in files]
-        self.write(unit, ids, paths)
+        rejects = self.write(unit, ids, paths) or []
         for field, path in zip(self.fields, paths, strict=True):
             if not field.is_published and [item.cut_id for item in read_field(path)] != ids:
                 raise UnitFailed(f"what was written of {field.name} is not of the cuts of the shard", code="bad_plugin")
-        return Output(files=files, num_out=unit.size, stats={"seconds": unit.params["seconds"]})
+        stats = {"seconds": unit.params["seconds"]}
+        return Output(files=files, num_out=unit.size - len(rejects), rejects=rejects, stats=stats)
 
     @abstractmethod
-    def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
-        """Write the files of the fields for one shard, with something for each of its cuts in their order."""
+    def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> list[Reject] | None:
+        """Write the files of the fields for one shard, with something for each of its cuts in their order.
+
+        A stage that ``keeps_cuts`` returns a reject for each cut that has a placeholder in a field.
+        """

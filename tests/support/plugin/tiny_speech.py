@@ -1,6 +1,7 @@
 """A package of somebody else: a source, a speaker encoder and a codec, as small as they can be."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,27 @@ class WrongCodec(ModelFamily):
         return _load_codec(100, device, surplus_frames=1)
 
 
-def _load_codec(steps: int, device: str, surplus_frames: int = 0) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class BadCodec(ModelFamily):
+    """A codec that gives no codes for what lasts longer than 3 s, but what ``target`` says: nan, index or frames."""
+
+    def load(self, device: str) -> Any:
+        return _load_codec(50, device, bad=self.target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenRankCodec(ModelFamily):
+    """A codec that gives NaN in the first process, which makes the file ``target``: for silence too if that is load."""
+
+    def load(self, device: str) -> Any:
+        try:
+            Path(self.target).open("x").close()
+        except FileExistsError:
+            return _load_codec(50, device)
+        return _load_codec(50, device, bad=Path(self.target).name)
+
+
+def _load_codec(steps: int, device: str, surplus_frames: int = 0, bad: str = "") -> Any:
     from torch.nn.functional import pad
 
     from sharmill.models.codec_backend import CodecBackend, CodecSpec
@@ -89,7 +110,13 @@ def _load_codec(steps: int, device: str, surplus_frames: int = 0) -> Any:
     class Codec(CodecBackend):
         def encode_frames(self, audio: "Tensor", num_frames: "Tensor") -> "Tensor":
             levels = audio.unflatten(1, (-1, 160)).abs().amax(dim=2)
-            return (levels.clamp(0, 1) * (self.codebook_size - 1)).long()[:, None]
+            codes = (levels.clamp(0, 1) * (self.codebook_size - 1)).long()[:, None]
+            rows = {"speech": audio.any(dim=1), "load": num_frames > 0}.get(bad, num_frames > 300)
+            if bad == "frames" and rows.any():
+                return pad(codes, (0, 1))
+            return (
+                codes.float().masked_fill(rows[:, None, None], -9.0 if bad == "index" else math.nan) if bad else codes
+            )
 
         def encode(self, audio: "Tensor", num_samples: "Tensor") -> "Tensor":
             return pad(super().encode(audio, num_samples), (0, surplus_frames))

@@ -14,6 +14,7 @@ import io
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
@@ -352,14 +353,16 @@ class OpenShard:
     Args:
         files: which to open.
         foreign: not of a dataset by sharmill: its time lines may have to be put right.
+        needed: the fields without which a cut is left out.
 
     Raises:
         DamagedShard: when it is made, where a file is not as it should be.
     """
 
-    def __init__(self, files: ShardFiles, *, foreign: bool) -> None:
+    def __init__(self, files: ShardFiles, *, foreign: bool, needed: Sequence[str] = ()) -> None:
         self.index = files.index
         self._foreign = foreign
+        self._needed = needed
         sidecars = files.sidecars
         self._lines = _open_lines(files.cuts, sidecars.get(CUTS)) if files.lines is None else files.lines
         if files.count not in (None, len(self._lines)):
@@ -376,8 +379,10 @@ class OpenShard:
             if len(table) != len(self._lines):
                 raise self.damage(f"{name} ({path}) has {len(table)} items for {len(self._lines)} {CUTS}")
 
-    def read(self, number: int, position: tuple[int, ...]) -> Cut:
+    def read(self, number: int, position: tuple[int, ...]) -> Cut | None:
         """Read a cut with the fields' items for it as its attributes; a placeholder is not attached.
+
+        Return None for a cut that has a placeholder in a needed field.
 
         Args:
             number: of the cut in the shard.
@@ -397,6 +402,8 @@ class OpenShard:
             else _read_value(table, name, number, cut_id)
             for name, table in self._tables.items()
         }
+        if any(items[name] is None for name in self._needed):
+            return None
         if type(cut) is MonoCut:
             self._attach(cut, items, position)
         elif self._foreign:

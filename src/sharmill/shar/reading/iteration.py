@@ -89,6 +89,9 @@ class SharReader:
     reads ahead (a sampler with buckets, a shuffling buffer, a queue), call ``count_only_marked()`` first: then a cut
     is consumed once it was given to ``mark_consumed``.
 
+    Attributes:
+        num_left_out: how many cuts this process has left out because they have no codes in a field that is read.
+
     Example:
         >>> cuts = open_shar("data/librispeech", shuffle=True, infinite=True)  # doctest: +SKIP
         >>> reader = cuts.data  # doctest: +SKIP
@@ -100,12 +103,19 @@ class SharReader:
     """
 
     def __init__(self, source: ShardSource, options: ReadOptions) -> None:
+        if source.needed and options.tail != "keep":
+            raise ConfigError(
+                f"tail={options.tail!r} counts cuts before they are read, and those without {source.needed[0]} are "
+                "left out: use tail='keep', with infinite=True where all ranks need as many, or leave that field out",
+                code="bad_config_value",
+            )
         self._source = source
         self._options = options
         self._epoch = 0
         self._start: Progress | None = None  # where an iteration begins, if not with a whole epoch
         self._running: Progress | None = None
         self._only_marked = False
+        self.num_left_out = 0
         # Positions that were given out and not marked since.
         self._unmarked: set[tuple[int, ...]] = set()
         # Where the pass began of which cuts were read and none was marked.
@@ -238,12 +248,14 @@ class SharReader:
         pass_start = progress.for_part(part) if self._only_marked else None
         num_empty = 0
         while True:
+            before = self.num_left_out
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
             for position, cut, _ in self._decoded(self._read_epoch(progress, part)):
-                if isinstance(cut, DamagedShard):
-                    self._count_damage(progress, cut)
-                    cut = None
-                if cut is None:  # damaged, or a record that the shard leaves out
+                if cut is None or isinstance(cut, DamagedShard):
+                    if cut is None:
+                        self.num_left_out += 1
+                    else:
+                        self._count_damage(progress, cut)
                     progress.take(position)
                     continue
                 if self._only_marked:
@@ -256,6 +268,9 @@ class SharReader:
                 num_empty = 0
                 yield cut
             progress.take(END)
+            if self.num_left_out > before:
+                log.warning("epoch %d: %d cuts are left out, since they have no %s", progress.epoch,
+                            self.num_left_out - before, " or no ".join(self._source.needed))  # fmt: skip
             if not self._options.infinite:
                 # The next iteration is the next epoch; until it begins, the state tells of the end of this one.
                 self._epoch, self._start = progress.epoch + 1, None
@@ -289,7 +304,7 @@ class SharReader:
 
         def decode(found: _Found) -> _Found:
             position, cut, shard = found
-            if isinstance(cut, DamagedShard):
+            if cut is None or isinstance(cut, DamagedShard):
                 return found
             assert isinstance(shard, OpenShard)
             try:

@@ -66,10 +66,12 @@ class ShardSource(ABC):
     Attributes:
         num_shards: how many there are.
         sequential: the cuts of a shard can be read in its own order only.
+        needed: the fields without which a cut is left out.
     """
 
     num_shards: int
     sequential = False
+    needed: Sequence[str] = ()
 
     @property
     def shard_size(self) -> int:
@@ -134,6 +136,11 @@ class CutSource(ShardSource):
         self._directory = directory
         self._fields = _choose(directory, stored, fields, codec)
         self._foreign = foreign
+        self.needed = [
+            attribute
+            for attribute, name in self._fields.items()
+            if codec_of_field(name) and (known := stored[name]) is not None and known.optional
+        ]
 
     @abstractmethod
     def files(self, shard: int) -> ShardFiles:
@@ -143,7 +150,7 @@ class CutSource(ShardSource):
         # Bins and sidecars need no lhotse, which this imports.
         from sharmill.shar.reading.cuts import OpenShard
 
-        return OpenShard(self.files(shard), foreign=self._foreign)
+        return OpenShard(self.files(shard), foreign=self._foreign, needed=self.needed)
 
 
 class _Line(msgspec.Struct):

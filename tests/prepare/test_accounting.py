@@ -36,7 +36,9 @@ ODD_VALUES = {
     "cer": VALUES,
     "_index": VALUES,
 }
-LINES = st.sampled_from([b"%d {", b"[%d]", b'"%d"', b"%d", b'{"%d": NaN}', b'{"%d": "\xff"}', b"{%d:" + b"[" * 2000])
+LINES = st.sampled_from(
+    [b"%d {", b"[%d]", b'"%d"', b"%d", b'{"number": %d, "more": NaN}', b'{"%d": "\xff"}', b"{%d:" + b"[" * 2000]
+)
 
 
 @st.composite

@@ -1,5 +1,7 @@
 """Every reason for which ``prepare`` rejects a record, end to end, with the record and the file that cause it."""
 
+import json
+import math
 import time
 
 import pytest
@@ -24,7 +26,9 @@ CASES = [
     ("malformed", {"duration": True}, {}, "duration is 'True'"),
     ("malformed", {"duration": [2.0]}, {}, "duration is '[2.0]'"),
     ("malformed", {"offset": "0"}, {}, "offset is '0'"),
-    ("malformed", {"audio_filepath": 3}, {}, "audio_filepath is '3'"),
+    ("malformed", {"audio_filepath": 3}, {}, "audio_filepath is '3', a number, not a text"),
+    ("malformed", {"audio_filepath": None}, {}, "audio_filepath is null, not a text"),
+    ("malformed", {"audio_filepath": ["a.wav"]}, {}, "audio_filepath is \"['a.wav']\", a list, not a text"),
     ("malformed", {"speaker": {"id": 3}}, {}, "speaker is \"{'id': 3}\""),
     ("malformed", {"text": ["a"]}, {}, "text is \"['a']\""),
     ("malformed", {"normalized_text": 3}, {}, "normalized_text is '3'"),
@@ -102,8 +106,9 @@ CASES = [
 NOT_JSON = [
     (b"{", "JSON"),
     (b"no JSON at all", "JSON"),
-    (b'{"duration": NaN}', "JSON"),
-    (b'{"duration": Infinity}', "JSON"),
+    (b'{"duration": NaN', "JSON"),
+    (b'{"a": NaN, "text": "\\ud800"}', "JSON"),
+    (b'{"a": ' + b"[" * 5000 + b"NaN" + b"]" * 5000 + b"}", ""),
     (b'{"duration": 1e999}', "JSON"),
     (b'{"text": "caf\xe9"}', "JSON"),
     (b'{"text": "\\ud800"}', "JSON"),
@@ -138,6 +143,31 @@ def test_hostile_records_of_a_megabyte_take_less_than_a_second(prepare_records, 
     assert time.process_time() - started < 1.0
     assert [reject["reason"] for reject in prepared.rejects] == ["missing_audio", "missing_audio", "bad_speaker"]
     assert max(len(reject["detail"]) for reject in prepared.rejects) < 200
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes", "detail"),
+    [
+        ("malformed", {"duration": math.nan}, "duration is nan"),
+        ("malformed", {"offset": -math.inf}, "offset is -inf"),
+        ("malformed", {"text": math.nan}, "text is 'nan', a number, not a text"),
+        ("filtered", {"cer": math.nan}, "cer is 'nan', not a number"),
+        ("filtered", {"cer": -math.inf}, "cer is '-inf', not a number"),
+    ],
+)
+def test_nan_under_a_key_that_is_used_rejects_a_record(reason, changes, detail, prepare_records, tmp_path):
+    line = json.dumps(make_record(cer=0.0) | changes).encode()
+    (reject,) = prepare_records(tmp_path, [line], filters={"cer": "<= 0.03"}).rejects
+    assert (reject["reason"], reject["record"]["audio_filepath"]) == (reason, "a.wav")
+    assert detail in reject["detail"]
+
+
+def test_nan_under_other_keys_is_kept_as_null_and_counted(prepare_records, tmp_path):
+    record = make_record(snr=math.nan, more={"list": [math.inf, 1]}, text='"a": NaN')
+    prepared = prepare_records(tmp_path, [json.dumps(record).encode(), make_record(audio_filepath="b.wav")])
+    (with_nan, _) = prepared.kept
+    assert (with_nan.text, with_nan.custom) == ('"a": NaN', {"snr": None, "more": {"list": [None, 1]}})
+    assert prepared.stats["nan_as_null"] == {"snr": 1, "more": 1}
 
 
 @pytest.mark.parametrize(("line", "detail"), NOT_JSON, ids=[line[:20].decode("latin-1") for line, _ in NOT_JSON])

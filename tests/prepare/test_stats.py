@@ -28,6 +28,7 @@ def test_values(prepare_records, tmp_path):
         "rejects": {"bad_speaker": 1, "duplicate_id": 1, "malformed": 2, "missing_audio": 1},
         "tag_from": {"tag": 4},
         "duration_from": {"record": 4},
+        "nan_as_null": {},
         "by_dataset": {
             "(unknown)": cell(2, 0, 0.001, 0.0),
             "Other": cell(2, 1, 0.0101, 0.0001),

@@ -49,7 +49,9 @@ def many_kinds(project):
     manifest = project.folder / "small.json"
     broken = [b"", b"no json", b"3", b'"text"', b'["list"]', b'{"audio_filepath": "\xff.wav"}', b"[" * 200 + b"]" * 200]
     deep = json.dumps({"audio_filepath": "a.wav", "duration": 1.0, "deep": json.loads("[" * 150 + "]" * 150)}).encode()
-    manifest.write_bytes(b"\n".join([manifest.read_bytes(), *broken, deep]) + b"\n")
+    good = {"audio_filepath": "spoken.wav", "duration": 1.0, "text": "a", "speaker": "b"}
+    nan = [json.dumps(good | {key: float("nan")}).encode() for key in ("duration", "offset")]
+    manifest.write_bytes(b"\n".join([manifest.read_bytes(), *broken, deep, *nan]) + b"\n")
     project.match_by_hand(config)
     (project.root / "late.wav").write_bytes(b"this became text since it was prepared")
     from sharmill.write.stage import WriteStage
@@ -59,15 +61,15 @@ def many_kinds(project):
 
 
 def test_all_forms_of_records_are_accounted_for(many_kinds, tmp_path):
-    assert len(many_kinds.rejects("prepare")) == 12
+    assert len(many_kinds.rejects("prepare")) == 14
     assert len(many_kinds.rejects("write")) == 2  # the record itself, and that whose context it is
     assert account(many_kinds, tmp_path / "check") == []
     checked = read_report(tmp_path / "check" / "validate" / "report.json").checked
     counts = {name: number for name, number in checked.items() if name.startswith("records")}
     assert counts == {
-        "records of the manifests": 21,
+        "records of the manifests": 23,
         "records found as cuts": checked["cuts"],
-        "records found among the rejects": 14,
+        "records found among the rejects": 16,
         "records not found": 0,
     }
 

@@ -475,8 +475,9 @@ def describe_rejects(folder: Path, reasons: Mapping[str, int]) -> list[str]:
     for reject in chain.from_iterable(read_records(path, Reject) for path in sorted(folder.glob("*.jsonl"))):
         if examples.get(reject.reason) == "":
             # With the name of its audio where the sentence does not have it.
-            name = reject.record.get("audio_filepath", "") if isinstance(reject.record, dict) else ""
-            text = reject.detail if str(name) in reject.detail else f"{name}: {reject.detail}"
+            name = reject.record.get("audio_filepath") if isinstance(reject.record, dict) else None
+            is_named = not isinstance(name, str) or name in reject.detail
+            text = reject.detail if is_named else f"{name}: {reject.detail}"
             text = " ".join(text.split())
             # Whole sentences, unless something foreign in them is long.
             examples[reject.reason] = f", the first: {text if len(text) <= 400 else text[:397] + '...'}"

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import msgspec
-
 from sharmill.audio.decoder import AudioInfo
 from sharmill.audio.files import choose_channel, open_recording
 from sharmill.audio.roots import AudioRoots, normalise_path
@@ -39,7 +37,7 @@ from sharmill.prepare.speaker_key import SpeakerKey, needs_speaker
 from sharmill.shar.items import plain_value
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.sources import RawRecord, Source, Unreadable, record_text
-from sharmill.sources.files import decode_json
+from sharmill.sources.files import decode_object
 from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule
 
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, SOURCE_CUT_ID, "_skipme"}
@@ -56,6 +54,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "normalized_text": (str,),
 }
 
+_KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
@@ -64,7 +63,6 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_decoder = msgspec.json.Decoder(dict[str, Any])
 _NUMBER = r"[+-]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?i:inf))"
 _COMPARISON = re.compile(rf"\s*(<=|>=|==|!=|<|>)\s*({_NUMBER})\s*")
 
@@ -105,7 +103,7 @@ class Filter:
     def check(self, record: Mapping[str, Any]) -> None:
         """Raise RejectRecord ``filtered`` where the value is absent, not a number, or on the wrong side."""
         value = record.get(self.key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or is_lost(value):
             raise RejectRecord("filtered", f"{self.key} is {str(value)[:40]!r}, not a number")
         if not _OPERATORS[self.symbol](value, self.limit):
             raise RejectRecord(
@@ -286,7 +284,7 @@ def parse_record(raw: RawRecord) -> dict[str, Any]:
     line = record_text(raw)
     if len(line) > MAX_RECORD_BYTES:
         raise RejectRecord("malformed", f"the line has {len(line):,} bytes, more than {MAX_RECORD_BYTES >> 20} MiB")
-    record = decode_json(line, _decoder, "the line is not a JSON object")
+    record = decode_object(line, "the line is not a JSON object")
     if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and _is_deeper(record, _MAX_DEPTH):
         raise RejectRecord("malformed", f"the JSON is nested more than {_MAX_DEPTH} levels deep")
     return record
@@ -304,14 +302,24 @@ def _is_deeper(value: Any, limit: int) -> bool:
     return bool(level)
 
 
+def is_lost(value: Any) -> bool:
+    """Return True if a value of a record is or holds NaN or an infinite number, which is stored as null."""
+    if isinstance(value, (dict, list)):
+        return any(map(is_lost, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def check_fields(record: dict[str, Any]) -> None:
     """Raise RejectRecord where ``audio_filepath`` is not there, or a key has a value of another type than it must."""
-    if record.get("audio_filepath") is None:
+    if "audio_filepath" not in record:
         raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():
         value = record.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, types)):
-            raise RejectRecord("malformed", f"{key} is {str(value)[:40]!r}, which has the wrong type")
+        if value is None and key != "audio_filepath":
+            continue
+        if isinstance(value, bool) or not isinstance(value, types):
+            shown = "null" if value is None else f"{str(value)[:40]!r}, {_KINDS[type(value)]}"
+            raise RejectRecord("malformed", f"{key} is {shown}, not {_KINDS[types[0]]}")
     if not record["audio_filepath"].strip():
         raise RejectRecord("missing_field", "audio_filepath is empty")
     for key in ("duration", "offset"):

@@ -57,7 +57,7 @@ from sharmill.manifest import (
     write_lines,
 )
 from sharmill.prefetch import prefetch
-from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, parse_filters, parse_record
+from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, is_lost, parse_filters, parse_record
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.shar.items import read_utterances
 from sharmill.shar.layout import CUTS, ShardedDataset
@@ -82,6 +82,8 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         """Count a record that passed the checks; ``tag_from`` is what its speaker tag was made of."""
         self._add("tag", tag_from, 1)
         self._add("duration", "header" if utterance.custom.get(DURATION_FROM_HEADER) else "record", 1)
+        for key in filter(lambda key: is_lost(utterance.custom[key]), utterance.custom):
+            self._add("nan_as_null", key, 1)
         self._count(utterance.speaker, 1, 1, utterance.segment.duration, utterance.segment.duration)
 
     def count_rejected(self, record: Any) -> None:
@@ -107,7 +109,8 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         total = self.sums.get("total", {}).get("total", [0, 0, 0.0, 0.0])
         by = {f"by_{name}": {value: _report(*row) for value, row in sums.get(name, ())} for name in _DIMENSIONS}
         origins = {
-            f"{name}_from": {value: int(row[0]) for value, row in sums.get(name, ())} for name in ("tag", "duration")
+            key: {value: int(row[0]) for value, row in sums.get(name, ())}
+            for key, name in (("tag_from", "tag"), ("duration_from", "duration"), ("nan_as_null", "nan_as_null"))
         }
         return {**_report(*total), "rejects": dict(sorted(totals.rejects.items())), **origins, **by}
 

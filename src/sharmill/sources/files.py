@@ -8,6 +8,7 @@ import glob
 import gzip
 import io
 import itertools
+import json
 import math
 import os
 import re
@@ -31,6 +32,10 @@ Digest = Literal["whole", "ends", "size"]
 _RANGE: Final = re.compile(
     r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"
 )
+# Texts, as which they stay, and the constants of Python's json that JSON does not have.
+_CONSTANT: Final = re.compile(rb'("(?:[^"\\]|\\.)*+"?)|-?(?:NaN|Infinity)', re.DOTALL)
+_KEY_OF_CONSTANT: Final = re.compile(rb'"([^"]*)"\s*:\s*(-?(?:NaN|Infinity))')
+_objects: Final = msgspec.json.Decoder(dict[str, Any])
 _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
 # A file with a longer line is none of lines, and would be read into memory as a whole.
@@ -217,7 +222,27 @@ def decode_json(data: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> 
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RejectRecord("malformed", f"{problem}: {error}") from error
+        key = _KEY_OF_CONSTANT.search(data)
+        reason = (
+            f"{key[1].decode('utf-8', 'replace')[:40]} is {key[2].decode()}, which JSON does not have" if key else error
+        )
+        raise RejectRecord("malformed", f"{problem}: {reason}") from error
+
+
+def decode_object(data: bytes, problem: str) -> dict[str, Any]:
+    """Return a JSON object, in which NaN and Infinity, as Python's json writes them, are such floats.
+
+    Raises:
+        RejectRecord: as ``decode_json``.
+    """
+    if b"NaN" not in data and b"Infinity" not in data:
+        return decode_json(data, _objects, problem)
+    strict = _CONSTANT.sub(lambda match: match[1] or b"null", data)
+    record = decode_json(strict, _objects, problem)
+    try:
+        return record if strict == data else json.loads(data, parse_constant=float)
+    except RecursionError as error:
+        raise RejectRecord("malformed", f"{problem}: it is nested too deeply") from error
 
 
 def check_text(path: Path, kind: str) -> bytes:

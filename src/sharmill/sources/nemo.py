@@ -1,13 +1,15 @@
 """NeMo manifests: JSON lines, in one file or in numbered shards."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import msgspec
 
+from sharmill.errors import RejectRecord
 from sharmill.sources import LineSource
-from sharmill.sources.files import check_json_lines, decode_json
+from sharmill.sources.files import check_json_lines, decode_json, decode_object
 
 _objects: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _values: Final = msgspec.json.Decoder()
@@ -49,5 +51,10 @@ def decode_json_object(data: bytes, name: str, keys: Sequence[str] = ()) -> tupl
         RejectRecord: malformed.
     """
     problem = f"{name} is not a JSON object"
-    values = decode_json(data, _objects, problem)
+    try:
+        values = decode_json(data, _objects, problem)
+    except RejectRecord:  # perhaps NaN, which stays as it is
+        found = decode_object(data, problem)
+        values = {key: msgspec.Raw(json.dumps(value).encode()) for key, value in found.items()}
+        return values, [found.get(key) for key in keys]
     return values, [decode_json(values[key], _values, problem) if key in values else None for key in keys]

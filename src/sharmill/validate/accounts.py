@@ -33,7 +33,7 @@ from sharmill.manifest import (
 from sharmill.shar.histograms import supervision_of
 from sharmill.shar.layout import CUTS
 from sharmill.sources import Source, record_text
-from sharmill.sources.files import iterate_lines
+from sharmill.sources.files import decode_object, iterate_lines
 from sharmill.validate.findings import Finding
 
 # In this order they name a record.
@@ -131,10 +131,11 @@ def _parse(text: str) -> Any:
     The text is parsed and not the bytes, which may be no text: rejects have what was made of those.
     """
     try:
-        record = _decoder.decode(text)
-    except NOT_JSON:
+        record = decode_object(text.encode(), "the record is no object")
+    except RejectRecord:
         return text
-    return record if isinstance(record, dict) else text
+    # In rejects, NaN is null.
+    return {key: None if value in (math.inf, -math.inf) or value != value else value for key, value in record.items()}
 
 
 @contextmanager

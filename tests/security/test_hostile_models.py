@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from support.damage import STRANGE_FILES
 from support.models import save_encodec, save_nemo_speaker
 from support.project import raises
@@ -37,8 +38,9 @@ def saved(weights: Any) -> bytes:
 
 @pytest.fixture(autouse=True)
 def nothing_runs(tmp_path, monkeypatch):
-    """Has the tests work in a folder of their own, where an attack would leave ``ran``."""
+    """Has the tests work in a folder of their own, where an attack would leave ``ran``, as many users of NeMo do."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     yield
     assert not (tmp_path / "ran").exists()
 
@@ -244,6 +246,7 @@ def test_code_beside_the_weights_of_a_transformers_directory(encodec):
 FETCHING = [
     ("adapter_config.json", {"base_model_name_or_path": "someone/else"}),
     ("config.json", {"model_type": "encodec", "quantization_config": {"load_in_4bit": True}}),
+    ("config.json", {"model_type": "encodec", "transformers_weights": ".other/model.safetensors"}),
     ("config.json", {"model_type": "encodec", "attn_implementation": "someone/kernel"}),
     ("config.json", {"model_type": "encodec", "sub": {"_attn_implementation": "kernels-community/flash-attn"}}),
 ]
@@ -254,6 +257,37 @@ def test_code_that_the_files_of_a_transformers_model_would_fetch(encodec, name, 
     (encodec / name).write_text(json.dumps(values))
     with raises(ConfigError, "untrusted_model", name):
         find_codec(f"transformers:{encodec}").resolve()
+
+
+INDEX = "model.safetensors.index.json"
+# Names of weights in an index, whether such a file is packed, and what is said.
+INDEXED: dict[str, tuple[Any, bool, str]] = {
+    "in the folder above": ("../other.safetensors", False, "'../other.safetensors'"),
+    "anywhere": ("/other.safetensors", False, "'/other.safetensors'"),
+    "hidden, where no checksum looks": (".other.safetensors", False, "'.other.safetensors'"),
+    "in a folder below": ("sub/other.bin", False, "'sub/other.bin'"),
+    "no name": (None, False, "'None'"),
+    "packed, under any name": ("other.data", True, "other.data"),
+    "packed, in a folder below": ("model.safetensors", True, "sub/other.bin"),
+}
+
+
+@pytest.mark.parametrize(("named", "is_packed", "said"), INDEXED.values(), ids=INDEXED.keys())
+def test_an_index_of_a_transformers_model_names_whole_files_beside_it(encodec, named, is_packed, said):
+    if is_packed:
+        (encodec / "sub").mkdir()
+        (encodec / said).write_bytes(packed(saved(torch.zeros(10))))
+    (encodec / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": named}}))
+    with raises(ConfigError, "untrusted_model", said):
+        find_codec(f"transformers:{encodec}").resolve()
+
+
+def test_a_model_in_several_files_is_loaded(encodec):
+    (encodec / "model.safetensors").rename(encodec / "model-00001-of-00001.safetensors")
+    with safe_open(encodec / "model-00001-of-00001.safetensors", "pt") as weights:
+        files = dict.fromkeys(weights.keys(), "model-00001-of-00001.safetensors")
+    (encodec / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    load_codec(f"transformers:{encodec}", "cpu")
 
 
 @pytest.mark.timeout(60)

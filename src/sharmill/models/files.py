@@ -266,6 +266,8 @@ def _refused(name: str, value: Any) -> str | None:
     return None
 
 
+# Neither hidden, which checksums leave out, nor in another folder.
+_PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
 TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
 _ADAPTER: Final = "adapter_config.json"
 _MAX_CONFIG_BYTES: Final = 16 << 20
@@ -274,11 +276,7 @@ _MAX_CONFIG_BYTES: Final = 16 << 20
 def check_transformers_config(path: Path) -> None:
     """Raise ConfigError unless a directory's config.json names a codec that is supported, and loads nothing else."""
     problem = "it has an adapter_config.json, by which another model is loaded" if (path / _ADAPTER).exists() else None
-    try:
-        with open_regular(path / "config.json") as stream:
-            config = json.loads(stream.read(_MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path / 'config.json'} cannot be read: {one_line(error)}", code="bad_model") from error
+    config = _read_json(path / "config.json")
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in TRANSFORMERS_TYPES:
         raise ConfigError(
@@ -287,16 +285,44 @@ def check_transformers_config(path: Path) -> None:
         )
     if problem := problem or _refused_in(config):
         raise ConfigError(f"{path} is not loaded: {problem}; remove that if you trust the rest", code="untrusted_model")
-    for weights in sorted(path.glob("*.bin")):
+    named = [path / name for index in sorted(path.rglob("*.index.json")) for name in _indexed_weights(index)]
+    for weights in sorted({*path.rglob("*.bin"), *named}):
         if weights.is_file():
             with open_regular(weights) as stream:
                 refuse_packed_weights(stream, weights.stat().st_size, str(weights))
 
 
+def _read_json(path: Path) -> Any:
+    try:
+        with open_regular(path) as stream:
+            return json.loads(stream.read(_MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}", code="bad_model") from error
+
+
+def _indexed_weights(index: Path) -> Iterator[str]:
+    """Yield the files of weights that an index names; raise ConfigError for one that may lie outside the directory."""
+    found = _read_json(index)
+    weights = found.get("weight_map") if isinstance(found, dict) else None
+    for name in weights.values() if isinstance(weights, dict) else [None]:
+        if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{index} is not loaded: it names {str(name)[:200]!r} as weights, which is not the name of a file in "
+                "the directory of the model",
+                code="untrusted_model",
+            )
+        yield name
+
+
 def _refused_in(config: dict[str, Any]) -> str | None:
     """Name what in a config.json, at any depth, loads more than the directory; None without such a thing."""
     for key, value in config.items():
-        if key in ("quantization_config", "use_kernels") or ("attn_implementation" in key and "/" in str(value)):
+        is_elsewhere = key == "transformers_weights" and not _PLAIN_NAME.fullmatch(str(value))
+        if (
+            is_elsewhere
+            or key in ("quantization_config", "use_kernels")
+            or ("attn_implementation" in key and "/" in str(value))
+        ):
             return f"{key} of its config.json loads more than the directory"
         if isinstance(value, dict) and (found := _refused_in(value)):
             return found

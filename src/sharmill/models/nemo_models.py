@@ -142,6 +142,11 @@ def _restore(
             with limited_layers(model.name, source):
                 return super().load_config_and_state_dict(calling_cls, restore_path, OmegaConf.create(config), *rest)
 
+        @staticmethod
+        def _load_state_dict_from_disk(model_weights: str, map_location: Any = "cpu") -> Any:
+            # NeMo leaves it to the environment whether pickled code is run.
+            return torch.load(model_weights, map_location=map_location, weights_only=True)
+
         def load_instance_with_state_dict(
             self, instance: nn.Module, state_dict: Mapping[str, Any], strict: bool
         ) -> None:

@@ -66,6 +66,17 @@ def test_where_nothing_fits_the_stage_stops_and_says_what_to_set(make_config, er
         encode(make_config(*[1.0] * 6), SmallDevice(16000, error), unit_seconds=2.0)
 
 
+def test_a_segment_that_fills_a_batch_by_itself_is_not_said_to_need_a_smaller_one(make_config):
+    (failure,) = encode(
+        make_config(*[0.4] * 5, 4.0), SmallDevice(40000), unit_seconds=4.0, batch_seconds=10.0
+    ).failures.values()
+    assert "a segment, of 4 s," in failure.message
+    assert (
+        "with more memory, of the same kind; or keep segments so long out with prepare.max_duration" in failure.message
+    )
+    assert "lower encode" not in failure.message
+
+
 def test_a_segment_too_long_for_the_device_costs_its_unit_alone_and_a_larger_device_does_the_rest(make_config):
     config = make_config(*[1.0] * 5, 4.0)
     (failure,) = encode(config, SmallDevice(40000), unit_seconds=2.0, batch_seconds=2.0).failures.values()

@@ -95,10 +95,11 @@ class MemoryGuard:
                 raise RejectRecord("too_long_for_device", detail) from error
             self._failed_alike += 1
             kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
-            if is_least:
+            if num_rows == 1:
+                what = "a piece of a longer segment" if is_least else "a segment"
                 why = (
-                    f"a piece of {seconds:.0f} s of a longer segment does not fit in the memory of the device, "
-                    f"whatever {self._key} is: {ELSEWHERE}"
+                    f"{what}, of {seconds:.0f} s, does not fit in the memory of the device by itself, whatever "
+                    f"{self._key} is: {ELSEWHERE}; or keep segments so long out with prepare.max_duration and --restart"
                 )
             else:
                 why = (

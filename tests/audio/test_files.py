@@ -33,6 +33,7 @@ DAMAGED = [
     # libsndfile makes up for lost pages: in Opus even the number of samples can be right.
     ("OGG", "OPUS", "zeros", "unreadable_audio"),
     ("OGG", "VORBIS", "zeros", "unreadable_audio"),
+    ("MP3", "MPEG_LAYER_III", "zeros", "unreadable_audio"),
 ]  # fmt: skip
 
 

@@ -55,6 +55,7 @@ def reason_of(function, *arguments) -> str:
         function(*arguments)
     assert caught.value.detail
     assert "0x" not in caught.value.detail
+    assert "Unspecified" not in caught.value.detail
     return caught.value.reason
 
 

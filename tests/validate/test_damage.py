@@ -468,6 +468,11 @@ _AUDIO = {
     "audio cut off": (do.change_item(TARGETS, data=lambda data: data[: len(data) // 2]), "bad_audio", "deep"),
     "a bit of audio": (do.flip_bit(TARGETS, within_last_audio), "bad_audio", "deep"),
     "bytes after the audio": (do.change_item(TARGETS, data=lambda data: data + b"more"), ""),
+    "another MD5 sum of the audio": (
+        do.change_item(TARGETS, data=lambda data: data[:26] + b"another MD5 sum." + data[42:]),
+        "bad_audio",
+        "deep",
+    ),
     "zeros within the audio": (
         do.change_item(TARGETS, data=lambda data: data[:2000] + bytes(4000) + data[6000:]),
         "bad_audio",

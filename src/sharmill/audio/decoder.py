@@ -311,7 +311,10 @@ def _rejecting(name: str) -> Iterator[None]:
         yield
     except sf.LibsndfileError as error:
         # Not str(error), which may hold the address of an object.
-        raise RejectRecord("unreadable_audio", f"{name}: {error.error_string}") from None
+        reason = error.error_string
+        if reason.startswith(("Unspecified internal error", "File does not exist")):  # as libsndfile has it of MP3
+            reason = "it is damaged, so that libsndfile cannot decode it"
+        raise RejectRecord("unreadable_audio", f"{name}: {reason}") from None
 
 
 def _count_mp3_samples(read: Callable[..., bytes], name: str, estimate: int) -> int:

@@ -10,6 +10,7 @@ that is wrong.
 """
 
 import errno
+import hashlib
 import math
 import os
 import re
@@ -24,6 +25,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from sharmill.audio.decoder import flac_header
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.resample import resample
 from sharmill.audio.sound import Sound, measure_sound
@@ -257,11 +259,22 @@ def _measure(item: Item, stats: dict[str, float]) -> _Measured:
         samples, rate = decode_bytes(item.data)
     except RejectRecord as reject:
         return reject
+    if _contradicts_md5(item.data, samples):
+        return RejectRecord("unreadable_audio", "the FLAC states another MD5 sum than its samples have")
     sound, seconds = measure_sound(samples, rate), len(samples) / rate
     stats["seconds decoded"] += seconds
     stats["seconds of silence"] += seconds * sound.silence
     stats["seconds clipped"] += seconds * sound.clipped
     return len(samples), rate, sound
+
+
+def _contradicts_md5(data: bytes | memoryview, samples: np.ndarray) -> bool:
+    """Return True if data are mono FLAC of 16 bits that states an MD5 sum, and not that of its samples."""
+    bits = (int.from_bytes(data[18:26], "big") >> 36 & 31) + 1
+    if flac_header(data) is None or bits != 16 or not any(data[26:42]):
+        return False
+    integers = (samples * (1 << 15)).astype("<i2")
+    return hashlib.md5(integers.data, usedforsecurity=False).digest() != bytes(data[26:42])
 
 
 def _sound_problem(item: Item, measured: _Measured) -> tuple[str, str] | None:

@@ -138,7 +138,10 @@ def export_dataset(
                 with open_folder_atomic(final) as aside:
                     # Their positions in an order of cuts, which an export has no use for, are made up.
                     cuts = (opened.read(number, (0, 0, 0, 0, number)) for number in range(shard.count))
-                    rows = [cut and files.write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)]
+                    rows = [
+                        None if cut is None else files.write_cut(cut, number, aside, final)
+                        for number, cut in enumerate(cuts)
+                    ]
                     (aside / _LINES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
             progress(done + 1, len(shards))
         return _write_manifest(out / files.manifest, folder, shards)

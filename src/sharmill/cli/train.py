@@ -1,5 +1,8 @@
 """Commands for a training: buckets, batch sizes, resuming, and the state of its settings or of this machine."""
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from sharmill.cli.command import (
     wants_json,
     workers_option,
 )
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.machine import examine_machine
 from sharmill.training.buckets.batch_size import tune_to_yaml
 from sharmill.training.buckets.bins import BinsOptions, estimate_report
@@ -98,6 +101,30 @@ def tune_batch(bins_text: str, **options: Any) -> None:
     _print_yaml(tune_to_yaml(bins_text, **options, tell=partial(click.echo, err=True)))
 
 
+@contextmanager
+def _errors_of_data() -> Iterator[None]:
+    """Raise an error of the data, or of a worker process of the loader, as one line.
+
+    That of a worker has its traceback as the message, with the error itself at the end.
+    """
+    from lhotse.audio.utils import AudioLoadingError
+
+    try:
+        yield
+    except (SharmillError, OSError, AudioLoadingError) as error:
+        first, *rest = str(error).splitlines()
+        in_worker = re.findall(r"^[\w.]+: (.+)", "\n".join(rest), re.MULTILINE) if "DataLoader worker" in first else []
+        if isinstance(error, SharmillError):
+            if not in_worker:
+                raise
+            raise type(error)(in_worker[-1], code=error.code) from error
+        said = [first, *in_worker][-1].removesuffix(". Details:")
+        raise ConfigError(
+            f"the data cannot be read: {said}; correct the path (a relative one in a manifest starts at its folder)",
+            code="missing_input",
+        ) from error
+
+
 @click.command("verify-resume")
 @click.argument("settings", metavar="TRAIN.yaml", type=click.Path(path_type=str))
 @click.option(
@@ -122,7 +149,8 @@ def verify_resume(
         read_train_settings(Path(settings)), ranks=ranks, then=then, num_batches=num_batches, num_stops=num_stops,
         tokenizer=tokenizer,
     )  # fmt: skip
-    print_json(say_all(lines))
+    with _errors_of_data():
+        print_json(say_all(lines))
 
 
 @click.command()
@@ -156,7 +184,7 @@ def doctor(settings: str | None, folder: Path, ranks: int, num_batches: int, tok
     from sharmill.training.nemo.trial import examine
 
     found = read_train_settings(Path(settings))
-    with quiet_nemo():
+    with quiet_nemo(), _errors_of_data():
         lines = say_all(examine(found, ranks=ranks, num_batches=num_batches, tokenizer=tokenizer))
     print_json(lines)
     return ConfigError.exit_status if any(line.startswith("error: ") for line in lines) else OK

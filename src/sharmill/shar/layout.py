@@ -445,6 +445,9 @@ def open_index_file(directory: Path, name: str, *, buffering: int = -1) -> Binar
             raise
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"{directory} is not a folder", code="no_dataset")
+    if directory.parts and directory.parts[0].endswith(":"):
+        address = str(directory).replace(":/", "://", 1)
+        raise ConfigError(f"{address} is an address: copy the dataset to a folder, and name that", code="no_dataset")
     hint = ""
     if (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*")):
         hint = f"; finish the run that writes it, or, for shards of another tool, make it: sharmill index {directory}"

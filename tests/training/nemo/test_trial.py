@@ -5,7 +5,7 @@ import re
 
 import pytest
 from omegaconf import OmegaConf
-from support.project import raises
+from support.project import raises, write_lines
 
 from sharmill.errors import ConfigError
 from sharmill.training.nemo.settings import read_train_settings
@@ -87,6 +87,41 @@ def test_the_doctor_tells_advice_from_errors(corpora, tmp_path, call, settings, 
     assert found == status
     for words in said:
         assert words.replace("DATASET", str(corpora.large)) in out
+
+
+def _missing_tar(corpora, folder):
+    cuts = sorted(map(str, (corpora.small / "cuts").iterdir()))
+    return {"type": "lhotse_shar", "shar_path": {"cuts": cuts, "target_audio": [str(folder / "gone.tar")] * len(cuts)}}
+
+
+def _relative_paths(_, folder):
+    lines = [{"audio_filepath": "gone/0.wav", "duration": 1.0, "text": "x"}]
+    return {"type": "nemo", "manifest_filepath": str(write_lines(folder / "manifest.json", lines))}
+
+
+def _piped(corpora, folder):
+    pipe = {"type": "nemo_tarred", "tarred_audio_filepaths": "pipe:cat a.tar"}
+    return _relative_paths(corpora, folder) | pipe
+
+
+@pytest.mark.parametrize(
+    ("make_entry", "settings", "said"),
+    [
+        (_relative_paths, {"force_iterable_dataset": True}, "the data cannot be read: .*'gone/0.wav' failed; correct"),
+        (_missing_tar, {}, r"the data cannot be read: \[Errno 2\] No such file or directory: '/.*/gone.tar'"),
+        (_piped, {}, "a record of the data has no 'shard_id': give tars one manifest each"),
+        (lambda corpora, _: corpora.entry("small"), {"max_duration": 0.1, "num_workers": 1},
+         "none of 1000 examples in a row passes the filters"),
+        (lambda *_: {"type": "sharmill", "dataset": "s3://bucket/data"}, {}, "s3://bucket/data is an address: copy"),
+    ],
+)  # fmt: skip
+def test_the_doctor_says_in_a_line_which_data_cannot_be_read(corpora, tmp_path, call, make_entry, settings, said):
+    path = tmp_path / "train.yaml"
+    path.write_text(OmegaConf.to_yaml({"input_cfg": [make_entry(corpora, tmp_path)]} | SETTINGS | settings))
+    status, _, err = call("doctor", path)
+    assert status == 2
+    assert re.match(f"Error: {said}", err)
+    assert err.count("\n") == 1
 
 
 def test_settings_lie_below_train_ds(corpora, tmp_path):

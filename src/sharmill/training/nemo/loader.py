@@ -537,6 +537,11 @@ def _make_loader(
         source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
     except AssertionError as error:  # NeMo and lhotse assert what they want of settings
         raise ConfigError(f"NeMo's loader refuses the settings: {error}", code="bad_config_value") from error
+    except KeyError as error:  # NeMo takes the records of one manifest apart by shard_id
+        raise ConfigError(
+            f"a record of the data has no {error}: give tars one manifest each, or each record its shard_id",
+            code="bad_manifest",
+        ) from error
     finally:
         _made.reset(collecting)
     for cuts in ours:

@@ -70,6 +70,18 @@ def test_what_is_foretold_comes_true(project, configured, call):
     assert [*Path(config.run_dir).glob("pilot-*")] == []
 
 
+def test_a_run_that_loses_many_records_to_the_threshold_names_calibrate(configured, tmp_path, call):
+    _, path = configured
+    elsewhere = ["max_reject_fraction=1", f"run_dir={tmp_path}/run", f"dataset_dir={tmp_path}/data"]
+    said = [
+        " ".join(
+            call("run", path, "prepare", "match", f"match.min_similarity={least}", *elsewhere, "--restart")[1].split()
+        )
+        for least in (-1.0, 0.99)
+    ]
+    assert ["sharmill calibrate finds a fitting match.min_similarity" in one for one in said] == [False, True]
+
+
 def test_the_same_seed_finds_the_same(configured, call):
     config, path = configured
     seen = []
@@ -78,6 +90,26 @@ def test_the_same_seed_finds_the_same(configured, call):
         seen.append(json.loads(msgspec.json.encode(outcome(config))))
     assert seen[0] == seen[1]
     assert seen[0]["num_drawn"] < 20
+
+
+def test_near_copies_are_counted_and_kept_out_by_the_similarity_advised(tmp_path, call):
+    """A recording beside one with an offset and one that is stored with loss, and two others of the speaker."""
+    project = Project(tmp_path)
+    samples = voice(2.0, seed=1)
+    for name, one in (("a.wav", samples), ("noisy.wav", samples + 1e-4), ("lossy.mp3", samples)):
+        project.add(name, one, text="good day")
+    project.add("other.wav", voice(2.0, seed=2))
+    project.add("again.wav", voice(1.5, pitch=150, seed=3), text="good day")
+    config = project.configure(match={"min_duration": 1.0, "min_similarity": 0.0})
+    path = tmp_path / "config.yaml"
+    path.write_bytes(to_yaml(config))
+    out = call("calibrate", path, "--no-rates")[1]
+    found = outcome(config)
+    assert found.near_copies == 3
+    assert "3 utterances would get a copy of themselves as context" in " ".join(out.split())
+    assert f"match.max_similarity={found.max_similarity:g}" in out
+    assert "copy" not in call("calibrate", path, "--no-rates", f"match.max_similarity={found.max_similarity}")[1]
+    assert outcome(config).near_copies == 0
 
 
 def test_a_dataset_without_contexts_has_rejects_and_no_threshold(configured, call):

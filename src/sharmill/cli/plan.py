@@ -230,6 +230,12 @@ def _print_calibration(found: Calibration) -> None:
         )
     if found.advice is not None:
         _print_thresholds(found.advice)
+    if found.max_similarity is not None:
+        say(
+            f"{found.near_copies} utterances would get a copy of themselves as context, stored with loss or at another "
+            f"level: set match.max_similarity={found.max_similarity:g}, and calibrate again",
+            style="yellow",
+        )
     if found.rejects:
         columns = ("stage", "reason", "records", "share", "one of them")
         rows = [(one.stage, one.reason, str(one.count), f"{one.share:.1%}", one.example[:100]) for one in found.rejects]

@@ -73,6 +73,8 @@ _MAX_LINES = 10
 _MAX_CHARACTERS = 160
 _SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items decoded", "seconds decoded", "segments encoded again",
                  "codes compared", "codes that differ")  # fmt: skip
+# A larger share of records without a similar context is worth a look at the threshold.
+_MUCH_LOST = 0.1
 _ACCOUNTS = ("records found as cuts", "records found among the rejects", "records not found")
 
 
@@ -393,6 +395,12 @@ def print_result(result: DatasetResult) -> None:
     if reasons:
         listed = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         say(f"rejects: {listed} (see {result.config.run_dir}/rejects.jsonl)")
+        share = reasons["no_similar_context"] / max(
+            outcome.totals.num_in for _, outcome in result.stages if outcome.totals
+        )
+        if share > _MUCH_LOST:
+            say(f"{share:.0%} of the records have no similar context: sharmill calibrate finds a fitting "
+                "match.min_similarity", style="yellow")  # fmt: skip
     for stage, outcome in result.stages:
         for sentence in outcome.given_up[:_MAX_LINES]:
             say(f"{stage.name}: {sentence}", style="yellow")

@@ -85,6 +85,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         durations: seconds of the utterances that passed the checks, at the shares that are the keys.
         too_short_for_context: share of them that is outside ``match.min_duration`` and ``max_duration``.
         advice, similarities: None for a dataset without contexts.
+        near_copies: utterances whose context would be a recording of their text that is as long, and similar like a
+            copy of theirs that is stored with loss or quieter.
+        max_similarity: keeps these copies out; None where there is none.
         audio_seconds: that was decoded and embedded.
         rates: of the stages on one rank of this machine; empty where nothing was left to measure them on.
     """
@@ -105,6 +108,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     similarities: SimilarityCounts | None
     audio_seconds: float
     rates: list[StageRate]
+    near_copies: int = 0
+    max_similarity: float | None = None
 
 
 def measure_rates(stages: Sequence[Stage], num_records: int) -> list[StageRate]:

@@ -4,6 +4,7 @@ For the rates of the stages behind match, a small dataset of the drawn records i
 """
 
 import dataclasses
+import math
 import os
 import shutil
 import tempfile
@@ -27,7 +28,7 @@ from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.storage import disk_errors, hash_text, remove_asides, require_writable, write_atomic
-from sharmill.manifest import Utterance, tagged_speaker, write_lines
+from sharmill.manifest import Context, Utterance, tagged_speaker, write_lines
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment
@@ -43,6 +44,8 @@ from sharmill.prepare.stage import PrepareStage, prepared_manifest
 from sharmill.sources import Located, Piece, RawRecord
 from sharmill.validate.stage import ValidateConfig
 
+# The similarity of copies of an utterance; another one by the same speaker is hardly ever so similar.
+_NEAR_COPY = 0.98
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 
@@ -235,6 +238,7 @@ def run_pilot(
             across_groups=_count_similarities(voices, voices.is_across),
         )
         advice = advise(voices, max_wrong)
+    copies = [one.context.similarity for one in records.utterances if one.context and _is_near_copy(one, one.context)]
     formats = [
         AudioFormat(format=name, sampling_rate=rate, channels=channels, count=count)
         for (name, rate, channels), count in records.formats.most_common()
@@ -249,7 +253,8 @@ def run_pilot(
         rejects=_share_rejects(records, lost, config.references), formats=formats,
         advice=advice, similarities=similarities,
         audio_seconds=sum(one.segment.duration for one in records.utterances if one.index in embedded),
-        rates=[], **_durations(config, records),
+        rates=[], near_copies=len(copies), max_similarity=math.ceil(100 * min(copies) - 1) / 100 if copies else None,
+        **_durations(config, records),
     )  # fmt: skip
     # Written before the rates are measured: an error of a later stage does not lose the advice.
     _store(path, outcome)
@@ -325,6 +330,13 @@ def _choose(
         weights=records.sample.weights[[one.index for one in utterances]],
         reference=encoder_family(match).strangers,
     )
+
+
+def _is_near_copy(utterance: Utterance, context: Context) -> bool:
+    """Return True if a context sounds like the utterance itself, stored with loss or at another level."""
+    # An MP3 has up to a tenth of a second more.
+    is_as_long = abs(utterance.segment.duration - context.segment.duration) <= 0.1
+    return is_as_long and context.similarity >= _NEAR_COPY and utterance.text.split() == context.text.split()
 
 
 def _number(names: Iterable[str]) -> np.ndarray:

@@ -8,7 +8,8 @@ import sys
 
 import click
 import pytest
-from support.project import REPOSITORY, make_record, write_config, write_lines
+from support.project import REPOSITORY, command, make_bare_dataset, make_record, within, write_config, write_lines
+from support.toy_stage import wait_until
 
 from sharmill.cli.main import COMMANDS, cli
 from sharmill.errors import REMEDIES
@@ -193,3 +194,42 @@ def test_every_command_can_be_asked_for_help_to_be_quiet_and_for_json(call):
         assert ("--json" in options_of(name)) == (name != "sidecars")
         status, out, _ = call(name, "--help")
         assert (status, out.startswith(f"Usage: sharmill {name} ")) == (0, True)
+
+
+# Loads as a large model does, and leaves the process as slowly.
+_SLOW = """
+import atexit, pathlib, time
+atexit.register(time.sleep, 120)
+pathlib.Path("loads").touch()
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["decode", "{dataset}", "--cut=cut-rec-3-0.00-0.40", "-o", "a.wav", "--codec-model=toy=python:slow:Codec"],
+         "loading the codec toy"),
+        pytest.param(
+            ["verify-resume", "train.yaml", "--tokenizer=slow:make"], "loading NeMo", marks=pytest.mark.slow
+        ),
+    ],
+)  # fmt: skip
+def test_what_loads_a_model_says_a_word_at_once_and_ends_soon_after_sigterm(tmp_path, arguments, word):
+    dataset = make_bare_dataset(tmp_path / "dataset", [4], codes=True)
+    entry = {"type": "sharmill", "dataset": str(dataset)}
+    settings = {"input_cfg": [entry], "batch_size": 2, "shuffle": True, "shard_seed": "randomized", "seed": 1}
+    (tmp_path / "train.yaml").write_text(json.dumps(settings))
+    (tmp_path / "slow.py").write_text(_SLOW)
+    arguments = [argument.format(dataset=dataset) for argument in arguments]
+    with subprocess.Popen(
+        command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == f"{word}\n"
+            wait_until((tmp_path / "loads").exists)
+            process.terminate()
+            assert process.wait(within(2.0)) == 1
+            assert "Interrupted." in process.stderr.read()
+        finally:
+            process.kill()

@@ -77,9 +77,11 @@ def make_console() -> Console:
     return Console(highlight=False, width=fixed, quiet=_has("quiet") or _has("json"))
 
 
-def say(text: str, style: str = "") -> None:
-    """Print text as one line, however long it is; nothing with ``--quiet`` or ``--json``."""
-    make_console().print(plain(text, style), soft_wrap=True)
+def say(text: str, style: str = "", *, err: bool = False) -> None:
+    """Print text as one line, however long it is, on stderr where it is no result; nothing with --quiet or --json."""
+    console = make_console()
+    console.stderr = err
+    console.print(plain(text, style), soft_wrap=True)
 
 
 def say_all(lines: Iterable[str]) -> list[str]:

@@ -186,6 +186,7 @@ def sidecars(dataset: str, into: str | None) -> None:
 @json_option
 def export(dataset: Path, out: Path, form: str, codec: str | None) -> None:
     """Write a dataset as files for trainers that do not read Shar."""
+    say(f"exporting {dataset}", style="dim")
     with make_console().status("export") as status:
         exported = export_dataset(
             dataset, form, out, codec=codec,
@@ -215,6 +216,7 @@ def report(directory: Path, output: Path | None, models: dict[str, str]) -> None
     Of a run directory it has the accounts, the configuration and measures of all cuts; of a dataset alone what its
     index and a sample of its shards say.
     """
+    say(f"reading {directory}", style="dim")
     run_dir = RunDir(directory)
     if run_dir.config.exists():
         config = config_of_run(directory)
@@ -293,7 +295,9 @@ def decode(dataset: Path, cut_id: str, output: Path, codec: str | None, context:
     record = choose_codec(described, codec)
     if models.keys() - {record.name}:
         raise ConfigError(f"--codec-model is for {record.name}: write {record.name}=MODEL", code="bad_usage")
-    stored, decoder = find_cut(dataset, cut_id), load_decoder(record, models.get(record.name))
+    stored = find_cut(dataset, cut_id)
+    say(f"loading the codec {record.name}", style="dim")
+    decoder = load_decoder(record, models.get(record.name))
     samples, rate = decode_stored_codes(stored, described, record, decoder, context=context)
     export_audio(output, samples, rate)
     if not record.trained:

@@ -6,6 +6,7 @@ commands import at their top starts neither torch nor NeMo nor Ray; that they im
 
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -119,7 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> Any:
         sys.exit(ConfigError.exit_status)
     except (KeyboardInterrupt, click.Abort):
         click.echo("Interrupted. What is done is kept; run the same command again to go on.", err=True)
-        sys.exit(SharmillError.exit_status)
+        sys.stdout.flush()
+        # Libraries of models take seconds to leave a process, and nothing is left to be done.
+        os._exit(SharmillError.exit_status)
     except SharmillError as error:
         click.echo(f"Error: {describe_error(error)}", err=True)
         sys.exit(error.exit_status)

@@ -17,6 +17,7 @@ from sharmill.cli.command import (
     plain,
     print_json,
     print_pairs,
+    say,
     say_all,
     wants_json,
     workers_option,
@@ -58,6 +59,7 @@ def bins(sources: tuple[str, ...], **options: Any) -> None:
 
     Prints YAML for NeMo's loader, with a histogram as comments: sharmill bins DATASET --closed > bins.yaml
     """
+    say("reading lengths", err=True)
     _print_yaml(estimate_report(sources, BinsOptions(**options)))
 
 
@@ -98,6 +100,7 @@ def tune_batch(bins_text: str, **options: Any) -> None:
     Runs a training step with larger and larger made-up batches, until it has not enough memory, and prints YAML for
     NeMo's loader. The step is your own, or that of a model of NeMo's.
     """
+    say("loading the training step", err=True)
     _print_yaml(tune_to_yaml(bins_text, **options, tell=partial(click.echo, err=True)))
 
 
@@ -143,6 +146,7 @@ def verify_resume(
 
     Takes batches, saves, restores in fresh processes and compares. Nothing is trained, and no audio is loaded.
     """
+    say("loading NeMo", style="dim")
     from sharmill.training.nemo.trial import stop_and_resume
 
     lines = stop_and_resume(
@@ -180,6 +184,7 @@ def doctor(settings: str | None, folder: Path, ranks: int, num_batches: int, tok
         print_pairs(rows)
         print_json(checks)
         return FINDINGS if any(check.to_do for check in checks) else OK
+    say("loading NeMo", style="dim")
     from sharmill.models.nemo_models import quiet_nemo
     from sharmill.training.nemo.trial import examine
 

@@ -16,7 +16,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ import msgspec
 
 from sharmill.audio.files import probe
 from sharmill.errors import ConfigError, FatalError, RejectRecord, one_line
-from sharmill.files.host import end_with_parent, safe_path
+from sharmill.files.host import new_process
 from sharmill.manifest import write_lines
 from sharmill.registry import nearest
 
@@ -289,7 +288,7 @@ def run_recipe(name: str, directory: Path, options: dict[str, Any], splits: tupl
         ConfigError: the folder has not the form that the recipe expects, or there is no such split.
         FatalError: the process was killed.
     """
-    with safe_path(), ProcessPoolExecutor(1, multiprocessing.get_context("forkserver"), end_with_parent) as pool:
+    with new_process("forkserver") as pool:
         try:
             return pool.submit(_run_recipe, name, directory, options, splits, folder).result()
         except BrokenProcessPool as error:

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -177,6 +178,22 @@ def safe_path() -> AbstractContextManager[None]:
     They, and all processes that they start, have PYTHONSAFEPATH in their environment.
     """
     return variable("PYTHONSAFEPATH", "1")
+
+
+@contextmanager
+def new_process(method: str) -> Iterator[ProcessPoolExecutor]:
+    """Have a pool of one process, started by a method of multiprocessing, that ends with this process.
+
+    Where an error ends the context, nobody waits for what the process does.
+    """
+    with safe_path():
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context(method), end_with_parent)
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        pool.shutdown()
 
 
 def end_with_parent() -> None:

@@ -3,12 +3,9 @@
 A trial makes the first batches of a rank in this process, or those of all ranks in fresh ones.
 """
 
-import multiprocessing
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +16,7 @@ from lhotse import CutSet
 from lhotse.cut import Cut
 
 from sharmill.errors import ConfigError, refuse
-from sharmill.files.host import safe_path
+from sharmill.files.host import new_process
 from sharmill.models.nemo_models import quiet_nemo
 from sharmill.shar.layout import TARGET_CODES, read_dataset
 from sharmill.training.nemo.classic import DIVIDED, Settings, ignored_keys
@@ -88,13 +85,12 @@ def _try_ranks(
 
     They run one after the other, each in a copy of that process.
     """
-    context = multiprocessing.get_context("fork")
     trials = []
     with quiet_nemo():
         import nemo.collections.common.data.lhotse.dataloader  # noqa: F401
 
         for rank in range(world_size):
-            with ProcessPoolExecutor(1, mp_context=context) as copy:
+            with new_process("fork") as copy:
                 one = copy.submit(_try_rank, settings, rank, world_size, num_batches, tokenizer, state)
                 trials.append(one.result())
     return [batches for batches, _ in trials], merge_data_states([state for _, state in trials])
@@ -357,8 +353,7 @@ def stop_and_resume(
     seen: dict[Place, int] = {}
     state: dict[str, Any] = {}
     total = 0
-    new = partial(ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
-    with safe_path(), new() as first, new() as second:
+    with new_process("spawn") as first, new_process("spawn") as second:
         for turn in range(num_stops + 1):
             world_size = then if turn % 2 else ranks
             trial = (settings, world_size, num_batches, tokenizer, state if turn else None)

@@ -39,6 +39,8 @@ from sharmill.models.memory import measure_model, measure_peak
 RATE = 22050
 # Of a large dataset.
 UNIT_SECONDS = 1200.0
+# Of encode, at most: convolutions in fp32 take more than half a GiB per second on some GPUs.
+ENCODE_BATCH_SECONDS = 120.0
 # Of the time of a stage that its model should take: the target.
 LEAST_SHARE = 0.9
 ENCODER = "speaker encoder in TitaNet-large's sizes"
@@ -177,9 +179,10 @@ def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
             found = _share(bench, MatchStage(config), encoder.embed, project, 16000, batch_seconds)
         yield {"stage": "match", "precision": precision} | found
     project.write([(n + count // 2) % count for n in range(count)], match=match, write=write)
+    batch_seconds = min(batch_seconds, ENCODE_BATCH_SECONDS)
     for precision in ("fp32", "bf16"):
         codec = bench.load(CODEC, precision)
-        name, encode = f"c_{precision}", size | {"precision": precision}
+        name, encode = f"c_{precision}", size | {"batch_seconds": batch_seconds, "precision": precision}
         config = project.configure(
             match=match, write=write, encode=encode | {"codecs": [{"name": name, "model": bench.models[CODEC]}]}
         )

@@ -98,11 +98,11 @@ def test_the_estimate_of_memory_beside_the_peak_of_a_larger_batch(device, kind, 
     model = load(models[kind], device)
     runner = BatchRunner(model, device)
     estimated = runner.estimate_bytes_per_second()
-    measured = runner.measure_peak(30.0) / 30.0
-    record(estimated_mib_per_second=round(estimated / 2**20, 2), measured=round(measured / 2**20, 2))
-    # The audio itself, at least, and no more than half as much again as was estimated.
+    measured = runner.measure_peak(30.0)
+    record(estimated_mib_per_second=round(estimated / 2**20, 2), measured=round(measured / 30 / 2**20, 2))
+    # The audio itself, at least, and no more than half as much again as was estimated, beside workspaces of libraries.
     assert model.sampling_rate * 4 < estimated
-    assert measured < 1.5 * estimated
+    assert measured < 1.5 * 30 * estimated + (64 << 20)
 
 
 @pytest.mark.parametrize("kind", ENCODERS + CODECS)

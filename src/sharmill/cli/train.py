@@ -84,8 +84,9 @@ def _print_yaml(text: str) -> None:
               help="Of text, in batches for bins of one dimension (default: max_tps of the bins, or 12).")  # fmt: skip
 @click.option("--bins", "bins_text", required=True, metavar="FILE|LIST",
               help="What sharmill bins --closed printed, or [1.5, 3.0].")  # fmt: skip
-@click.option("--memory-share", type=click.FloatRange(0, 1, min_open=True), default=0.9, show_default=True,
-              help="Share of the memory to use.")  # fmt: skip
+@click.option("--memory-share", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.9,
+              show_default=True,
+              help="Share of the memory to use; the rest is for what batches of mixed lengths fragment.")  # fmt: skip
 @click.option("--memory", help="Of how much, as in 8GiB (default: all of the GPU, or what is available to the CPU).")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, or cuda:0.")
 @click.option("--max-batch-size", type=click.IntRange(1), default=4096, show_default=True, help="Ask for no more.")

@@ -136,6 +136,7 @@ def test_a_file_without_closed_bins_is_refused(tmp_path, text, code, names):
         (["--memory", "0GiB"], ["no memory at all"]),
         (["--memory", "900TiB"], ["available"]),
         (["--memory-share", "0"], ["--memory-share"]),
+        (["--memory-share", "1.0"], ["--memory-share", "0<x<1"]),
         (["--device", "tpu"], ["tpu"]),
         (["--step", "mine:nothing"], ["mine:nothing"]),
         (["--step", "mine:step", "--module-name", "a.Model"], ["--step"]),

@@ -168,6 +168,12 @@ def test_links_lead_to_pages_and_headings(page):
             assert heading in headings(linked), f"{target}#{heading}"
 
 
+@pytest.mark.parametrize("page", [README, REPOSITORY / "docs/training.md"], ids=lambda page: page.name)
+def test_the_small_trainings_are_named_before_those_of_clusters(page):
+    places = [page.read_text().find(name) for name in ("examples/train.py", "examples/train_lightning.py", "jobs/")]
+    assert -1 < places[0] < places[1] < places[2]
+
+
 def headings(page: Path) -> set[str]:
     """The anchors of a page, as GitHub and MkDocs make them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)

@@ -20,6 +20,7 @@ def project(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("export"))
     for number in range(7):
         keys = {"language": "xx", "ipa": "a" * number, "text": f"number {number}\u2028\r"}
+        keys |= {"context_audio_codes_path": "/evil.pt", "audio_codes_path": "/evil.pt", "audio_filepath_of": 1}
         project.add(f"{number}.flac", voice(0.5 + 0.1 * number, seed=number), **keys)
     project.encode(project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0}))
     return project
@@ -51,7 +52,9 @@ def test_codes_and_texts_of_every_cut(project, exported):
         assert (line["text"], line["speaker"]) == (supervision.text, supervision.speaker)
         assert (line["language"], line["ipa"]) == (supervision.language, supervision.custom["ipa"])
         assert line["duration"] == cut.duration
-        assert "context_audio_filepath" not in line
+        assert {key for key in line if key.endswith("path")} == {"target_audio_codes_path", "context_audio_codes_path"}
+        assert line["context_audio_codes_path"].startswith(str(exported.manifest.parent))
+        assert line["audio_filepath_of"] == 1
         assert line["context_audio_text"] == supervision.custom["context_audio_text"]
 
 

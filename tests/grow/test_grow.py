@@ -170,6 +170,7 @@ UNLIKE = [
     (do.change_description(codecs=[]), "unlike_datasets", ["codecs", "['a']", "[]"]),
     (do.change_description(layout=limit_scores), "unlike_datasets", ["limits of the field 'score' differ"]),
     (do.change_bytes(do.CONTEXTS, lambda data: data[:-1]), "damaged_shard", ["not what the index lists"]),
+    (do.change_bytes(do.CONTEXTS, lambda data: bytes([data[0] ^ 1]) + data[1:]), "damaged_shard", ["not what the"]),
     (do.remove_files(do.CUTS), "damaged_shard", [do.CUTS]),
     (do.change_shards(lambda shards: shards[:1]), "damaged_shard", ["1 shards instead of 2"]),
     (shutil.rmtree, "no_dataset", []),

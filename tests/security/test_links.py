@@ -15,8 +15,8 @@ from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.supervisor import logging_to, redirect_output
 from sharmill.files.storage import STAGING_NAME, Staging, open_stored, token_staging
-from sharmill.grow.join import append_dataset
-from sharmill.shar.layout import ShardedDataset, codec_fields
+from sharmill.grow.join import append_dataset, merge_datasets
+from sharmill.shar.layout import ShardedDataset, codec_fields, read_dataset
 from sharmill.shar.sidecars import write_sidecars
 
 CODES = "codes_a/target_codes"
@@ -125,6 +125,17 @@ def test_nothing_is_written_or_removed_behind_a_link_in_a_dataset(made, dataset,
         change(dataset, made[1])
     assert snapshot(behind) == before
     assert ShardedDataset(dataset).record().num_shards == 2
+
+
+@pytest.mark.parametrize("field", ["cuts/cuts.000001.jsonl.gz", f"{CODES}/codes.000000.tar", "target_audio"])
+@pytest.mark.parametrize("grow", [append_dataset, lambda one, other: merge_datasets([one, other], one / "../out")])
+def test_what_a_link_in_a_dataset_leads_to_is_not_published(made, tmp_path, grow, field):
+    growing, other = copy(made[0], tmp_path / "growing"), copy(made[1], tmp_path / "other")
+    put_elsewhere(other / field)
+    with raises(ConfigError, "foreign_output", f"{other / field} is a link"):
+        grow(growing, other)
+    assert read_dataset(growing) == read_dataset(made[0])
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_directory_as_a_whole_may_be_a_link(tmp_path):

@@ -190,11 +190,11 @@ def _write_manifest(path: Path, folder: Path, shards: Sequence[ShardRecord]) -> 
 class NemoCodes:
     """Codes as int32 tensors (codebooks, frames) in files that ``torch.load`` reads, and a manifest of NeMo's.
 
-    A line has the record of the utterance: its text keys, tag, language, and all other keys. The paths of contexts'
-    audio are left out, since NeMo would read such files from their beginning, whatever the context's offset.
+    A line has the record of the utterance: its text keys, tag, language, and all other keys. Keys that end in ``_path``
+    or ``_filepath`` are left out, since NeMo opens what they name, and unpickles files of codes.
     """
 
-    version = 1
+    version = 2
     manifest = "manifest.json"
 
     def __init__(self, record: DatasetRecord, codec: CodecRecord) -> None:
@@ -215,7 +215,11 @@ class NemoCodes:
         if len(cut.supervisions) != 1 or cut.supervisions[0].text is None or not cut.has_custom(TARGET_CODES):
             raise DamagedShard(f"the cut {cut.id} does not have {TARGET_CODES} and one supervision with a text")
         supervision = cut.supervisions[0]
-        record = {key: value for key, value in (supervision.custom or {}).items() if key not in CONTEXT_KEYS[:3]}
+        # Of a context, its offset and duration go with its path.
+        record = {
+            key: value for key, value in (supervision.custom or {}).items()
+            if key not in CONTEXT_KEYS[:3] and not key.endswith(("_path", "_filepath"))
+        }  # fmt: skip
         paths = {}
         for field in filter(cut.has_custom, self.fields):
             role = field.removesuffix("_codes")

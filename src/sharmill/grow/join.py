@@ -98,16 +98,17 @@ class SourceDataset:
                 )
         return cls(directory, record, shards)
 
-    def path(self, shard: ShardRecord, field: str, *, by_checksum: bool = False) -> Path:
-        """Return the path of a file of a shard that has the size, or the bytes, that the index lists.
+    def path(self, shard: ShardRecord, field: str) -> Path:
+        """Return the path of a file of a shard that has the size and the bytes that the index lists.
 
         Raises:
+            ConfigError: it is a link, or lies behind one: it may lead to what its owner did not publish.
             DamagedShard: it has not, or is not there.
         """
         file = shard.fields[field]
         path = self.directory / file.file
-        is_whole = path.is_file() and path.stat().st_size == file.size
-        if not is_whole or (by_checksum and checksum(path) != file.xxh3):
+        refuse_strangers(self.directory, [path])
+        if not path.is_file() or path.stat().st_size != file.size or checksum(path) != file.xxh3:
             raise DamagedShard(
                 f"{path} is not what the index lists; sharmill validate {self.directory} tells all damage"
             )
@@ -117,10 +118,10 @@ class SourceDataset:
         """Yield the ids of all cuts, in order.
 
         Raises:
-            DamagedShard: a file of cuts cannot be read.
+            ConfigError, DamagedShard: as ``path``, or a file of cuts cannot be read.
         """
         for shard in self.shards:
-            yield from read_cut_ids(self.directory / shard.fields[CUTS].file)
+            yield from read_cut_ids(self.path(shard, CUTS))
 
 
 def require_alike(parts: Sequence[SourceDataset]) -> None:
@@ -225,8 +226,8 @@ def add_shards(
         copy: copy the files; by default they are hard links, or copies where no links are possible.
 
     Raises:
-        ConfigError: a file is in the way.
-        DamagedShard: a file of a part is not there, or has another size than the index says.
+        ConfigError: a file is in the way, or one of a part is a link.
+        DamagedShard: a file of a part is not there, or not what the index says.
         FatalError: it cannot be written.
     """
     first = len(kept)
@@ -266,8 +267,8 @@ def _place(source: Path, target: Path, *, copy: bool) -> bool:
     """Link or copy a file; return True for a link."""
     if not copy:
         try:
-            # A link to the file itself, also where the source is a symbolic link.
-            os.link(source.resolve(), target)
+            # Never what a symbolic link leads to that has come meanwhile.
+            os.link(source, target, follow_symlinks=False)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 with stopping_errors(target):

@@ -367,11 +367,11 @@ class SplitProcessor(Processor):
         lines: Mapping[str, list[bytes]], seconds: dict[str, float],
     ) -> None:  # fmt: skip
         """Copy cuts of a shard to the writers and the lines of fields, and add up their seconds of audio."""
-        path = self._part.path(shard, CUTS, by_checksum=True)
+        path = self._part.path(shard, CUTS)
         stored, ids = read_json_lines(path), list(read_cut_ids(path))
         lines[CUTS].extend(stored[number] for number in numbers)
         for field in (*writers, *(name for name in lines if name != CUTS)):
-            table = open_items(self._part.path(shard, field, by_checksum=True), ids)
+            table = open_items(self._part.path(shard, field), ids)
             for number in numbers:
                 if isinstance(table, ItemTable):
                     writers[field].copy(table, number)

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import Any, Final
 
 import torch
@@ -293,21 +292,21 @@ class _ResumableBuckets(DynamicBucketingSampler):
 
     def __iter__(self) -> _ResumableBuckets:
         super().__iter__()
-        worker = torch.utils.data.get_worker_info()
-        seed = self.bucket_seed + (0 if worker is None else worker.id)
-        buckets = _OldestFirst(
-            zip(*map(iter, self.cuts), strict=True),
-            duration_bins=self.duration_bins,
-            world_size=self.world_size,
-            constraint=self.constraint,
-            drop_last=self.drop_last,
-            buffer_size=self.buffer_size,
-            shuffle=self.shuffle,
-            rng=self.rng,
-            bucket_rng=random.Random(seed) if self.sync_buckets else None,
-            diagnostics=self.diagnostics,
+        seed = self.bucket_seed + getattr(torch.utils.data.get_worker_info(), "id", 0)
+        self.cuts_iter = iter(
+            _OldestFirst(
+                zip(*map(iter, self.cuts), strict=True),
+                duration_bins=self.duration_bins,
+                world_size=self.world_size,
+                constraint=self.constraint,
+                drop_last=self.drop_last,
+                buffer_size=self.buffer_size,
+                shuffle=self.shuffle,
+                rng=self.rng,
+                bucket_rng=random.Random(seed) if self.sync_buckets else None,
+                diagnostics=self.diagnostics,
+            )
         )
-        self.cuts_iter = iter(buckets)
         return self
 
 
@@ -315,28 +314,27 @@ class _OldestFirst(DynamicBucketer):
     """lhotse's buckets, which begin with the examples of earlier epochs than the newest that they were filled with.
 
     A resume reads again what buffers had held back. Beside new examples, some of it might be held back at every stop.
+    The cuts are an iterator.
     """
 
-    cuts: Any
     buffer_size: int
 
     def __iter__(self) -> Iterator[CutSet]:
-        self.cuts = self.cuts_iter = iter(self.cuts)
+        self.cuts_iter = iter(self.cuts)
         self._collect_cuts_in_buckets(self.buffer_size)
-        epochs = [_epoch_in(item) for bucket in self.buckets for item in bucket.queue]
-        newest = dict(sorted(epochs))
+        newest = dict(sorted(_epoch_in(item) for bucket in self.buckets for item in bucket.queue))
 
         def age(item: tuple[Any]) -> int:
             reader, epoch = _epoch_in(item)
             return newest.get(reader, epoch) - epoch
 
-        def is_due(bucket: Queue[Any]) -> bool:
-            return bool(bucket.queue) and age(bucket.queue[0]) > 0 and (not self.drop_last or self._is_ready(bucket))
-
         for bucket in self.buckets:
             bucket.queue = deque(sorted(bucket.queue, key=age, reverse=True))
-        while due := [bucket for bucket in self.buckets if is_due(bucket)]:
-            oldest = max(due, key=lambda bucket: age(bucket.queue[0]))
+        while old := [
+            bucket for bucket in self.buckets
+            if bucket.queue and age(bucket.queue[0]) > 0 and (not self.drop_last or self._is_ready(bucket))
+        ]:  # fmt: skip
+            oldest = max(old, key=lambda bucket: age(bucket.queue[0]))
             # It is filled up with newer ones, and given out even if it is not full then.
             batch = next(iter(DurationBatcher(list(oldest.queue), constraint=self.constraint.copy())))
             yield batch

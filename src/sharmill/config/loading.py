@@ -4,6 +4,7 @@ Configurations of datasets, cluster profiles and the training example are read w
 """
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -21,6 +22,12 @@ from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASE
 
 Loaded = TypeVar("Loaded")
 _WORDS_OF_YAML: Final[dict[Any, bool]] = {"yes": True, "on": True, "no": False, "off": False}
+_WORDS_OF_TYPES: Final = {
+    int: "a whole number", float: "a finite number", str: "text", bool: "true or false", types.NoneType: "null",
+    list: "a list", tuple: "a list",
+}  # fmt: skip
+_LIMITS: Final = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
+_SHOWN_CHARACTERS: Final = 100
 # Of YAML that others may have written.
 _MAX_BYTES: Final = 1 << 20
 _MAX_DEPTH: Final = 100
@@ -156,8 +163,9 @@ def _read_merged(
                 raise ConfigError(
                     f"{path}: {override}: {section} is null; leave this out, or null", code="bad_config_value"
                 )
-            is_list = OmegaConf.is_list(OmegaConf.select(config, key))
-            OmegaConf.update(config, key, _parse_override(key, text), merge=not is_list)
+            _require_entry(plain, key, f"{path}: {override}")
+            new, is_list = _parse_override(key, text), OmegaConf.is_list(OmegaConf.select(config, key))
+            OmegaConf.update(config, key, new, merge=isinstance(new, dict) and not is_list)
         values = OmegaConf.to_container(config)
         if for_display:
             values, references = References.unresolved(values)
@@ -179,10 +187,27 @@ def _read_merged(
             f"{path}: values are nested too deeply, or contain themselves", code="bad_config_file"
         ) from error
     except (OmegaConfBaseException, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{path}: {one_line(error)}", code="bad_config_value") from error
+        place, problem = getattr(error, "full_key", None), str(error).partition("\n")[0]
+        if unset := re.search(r"Environment variable '(.+)' not found", problem):
+            problem = f"the environment variable {unset[1]} is not set"
+        raise ConfigError(": ".join(filter(None, [str(path), place, problem])), code="bad_config_value") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
     return typing.cast("dict[str, Any]", values), references
+
+
+def _require_entry(values: Any, key: str, origin: str) -> None:
+    """Raise ConfigError where the key of an override names an entry that a list of these values does not have."""
+    place = ""
+    for part in re.findall(r"[^.\[\]]+", key):
+        if isinstance(values, list) and not (part.isdecimal() and int(part) < len(values)):
+            raise ConfigError(
+                f"{origin}: {place} is a list of {len(values)}, and its entries are named by numbers from 0, as in "
+                f"{place}.0",
+                code="unknown_key",
+            )
+        values = values[int(part)] if isinstance(values, list) else values.get(part) if isinstance(values, dict) else {}
+        place = f"{place}.{part}" if place else part
 
 
 def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
@@ -263,9 +288,12 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
         if kind is bool and isinstance(value, str):
             value = _WORDS_OF_YAML.get(value, value)
         # Not strict: a number may be quoted, overrides are text, and YAML takes 1e3 for text.
-        return msgspec.convert(value, kind, strict=False)
+        made = msgspec.convert(value, kind, strict=False)
+        if isinstance(made, float) and not math.isfinite(made):
+            raise msgspec.ValidationError(f"{made} is not finite")
+        return made
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_readable(kind, str(error), place)}", code="bad_config_value") from error
+        raise ConfigError(f"{origin}: {_readable(kind, value, str(error), place)}", code="bad_config_value") from error
 
 
 def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *, for_display: bool = False) -> Any:
@@ -467,24 +495,32 @@ def _unknown_key(types: dict[str, Any], key: Any, place: str, origin: str) -> Co
     return ConfigError(f"{origin}: {problem}", code="unknown_key")
 
 
-def _readable(kind: Any, message: str, place: str) -> str:
-    """Rewrite a message of msgspec, ``... - at `$[0]```, about a value of a type: its key first, in words of YAML."""
+def _readable(kind: Any, value: Any, message: str, place: str) -> str:
+    """Return the place, the value that is wrong there, and what is allowed, or a message of msgspec about a part."""
     text, _, where = message.partition(" - at `$")
-    if invalid := re.fullmatch(r"Invalid enum value (.*)", text):
-        text = f"{invalid[1]} is not one of {', '.join(_choices(kind))}"
-    else:
-        text = text.replace("`object", "`mapping").replace("`array", "`list")
+    text = f"allowed: {', '.join(_allowed(kind))}"
+    if where:
+        text = message.partition(" - at ")[0].replace("`object", "`mapping").replace("`array", "`list")
         text = text[0].lower() + text[1:]
-    return f"{place}{where.strip('`').replace('[...]', '')}: {text}"
+    shown = "null" if value is None else repr(value)
+    return f"{place}{where.strip('`').replace('[...]', '')} is {shown[:_SHOWN_CHARACTERS]}; {text}"
 
 
-def _choices(expected: Any) -> list[str]:
-    """List the values that a ``Literal`` allows, also as part of a union."""
-    if typing.get_origin(expected) is Literal:
-        return [str(value) for value in typing.get_args(expected)]
-    if expected is int:
-        return ["a whole number"]
-    return [choice for part in typing.get_args(expected) for choice in _choices(part)]
+def _allowed(kind: Any) -> list[str]:
+    """Return what values of a type are, in words of YAML."""
+    form, parts = typing.get_origin(kind), typing.get_args(kind)
+    if form is Literal:
+        return [str(value) for value in parts]
+    if form in (typing.Union, types.UnionType):
+        return [words for part in parts for words in _allowed(part)]
+    if form is typing.Annotated:
+        limits = [
+            f"{words} {limit:g}"
+            for name, words in _LIMITS.items()
+            if (limit := getattr(parts[1], name, None)) is not None
+        ]
+        return [" ".join(filter(None, [*_allowed(parts[0]), " and ".join(limits)]))]
+    return [_WORDS_OF_TYPES.get(form or kind, "a mapping of keys to values")]
 
 
 def resolve_stage(name: str) -> str:

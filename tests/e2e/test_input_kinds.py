@@ -539,7 +539,7 @@ def _kind_of(record: Any) -> str:
 # What has tests of its own, and needs voices that differ, a filter, no companion at all, another source or a device.
 ELSEWHERE = {
     "filtered", "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
-    "ambiguous_audio", "already_there", "bad_context", "too_long_for_device",
+    "ambiguous_audio", "already_there", "bad_context", "too_long_for_device", "bad_codes",
 }  # fmt: skip
 
 
@@ -587,7 +587,9 @@ def test_rejects_have_their_records_as_they_came(odd_run: OddRun):
     """
     written = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in odd_run.records]
     texts = {line.strip().decode("utf-8", "replace") for line in written}
-    objects = [record for record in odd_run.records if isinstance(record, dict)]
+    # NaN has become null.
+    parse = json.JSONDecoder(parse_constant=lambda name: None).decode
+    objects = [parse(json.dumps(record)) for record in odd_run.records if isinstance(record, dict)]
     endings = [ending for endings in odd_run.endings.values() for ending in endings]
     checked = [record for outcome, record in endings if outcome.startswith("prepare/") and "duplicate" not in outcome]
     assert len(checked) >= 90

@@ -103,7 +103,8 @@ class Filter:
     def check(self, record: Mapping[str, Any]) -> None:
         """Raise RejectRecord ``filtered`` where the value is absent, not a number, or on the wrong side."""
         value = record.get(self.key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or is_lost(value):
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite:
             raise RejectRecord("filtered", f"{self.key} is {str(value)[:40]!r}, not a number")
         if not _OPERATORS[self.symbol](value, self.limit):
             raise RejectRecord(
@@ -300,13 +301,6 @@ def _is_deeper(value: Any, limit: int) -> bool:
             for child in (value.values() if isinstance(value, dict) else value)
         ]
     return bool(level)
-
-
-def is_lost(value: Any) -> bool:
-    """Return True if a value of a record is or holds NaN or an infinite number, which is stored as null."""
-    if isinstance(value, (dict, list)):
-        return any(map(is_lost, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def check_fields(record: dict[str, Any]) -> None:

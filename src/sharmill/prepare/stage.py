@@ -57,7 +57,7 @@ from sharmill.manifest import (
     write_lines,
 )
 from sharmill.prefetch import prefetch
-from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, is_lost, parse_filters, parse_record
+from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, parse_filters, parse_record
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.shar.items import read_utterances
 from sharmill.shar.layout import CUTS, ShardedDataset
@@ -82,7 +82,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         """Count a record that passed the checks; ``tag_from`` is what its speaker tag was made of."""
         self._add("tag", tag_from, 1)
         self._add("duration", "header" if utterance.custom.get(DURATION_FROM_HEADER) else "record", 1)
-        for key in filter(lambda key: is_lost(utterance.custom[key]), utterance.custom):
+        for key in filter(lambda key: _is_lost(utterance.custom[key]), utterance.custom):
             self._add("nan_as_null", key, 1)
         self._count(utterance.speaker, 1, 1, utterance.segment.duration, utterance.segment.duration)
 
@@ -128,6 +128,13 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         row = self.sums.setdefault(dimension, {})
         before = row.get(value) or [0.0] * len(numbers)
         row[value] = [one + more for one, more in zip(before, numbers, strict=True)]
+
+
+def _is_lost(value: Any) -> bool:
+    """Return True if a value of a record is or holds NaN or an infinite number, which is stored as null."""
+    if isinstance(value, (dict, list)):
+        return any(map(_is_lost, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _report(records_in: float, records_out: float, seconds_in: float, seconds_out: float) -> dict[str, Any]:

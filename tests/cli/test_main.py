@@ -196,6 +196,16 @@ def test_every_command_can_be_asked_for_help_to_be_quiet_and_for_json(call):
         assert (status, out.startswith(f"Usage: sharmill {name} ")) == (0, True)
 
 
+def test_a_run_in_which_nothing_went_on_is_begun_anew_with_another_configuration(config, call):
+    path = config(json.dumps(make_record(text="")).encode() + b"\n")
+    status, _, err = call("run", path, "prepare")
+    assert (status, "prepare.require_text" in err) == (1, True)
+    assert call("run", path, "prepare", "prepare.require_text=false")[::2] == (0, "")
+    # What went on is kept.
+    status, _, err = call("run", path, "prepare")
+    assert (status, "was begun differently" in err) == (2, True)
+
+
 # Loads as a large model does, and leaves the process as slowly.
 _SLOW = """
 import atexit, pathlib, time

@@ -121,8 +121,9 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
         if not changes:
             stage.token = stage.dir.read_token()
             return stage.dir.read_units()
-        begun = any(stage.dir.ledger.glob("*.jsonl"))
-        if begun and not stage.replan_when_changed:
+        # Where everything was rejected, nothing is lost.
+        goes_on = any(commit.num_out for commit in iterate_ledger(stage.dir))
+        if goes_on and not stage.replan_when_changed:
             raise ConfigError(
                 f"{stage.name} was begun differently in {stage.run_dir.path}: {'; '.join(changes[:4])}. "
                 "Restore that, choose another run_dir, or begin the stage anew",

@@ -265,7 +265,8 @@ def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_
 
 def test_prometheus_reads_the_numbers(stage, noon, call, tmp_path):
     put_rank(stage, 0, started=noon - 100, updated=noon, unit=1, unit_began=noon)
-    assert call("status", stage.run_dir.path, "--prometheus", tmp_path / "sharmill.prom")[0] == 0
+    said = f"wrote {tmp_path / 'sharmill.prom'}: 1 run directories\n"
+    assert call("status", stage.run_dir.path, "--prometheus", tmp_path / "sharmill.prom") == (0, said, "")
     families = text_string_to_metric_families((tmp_path / "sharmill.prom").read_text())
     values = {
         (sample.name, *(value for name, value in sample.labels.items() if name != "run_dir")): sample.value

@@ -92,7 +92,8 @@ def test_the_command_writes_what_the_function_does(built, dataset, tmp_path, apa
     write_sidecars(again, into)
     there = tmp_path / "there"
     result = run_sharmill("sidecars", dataset, *(("--into", there) if apart else ()))
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    said = f"wrote index files of 3 shards: {there if apart else dataset}\n"
+    assert (result.returncode, result.stdout, result.stderr) == (0, said, "")
     assert snapshot(there if apart else dataset) == snapshot(into or again)
 
 

@@ -175,6 +175,7 @@ def sidecars(dataset: str, into: str | None) -> None:
     With them lhotse takes any cut by its number; sharmill's own reader needs none.
     """
     write_sidecars(dataset, into)
+    say(f"wrote index files of {read_dataset(Path(dataset)).num_shards} shards: {into or dataset}")
 
 
 @click.command()

@@ -93,6 +93,7 @@ def status(run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: 
                 _print_status(run, gpu_hour)
     if prometheus is not None:
         write_metrics(prometheus, runs, num_unread=len(errors))
+        say(f"wrote {prometheus}: {len(runs)} run directories")
     if runs:
         found = {
             str(run.path): {

@@ -169,8 +169,8 @@ def test_the_command(tmp_path):
     assert 20 <= short <= 72
     assert 2 <= long <= 9
     said = result.stderr.splitlines()
-    assert said[:2] == ["searching within 0.35 GiB of cpu", "  1 fits"]
-    assert [line for line in said[1:] if not line.startswith("  ")] == [f"40: {long}", f"5: {short}"]
+    assert said[:3] == ["loading the training step", "searching within 0.35 GiB of cpu", "  1 fits"]
+    assert [line for line in said[2:] if not line.startswith("  ")] == [f"40: {long}", f"5: {short}"]
     assert f"  {short} fits" in said
     result = run_sharmill(*arguments, "--bins", "[1000.0]", cwd=tmp_path, status=1)
     assert result.stdout == ""

@@ -378,7 +378,10 @@ def stop_and_resume(
             ended = [reader for reader, progress in enumerate(whole["readers"]) if progress["epoch"]]
             unstopped = Counter(place[:1] for place in _places(parts) if place[0] in ended and place[1] == 0)
     prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
-    size = sum(size for size, _ in _count(settings, tokenizer))
+    with quiet_nemo():
+        from sharmill.training.nemo.input_type import entry_size
+
+        size = sum(map(entry_size, sources_of(prepared)))
     readers = max(ranks, then) * max(1, int(prepared.get("num_workers", 0)))
     remedy = next(_held_back(prepared, size, readers), "take more --batches or --stops to compare whole ones")
     yield from _check_epochs(Counter(place[:2] for place in seen), state, unstopped, remedy)

@@ -45,7 +45,7 @@ REASONS: Final[dict[str, str]] = {
 # By reason: what mends records that are rejected for it, or lets them through.
 REMEDIES: Final[dict[str, str]] = {
     "skipped": "remove _skipme from the records that are wanted",
-    "malformed": "correct these lines or files; each line of a manifest is one JSON object, with numbers as numbers",
+    "malformed": "correct these lines or files; the detail of each says what is wrong with it",
     "missing_field": "give each record what is missing; prepare.require_text=false keeps speech without text",
     "bad_speaker": "set speaker of the source to a template such as {path[0]}, choose another speaker_key, correct the "
     "speakers or the paths, or make a dataset without contexts (match=null)",

@@ -115,7 +115,7 @@ def test_the_commonest_reasons_come_with_their_first_sentence_its_file_and_a_rem
     assert second.startswith("missing_audio 3, the first: /data/c.wav: No such file or directory. To do: ")
     assert "audio_root" in second
     assert third.startswith("malformed 2, the first: the line is not JSON: syntax xxx")
-    assert "xxx.... To do: " in third
+    assert "xxx.... To do: correct these lines or files; the detail" in third
     assert len(third) < 600
 
 

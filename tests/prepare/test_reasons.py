@@ -108,6 +108,7 @@ NOT_JSON = [
     (b"no JSON at all", "JSON"),
     (b'{"duration": NaN', "JSON"),
     (b'{"a": NaN, "text": "\\ud800"}', "JSON"),
+    (b'{"a": -NaN}', "a is -NaN"),
     (b'{"a": ' + b"[" * 5000 + b"NaN" + b"]" * 5000 + b"}", ""),
     (b'{"duration": 1e999}', "JSON"),
     (b'{"text": "caf\xe9"}', "JSON"),

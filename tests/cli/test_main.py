@@ -215,6 +215,7 @@ time.sleep(120)
 """
 
 
+@pytest.mark.parametrize("is_closed", [False, True], ids=["", "stderr closed"])
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -225,7 +226,7 @@ time.sleep(120)
         ),
     ],
 )  # fmt: skip
-def test_what_loads_a_model_says_a_word_at_once_and_ends_soon_after_sigterm(tmp_path, arguments, word):
+def test_what_loads_a_model_says_a_word_at_once_and_ends_soon_after_sigterm(tmp_path, arguments, word, is_closed):
     dataset = make_bare_dataset(tmp_path / "dataset", [4], codes=True)
     entry = {"type": "sharmill", "dataset": str(dataset)}
     settings = {"input_cfg": [entry], "batch_size": 2, "shuffle": True, "shard_seed": "randomized", "seed": 1}
@@ -238,8 +239,10 @@ def test_what_loads_a_model_says_a_word_at_once_and_ends_soon_after_sigterm(tmp_
         try:
             assert process.stdout.readline() == f"{word}\n"
             wait_until((tmp_path / "loads").exists)
+            if is_closed:
+                process.stderr.close()
             process.terminate()
             assert process.wait(within(2.0)) == 1
-            assert "Interrupted." in process.stderr.read()
+            assert is_closed or "Interrupted." in process.stderr.read()
         finally:
             process.kill()

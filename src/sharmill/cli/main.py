@@ -126,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     except SharmillError as error:
         click.echo(f"Error: {describe_error(error)}", err=True)
         sys.exit(error.exit_status)
+    except BrokenPipeError:
+        # Click is interrupted, and nobody is left to read that.
+        os._exit(SharmillError.exit_status)
 
 
 def _describe_wrong_use(error: click.ClickException) -> str:

@@ -110,6 +110,7 @@ def test_only_the_codes_of_the_segment_are_missing(made):
     assert may_lack == {"codes_nan/target_codes", "codes_nan/context_codes"}
 
 
+@pytest.mark.slow
 def test_begun_anew_by_three_ranks_all_bytes_are_the_same(made):
     project, config, _ = made
     before = snapshot(project.dataset), (project.run_dir / "bad_codes.jsonl").read_bytes()
@@ -183,6 +184,7 @@ def test_the_checker_accepts_and_counts_them_at_every_level(made, tmp_path):
     assert (checked["cuts without codes_nan/context_codes"], checked["records found as cuts"]) == (1, 6)
 
 
+@pytest.mark.slow
 def test_the_page_and_a_look_at_the_cut_say_so(made):
     project, _, _ = made
     bad = next(cut.id for cut in open_shar(project.dataset, []) if number(cut) == 5)
@@ -216,6 +218,7 @@ def test_a_unit_without_any_codes_is_done_by_a_rank_that_gives_others_some(tmp_p
     assert numbers(open_shar(project.dataset)) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "said"), [("speech", "this device is broken"), ("load", "a rank cannot be set up")])
 def test_a_rank_that_gives_no_codes_for_anything_is_the_broken_one(tmp_path, when, said):
     project, config = make(tmp_path, [1.0] * 6, [GOOD], unit_seconds=1.0)

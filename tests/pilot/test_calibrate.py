@@ -70,6 +70,7 @@ def test_what_is_foretold_comes_true(project, configured, call):
     assert [*Path(config.run_dir).glob("pilot-*")] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_many_records_to_the_threshold_names_calibrate(configured, tmp_path, call):
     _, path = configured
     elsewhere = ["max_reject_fraction=1", f"run_dir={tmp_path}/run", f"dataset_dir={tmp_path}/data"]

@@ -127,7 +127,9 @@ def test_nothing_is_written_or_removed_behind_a_link_in_a_dataset(made, dataset,
     assert ShardedDataset(dataset).record().num_shards == 2
 
 
-@pytest.mark.parametrize("field", ["cuts/cuts.000001.jsonl.gz", f"{CODES}/codes.000000.tar", "target_audio"])
+@pytest.mark.parametrize(
+    "field", ["cuts/cuts.000001.jsonl.gz", f"{CODES}/codes.000000.tar", "target_audio", "dataset.json"]
+)
 @pytest.mark.parametrize("grow", [append_dataset, lambda one, other: merge_datasets([one, other], one / "../out")])
 def test_what_a_link_in_a_dataset_leads_to_is_not_published(made, tmp_path, grow, field):
     growing, other = copy(made[0], tmp_path / "growing"), copy(made[1], tmp_path / "other")

@@ -39,6 +39,7 @@ from sharmill.match.config import MatchConfig
 from sharmill.shar.items import read_cut_ids
 from sharmill.shar.layout import (
     CUTS,
+    DATASET_FILE,
     SHARDS_FILE,
     DatasetRecord,
     FieldFile,
@@ -76,9 +77,10 @@ class SourceDataset:
         """Read the index of a dataset.
 
         Raises:
-            ConfigError: it is not a finished dataset, or another tool wrote its files.
+            ConfigError: it is not a finished dataset, a file of its index is a link, or another tool wrote its files.
             DamagedShard: its index is damaged, or does not name the files of every shard.
         """
+        refuse_strangers(directory, [directory / DATASET_FILE, directory / SHARDS_FILE])
         record = read_dataset(directory)
         shards = list(read_shards(directory, record.num_shards))
         if record.contract != "sharmill":

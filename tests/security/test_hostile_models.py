@@ -222,13 +222,14 @@ def encodec(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("weights", "code", "words"),
-    [(lambda: saved(Bomb()), "bad_model", "weights"),
-     (lambda: packed(saved(torch.zeros(10))), "untrusted_model", "unpack")],
+    ("name", "weights", "code", "words"),
+    [("pytorch_model.bin", lambda: saved(Bomb()), "bad_model", "weights"),
+     ("pytorch_model.bin", lambda: packed(saved(torch.zeros(10))), "untrusted_model", "unpack"),
+     ("model.safetensors", lambda: b"version https://git-lfs.github.com/spec/v1", "bad_model", "cannot load")],
 )  # fmt: skip
-def test_weights_of_a_transformers_directory(encodec, weights, code, words):
+def test_weights_of_a_transformers_directory(encodec, name, weights, code, words):
     (encodec / "model.safetensors").unlink()
-    (encodec / "pytorch_model.bin").write_bytes(weights())
+    (encodec / name).write_bytes(weights())
     with raises(ConfigError, code, words):
         load_codec(f"transformers:{encodec}", "cpu")
 

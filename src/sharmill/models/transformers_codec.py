@@ -108,8 +108,10 @@ def load_transformers_codec(name: str, source: Path | str, device: str) -> Codec
         ConfigError: if the model is none of these or not whole, or it does not give one frame for every
             ``samples_per_frame`` samples.
     """
+    from safetensors import SafetensorError
+
     with (
-        loading(name, OSError, RuntimeError, ValueError, KeyError),
+        loading(name, OSError, RuntimeError, ValueError, KeyError, SafetensorError),
         _quiet_transformers(),
         torch.random.fork_rng(devices=[]),
     ):

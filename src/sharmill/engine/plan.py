@@ -18,7 +18,6 @@ from typing import Any, Final
 from uuid import uuid4
 
 import msgspec
-from msgspec import UNSET
 
 from sharmill.engine.fence import remove_fences, require_own_output, reserve
 from sharmill.engine.stage import Commit, Stage, StageDir, Unit
@@ -47,6 +46,7 @@ from sharmill.registry import STAGES
 log = logging.getLogger(__name__)
 
 _commit_decoder = msgspec.json.Decoder(Commit)
+_lines = msgspec.json.Encoder()
 _SHOWN_CHARACTERS: Final = 60
 _FOLDER_KEYS: Final = {"folder", "from_run_dir"}
 # Their values say nothing to people.
@@ -78,7 +78,7 @@ def find_differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, 
             return
         for key in sorted(old.keys() | new.keys()):
             inner = f"{path}.{key}" if path else key
-            yield from find_differences(old.get(key, UNSET), new.get(key, UNSET), inner)
+            yield from find_differences(old.get(key, msgspec.UNSET), new.get(key, msgspec.UNSET), inner)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for number, (left, right) in enumerate(zip(old, new, strict=True)):
             yield from find_differences(left, right, f"{path}[{number}]")
@@ -88,7 +88,7 @@ def find_differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, 
 
 def show(value: Any) -> str:
     """Return a value as JSON of at most 60 characters; ``absent`` for ``msgspec.UNSET``."""
-    text = "absent" if value is UNSET else msgspec.json.encode(value).decode()
+    text = "absent" if value is msgspec.UNSET else msgspec.json.encode(value).decode()
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
@@ -243,9 +243,7 @@ def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
     token = f"{run_id}-{secrets.token_hex(8)}"
     with open_folder_atomic(stage.dir.plan) as aside:
         units = list(stage.plan(aside))
-        with (aside / stage.dir.units.name).open("wb") as stream:
-            for unit in units:
-                stream.write(msgspec.json.encode(unit) + b"\n")
+        (aside / stage.dir.units.name).write_bytes(_lines.encode_lines(units))
         (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity))
         (aside / stage.dir.token_file.name).write_text(token)
     stage.token = token
@@ -295,10 +293,10 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     remove_asides(stage.dir.ledger)
     commits = read_ledger(stage.dir, stage.dir.read_units())
     taken_back = {index: commits[index] for index in indices if index in commits} | read_revoked(stage)
-    write_atomic(stage.dir.revoked, _encode(taken_back.values()))
+    write_atomic(stage.dir.revoked, _lines.encode_lines(taken_back.values()))
     kept = [commit for commit in commits.values() if commit.index not in indices]
     earlier = list(stage.dir.ledger.glob("*.jsonl"))
-    write_atomic(stage.dir.ledger / f"{uuid4().hex}.jsonl", _encode(kept))
+    write_atomic(stage.dir.ledger / f"{uuid4().hex}.jsonl", _lines.encode_lines(kept))
     remove(*earlier)
 
 
@@ -307,10 +305,6 @@ def read_revoked(stage: Stage) -> dict[int, Commit]:
     if not stage.dir.revoked.exists():
         return {}
     return {commit.index: commit for commit in read_records(stage.dir.revoked, Commit)}
-
-
-def _encode(commits: Iterable[Commit]) -> bytes:
-    return b"".join(msgspec.json.encode(commit) + b"\n" for commit in commits)
 
 
 def find_outstanding(

@@ -38,12 +38,11 @@ from sharmill.engine.stage import (
 from sharmill.errors import RejectRecord
 from sharmill.files.storage import (
     Staging,
-    decode_stored,
     hash_text,
+    load_record,
     load_stored_array,
     open_atomic,
     open_stored,
-    read_stored,
     save_array,
     write_atomic,
 )
@@ -310,8 +309,7 @@ class PrepareStage(Stage):
         totals = add_up(commits)
         hours = HoursTable()
         for commit in commits:
-            path = self.root / commit.files[2].name
-            hours.add(decode_stored(path, read_stored(path), HoursTable))
+            hours.add(load_record(self.root / commit.files[2].name, HoursTable))
         found, seconds = self._merge(commits, hours)
         result = Totals(
             num_in=totals.num_in,

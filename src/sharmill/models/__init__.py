@@ -82,7 +82,6 @@ class SpeakerEncoder(Protocol):
         Raises:
             ValueError: for shapes that do not fit together.
         """
-        ...
 
 
 @runtime_checkable
@@ -127,7 +126,6 @@ class Codec(Protocol):
             UnitFailed: it gives an index outside its codebook, or values that are not finite. After either, with the
                 code ``bad_codes``, the segments are encoded one by one, and those that fail again get no codes.
         """
-        ...
 
 
 @runtime_checkable
@@ -154,7 +152,6 @@ class DecodingCodec(Codec, Protocol):
             ValueError: for shapes that do not fit together, or codes outside the codebook.
             ConfigError: if this model cannot decode.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,20 @@
 """Functions on tensors that the backends share: padding of batches, unit embeddings, checksums of weights."""
 
-from __future__ import annotations
-
 import math
 import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 import yaml
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharmill.errors import ConfigError, is_device_error, one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-
-    from torch import Tensor
 
 # Of the tensors that are made while a model is loaded: its layers, the weights, and copies of them.
 _NUMBERS_PER_BYTE = 4

@@ -7,24 +7,19 @@ The audio is filled up with zeros to whole frames. EnCodec itself would mirror t
 changes the last frame or two, and only where the audio is not a whole number of frames.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sharmill.errors import ConfigError
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.files import TRANSFORMERS_TYPES, require_reachable
 from sharmill.models.tensors import find_reach, limited_layers, loading, weights_checksum
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 
 class _TransformersCodec(CodecBackend):

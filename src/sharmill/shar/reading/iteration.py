@@ -1,7 +1,5 @@
 """The iterable in the CutSet of ``open_shar``: the cuts of this part in the order of the epoch, and its state."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +33,9 @@ _PADDING = "shar_padding"
 _MAX_EMPTY_EPOCHS = 20
 # With shuffle="global": each has a file for every field.
 _OPEN_SHARDS = 64
+
+# A cut, or the damage because of which there is none, with its position, which padding has none of, and its shard.
+_Found = tuple[Position | None, Any, ReadableShard | DamagedShard]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -388,10 +389,6 @@ def _open(source: ShardSource, permutation: np.ndarray, epoch: int, slot: int) -
         return source.open(int(permutation[slot]), epoch)
     except DamagedShard as damage:
         return damage
-
-
-# A cut, or the damage because of which there is none, with its position, which padding has none of, and its shard.
-_Found = tuple[Position | None, Any, ReadableShard | DamagedShard]
 
 
 def _positions_of(cut: Cut) -> list[tuple[int, ...]]:

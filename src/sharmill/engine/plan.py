@@ -7,7 +7,6 @@ In the ledger every process appends to a file of its own, one JSON line a commit
 killed can only leave one incomplete last line, which is not a record.
 """
 
-import logging
 import os
 import secrets
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from sharmill.engine.fence import remove_fences, require_own_output, reserve
 from sharmill.engine.stage import Commit, Stage, StageDir, Unit
 from sharmill.errors import ConfigError
 from sharmill.files.storage import (
-    NOT_JSON,
     STAGING_NAME,
     Patience,
     PublishedFile,
@@ -43,9 +41,6 @@ from sharmill.files.storage import (
 )
 from sharmill.registry import STAGES
 
-log = logging.getLogger(__name__)
-
-_commit_decoder = msgspec.json.Decoder(Commit)
 _lines = msgspec.json.Encoder()
 _SHOWN_CHARACTERS: Final = 60
 _FOLDER_KEYS: Final = {"folder", "from_run_dir"}
@@ -255,7 +250,9 @@ def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
     return {commit.index: commit for commit in iterate_ledger(paths, {unit.index: unit.id for unit in units})}
 
 
-def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None, tail: Tail | None = None) -> Iterator[Commit]:
+def iterate_ledger(
+    paths: StageDir, ids: Mapping[int, str] | None = None, tail: Tail[Commit] | None = None
+) -> Iterator[Commit]:
     """Yield the commits of units of a plan; one at a time is held in memory.
 
     A unit that two attempts have ended has two, of the same output.
@@ -264,13 +261,7 @@ def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None, tail: 
         ids: the ids of the units that count, by their indices; by default all units of the plan.
         tail: reads the ledger; what it has read before is not read again.
     """
-    for path, line in (tail or Tail(paths.ledger)).lines():
-        try:
-            commit = _commit_decoder.decode(line)
-        except NOT_JSON as error:
-            # A file system that lost its power may leave such lines; the unit is done again.
-            log.warning("a line of %s is no record: %s", path, error)
-            continue
+    for commit in (tail or Tail(paths.ledger, Commit)).records():
         if commit.token == paths.token and (ids is None or ids.get(commit.index) == commit.id):
             yield commit
 

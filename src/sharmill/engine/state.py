@@ -6,7 +6,6 @@ on which many fail and none is done, is taken out. So a bad slot or host costs n
 unit is given up after a few attempts. As in the ledger, each process appends to a file of its own.
 """
 
-import logging
 import math
 import time
 from collections import Counter
@@ -26,7 +25,6 @@ from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgre
 from sharmill.engine.stage import Commit, FailedAttempt, RunDir, Stage, StageDir, StoredError, Unit
 from sharmill.errors import HARMLESS_REASONS, REMEDIES, FatalError, SharmillError
 from sharmill.files.storage import (
-    NOT_JSON,
     RecordLog,
     Tail,
     load_record,
@@ -37,9 +35,6 @@ from sharmill.files.storage import (
     write_atomic,
 )
 from sharmill.manifest import Reject
-
-log = logging.getLogger(__name__)
-
 
 # A unit that has failed so often is given up, and a slot that has failed with so many, of which others did one, is out.
 MAX_FAILURES = 3
@@ -68,9 +63,6 @@ class Note(StoredError, kw_only=True, omit_defaults=True):
     traceback: str = ""
 
 
-_decoder = msgspec.json.Decoder(Note)
-
-
 class Attempts:
     """The attempts at the units of a stage, as far as this process has read the notes; ``look`` reads what is new.
 
@@ -82,7 +74,7 @@ class Attempts:
 
     def __init__(self, folder: Path) -> None:
         self.log = RecordLog(folder)
-        self._tail = Tail(folder)
+        self._tail = Tail(folder, Note)
         # Of each unit, by the generation of the claim: the note of the end, or of the begin as long as it is under way.
         self._units: dict[int, dict[int, Note]] = {}
         # Of each slot: the note of the last unit done, and those of what has failed since.
@@ -95,12 +87,8 @@ class Attempts:
 
     def look(self) -> None:
         """Read the notes that are new."""
-        for path, line in self._tail.lines():
-            try:
-                self.add(_decoder.decode(line))
-            except NOT_JSON as error:
-                # A file system that lost its power may leave such lines.
-                log.warning("a line of %s is no note: %s", path, error)
+        for note in self._tail.records():
+            self.add(note)
 
     def add(self, note: Note) -> None:
         """Take a note into account."""
@@ -369,7 +357,7 @@ class StageState:
         self.missing = {index for part in self.round.bins for index in part}
         self._last_beat = last_beat
         self._given_up_since: float | None = None
-        self._ledger = Tail(stage.dir.ledger)
+        self._ledger = Tail(stage.dir.ledger, Commit)
         self._uncommitted = {unit.index: unit.id for unit in self.units}
         self._watched: dict[str, tuple[float, float]] = {}
         self.rejects: Counter[str] = Counter()

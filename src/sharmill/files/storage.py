@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Final, TypeVar, cast
+from typing import Any, BinaryIO, Final, Generic, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -502,15 +502,16 @@ class RecordLog:
         self._path = path
 
 
-class Tail:
-    """Reads the ``.jsonl`` files of a folder to which processes append, each byte once."""
+class Tail(Generic[Decoded]):
+    """Reads the records in the ``.jsonl`` files of a folder to which processes append, each byte once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: type[Decoded]) -> None:
         self._folder = folder
+        self._decoder = msgspec.json.Decoder(kind)
         self._offsets: dict[str, int] = {}
 
-    def lines(self) -> Iterator[tuple[Path, bytes]]:
-        """Yield the complete lines that are new since the last call, with their files."""
+    def records(self) -> Iterator[Decoded]:
+        """Yield the records of the complete lines that are new since the last call."""
         for path in sorted(self._folder.glob("*.jsonl")):
             # Opening makes NFS ask the server for the size too.
             with open_stored(path) as stream:
@@ -519,7 +520,13 @@ class Tail:
                     if not line.endswith(b"\n"):
                         break
                     self._offsets[path.name] = self._offsets.get(path.name, 0) + len(line)
-                    yield path, line
+                    try:
+                        record = self._decoder.decode(line)
+                    except NOT_JSON as error:
+                        # A file system that lost its power may leave such lines; what they told is done again.
+                        log.warning("a line of %s is no record: %s", path, error)
+                    else:
+                        yield record
 
 
 def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:

@@ -127,8 +127,7 @@ def read_codes(item: Item) -> np.ndarray:
     Raises:
         DamagedShard: they are not codes.
     """
-    assert item.data is not None
-    codes = array_from_bytes(item.data, item.cut_id)
+    codes = array_from_bytes(item.data or b"", item.cut_id)
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
         raise DamagedShard(f"{item.cut_id}: an array of shape {codes.shape} and type {codes.dtype} is no codes")
     return codes
@@ -140,8 +139,7 @@ def read_stored_audio(item: Item) -> tuple[np.ndarray, int]:
     Raises:
         RejectRecord: it cannot be decoded.
     """
-    assert item.data is not None
-    return decode_bytes(item.data)
+    return decode_bytes(item.data or b"")
 
 
 def waveform(samples: np.ndarray, width: int = 60) -> str:
@@ -237,9 +235,8 @@ def describe_as_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, An
 
 
 def _describe_item(item: Item) -> tuple[str, str]:
-    assert item.data is not None
     if item.extension == "npy":
-        array = array_from_bytes(item.data, item.cut_id)
+        array = array_from_bytes(item.data or b"", item.cut_id)
         is_codes = array.ndim == 2 and array.dtype.kind in "iu"
         first = ", ".join(map(str, (array[0] if is_codes and array.size else array).flat[:8]))
         shape = f"{array.shape} {array.dtype}{', codebooks and frames' if is_codes else ''}"

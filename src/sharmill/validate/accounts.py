@@ -92,7 +92,8 @@ class ExpectedRecords:
     @cached_property
     def root_names(self) -> list[list[str]]:
         """The absolute paths that the roots of each source are known by."""
-        return [_names(AudioRoots.of([self.audio_roots or source.audio_root])) for source in self.sources]
+        roots = (AudioRoots.of([self.audio_roots or source.audio_root]).roots for source in self.sources)
+        return [[name for root in of_source for name in root.names] for of_source in roots]
 
     def manifest_rows(self) -> Iterator[RecordRow]:
         """Read the records of all manifests."""
@@ -119,10 +120,6 @@ class ExpectedRecords:
                 elif text:
                     record = _parse(text)
                 yield row_of(record, roots, text)
-
-
-def _names(roots: AudioRoots) -> list[str]:
-    return [name for root in roots.roots for name in root.names]
 
 
 def _parse(text: str) -> Any:

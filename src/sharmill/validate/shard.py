@@ -222,8 +222,9 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
             continue
         for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
             if item.cut_id != cut_id:
-                sentence = f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
-                yield shard.finding("wrong_id", name, sentence)
+                yield shard.finding(
+                    "wrong_id", name, f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
+                )
                 break
         if name in seconds:
             found = sum(map(_seconds, items))
@@ -245,21 +246,20 @@ def _measure_all(
                 continue
             key = xxhash.xxh3_128_hexdigest(item.data or b"")
             if key not in known:
-                known[key] = _measure(item, stats)
+                known[key] = _measure(item.data or b"", stats)
             stats["items decoded"] += 1
             finish(item)
             if problem := _sound_problem(item, known[key]):
                 found.append(shard.finding(problem[0], name, problem[1], member=item.cut_id))
 
 
-def _measure(item: Item, stats: dict[str, float]) -> _Measured:
-    """Decode an item and measure its sound."""
-    assert item.data is not None
+def _measure(data: bytes, stats: dict[str, float]) -> _Measured:
+    """Decode audio and measure its sound."""
     try:
-        samples, rate = decode_bytes(item.data)
+        samples, rate = decode_bytes(data)
     except RejectRecord as reject:
         return reject
-    if _contradicts_md5(item.data, samples):
+    if _contradicts_md5(data, samples):
         return RejectRecord("unreadable_audio", "the FLAC states another MD5 sum than its samples have")
     sound, seconds = measure_sound(samples, rate), len(samples) / rate
     stats["seconds decoded"] += seconds
@@ -281,9 +281,8 @@ def _sound_problem(item: Item, measured: _Measured) -> tuple[str, str] | None:
     """Return the code and sentence of what decoding an item shows, if anything."""
     if isinstance(measured, RejectRecord):
         return "bad_audio", str(measured)
-    assert item.metadata is not None
     *found, sound = measured
-    promised = [item.metadata.get("num_samples"), item.metadata.get("sampling_rate")]
+    promised = [(item.metadata or {}).get(key) for key in ("num_samples", "sampling_rate")]
     problems = (
         (found != promised, "bad_audio", f"samples and rate are {found}, the metadata says {promised}"),
         (sound.silence > MAX_SILENCE_SHARE, "silent_audio", f"{sound.silence:.0%} of it is silence"),
@@ -368,7 +367,9 @@ def check_foreign(
         for item, seconds in zip_longest(items, durations):
             metadata = item.metadata or {}
             if item.data is None:
-                yield from _find(shard, "bad_value", name, _check_value_allowed, [item])
+                yield from _find(
+                    shard, "bad_value", name, lambda value: _check_allowed("the value", value.metadata), [item]
+                )
                 continue
             code = "bad_audio" if "sources" in metadata else "bad_codes"
             yield from _find(shard, code, name, _check_metadata, [item])
@@ -522,10 +523,6 @@ def _check_language(cut: dict[str, Any]) -> None:
             _require(re.fullmatch(r"\w+", found[1]), f"NeMo's Magpie-TTS does not read {found[0]}")
 
 
-def _check_value_allowed(item: Item) -> None:
-    _check_allowed("the value", item.metadata)
-
-
 def _find_in_field(shard: Shard, field: Field, items: Sequence[Item]) -> Iterator[Finding]:
     """Find what is wrong with the items of a field that a stage has added to the published layout."""
     code = "bad_audio" if field.kind == "audio" else "bad_value"
@@ -572,9 +569,7 @@ def _check_metadata(item: Item) -> None:
 
 def _check_stored_audio(item: Item, seconds: float | None = None) -> None:
     """Compare an audio item with its metadata and, if known, with the seconds of its cut."""
-    assert item.data is not None
-    assert item.metadata is not None
-    info, metadata = probe_bytes(item.data), item.metadata
+    info, metadata = probe_bytes(item.data or b""), item.metadata or {}
     duration, channels = metadata["duration"], len(metadata.get("channel_ids") or metadata["sources"][0]["channels"])
     found, promised = (info.num_samples, info.sampling_rate), (metadata["num_samples"], metadata["sampling_rate"])
     is_as_long = abs(found[0] - promised[0]) <= _DURATION_TOLERANCE * found[1] and found[1] == promised[1]
@@ -591,9 +586,7 @@ def _check_array(item: Item, seconds: float | None = None, codec: CodecRecord | 
 
     A TemporalArray must have as many frames as its audio lasts, give or take one: tools round differently.
     """
-    assert item.data is not None
-    assert item.metadata is not None
-    array, metadata = array_from_bytes(item.data, item.cut_id), item.metadata
+    array, metadata = array_from_bytes(item.data or b"", item.cut_id), item.metadata or {}
     shape = metadata.get("array", metadata)["shape"]
     _require(list(array.shape) == list(shape), f"the shape is {array.shape}, described as {shape}")
     if np.issubdtype(array.dtype, np.floating):

@@ -213,6 +213,7 @@ def read_audio(path: Path, member: Member) -> bytes:
         raise RejectRecord("unreadable_audio", str(error)) from error
     if data is None or len(data) != member.size:
         found = "no" if data is None else len(data)
-        detail = f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}"
-        raise RejectRecord("changed_audio", detail)
+        raise RejectRecord(
+            "changed_audio", f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}"
+        )
     return data

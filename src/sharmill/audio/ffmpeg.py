@@ -320,8 +320,10 @@ class Sph2pipeDecoder(Decoder):
         source, info = self._source, self.info
         program = shutil.which("sph2pipe")
         if program is None:
-            remedy = "install sph2pipe (Linguistic Data Consortium), so that it is on PATH"
-            raise self._unreadable(f"it is mu-law compressed with shorten, which sph2pipe reads; {remedy}")
+            raise self._unreadable(
+                "it is mu-law compressed with shorten, which sph2pipe reads; install sph2pipe (Linguistic Data "
+                "Consortium), so that it is on PATH"
+            )
         # A file of our own: what the user calls it, be it an option or a member of an archive, is no argument.
         with tempfile.NamedTemporaryFile(prefix="sharmill-", suffix=".sph") as file:
             file.write(source.read())
@@ -345,8 +347,9 @@ class Sph2pipeDecoder(Decoder):
                 f"sph2pipe gives {found.channels} channels at {found.sampling_rate} Hz, its header says otherwise"
             )
         if found.num_samples != info.num_samples:
-            what = f"{source.name}: sph2pipe gives {found.num_samples} of {info.num_samples} samples"
-            raise RejectRecord("duration_mismatch", what)
+            raise RejectRecord(
+                "duration_mismatch", f"{source.name}: sph2pipe gives {found.num_samples} of {info.num_samples} samples"
+            )
         return wave
 
     def _unreadable(self, what: str) -> RejectRecord:

@@ -182,8 +182,9 @@ class Recording:
             self._failed = reject
             raise
         if len(audio) < wanted:
-            detail = f"{len(audio)} samples decoded instead of {wanted}"
-            raise RejectRecord("duration_mismatch", f"{self.source.name}: {detail}")
+            raise RejectRecord(
+                "duration_mismatch", f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}"
+            )
         check_finite(audio, self.source.name)
         return audio
 
@@ -200,8 +201,9 @@ class Recording:
             raise RejectRecord("empty_audio", f"the segment of {name} has no samples")
         wanted = max(info.num_samples - start, 1) if num_samples is None else num_samples
         if start + wanted > info.num_samples:
-            detail = f"{name} has {info.num_samples} samples, the segment needs {start + wanted}"
-            raise RejectRecord("duration_mismatch", detail)
+            raise RejectRecord(
+                "duration_mismatch", f"{name} has {info.num_samples} samples, the segment needs {start + wanted}"
+            )
         if num_samples is None:
             self.check_end()
         size = self.source.size

@@ -28,13 +28,11 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.files.storage import open_atomic, open_stored, refuse_strangers
-from sharmill.manifest import Segment
+from sharmill.manifest import MAX_PATH, Segment
 
 if TYPE_CHECKING:
     import requests
 
-# Linux opens no longer path.
-_MAX_PATH: Final = 4095
 # A part of a URL's path goes up whatever query or parameter is behind it.
 _GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
 FETCHES_AT_ONCE: Final = 8
@@ -91,7 +89,7 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         raise RejectRecord("outside_root", "the audio path names a command, not a file")
     if "\0" in audio_filepath:
         raise RejectRecord("outside_root", "the audio path has a null character, which no path can have")
-    if len(audio_filepath) > _MAX_PATH:
+    if len(audio_filepath) > MAX_PATH:
         raise RejectRecord(
             "missing_audio", f"the audio path has {len(audio_filepath):,} characters, more than a path can have"
         )
@@ -267,8 +265,11 @@ class AudioRoots:
             try:
                 root.check()
             except ConfigError as error:
-                message = f"this node does not see the audio: {error}"
-                raise DeviceError(message, place=f"node {socket.gethostname()}", code="unlike_nodes") from error
+                raise DeviceError(
+                    f"this node does not see the audio: {error}",
+                    place=f"node {socket.gethostname()}",
+                    code="unlike_nodes",
+                ) from error
 
     def place(self, source: int, audio_filepath: str) -> tuple[int, str]:
         """Return the root of a record's audio, by its number, and the normalised path below it, links left as they are.
@@ -342,8 +343,7 @@ def _url_below(root: str, relative: str) -> str:
     'https://host/speech/84/a%20b.flac'
     """
     # What is quoted already stays so.
-    quoted = quote(relative, safe="/%?=&+,:;@~!$'()*[]")
-    return f"{root}/{quoted}"
+    return f"{root}/" + quote(relative, safe="/%?=&+,:;@~!$'()*[]")
 
 
 def copy_of(url: str, copies: Path) -> Path:

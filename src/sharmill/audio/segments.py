@@ -156,8 +156,10 @@ class SegmentReader:
 
     def _copy(self, segment: Segment, location: Location, recording: Recording) -> FileCopy:
         if location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels:
-            detail = f"{location.size} bytes are too many for {location.num_samples} samples"
-            raise RejectRecord("unreadable_audio", f"{location.path}: {detail}")
+            raise RejectRecord(
+                "unreadable_audio",
+                f"{location.path}: {location.size} bytes are too many for {location.num_samples} samples",
+            )
         data = recording.source.read()
         found = checksum_bytes(data)
         if found == segment.notes.checksum:

@@ -379,20 +379,20 @@ class PrepareStage(Stage):
                 yield from part
 
 
+@dataclass(frozen=True)
 class PrepareProcessor(Processor):
     """The checks of the records of pieces of the sources, in one rank."""
 
-    def __init__(self, check: RecordCheck) -> None:
-        self._check = check
+    check: RecordCheck
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         number = unit.params["source"]
         kept: list[Utterance] = []
         rejects: list[Reject] = []
         hours = HoursTable()
-        check, lines = partial(self._outcome, number), self._check.sources[number].read(unit.params["piece"])
+        check, lines = partial(self._outcome, number), self.check.sources[number].read(unit.params["piece"])
         outcomes: Iterator[tuple[Any, Utterance | RejectRecord]] = map(check, lines)
-        if any(map(is_url, self._check.sources[number].named("audio_root"))):
+        if any(map(is_url, self.check.sources[number].named("audio_root"))):
             # Audio is fetched of several at once.
             outcomes = prefetch(check, lines, threads=FETCHES_AT_ONCE, ahead=4 * FETCHES_AT_ONCE)
         for record, found in outcomes:
@@ -401,7 +401,7 @@ class PrepareProcessor(Processor):
                 hours.count_rejected(record)
             else:
                 kept.append(found)
-                hours.count_kept(found, self._check.speakers[number].origin(record))
+                hours.count_kept(found, self.check.speakers[number].origin(record))
             advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
@@ -420,7 +420,7 @@ class PrepareProcessor(Processor):
         record: Any = record_text(line).decode("utf-8", "replace")
         try:
             record = parse_record(line)
-            return record, self._check(record, source, line.member if isinstance(line, Located) else None)
+            return record, self.check(record, source, line.member if isinstance(line, Located) else None)
         except RejectRecord as reject:
             return record, reject
 

@@ -3,10 +3,10 @@
 The reason codes of rejects and the codes of errors are listed here and nowhere else.
 """
 
+import copyreg
 import logging
 import re
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, ClassVar, Final
 
 REASONS: Final[dict[str, str]] = {
@@ -184,7 +184,8 @@ class SharmillError(Exception):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), self.lines[0], code=self.code, details=self.lines[1:]), ()
+        # As it is, whatever arguments the class takes.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(SharmillError):
@@ -214,9 +215,6 @@ class RejectRecord(SharmillError):
         self.reason = reason
         self.detail = detail
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RejectRecord, (self.reason, self.detail)
-
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"
 
@@ -241,9 +239,6 @@ class DeviceError(FatalError):
     def __init__(self, message: str, *, place: str = "", code: str | None = None) -> None:
         super().__init__(message, code=code)
         self.place = place
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(DeviceError, str(self), place=self.place, code=self.code), ()
 
 
 _FURTHER_LINE: Final = re.compile(r"\n(?!  |\n|$)")

@@ -344,8 +344,7 @@ def _number(names: Iterable[str]) -> np.ndarray:
 
 
 def _count_similarities(voices: Voices, pairs: np.ndarray) -> list[int]:
-    counts, _ = np.histogram(voices.similarities[np.triu(pairs | pairs.T, 1)], bins=50, range=(-1, 1))
-    return [int(number) for number in counts]
+    return np.histogram(voices.similarities[np.triu(pairs | pairs.T, 1)], bins=50, range=(-1, 1))[0].tolist()
 
 
 def _share_rejects(

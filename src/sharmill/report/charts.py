@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from markupsafe import Markup, escape
 
-from sharmill.report.section import render, show_number
+from sharmill.report.section import render, shorten, show_number
 
 _HEIGHT: Final = 230
 _MAP_HEIGHT: Final = 340
@@ -74,7 +74,7 @@ def columns(
     }
     every = max(1, math.ceil(len(names) / _MOST_LABELS))
     places = list(range(0, len(names), every))
-    labels = [_cut(names[place], _LONGEST_LABEL) for place in places]
+    labels = [_literal(shorten(names[place], _LONGEST_LABEL)) for place in places]
     axes = {"xaxis": {"tickvals": places, "ticktext": labels}, "bargap": 0.2}
     values_of_names = render("values.html", heads=(label or "name", "value"), rows=zip(names, shown, strict=True))
     return _chart([trace], label, description, values_of_names, axes)
@@ -148,11 +148,7 @@ def _chart(
 
 
 def _tips(texts: Iterable[str]) -> list[str]:
-    return [_cut(text, _LONGEST_TIP) for text in texts]
-
-
-def _cut(text: str, longest: int) -> str:
-    return _literal(text if len(text) <= longest else f"{text[: longest - 1]}…")
+    return [_literal(shorten(text, _LONGEST_TIP)) for text in texts]
 
 
 def _literal(text: str) -> str:

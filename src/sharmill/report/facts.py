@@ -358,7 +358,7 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
         run.stages.append(facts := _read_stage(stage, measures, run.voices))
         if isinstance(stage, EncodeStage):
             counts = read_counts(stage.dir)
-            run.code_counts |= {} if counts is None else {stage.codec_config.name: counts}
+            run.code_counts |= {} if counts is None else {stage.settings.name: counts}
         elif isinstance(stage, WriteStage) and facts.totals:
             run.measures = measures
         elif isinstance(stage, SurveyStage) and facts.totals:

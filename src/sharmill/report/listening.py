@@ -6,7 +6,7 @@ Pictures of a piece of audio are the waveform as an SVG path, and the log-mel sp
 import base64
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -94,7 +94,7 @@ def make_listening(facts: Facts) -> Markup | None:
     """Return the table, or None where there is no dataset."""
     if facts.sample is None or facts.record is None:
         return None
-    decoders, problems = _load_decoders(facts)
+    decoders, problems = _load_decoders(facts, facts.record.codecs)
     if unreadable := facts.sample.unreadable:
         problems.insert(0, f"{sum(unreadable.values())} items could not be read, the first: {next(iter(unreadable))}")
     rows = []
@@ -118,13 +118,14 @@ def make_listening(facts: Facts) -> Markup | None:
                   supervision_of=supervision_of)  # fmt: skip
 
 
-def _load_decoders(facts: Facts) -> tuple[list[tuple[CodecRecord, DecodingCodec]], list[str]]:
-    """Return the codecs that can decode, and a sentence about each that cannot."""
+def _load_decoders(
+    facts: Facts, codecs: Sequence[CodecRecord]
+) -> tuple[list[tuple[CodecRecord, DecodingCodec]], list[str]]:
+    """Return those of the dataset's codecs that can decode, and a sentence about each that cannot."""
     decoders, problems = [], []
-    assert facts.record is not None
-    if facts.record.codecs and not facts.decode:
+    if codecs and not facts.decode:
         problems.append("Codes are not decoded in a job of a cluster; sharmill report makes the page with them.")
-    for codec in facts.record.codecs if facts.decode else ():
+    for codec in codecs if facts.decode else ():
         if not codec.trained:
             problems.append(f"The codec {codec.name} is untrained: its codes are noise, and are not decoded.")
             continue

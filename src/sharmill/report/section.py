@@ -45,14 +45,14 @@ def show_number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def shorten(value: object) -> str:
+def shorten(value: object, longest: int = _MAX_TEXT) -> str:
     """Return a value as text as far as a page shows it: one of a dataset may have any length.
 
     >>> len(shorten("a" * 100_000))
     400
     """
     text = str(value)
-    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 1]}…"
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def _show_hours(seconds: float) -> str:

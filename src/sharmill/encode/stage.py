@@ -121,7 +121,6 @@ class EncodeStage(Stage):
         super().__init__(config, settings)
         self.survey = SurveyStage(config)
         self.assemble = AssembleStage(config, settings)
-        self.codec_config = settings
         self.encode = config.section(EncodeConfig)
 
     @classmethod
@@ -135,7 +134,7 @@ class EncodeStage(Stage):
 
     def model(self) -> ModelFamily:
         """Return the codec, not loaded; the package that brings it may be imported."""
-        return find_codec(self.codec_config.model, **self.codec_config.options)
+        return find_codec(self.settings.model, **self.settings.options)
 
     @property
     def reserves(self) -> tuple[Path, Sequence[str]]:
@@ -201,7 +200,7 @@ class EncodeStage(Stage):
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
         kind = check_device(device)
-        config = self.codec_config
+        config = self.settings
         try:
             codec = load_codec(config.model, device, precision=self.encode.precision, **config.options)
         except ConfigError as error:
@@ -421,16 +420,16 @@ class EncodeProcessor(AheadProcessor[_Begun]):
                 rows = self._run(batch, samples)
         except RejectRecord as reject:
             # A larger device gives it codes: it is not left out.
-            why = f"the segment {names[0]}: {reject.detail}; {_TOO_LONG_ADVICE}"
-            raise UnitFailed(why, code="out_of_memory") from reject
+            raise UnitFailed(
+                f"the segment {names[0]}: {reject.detail}; {_TOO_LONG_ADVICE}", code="out_of_memory"
+            ) from reject
         except (FatalError, UnitFailed) as error:
             if error.code == "bad_codes":
                 return [str(error)] * len(items)
             if isinstance(error, FatalError):
                 raise
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            named = f"{error} (segments {', '.join(names[:_MOST_NAMED])}{more})"
-            raise UnitFailed(named, code=error.code) from error
+            raise UnitFailed(f"{error} (segments {', '.join(names[:_MOST_NAMED])}{more})", code=error.code) from error
         # Rows beyond the items are silence.
         return [self._check(row, batch, self._count_frames(item)) for row, item in zip(rows, items, strict=False)]
 
@@ -460,9 +459,9 @@ class EncodeProcessor(AheadProcessor[_Begun]):
 
     def _record(self) -> CodecRecord:
         codec, stage = self._codec, self._stage
-        place = (stage.kind, "codecs", stage.encode.codecs.index(stage.codec_config), "model")
+        place = (stage.kind, "codecs", stage.encode.codecs.index(stage.settings), "model")
         return CodecRecord(
-            name=stage.codec_config.name,
+            name=stage.settings.name,
             # Without folders of this machine and values of the environment.
             model=stage.references.hide_at(place, stage.model().published_name),
             checksum=codec.checksum,
@@ -476,15 +475,13 @@ class EncodeProcessor(AheadProcessor[_Begun]):
 
 
 def _load(item: Item, sampling_rate: int) -> np.ndarray:
-    assert item.data is not None
-    assert item.metadata is not None
     try:
-        samples, rate = decode_bytes(item.data)
+        samples, rate = decode_bytes(item.data or b"")
     except RejectRecord as error:
         raise UnitFailed(
             f"the stored audio of {item.cut_id} cannot be decoded: {error}", code="damaged_shard"
         ) from error
-    promised = (item.metadata["num_samples"], item.metadata["sampling_rate"])
+    promised = tuple((item.metadata or {}).get(key) for key in ("num_samples", "sampling_rate"))
     if (len(samples), rate) != promised:
         raise UnitFailed(
             f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}",

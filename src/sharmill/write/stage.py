@@ -99,7 +99,6 @@ class WriteStage(Stage):
 
     def __init__(self, config: Config, settings: WriteConfig | None = None) -> None:
         super().__init__(config, settings)
-        self.write: WriteConfig = self.settings
         self.root = Path(config.dataset_dir)
         self._fields = base_fields(contexts=config.has_contexts)
         self.folders = [field.name for field in self._fields]
@@ -121,7 +120,7 @@ class WriteStage(Stage):
             before = self.after[self.config.has_contexts]
             raise ConfigError(f"{manifest} is not there: run the stage {before} first", code="stage_not_run")
         return {
-            "write": dataclasses.asdict(self.write),
+            "write": dataclasses.asdict(self.settings),
             "name": self.config.name,
             "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "limits": self._limits(),
@@ -130,7 +129,7 @@ class WriteStage(Stage):
         }
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        manifest, write = input_manifest(self.config), self.write
+        manifest, write = input_manifest(self.config), self.settings
         lines = index_lines(manifest, group_key=None if self.config.has_contexts else make_speaker_key("speaker"))
         order = order_lines(lines, write.order, write.seed)
         save_array(folder / "offsets.npy", lines["offset"][order])
@@ -156,8 +155,8 @@ class WriteStage(Stage):
             num_cuts=sum(shard.count for shard in shards),
             target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
             context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
-            audio_format=self.write.audio_format,
-            sampling_rate=self.write.sampling_rate,
+            audio_format=self.settings.audio_format,
+            sampling_rate=self.settings.sampling_rate,
             limits=self._limits(),
             codecs=[],
             match_precision="fp32" if match is None else match.precision,
@@ -245,6 +244,7 @@ def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
     return [*range(0, count, write.shard_size), count]
 
 
+@dataclass(frozen=True)
 class WriteProcessor(Processor):
     """Writes shards.
 
@@ -252,9 +252,8 @@ class WriteProcessor(Processor):
         plan: the folder of the stage's plan.
     """
 
-    def __init__(self, config: Config, plan: Path) -> None:
-        self.config = config
-        self._plan = plan
+    config: Config
+    plan: Path
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
@@ -299,7 +298,7 @@ class WriteProcessor(Processor):
         )
 
     def _read(self, unit: Unit) -> list[Utterance]:
-        offsets = map_stored_array(self._plan / "offsets.npy")[unit.params["start"] : unit.params["stop"]]
+        offsets = map_stored_array(self.plan / "offsets.npy")[unit.params["start"] : unit.params["stop"]]
         utterances = [Utterance.from_json(line) for line in read_lines_at(input_manifest(self.config), offsets)]
         for utterance in utterances if not self.config.has_contexts else ():
             # A source may have contexts of its own, which are not in the dataset.

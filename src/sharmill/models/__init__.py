@@ -294,8 +294,7 @@ def load_speaker_encoder(
     >>> load_speaker_encoder("resemblyzer").embedding_size
     256
     """
-    encoder: SpeakerEncoder = _load_model(ENCODERS, name, device, precision, options, SpeakerEncoder, "embed")
-    return encoder
+    return _load_model(ENCODERS, name, device, precision, options, SpeakerEncoder, "embed")
 
 
 def load_codec(name: str, device: str = "cpu", *, precision: Precision = "fp32", **options: Any) -> Codec:

@@ -124,15 +124,11 @@ def canonical_batches(frames: Sequence[int], max_frames: float, *, equal_only: b
     With ``equal_only``, for codecs whose codes depend on padding, an item has its own length and is alone.
     """
     lengths = [length if equal_only else canonical_length(length) for length in frames]
-    batches: list[Batch] = []
-    for index in sorted(range(len(frames)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        num_rows = 1 if equal_only else max(1, int(max_frames // max(1, length)))
-        if batches and batches[-1].num_frames == length and len(batches[-1].items) < num_rows:
-            batches[-1].items.append(index)
-        else:
-            batches.append(Batch([index], length, num_rows, as_one_length=True))
-    return batches
+    most = 0.0 if equal_only else max_frames
+    return [
+        Batch(items, lengths[items[0]], max(1, int(most // max(1, lengths[items[0]]))), as_one_length=True)
+        for items in padded_batches(lengths, most, equal_below=math.inf)
+    ]
 
 
 def canonical_length(num_frames: int) -> int:
@@ -210,8 +206,7 @@ class Pieces:
 
 def find_pieces(codec: Codec, seconds: float = PIECE_SECONDS) -> Pieces | None:
     """Return how a codec's long segments can be divided; None where its codes may depend on more than a piece."""
-    find_reach = getattr(codec, "find_reach", None)
-    reach = find_reach() if find_reach is not None else None
+    reach = getattr(codec, "find_reach", lambda: None)()
     if reach is None:
         return None
     length = round(seconds * codec.sampling_rate / codec.samples_per_frame)

@@ -33,8 +33,7 @@ class _CausalConv(nn.Module):
         self._padding = kernel_size - stride
 
     def forward(self, values: Tensor) -> Tensor:
-        result: Tensor = self.conv(functional.pad(values, (self._padding, 0)))
-        return result
+        return self.conv(functional.pad(values, (self._padding, 0)))
 
 
 def _make_encoder(config: dict[str, Any], weights: dict[str, Tensor]) -> nn.Sequential:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sharmill.errors import ConfigError, FatalError, UnitFailed
 from sharmill.models.batches import padded_batches
 from sharmill.models.device import fit_batch_seconds
-from sharmill.models.tensors import check_batch, fit_length
+from sharmill.models.tensors import fit_length, move_batch
 
 # Decoders that mirror the beginning and the end refuse less; a shorter item goes on with its last frame.
 _MIN_DECODED_FRAMES = 16
@@ -83,11 +83,8 @@ class CodecBackend(ABC):
 
     def encode(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Encode a batch of segments; see ``Codec.encode``."""
-        check_batch(audio, num_samples)
-        # What decides about shapes stays on the CPU. The mask is made on the device.
-        num_samples = num_samples.to("cpu", torch.int64)
-        there = num_samples.to(self.device, non_blocking=True)
-        audio = audio.to(self.device, non_blocking=True)
+        # The mask is made on the device.
+        audio, there, num_samples = move_batch(audio, num_samples, self.device)
         num_frames = (num_samples + self.samples_per_frame - 1) // self.samples_per_frame
         max_frames = int(num_frames.max()) if len(num_frames) else 0
         codes = torch.zeros(len(audio), self.num_codebooks, max_frames, dtype=torch.int64)

@@ -104,8 +104,7 @@ class NemoModel(ModelFamily):
 
     def find_class(self) -> type[ModelPT]:
         """Import and return the class that models must be of."""
-        model_class: type[ModelPT] = getattr(importlib.import_module(self.modules[-1]), self.class_name)
-        return model_class
+        return getattr(importlib.import_module(self.modules[-1]), self.class_name)
 
 
 @dataclass(frozen=True, kw_only=True)

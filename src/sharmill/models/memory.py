@@ -3,8 +3,6 @@
 Importing this module imports no torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc
@@ -46,6 +44,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return is_out_of_memory(error.__cause__)
 
 
+@dataclass
 class MemoryGuard:
     """Watch over the batches of a model on a rank: what does not fit ends its unit, and the stage if nothing does.
 
@@ -56,12 +55,11 @@ class MemoryGuard:
         key: the key of the configuration to lower, such as ``encode.batch_seconds``.
     """
 
-    def __init__(self, model: str, key: str) -> None:
-        self._model = model
-        self._key = key
-        self._failed_alike = 0
-        self._proven = False
-        self._left_over = False
+    model: str
+    key: str
+    _failed_alike: int = 0
+    _proven: bool = False
+    _left_over: bool = False
 
     @contextmanager
     def batch(self, seconds: float, num_rows: int, *, is_long: bool = False, is_least: bool = False) -> Iterator[None]:
@@ -91,22 +89,23 @@ class MemoryGuard:
                 raise
             self._left_over = True
             if is_long:
-                detail = f"its {seconds:.0f} s do not fit in the memory of the device at once"
-                raise RejectRecord("too_long_for_device", detail) from error
+                raise RejectRecord(
+                    "too_long_for_device", f"its {seconds:.0f} s do not fit in the memory of the device at once"
+                ) from error
             self._failed_alike += 1
             kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
             if num_rows == 1:
                 what = "a piece of a longer segment" if is_least else "a segment"
                 why = (
                     f"{what}, of {seconds:.0f} s, does not fit in the memory of the device by itself, whatever "
-                    f"{self._key} is: {ELSEWHERE}; or keep segments so long out with prepare.max_duration and --restart"
+                    f"{self.key} is: {ELSEWHERE}; or keep segments so long out with prepare.max_duration and --restart"
                 )
             else:
                 why = (
                     f"a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
-                    f"lower {self._key} below {seconds:.0f}, with --restart {self._key.partition('.')[0]}"
+                    f"lower {self.key} below {seconds:.0f}, with --restart {self.key.partition('.')[0]}"
                 )
-            raise kind(f"{self._model}: {why} ({one_line(error)})", code="out_of_memory") from error
+            raise kind(f"{self.model}: {why} ({one_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
         """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""
@@ -245,7 +244,7 @@ def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: floa
 
 
 def _measure(
-    run: BatchRunner, memory: int, batches: Mapping[float, Sequence[Shape]], *, one_row: bool = False
+    run: "BatchRunner", memory: int, batches: Mapping[float, Sequence[Shape]], *, one_row: bool = False
 ) -> Measurement:
     """Measure a model on batches by size, one after the other, as far as they fit."""
     bytes_per_second = run.estimate_bytes_per_second()

@@ -20,11 +20,11 @@ from sharmill.models.cpu_layers import fit_hifigan_to_cpu, fit_titanet_to_cpu
 from sharmill.models.families import ENCODING_PARTS, NemoModel
 from sharmill.models.files import read_nemo_config, require_on_hub, require_reachable
 from sharmill.models.tensors import (
-    check_batch,
     find_reach,
     fit_length,
     limited_layers,
     loading,
+    move_batch,
     right_padding_matters,
     unit_embeddings,
     weights_checksum,
@@ -297,12 +297,9 @@ class NemoSpeakerEncoder:
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
-        check_batch(audio, num_samples)
-        # What decides about shapes stays on the CPU, so that nothing waits for the device. The mask is made there.
-        num_samples = num_samples.to("cpu", torch.int64)
-        there = num_samples.to(self.device, non_blocking=True)
-        length = max(audio.shape[1], self._min_samples)
-        audio = fit_length(audio.to(self.device, non_blocking=True), there, length)
+        # The mask is made on the device.
+        audio, there, num_samples = move_batch(audio, num_samples, self.device)
+        audio = fit_length(audio, there, max(audio.shape[1], self._min_samples))
         lengths = num_samples.clamp(min=self._min_samples)
         if not self._equal_lengths_only:
             return self._embed(audio, lengths)

@@ -8,8 +8,8 @@ The method (partial utterances of 1.6 s, a mel spectrogram, a three-layer LSTM, 
 embeddings) is that of Wan et al., Generalized End-to-End Loss for Speaker Verification, https://arxiv.org/abs/1710.10467.
 """
 
-import importlib.util
 import math
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sharmill.errors import ConfigError
-from sharmill.models.tensors import check_batch, fit_length, unit_embeddings, weights_checksum
+from sharmill.models.tensors import fit_length, move_batch, unit_embeddings, weights_checksum
 
 # resemblyzer.hparams, and the defaults of embed_utterance.
 _SAMPLING_RATE: Final = 16000
@@ -69,13 +69,12 @@ class ResemblyzerEncoder:
 
     def embed(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         """Embed a batch of utterances; see ``SpeakerEncoder.embed``."""
-        check_batch(audio, num_samples)
+        audio, there, num_samples = move_batch(audio, num_samples, self.device)
         if not len(audio):
             return torch.zeros(0, self.embedding_size, device=self.device)
         starts = [partial_starts(n) for n in num_samples.tolist()]
         length = (max(s[-1] for s in starts) + _PARTIAL_FRAMES) * _HOP
-        there = num_samples.to(self.device, non_blocking=True)
-        audio = fit_length(audio.to(self.device, non_blocking=True), there, max(length, audio.shape[1]))
+        audio = fit_length(audio, there, max(length, audio.shape[1]))
         with torch.inference_mode():
             partials = self._partials(self._mels(audio), starts)
             size = _CPU_PARTIALS if self.device.type == "cpu" else _GPU_PARTIALS
@@ -134,10 +133,7 @@ def partial_starts(num_samples: int) -> list[int]:
 
 
 def _read_weights() -> dict[str, Tensor]:
-    spec = importlib.util.find_spec("resemblyzer")
-    assert spec is not None, "its family looks for the package"
-    assert spec.origin is not None
-    path = Path(spec.origin).parent / "pretrained.pt"
+    path = Path(str(distribution("resemblyzer").locate_file("resemblyzer/pretrained.pt")))
     if not path.is_file():
         raise ConfigError(f"{path} is missing: run pip install --force-reinstall resemblyzer", code="bad_model")
     state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]

@@ -87,8 +87,14 @@ def limited_layers(name: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def check_batch(audio: Tensor, num_samples: Tensor) -> None:
-    """Raise ValueError unless audio is (batch, samples) and num_samples (batch,) within it."""
+def move_batch(audio: Tensor, num_samples: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the audio of a batch and the lengths of its items on a device, and these as int64 on the CPU.
+
+    What decides about shapes stays on the CPU, so that nothing waits for the device.
+
+    Raises:
+        ValueError: audio is not (batch, samples), or num_samples not (batch,) within it.
+    """
     if audio.ndim != 2 or num_samples.shape != audio.shape[:1]:
         raise ValueError(
             f"expected audio (batch, samples) and num_samples (batch,), got {tuple(audio.shape)} "
@@ -96,6 +102,8 @@ def check_batch(audio: Tensor, num_samples: Tensor) -> None:
         )
     if num_samples.numel() and not 0 <= int(num_samples.min()) <= int(num_samples.max()) <= audio.shape[1]:
         raise ValueError(f"num_samples must be within 0 and {audio.shape[1]}, the length of the padded audio")
+    num_samples = num_samples.to("cpu", torch.int64)
+    return audio.to(device, non_blocking=True), num_samples.to(device, non_blocking=True), num_samples
 
 
 def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
@@ -132,6 +140,7 @@ def right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int
     return bool((alone - beside).abs().max() > _RELATIVE_TOLERANCE * alone.abs().max())
 
 
+@torch.no_grad()
 def find_reach(encode: Callable[[Tensor], Tensor], samples_per_frame: int) -> tuple[int, int] | None:
     """Return how many frames before a frame and behind it what is encoded depends on; None where that is not bounded.
 

@@ -34,12 +34,9 @@ class _TransformersCodec(CodecBackend):
         if self._model.config.model_type != "dac":
             # EnCodec's recurrent layers and Mimi's attention go back to the beginning.
             return None
-
-        @torch.no_grad()
-        def encode(audio: Tensor) -> Tensor:
-            return self._model.encoder(audio[:, None, :].to(self.device)).cpu()
-
-        return find_reach(encode, self.samples_per_frame)
+        return find_reach(
+            lambda audio: self._model.encoder(audio[:, None, :].to(self.device)).cpu(), self.samples_per_frame
+        )
 
     def encode_frames(self, audio: Tensor, num_frames: Tensor) -> Tensor:
         codes = self._model.encode(audio[:, None, :], **self._options).audio_codes

@@ -7,14 +7,11 @@ same recording. Audio for a speaker encoder is stored nowhere, and is resampled 
 import math
 from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from sharmill.errors import RejectRecord
-
-if TYPE_CHECKING:
-    import torch
 
 Resampling = Literal["soxr", "kaiser", "sinc"]
 # Packages whose versions the samples depend on, by the way of resampling.
@@ -96,7 +93,7 @@ def _round_half_up(num_samples: float) -> int:
 
 
 @lru_cache(maxsize=16)
-def _resampler(from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> "torch.nn.Module":
+def _resampler(from_rate: int, to_rate: int, window: Literal["kaiser", "sinc"]) -> Any:
     import torchaudio
 
     options: dict[str, Any] = _KAISER if window == "kaiser" else {}

@@ -55,15 +55,14 @@ def shorten(value: object, longest: int = _MAX_TEXT) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _show_hours(seconds: float) -> str:
-    return f"{seconds / 3600:,.{2 if seconds < 360_000 else 0}f}"
-
-
 _TEMPLATES: Final = Environment(
     loader=PackageLoader("sharmill.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
     lstrip_blocks=True,
 )  # fmt: skip
-_TEMPLATES.filters.update(number=show_number, percent="{:.1%}".format, shorten=shorten, hours=_show_hours)
+_TEMPLATES.filters.update(
+    number=show_number, percent="{:.1%}".format, shorten=shorten,
+    hours=lambda seconds: f"{seconds / 3600:,.{2 if seconds < 360_000 else 0}f}",
+)  # fmt: skip
 
 
 def render(template: str, **values: Any) -> Markup:

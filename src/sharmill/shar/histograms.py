@@ -3,14 +3,12 @@
 The report reads it there for a whole dataset, and makes the same of a sample of shards where there is no run directory.
 """
 
-from __future__ import annotations
-
 import base64
 import heapq
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import msgspec
 import numpy as np
@@ -72,7 +70,7 @@ class Histogram(msgspec.Struct):
     counts: list[int] = []
 
     @classmethod
-    def of(cls, values: Iterable[float], scale: Scale) -> Histogram:
+    def of(cls, values: Iterable[float], scale: Scale) -> Self:
         """Return the histogram of values; those that are no numbers do not count."""
         array = np.fromiter(values, np.float64)
         array = array[~np.isnan(array)]
@@ -82,7 +80,7 @@ class Histogram(msgspec.Struct):
         first = int(bins.min())
         return cls(first, np.bincount(bins - first).tolist())
 
-    def add(self, other: Histogram) -> None:
+    def add(self, other: Self) -> None:
         """Add the counts of another histogram of the same scale."""
         if not other.counts:
             return
@@ -124,7 +122,7 @@ class CutMeasures(msgspec.Struct):
     extremes: dict[str, list[tuple[float, int, int]]] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[dict[str, float]], shard: int) -> CutMeasures:
+    def of(cls, rows: Sequence[dict[str, float]], shard: int) -> Self:
         """Return the measures of the cuts of a shard, of which ``rows`` has the values by the names of ``SCALES``."""
         measures = cls({
             name: Histogram.of((row[name] for row in rows if name in row), SCALES[name])
@@ -145,7 +143,7 @@ class CutMeasures(msgspec.Struct):
         """The number of cuts, each of which has a length."""
         return self.histograms["duration"].total if "duration" in self.histograms else 0
 
-    def add(self, other: CutMeasures) -> None:
+    def add(self, other: Self) -> None:
         """Add the measures of other shards."""
         for name, histogram in other.histograms.items():
             self.histograms.setdefault(name, Histogram()).add(histogram)
@@ -157,7 +155,7 @@ class CutMeasures(msgspec.Struct):
         return base64.b64encode(zlib.compress(msgspec.msgpack.encode(self), 6)).decode()
 
     @classmethod
-    def unpack(cls, text: str) -> CutMeasures:
+    def unpack(cls, text: str) -> Self:
         """Return the measures that ``pack`` has made a text of.
 
         Raises:

@@ -208,11 +208,9 @@ class FieldWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        try:
+        with self._stream:
             if kind is None:
                 self._stream.write(END)
-        finally:
-            self._stream.close()
 
     def add(self, item: Item) -> None:
         """Append the pair of members of one cut: data first, its metadata next, as lhotse reads them."""

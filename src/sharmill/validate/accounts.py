@@ -230,8 +230,10 @@ class Accounts:
             "AND cut.text NOT IN (SELECT text FROM records WHERE key = cut.key AND side = 0)"
         )
         for name, shard, text, expected in other:
-            sentence = f"its text is {text!r:.80}, in the manifest it is {expected!r:.80}"
-            yield Finding(code="different_text", sentence=sentence, shard=shard, field=CUTS, member=name)
+            yield Finding(
+                code="different_text", shard=shard, field=CUTS, member=name,
+                sentence=f"its text is {text!r:.80}, in the manifest it is {expected!r:.80}",
+            )  # fmt: skip
 
 
 def row_of(record: Any, roots: Sequence[str] = (), line: str = "") -> RecordRow:

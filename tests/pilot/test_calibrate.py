@@ -109,6 +109,8 @@ def test_near_copies_are_counted_and_kept_out_by_the_similarity_advised(tmp_path
     assert found.near_copies == 3
     assert "3 utterances would get a copy of themselves as context" in " ".join(out.split())
     assert f"match.max_similarity={found.max_similarity:g}" in out
+    assert "set match.min_similarity" not in out
+    assert "recommended" not in out
     assert "copy" not in call("calibrate", path, "--no-rates", f"match.max_similarity={found.max_similarity}")[1]
     assert outcome(config).near_copies == 0
 

@@ -229,7 +229,7 @@ def _print_calibration(found: Calibration) -> None:
             "bounds, since in the whole group there is more to choose from"
         )
     if found.advice is not None:
-        _print_thresholds(found.advice)
+        _print_thresholds(found.advice, are_copies=found.max_similarity is not None)
     if found.max_similarity is not None:
         say(
             f"{found.near_copies} utterances would get a copy of themselves as context, stored with loss or at another "
@@ -253,8 +253,9 @@ def _print_calibration(found: Calibration) -> None:
         say(f"{found.too_short_for_context:.1%} of the utterances cannot be contexts, by their duration")
 
 
-def _print_thresholds(advice: Advice) -> None:
-    recommended = advice.recommended
+def _print_thresholds(advice: Advice, *, are_copies: bool) -> None:
+    # Copies are similar at any threshold: one that fits is found without them.
+    recommended = None if are_copies else advice.recommended
     rows = []
     for place, one in enumerate(advice.thresholds):
         chosen = one == recommended
@@ -273,5 +274,7 @@ def _print_thresholds(advice: Advice) -> None:
             f"labels: about {advice.misplaced:.1%} of the utterances stand in a group of another speaker, and "
             f"{advice.foreign:.1%} of the others' candidates are of another"
         )
+    if are_copies:
+        return
     setting = "" if recommended is None else f"set match.min_similarity={recommended.min_similarity:g}: "
     say(f"{setting}{advice.reason}")

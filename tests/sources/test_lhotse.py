@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 
 import pytest
 from support.sources import read
@@ -174,6 +175,14 @@ def test_cuts_that_are_no_records(line, expected, says, cuts):
         found = reason(cuts(line, split=split))
         assert found[0] == expected
         assert says in found[1]
+
+
+def test_nan_of_custom_keys_stays_and_is_none_of_times(cuts, joined):
+    lacking = {"custom": {"snr": math.nan}}
+    for source in (cuts(cut(**lacking)), joined([recording()], [supervision(**lacking)])):
+        (row,) = read(source)
+        assert math.isnan(row["snr"])
+    assert "start is NaN" in reason(joined([recording()], [supervision(start=math.nan)]))[1]
 
 
 def test_channels(cuts):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 
@@ -37,6 +37,9 @@ from sharmill.sources.files import KeyedLines, check_json_lines, decode_json, ex
 
 # The rest of a line says no more about what is wrong.
 _SHOWN_BYTES: Final = 4096
+T = TypeVar("T")
+# Finite: a custom key alone may be NaN.
+_Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 # Seconds by which a supervision may go beyond its cut; one of a window of a recording goes on far beyond it.
 _MAX_BEYOND: Final = 0.1
 # lhotse has eight digits, too.
@@ -107,7 +110,7 @@ class LhotseSource(LineSource):
         if not self.split:
             return [(line, None, [])]
         try:
-            cut = decode_json(line, *_CUT)
+            cut = _decode(line, *_CUT)
         except RejectRecord:
             return [(line, None, [])]
         return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
@@ -117,27 +120,27 @@ class LhotseSource(LineSource):
         line, cut, supervisions = entry
         if self.cuts is not None:
             if cut is None:
-                cut = decode_json(line, *_CUT)
+                cut = _decode(line, *_CUT)
                 supervisions = cut.supervisions
             record = _cut_record(cut, supervisions, self.split, self.channel)
         elif self.supervisions is None:
-            recording = decode_json(line, *_RECORDING)
+            recording = _decode(line, *_RECORDING)
             channels = [channel for part in recording.sources for channel in part.channels]
             audio = _audio(recording, 0.0, recording.seconds, channels, self.channel)
             record = {"utterance_id": recording.id} | audio | {SOURCE_CUT_ID: recording.id}
         else:
-            one = decode_json(line, *_SUPERVISION)
+            one = _decode(line, *_SUPERVISION)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
             found = sorted(set(self._recordings.find(one.recording_id.encode())))
             if len(found) != 1:
                 number = "several recordings have" if found else "no recording has"
                 raise RejectRecord("malformed", f"{number} the id {one.recording_id[:80]!r} of the supervision")
-            recording = decode_json(found[0], *_RECORDING)
+            recording = _decode(found[0], *_RECORDING)
             audio = _audio(recording, one.start, one.duration, _listed(one.channel), self.channel)
             record = _speech_record([one.custom or {}], [one], one.id) | audio | {SOURCE_CUT_ID: one.id}
         if not self.keep_ids:
             del record[SOURCE_CUT_ID]
-        return msgspec.json.encode(record)
+        return _encode(record, line)
 
     def shown(self, entry: Any) -> str:
         """Return the begin of a line."""
@@ -197,8 +200,8 @@ class Supervision(msgspec.Struct):
 
     id: str
     recording_id: str
-    start: float
-    duration: float
+    start: _Seconds
+    duration: _Seconds
     channel: int | list[int] = 0
     text: str | None = None
     language: str | None = None
@@ -212,8 +215,8 @@ class Cut(msgspec.Struct):
 
     id: str
     type: str = "MonoCut"
-    start: float = 0.0
-    duration: float = 0.0
+    start: _Seconds = 0.0
+    duration: _Seconds = 0.0
     channel: int | list[int] = 0
     supervisions: list[Supervision] = []
     recording: _Recording | None = None
@@ -224,6 +227,23 @@ class Cut(msgspec.Struct):
 _CUT: Final = (msgspec.json.Decoder(Cut), "it is no cut of lhotse")
 _RECORDING: Final = (msgspec.json.Decoder(_Recording), "it is no recording of lhotse")
 _SUPERVISION: Final = (msgspec.json.Decoder(Supervision), "it is no supervision of lhotse")
+
+
+def _decode(line: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
+    """Decode a line as ``decode_json``; NaN and Infinity, which Python writes and lhotse with it, stay as they are."""
+    try:
+        return decode_json(line, decoder, problem)
+    except RejectRecord as reject:
+        try:
+            return msgspec.convert(json.loads(line), decoder.type)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            raise reject from None
+
+
+def _encode(record: dict[str, Any], line: bytes) -> bytes:
+    """Encode the record of a line, with its NaN and Infinity, which prepare counts."""
+    is_strict = b"NaN" not in line and b"Infinity" not in line
+    return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
 
 
 def _cut_record(cut: Cut, supervisions: list[Supervision], split: bool, chosen: Channel) -> dict[str, Any]:
@@ -443,16 +463,16 @@ class LhotseSharSource(ContainerSource, RunSource):
         audio, line = entry
         record: dict[str, Any] = {}
         try:
-            cut = _decode_cut(line)
+            cut = _decode(line, *_CUT)
             record = _describe_cut(cut) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
             record["audio_filepath"] = f"{audio.container}/{cut.id}"
             name, recording, place = audio.find(cut.id)
             record["audio_filepath"] = f"{audio.container}/{name}"
             record = _place_cut(cut, recording) | record
         except RejectRecord as reject:
-            text = msgspec.json.encode(record) if record else line
+            text = _encode(record, line) if record else line
             return Unreadable(reject.reason, reject.detail, text.decode("utf-8", "replace"))
-        return Located(msgspec.json.encode(record), Member(audio.container, "bytes", *place))
+        return Located(_encode(record, line), Member(audio.container, "bytes", *place))
 
     @cached_property
     def _shards(self) -> list[ShardRecord]:
@@ -528,18 +548,6 @@ class _ShardAudio:
             raise RejectRecord(reason, f"{self._name} has no {cut_id}.json behind the audio of this cut")
         recording = decode_json(self._table.member(found[0] + 1), *_RECORDING)
         return names[found[0]], recording, self._table.place(found[0])
-
-
-def _decode_cut(line: bytes) -> Cut:
-    """Decode the line of a cut; raise RejectRecord ``malformed`` where it is none."""
-    try:
-        return decode_json(line, *_CUT)
-    except RejectRecord as reject:
-        # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
-        try:
-            return msgspec.convert(json.loads(line), Cut)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise reject from None
 
 
 def _describe_cut(cut: Cut) -> dict[str, Any]:

@@ -146,6 +146,16 @@ def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs
     assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_no_job_ends_by_an_id_that_another_user_has_written(run_dir, jobs):
+    folder, environment = jobs
+    os.chown(RunDir(run_dir).id, 65534, 65534)
+    done = cancel(run_dir, environment=environment)
+    assert done.returncode == 2
+    assert "belongs to another user" in " ".join(done.stderr.split())
+    assert not (folder / "asked").exists()
+
+
 def test_a_lock_that_an_advance_job_left_when_it_was_killed_on_another_host_runs_out(run_dir, jobs):
     """While its process goes on it still writes, so that no claim may go."""
     leave_lock(run_dir, pid=77, kernel="another", job="SLURM job 13")

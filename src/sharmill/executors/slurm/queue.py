@@ -157,10 +157,17 @@ def cancel_jobs(run_dir: RunDir) -> list[str]:
     The end of the run was noted before, so what they submit meanwhile does nothing more.
 
     Raises:
-        ConfigError: there is no SLURM here to be asked, or the jobs are on another cluster.
+        ConfigError: there is no SLURM here to be asked, the jobs are on another cluster, or another user has written
+            the id by which they are found, which may be that of any run.
         SlurmSilent: nobody answers.
         FatalError: jobs are still there after three minutes.
     """
+    if run_dir.id.exists() and run_dir.id.lstat().st_uid != os.geteuid():
+        raise ConfigError(
+            f"{run_dir.id} belongs to another user, and may name the jobs of any run: let that user cancel, or end the "
+            "jobs by scancel",
+            code="foreign_output",
+        )
     ended: set[str] = set()
     deadline = time.monotonic() + SECONDS_TO_CANCEL
     while jobs := queued_jobs(run_dir):

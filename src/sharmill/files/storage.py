@@ -248,22 +248,25 @@ def write_atomic(path: Path, data: bytes, *, parents: bool = True) -> None:
         stream.write(data)
 
 
+def publish_directory(aside: Path, final: Path) -> None:
+    """Publish a complete directory: sync the files and folders in it, then rename it as a whole."""
+    with stopping_errors(final):
+        for path in (aside, *sorted(aside.rglob("*"))):
+            if path.is_dir() or path.is_file():
+                fsync(path)
+        aside.rename(final)
+        fsync(final.parent)
+
+
 @contextmanager
 def open_folder_atomic(path: Path) -> Iterator[Path]:
-    """Make a folder beside ``path`` to be filled, and publish it under that name if no error is raised.
-
-    The files and folders in it are synced, then it is renamed as a whole.
-    """
+    """Make a folder beside ``path`` to be filled, and publish it under that name if no error is raised."""
     aside = path_aside(path)
     with stopping_errors(path):
         try:
             aside.mkdir()
             yield aside
-            for part in (aside, *sorted(aside.rglob("*"))):
-                if part.is_dir() or part.is_file():
-                    fsync(part)
-            aside.rename(path)
-            fsync(path.parent)
+            publish_directory(aside, path)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 

@@ -50,7 +50,7 @@ def many_kinds(project):
     broken = [b"", b"no json", b"3", b'"text"', b'["list"]', b'{"audio_filepath": "\xff.wav"}', b"[" * 200 + b"]" * 200]
     deep = json.dumps({"audio_filepath": "a.wav", "duration": 1.0, "deep": json.loads("[" * 150 + "]" * 150)}).encode()
     good = {"audio_filepath": "spoken.wav", "duration": 1.0, "text": "a", "speaker": "b"}
-    nan = [json.dumps(good | {key: float("nan")}).encode() for key in ("duration", "offset")]
+    nan = [json.dumps(good | {key: float("nan"), "more": [float("inf")]}).encode() for key in ("duration", "offset")]
     manifest.write_bytes(b"\n".join([manifest.read_bytes(), *broken, deep, *nan]) + b"\n")
     project.match_by_hand(config)
     (project.root / "late.wav").write_bytes(b"this became text since it was prepared")

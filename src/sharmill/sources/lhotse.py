@@ -8,6 +8,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -33,7 +34,14 @@ from sharmill.shar.layout import (
 )
 from sharmill.shar.rebuild import find_foreign_shards
 from sharmill.sources import ContainerSource, LineSource, Located, RawRecord, RunSource, Unreadable
-from sharmill.sources.files import KeyedLines, check_json_lines, decode_json, expand_home, iterate_lines
+from sharmill.sources.files import (
+    KeyedLines,
+    check_json_lines,
+    decode_json,
+    decode_object,
+    expand_home,
+    iterate_lines,
+)
 
 # The rest of a line says no more about what is wrong.
 _SHOWN_BYTES: Final = 4096
@@ -233,11 +241,10 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
     """Decode a line as ``decode_json``; NaN and Infinity, which Python writes and lhotse with it, stay as they are."""
     try:
         return decode_json(line, decoder, problem)
-    except RejectRecord as reject:
-        try:
-            return msgspec.convert(json.loads(line), decoder.type)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            raise reject from None
+    except RejectRecord:
+        with suppress(msgspec.ValidationError, RejectRecord):
+            return msgspec.convert(decode_object(line, problem), decoder.type)
+        raise
 
 
 def _encode(record: dict[str, Any], line: bytes) -> bytes:

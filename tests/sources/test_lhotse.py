@@ -165,6 +165,7 @@ def test_pieces_divide_cuts(size, name, cuts):
         (b'{"id": 3}', "malformed", "no cut"),
         (b'{"id": "c", "supervisions": null}', "malformed", "no cut"),
         (b'{"id": "c", "start": NaN}', "malformed", "no cut"),
+        (cut(recording=recording(sampling_rate=10**400)), "malformed", "no cut"),
         (json.dumps(cut(supervision(text="\ud800"))).encode(), "malformed", "no cut"),
         (json.dumps(cut(supervision(text="\ud800"), custom={"snr": math.nan})).encode(), "malformed", "no cut"),
         (b"[]", "malformed", "no cut"),

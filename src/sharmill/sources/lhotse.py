@@ -48,6 +48,8 @@ _SHOWN_BYTES: Final = 4096
 T = TypeVar("T")
 # Finite: a custom key alone may be NaN.
 _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+# A float holds it exactly.
+_Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
 # Seconds by which a supervision may go beyond its cut; one of a window of a recording goes on far beyond it.
 _MAX_BEYOND: Final = 0.1
 # lhotse has eight digits, too.
@@ -192,8 +194,8 @@ class _Recording(msgspec.Struct):
 
     id: str
     sources: list[_AudioPart]
-    sampling_rate: int
-    num_samples: int
+    sampling_rate: _Number
+    num_samples: _Number
     channel_ids: list[int] | None = None
     transforms: list[dict[str, Any]] | None = None
 

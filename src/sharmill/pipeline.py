@@ -105,6 +105,7 @@ def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stag
         stage.unit_time_limit = config.executor.unit_time_limit
         stage.scratch = config.executor.scratch
         stage.seconds_until_seen = config.executor.seconds_until_seen
+        stage.log_level = config.executor.log_level
     return chosen
 
 

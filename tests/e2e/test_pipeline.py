@@ -97,6 +97,19 @@ def test_units_that_lost_their_output_are_done_again_with_the_same_bytes(folder,
     assert snapshot(folder / "dataset") == expected
 
 
+@pytest.mark.parametrize(("workers", "level", "count"), [(1, "DEBUG", 1), (2, "DEBUG", 1), (2, "INFO", 0)])
+def test_ranks_log_at_the_level_that_is_asked_for_in_any_run(workers, level, count, tmp_path):
+    project = Project(tmp_path).add_voices([1.0])
+    project.add("gone.flac", duration=1.0)
+    config = projects.write_config(tmp_path, write_lines(tmp_path / "m.json", project.records), project.root)
+    settings = [f"executor.workers={workers}", f"executor.log_level={level}"]
+    run_sharmill("run", config, "prepare", *settings)
+    logs = "".join(path.read_text() for path in (tmp_path / "run/prepare/logs").glob("rank-*.log"))
+    assert (logs.count("unit 0 begins"), logs.count("missing_audio of ")) == (1, count)
+    # The level is not part of what a run is.
+    run_sharmill("run", config, "prepare", "executor.log_level=ERROR")
+
+
 @pytest.mark.slow
 def test_all_stages_run_without_contexts_and_speakers(tmp_path):
     """On a manifest two of whose records are bad."""

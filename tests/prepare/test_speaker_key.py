@@ -16,6 +16,7 @@ PUBLISHED = [
     ("librispeech", "train-clean-100/103/1240/103-1240-0000.flac", "103", "103_1240"),
     ("librispeech", "84-121123-0001.flac", "84", "84_121123"),
     ("libritts", "train-clean-100/89/218/89_218_000014_000003.wav", "89", "train-clean-100_89_218"),
+    ("librittsDevClean", "dev-clean/84/121123/84_121123_000007_000001.wav", "84", "dev-clean_84_121123"),
     ("libritts", "Dev-Clean/84/121123/sub/84_121123_000007_000001.wav", "84", "dev-clean_84_121123"),
     (
         "hifitts",

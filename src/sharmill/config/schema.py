@@ -217,8 +217,8 @@ class Config:
     sources: list[Any]
     """Inputs, in order. ``type`` names the kind of each; the other keys belong to the kind."""
     speaker_key: str = "speaker"
-    """Rule that makes speaker groups: a preset (``speaker``, ``librispeech``,
-    ``libritts``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
+    """Rule that makes speaker groups: a preset (``speaker``, ``librispeech``, ``libritts``,
+    ``librittsDevClean``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
     ``jhsdGtc20Amp20Keynote``, ``all``), or a regular expression with named groups that is searched in
     ``audio_filepath``, such as ``'^(?P<speaker>[^/]+)/(?P<session>[^/]+)/'``. ``speaker`` and patterns
     take names as they are (``S1`` and ``s1`` are two speakers); the other presets are published rules, which fold

@@ -463,6 +463,7 @@ class Stage(ABC):
         metrics: which curves its ranks write.
         references: those of the configuration to the environment, whose values are not to be stored.
         seconds_until_seen: seconds until every node sees what another has written.
+        log_level: the least level of what its ranks log.
         unit_time_limit: that of ``time_limit``.
         max_reject_fraction: the share of its records that may be rejected before it stops; set by ``run_stage``.
         lease_seconds: a rank is taken for dead when its heartbeat has not been seen for so long.
@@ -493,6 +494,7 @@ class Stage(ABC):
     lease_seconds: float = 120.0
     scratch: str | None = None
     seconds_until_seen: float = 0.0
+    log_level: str = "INFO"
     keeps_cuts: ClassVar[bool] = False
     looks_ahead: ClassVar[bool] = False
     replaces_root: ClassVar[bool] = False

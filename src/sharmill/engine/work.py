@@ -445,9 +445,10 @@ class _Worker:
         if output.rejects:
             lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
             write_atomic(self._stage.dir.unit_rejects(unit.index), lines, parents=False)
-        for reject in output.rejects if self._stage.keeps_cuts else ():
-            log.warning("unit %d, rank %d on %s: %s of %s: %s", unit.index, self._rank.number, socket.gethostname(),
-                        reject.reason, reject.record, reject.detail)  # fmt: skip
+        level = logging.WARNING if self._stage.keeps_cuts else logging.DEBUG
+        for reject in output.rejects:
+            log.log(level, "unit %d, rank %d on %s: %s of %s: %s", unit.index, self._rank.number, socket.gethostname(),
+                    reject.reason, reject.record, reject.detail)  # fmt: skip
         asked = os.environ.get("SLURM_MEM_PER_NODE", "")
         commit = Commit(
             token=self._stage.token,

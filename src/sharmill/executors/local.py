@@ -117,21 +117,22 @@ class ConfiguredExecutor(Executor):
     """Device of match and encode. ``auto``: a GPU for each rank where there are any; a job that was given GPUs and
     finds none is refused. ``cuda``: GPUs or nothing; on Ray, wait for GPU nodes. ``cpu``: no GPU is touched."""
     unit_time_limit: Above0 | Literal["auto"] | None = "auto"
-    """Seconds that an attempt at a unit may take, on SLURM too; a rank that takes longer is ended with a traceback in
-    its log and replaced, and the attempt has failed. ``auto``: ten seconds for each second of audio or record of the
-    unit, and an hour at least; none where ``workers: 1`` runs inside the process, which a number of seconds prevents.
-    ``null``: no limit."""
+    """Seconds that an attempt at a unit may take, on SLURM too; a slower rank is ended with a traceback in its log and
+    replaced, and the attempt has failed. ``auto``: ten for each second of audio or record of the unit, and an hour at
+    least; none where ``workers: 1`` runs inside the process, which a number prevents. ``null``: no limit."""
     scratch: str | None = None
     """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
     a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""
     seconds_until_seen: NotNegative = 60.0
-    """Seconds until every node sees what another has written, on SLURM and Ray: so long is waited, where need be, for
-    files that others have made. 60 is the longest that NFS keeps names by its defaults (``acdirmax``). File systems
-    that are coherent, as Lustre, GPFS and CephFS are, need none: 0."""
+    """Seconds until every node sees what another has written, on SLURM and Ray: so long files of others are waited for.
+    NFS keeps names for 60 at most by default (``acdirmax``). Coherent file systems (Lustre, GPFS, CephFS) need none:
+    0."""
     least_seconds_per_rank: NotNegative | None = None
     """Least predicted work of a rank on SLURM, in seconds: no more ranks are submitted than have so much, where the
-    pace of the stage is known by a pilot (`sharmill calibrate`) or by what is done. ``null``: four times what starting
+    pace of the stage is known by a pilot (`sharmill calibrate`) or units done. ``null``: four times what starting
     a rank and loading its model took in the pilot. ``0``: as many ranks as the profile allows."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least level of lines in logs of ranks. ``DEBUG`` adds rejects."""
 
     @classmethod
     def examine(cls) -> Iterator[Check]:
@@ -185,7 +186,7 @@ class LocalExecutor(ConfiguredExecutor):
         # A device may break its process, and a time limit kills it.
         has_limit = isinstance(stage.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
-        with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log):
+        with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.log_level):
             follower.look()
             if is_inline:
                 rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)

@@ -98,7 +98,7 @@ class RayExecutor(ConfiguredExecutor):
     def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
         actors = _Actors(stage, follower, self.workers, self.cores, self._gpus(stage), numbers[0])
         try:
-            with logging_to(stage.dir.driver_log):
+            with logging_to(stage.dir.driver_log, stage.log_level):
                 actors.run()
         finally:
             # No actor is left that could do it for itself.

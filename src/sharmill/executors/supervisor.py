@@ -131,21 +131,25 @@ def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cor
 
 
 @contextmanager
-def logging_to(path: Path) -> Iterator[None]:
-    """Send this process's log records to ``path`` as well, for as long as the context lasts."""
+def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
+    """Send this process's log records to ``path`` as well, for as long as the context lasts.
+
+    Args:
+        level: the least level of sharmill's own records.
+    """
     stream = TextIOWrapper(_open_log(path), encoding="utf-8")
     handler = _LogFile(stream)
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     sharmill = logging.getLogger("sharmill")
-    level = sharmill.level
-    sharmill.setLevel(logging.INFO)
+    before = sharmill.level
+    sharmill.setLevel(level)
     root.addHandler(handler)
     try:
         yield
     finally:
         root.removeHandler(handler)
-        sharmill.setLevel(level)
+        sharmill.setLevel(before)
         # What could not be written is still in the buffer, and closing tries once more.
         with suppress(OSError):
             stream.close()
@@ -190,7 +194,7 @@ def supervise_rank(
     """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``."""
     wait_for_plan(stage, Patience(stage.seconds_until_seen))
     require_current(stage)
-    with logging_to(stage.dir.driver_log):
+    with logging_to(stage.dir.driver_log, stage.log_level):
         return Supervisor(stage, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
 
 
@@ -288,7 +292,7 @@ class Supervisor:
         cores = max(1, usable_cores() // len(self.devices))
         process = multiprocessing.get_context("forkserver").Process(
             target=run_rank,
-            args=(pickle.dumps(self.stage), rank, device, cores, self.stage.dir.rank_log(number)),
+            args=(pickle.dumps(self.stage), rank, device, cores, self.stage.dir.rank_log(number), self.stage.log_level),
             name=f"sharmill-rank-{number}",
         )
         try:
@@ -377,7 +381,7 @@ def _end_server() -> None:
         server._stop()
 
 
-def run_rank(stage: bytes, rank: Rank, device: Device, cores: int, log_file: Path) -> None:
+def run_rank(stage: bytes, rank: Rank, device: Device, cores: int, log_file: Path, log_level: str) -> None:
     """Run a rank, and end this process with a status that its supervisor understands.
 
     Args:
@@ -390,7 +394,7 @@ def run_rank(stage: bytes, rank: Rank, device: Device, cores: int, log_file: Pat
     limit_cores(cores)
     redirect_output(log_file)
     status = _NOTED
-    with logging_to(log_file):
+    with logging_to(log_file, log_level):
         try:
             with ended_by_sigterm():
                 work(pickle.loads(stage), rank)

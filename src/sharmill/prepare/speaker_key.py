@@ -83,9 +83,13 @@ PRESETS: Final[dict[str, SpeakerKey]] = {
         "<speaker>-<chapter>-<utterance>.<extension>",
         r"(?:^|/)(?P<speaker>[^/-]+)-(?P<chapter>[^/-]+)-[^/-]+$",
     ),
-    "libritts": _layout(
-        "<subset>/<speaker>/<chapter>/<file>",
-        r"^(?P<subset>[^/]+)/(?P<speaker>[^/]+)/(?P<chapter>[^/]+)/[^/]",
+    # The published scripts have one rule under two names.
+    **dict.fromkeys(
+        ("libritts", "librittsDevClean"),
+        _layout(
+            "<subset>/<speaker>/<chapter>/<file>",
+            r"^(?P<subset>[^/]+)/(?P<speaker>[^/]+)/(?P<chapter>[^/]+)/[^/]",
+        ),
     ),
     "hifitts": _layout(
         "<speaker>_<quality>/<book>/<chapter>_<segment>.<extension>",

@@ -419,7 +419,7 @@ class SlurmExecutor(Executor):
             FatalError: the run has failed; the message names its units.
         """
         stages = self.dataset.make_stages()
-        with logging_to(self.run_dir.advance_log):
+        with logging_to(self.run_dir.advance_log, stages[-1].log_level):
             try:
                 with ended_by_sigterm():
                     Patience(stages[-1].seconds_until_seen).wait_until(

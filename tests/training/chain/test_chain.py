@@ -7,6 +7,7 @@ import os
 import random
 from collections import Counter
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -26,6 +27,14 @@ def itself(number):
     return number
 
 
+def first_of(pair):
+    return pair[0]
+
+
+def pairs(numbers):
+    return zip(numbers, numbers)  # noqa: B905  the last of an odd number is dropped
+
+
 @pytest.mark.parametrize(
     ("chain", "expected"),
     [
@@ -34,8 +43,14 @@ def itself(number):
         (Chain([3, 4, 2, 9, 30, 1, 1]).dynamic_batch(12, length=itself), [[3, 4, 2], [9], [30], [1, 1]]),
         (Chain([5, 12, 5, 30, 5, 12, 10]).bucket([10, 20], [2, 3, 1], length=itself),
          [[5, 5], [30], [12, 12, 10], [5]]),
+        (Chain([3, 1, 2, 0]).sort(itself, reverse=True), [3, 2, 1, 0]),
+        (Chain([3, 1, 2]).zip(Chain([9, 8, 7, 6], infinite=True)).sort(key=first_of), [(1, 8), (2, 7), (3, 9)]),
+        (Chain(range(5)).apply(pairs).batch(2), [[(0, 1), (2, 3)]]),
+        (Chain([1, 2, 3]).interleave(Chain([10, 20]), Chain([100, 200, 300])), [1, 10, 100, 2, 20, 200, 3]),
     ],
-    ids=["steps follow each other", "dynamic batches keep to the padded length", "buckets have a size each"],
+    ids=["steps follow each other", "dynamic batches keep to the padded length", "buckets have a size each",
+         "all of an epoch is sorted", "a zip with an endless chain is sorted", "a function of the stream is applied",
+         "chains take turns"],
 )  # fmt: skip
 def test_a_chain_gives(chain, expected):
     assert list(chain) == expected
@@ -61,12 +76,36 @@ def test_zip_gives_pairs_and_the_longer_goes_on():
     assert [number for pairs in epochs for _, number in pairs] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
 
 
+def test_zip_and_interleave_end_with_the_first_and_the_longer_goes_on():
+    zipped = Chain([1, 2]).zip(Chain([10, 20]))
+    assert [list(zipped) for _ in range(2)] == [[(1, 10), (2, 20)]] * 2
+    chain = Chain([1, 2]).interleave(Chain([10, 20, 30]))
+    assert [list(chain) for _ in range(4)] == [[1, 10, 2, 20], [1, 30, 2], [10, 1, 20, 2, 30], [1, 10, 2, 20]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_takes_turns(rank):
+    part = {"rank": rank, "world_size": 2}
+    chain = Chain(range(20), **part).interleave(Chain(range(100, 120), **part))
+    assert [number // 100 for number in chain] == [0, 1] * 10
+
+
+def test_interleave_draws_by_weights_and_seed():
+    def drawn(seed, weights=(3, 1)):
+        chain = Chain(["a"], infinite=True).interleave(Chain(["b"], infinite=True), weights=weights, seed=seed)
+        return "".join(islice(chain, 2000))
+
+    assert 1400 < drawn(1).count("a") < 1600
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
 def resumable(rank=0, world_size=1, **options):
     return Chain(range(50), shuffle=True, seed=7, infinite=True, rank=rank, world_size=world_size, **options)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_each_example_once_per_epoch_on_changing_ranks_and_workers(seed):
+def test_each_example_once_per_epoch_on_changing_ranks_and_workers(seed, interleaved):
     """Through filters, buffers, buckets and threads that hold examples back."""
     rng, used, state = random.Random(seed), [], None
     for _ in range(60):
@@ -75,21 +114,25 @@ def test_each_example_once_per_epoch_on_changing_ranks_and_workers(seed):
         world_size, states = rng.randint(1, 3), []
         num_workers = rng.choice([0, 0, 0, 2])
         for rank in range(world_size):
-            chain = resumable(rank, world_size).parallel_map(tagged, 2).filter(not_dropped).shuffle(5)
+            chain = resumable(rank, world_size)
+            if interleaved:
+                other = Chain(range(50, 90), infinite=True, rank=rank, world_size=world_size)
+                chain = chain.interleave(other, weights=[1, 2], seed=3)
+            chain = chain.parallel_map(tagged, 2).filter(not_dropped).shuffle(5)
             chain = chain.sort(4, key=first_of).bucket([20], [2, 3], length=first_of)
             if state is not None:
                 chain.load_state_dict(state)
             loader = StatefulDataLoader(chain, batch_size=None, num_workers=num_workers)
             batches = iter(loader)
-            used += [number for _ in range(rng.randint(0, 4)) for number, _ in next(batches)]
+            used += [number for _ in range(rng.randint(0, 8 if interleaved else 4)) for number, _ in next(batches)]
             states.append(loader.state_dict())
         state = json.loads(json.dumps(merge_data_states(states)))
-    left = set(range(50)) - {n for n in range(50) if n % 10 == 3}
+    left = {n for n in range(90 if interleaved else 50) if n % 10 != 3}
     counts = Counter(used)
     assert set(counts) == left
     assert min(counts.values()) >= 3
     # Readers may be epochs apart: none gives an example twice in one of them.
-    assert max(counts.values()) <= 1 + max(int(epoch) for epoch in state["readers"][0]["epochs"])
+    assert all(counts[number] <= 1 + max(map(int, state["readers"][int(number >= 50)]["epochs"])) for number in counts)
 
 
 def tagged(number):
@@ -100,25 +143,46 @@ def not_dropped(pair):
     return pair[0] % 10 != 3
 
 
-def first_of(pair):
-    return pair[0]
-
-
-def test_zips_are_resumed():
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda speech, text: speech.zip(text).batch(3),
+        lambda speech, text: speech.interleave(text).batch(3),
+        lambda speech, text: speech.interleave(text, weights=[2, 1], seed=5),
+        lambda speech, text: speech.zip(text).apply(pairs, exact=True),
+        lambda speech, text: speech.zip(text).sort(lambda pair: pair[0] % 5),
+    ],
+    ids=["zip", "turns", "weights", "apply", "sorted epoch"],
+)
+def test_joined_chains_are_resumed(join):
     def chain():
-        return resumable().zip(Chain([f"t{n}" for n in range(7)], infinite=True).parallel_map(itself, 2)).batch(3)
+        speech = Chain(range(50), shuffle=True, seed=7)
+        return join(speech, Chain([f"t{n}" for n in range(7)], infinite=True).parallel_map(itself, 2))
 
     whole = iter(chain())
     expected = [next(whole) for _ in range(12)]
     one = chain()
-    pairs = iter(one)
-    assert [next(pairs) for _ in range(5)] == expected[:5]
+    examples = iter(one)
+    assert [next(examples) for _ in range(5)] == expected[:5]
     state = json.loads(json.dumps(one.state_dict()))
-    pairs.close()
+    examples.close()
     two = chain()
     two.load_state_dict(state)
     again = iter(two)
     assert [next(again) for _ in range(7)] == expected[5:]
+
+
+def test_a_function_that_may_hold_examples_back_has_no_state():
+    chain = Chain(range(4)).apply(reversed_list)
+    assert list(chain.zip(Chain(range(4)))) == [(3, 0), (2, 1), (1, 2), (0, 3)]
+    with raises(ConfigError, "inexact_state", "apply", "exact=True"):
+        chain.zip(Chain(range(4))).state_dict()
+    with raises(ConfigError, "inexact_state", "without taking one"):
+        list(Chain(range(4)).apply(reversed_list, exact=True))
+
+
+def reversed_list(numbers):
+    return list(numbers)[::-1]
 
 
 def test_a_state_of_other_sources_is_refused():
@@ -154,6 +218,14 @@ def test_errors_are_left_out_logged_and_counted(kind, caplog):
         "an example is left out (2 of at most 2): item 3: ZeroDivisionError: division by zero",
     ]
     assert chain.state_dict()["readers"][0]["num_damaged"] == 2
+
+
+def test_an_error_behind_interleave_counts_for_its_source(caplog):
+    chain = Chain([4, 0], on_error="skip", max_errors=1).interleave(Chain([1, 2]))
+    assert list(chain.map(inverse)) == [0.25, 1, 0.5]
+    assert [record.message for record in caplog.records] == [
+        "an example is left out (1 of at most 1): item 1: ZeroDivisionError: division by zero",
+    ]
 
 
 def test_more_errors_than_allowed_end_it():
@@ -192,6 +264,9 @@ def test_errors_of_the_program_are_never_left_out(function, error):
         (lambda: Chain([1]).batch("3"), "size is '3'"),
         (lambda: Chain([1]).shuffle(True), "size is True"),
         (lambda: Chain([1]).sort(1.5), "size is 1.5"),
+        (lambda: Chain([1], infinite=True).map(half).sort(itself), "sort without a size"),
+        (lambda: Chain([1]).interleave(Chain([2]), weights=[1]), "for each of its 2 chains"),
+        (lambda: Chain([1]).interleave(Chain([2]), weights=[1, 0]), "a number above 0"),
         (lambda: Chain([1]).dynamic_batch("9"), "max_frames is '9'"),
         (lambda: Chain([1]).bucket([5], [2, 1.5]), "a size of bucket is 1.5"),
         (lambda: Chain([1]).bucket(["5"], [2, 1]), "bounds are numbers"),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
 from numbers import Real
@@ -21,6 +22,7 @@ from typing import Any, Final, Literal
 import torch
 
 from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError, refuse
+from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.loading import load_states
 from sharmill.shar.reading.shard_source import ShardSource
@@ -70,7 +72,8 @@ def leave_out(example: Example, error: Exception) -> None:
 
 
 def _names(example: Example) -> str:
-    return ", ".join(origin.name for origin in example.origins[:3])
+    names = [origin.name for origin in example.origins if not isinstance(origin.source, _Turns)]
+    return ", ".join(names[:3])
 
 
 def map_examples(before: Before, fn: Function, options: Mapping[str, Any] | None = None) -> Examples:
@@ -142,7 +145,7 @@ def shuffle_examples(before: Before, size: int) -> Examples:
     yield from buffer
 
 
-def sort_examples(before: Before, size: int, key: Callable[[Any], Any], reverse: bool) -> Examples:
+def sort_examples(before: Before, size: int | None, key: Callable[[Any], Any], reverse: bool) -> Examples:
     examples = before()
     while group := list(islice(examples, size)):
         yield from sorted(group, key=lambda example: key(example.value), reverse=reverse)
@@ -186,14 +189,52 @@ def bucket_examples(
     yield from (_joined(bucket) for bucket in buckets if bucket)
 
 
+def apply_function(before: Before, f: Callable[[Iterator[Any]], Iterable[Any]], exact: bool) -> Examples:
+    taken: list[Example] = []
+    last = _joined(taken)
+
+    def values() -> Iterator[Any]:
+        for example in before():
+            taken.append(example)
+            yield example.value
+
+    for value in f(values()):
+        if not taken and (exact or not last.origins):
+            raise ConfigError(
+                f"the function of apply(exact={exact}) gave an example without taking one: with exact=True, it takes "
+                "at least one for each that it gives, and otherwise one before the first",
+                code="inexact_state",
+            )
+        last = _joined(taken) if taken else last
+        taken.clear()
+        yield Example(value, last.origins)
+    consume(_joined(taken))
+
+
 def zip_examples(opens: Sequence[Before]) -> Examples:
-    columns = [open_examples() for open_examples in opens]
-    try:
+    with ExitStack() as stack:
+        columns = [stack.enter_context(closing(open_examples())) for open_examples in opens]
         for row in zip(*columns, strict=False):
             yield Example(tuple(one.value for one in row), tuple(origin for one in row for origin in one.origins))
-    finally:
-        for column in columns:
-            column.close()
+
+
+def interleave_examples(opens: Sequence[Before], weights: Sequence[float] | None, seed: int) -> Examples:
+    """Yield one example at each turn, whose chain follows from the place of the turn alone.
+
+    Args:
+        opens: the chains, and last the turns.
+    """
+    with ExitStack() as stack:
+        *columns, turns = [stack.enter_context(closing(open_examples())) for open_examples in opens]
+        for turn in turns:
+            number = turn.value % len(columns)
+            if weights is not None:
+                place = turn.origins[0].custom[POSITION]
+                number = random.Random(f"{seed} {place}").choices(range(len(columns)), weights)[0]
+            example = next(columns[number], None)
+            if example is None:
+                return
+            yield Example(example.value, example.origins + turn.origins)
 
 
 log = logging.getLogger(__name__)
@@ -202,6 +243,8 @@ log = logging.getLogger(__name__)
 _WHOLE_FILES: Final = 1 << 40
 # After every so many examples that a filter drops in a row, they are compared with all that there are.
 _DROPPED_UNTIL_CHECK: Final = 1000
+# Of an epoch, in which each reader has at least one: more than any training has readers.
+_ROUNDS: Final = 1 << 16
 
 
 class Chain(torch.utils.data.IterableDataset):
@@ -234,8 +277,10 @@ class Chain(torch.utils.data.IterableDataset):
     Example:
         >>> list(Chain(range(6)).map(lambda number: number * 2).filter(bool).batch(2))
         [[2, 4], [6, 8], [10]]
-        >>> list(Chain(["b", "a"]).sort(10, key=str).zip(Chain([1, 2, 3])))
+        >>> list(Chain(["b", "a"]).sort(str).zip(Chain([1, 2, 3])))
         [('a', 1), ('b', 2)]
+        >>> list(Chain([1, 2, 3]).interleave(Chain([10, 20])))
+        [1, 10, 2, 20, 3]
     """
 
     def __init__(
@@ -264,6 +309,7 @@ class Chain(torch.utils.data.IterableDataset):
         shards = source if isinstance(source, ShardSource) else Items(source)
         own = _Source(shards, options, max_errors if on_error == "skip" else None)
         self._sources: tuple[_Source, ...] = (own,)
+        self._is_exact = True
         self._open: Before = own.examples
 
     def map(self, fn: Callable[[Any], Any]) -> Chain:
@@ -294,9 +340,39 @@ class Chain(torch.utils.data.IterableDataset):
         """Draw each example from a buffer of ``size``, by the seed and the epoch of the source."""
         return self._then(shuffle_examples, size=at_least(1, "size", size))
 
-    def sort(self, size: int, key: Callable[[Any], Any] = count_frames, *, reverse: bool = False) -> Chain:
-        """Sort every ``size`` examples among themselves."""
-        return self._then(sort_examples, size=at_least(1, "size", size), key=key, reverse=reverse)
+    def sort(
+        self,
+        size: int | Callable[[Any], Any] | None = None,
+        key: Callable[[Any], Any] = count_frames,
+        *,
+        reverse: bool = False,
+    ) -> Chain:
+        """Sort every ``size`` examples among themselves; without a size, all that this reader has of an epoch.
+
+        ``sort(key)`` is ``sort(None, key)``. All examples of the epoch are then in memory.
+        """
+        if callable(size):
+            key, size = size, None
+        if size is not None:
+            at_least(1, "size", size)
+        elif all(source.options.infinite for source in self._sources):
+            raise ConfigError(
+                "sort without a size needs the end of an epoch, and with infinite=True there is none: give a size, as "
+                "in sort(500, key)",
+                code="bad_config_value",
+            )
+        return self._then(sort_examples, size=size, key=key, reverse=reverse)
+
+    def apply(self, f: Callable[[Iterator[Any]], Iterable[Any]], *, exact: bool = False) -> Chain:
+        """Apply a function to the stream: it takes an iterator over examples, and gives examples, as a generator does.
+
+        The chain cannot know what ``f`` holds back, so it has no state: ``state_dict`` raises ConfigError. With
+        ``exact=True`` it has one. Then each example that ``f`` gives is made of those that it took since the one
+        before, as in filters and batches; others that it took, it drops. An error in ``f`` is always raised.
+        """
+        chain = self._then(apply_function, f=f, exact=exact)
+        chain._is_exact = self._is_exact and exact
+        return chain
 
     def batch(self, size: int) -> Chain:
         """Put every ``size`` examples into a list; the last one of an epoch may be shorter."""
@@ -331,16 +407,28 @@ class Chain(torch.utils.data.IterableDataset):
         Whichever ends first ends the pass; the others go on from there in the next one. With ``infinite=True`` of the
         text, the speech alone makes the epochs.
         """
-        sources = [source for chain in (self, *others) for source in chain._sources]
-        ranks = {(source.options.rank, source.options.world_size) for source in sources}
-        if len(set(map(id, sources))) < len(sources):
-            raise ConfigError("a chain cannot be zipped with itself: make another one", code="bad_config_value")
-        if len(ranks) > 1:
-            raise ConfigError("chains that are zipped have the same rank and world_size", code="split_wrong")
-        chain = copy.copy(self)
-        chain._sources = tuple(sources)
-        chain._open = partial(zip_examples, [one._open for one in (self, *others)])
-        return chain
+        return self._with(others, zip_examples)
+
+    def interleave(self, *others: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
+        """Give one example of each chain in turn, or, with ``weights``, draw the chain of each example by these.
+
+        Whichever ends first ends the pass; the others go on from there in the next one, as in ``zip``. Make chains
+        ``infinite=True`` of which none is to end it.
+
+        Args:
+            weights: a number above 0 for this chain and for each other one.
+            seed: of what is drawn.
+        """
+        count = len(others) + 1
+        if weights is not None and (
+            len(weights) != count or not all(isinstance(one, Real) and 0 < one < math.inf for one in weights)
+        ):
+            raise ConfigError(
+                f"weights of interleave are {list(weights)}: give a number above 0 for each of its {count} chains",
+                code="bad_config_value",
+            )
+        step = partial(interleave_examples, weights=weights, seed=seed)
+        return self._with(others, step, _Turns(count, self._sources[0].options))
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one: needed before each epoch of a DataLoader whose workers end with their epoch."""
@@ -356,7 +444,17 @@ class Chain(torch.utils.data.IterableDataset):
             source.leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the sources in this process, for ``load_state_dict`` and ``merge_data_states``."""
+        """Return the states of the sources in this process, for ``load_state_dict`` and ``merge_data_states``.
+
+        Raises:
+            ConfigError: a function of ``apply`` may hold examples back.
+        """
+        if not self._is_exact:
+            raise ConfigError(
+                "a chain with apply(f) cannot be resumed, since f may hold examples back: give apply(f, exact=True) if "
+                "it does not, or use a DataLoader without a state",
+                code="inexact_state",
+            )
         return {"readers": [source.reader.state_dict() for source in self._sources]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -366,6 +464,19 @@ class Chain(torch.utils.data.IterableDataset):
             ConfigError: it is the state of other sources, or of another order.
         """
         load_states([source.reader for source in self._sources], state)
+
+    def _with(self, others: Sequence[Chain], step: Callable[..., Examples], *further: _Source) -> Chain:
+        sources = [source for chain in (self, *others) for source in chain._sources]
+        ranks = {(source.options.rank, source.options.world_size) for source in sources}
+        if len(set(map(id, sources))) < len(sources):
+            raise ConfigError("a chain cannot be joined with itself: make another one", code="bad_config_value")
+        if len(ranks) > 1:
+            raise ConfigError("chains that are joined have the same rank and world_size", code="split_wrong")
+        chain = copy.copy(self)
+        chain._sources = (*sources, *further)
+        chain._open = partial(step, [*(one._open for one in (self, *others)), *(one.examples for one in further)])
+        chain._is_exact = all(one._is_exact for one in (self, *others))
+        return chain
 
     def _then(self, step: Callable[..., Examples], **options: Any) -> Chain:
         chain = copy.copy(self)
@@ -391,20 +502,25 @@ class _Source:
     def __init__(self, shards: ShardSource, options: ReadOptions, max_errors: int | None) -> None:
         self.reader, self.options, self.max_errors = SharReader(shards, options), options, max_errors
         self._num_examples = shards.num_cuts
-        self._ended = False
+        self._ended = self._goes_on = False
         self.reader.count_only_marked()
 
     def examples(self) -> Examples:
-        self._ended = False
+        goes_on, any_left = self._goes_on, False
+        self._ended = self._goes_on = False
         self.draw = f"{self.options.seed} {json.dumps(self.reader.state_dict())}"
         for example in self.reader:
+            any_left = True
             for origin in example.origins:
                 origin.source = self
             if isinstance(example.value, DamagedShard):
                 leave_out(example, example.value)
             else:
                 yield example
-        self._ended = True
+        if goes_on and not any_left:
+            yield from self.examples()  # the last pass left it at the end of an epoch
+        else:
+            self._ended = True
 
     def count_error(self, error: Exception) -> None:
         """Count an example that is left out; raise where there are too many, or none may be."""
@@ -429,3 +545,20 @@ class _Source:
         """End a pass: if not all was given out, as in a zip with something shorter, the next one goes on from here."""
         if not self._ended or self.reader.num_unmarked:
             self.reader.load_state_dict(self.reader.state_dict())
+            self._goes_on = True
+
+
+class _Turns(_Source):
+    """The turns of ``interleave``: an endless source of numbers, so that the state has the place in them.
+
+    Args:
+        count: of the chains. A block has one turn of each, so that each reader gives all of them in turn.
+        options: of a source of the same rank.
+    """
+
+    def __init__(self, count: int, options: ReadOptions) -> None:
+        own = ReadOptions(rank=options.rank, world_size=options.world_size, infinite=True, block_size=count)
+        super().__init__(Items(range(_ROUNDS * count)), own, None)
+
+    def count_error(self, error: Exception) -> None:
+        """Count none: it is an error of the example, which the example's own source counts."""

@@ -55,6 +55,13 @@ def load(settings, **further):
     return flat(take(get_dataloader(cfg, 0, 1, Letters(), dataset=AsIs())))
 
 
+def test_an_inner_list_of_tars_is_read_as_a_whole(nemo_data):
+    """One manifest of three tars, the last two of which are a range."""
+    tars = [str(nemo_data / "audio_0.tar"), str(nemo_data / "audio__OP_1..2_CL_.tar")]
+    cfg = {"manifest_filepath": [[str(nemo_data / "whole.json")]], "tarred_audio_filepaths": [tars]}
+    assert sorted(cut.supervisions[0].text for cut in load(cfg)) == list("012345678")
+
+
 @pytest.mark.parametrize("skip", [True, 1, "low character-rate"])
 def test_entries_that_are_skipped(nemo_data, tmp_path, skip):
     """The first line of each shard's manifest is skipped; its audio stays in the tar."""

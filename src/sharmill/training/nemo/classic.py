@@ -305,6 +305,8 @@ def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
     listed = entry.get(key)
     if not isinstance(listed, list):
         return entry
+    from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
+
     from sharmill.training.nemo.input_type import open_examples
 
     tars = entry.get("tarred_audio_filepaths")
@@ -326,7 +328,9 @@ def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
             )
         one = {**inner, key: path}
         if tars is not None:
-            one["tarred_audio_filepaths"] = tars[number][0] if isinstance(tars[number], list) else tars[number]
+            names = tars[number] if isinstance(tars[number], list) else [tars[number]]
+            several = [tar for name in names for tar in expand_sharded_filepaths(name)]
+            one["tarred_audio_filepaths"] = names[0] if len(names) == 1 else several
         # Utterances of a manifest, or cuts of a Shar.
         kind = "lhotse_shar" if key == "shar_path" else "nemo"
         own = weight[0] if weight else len(open_examples({"of_type": kind, key: path}))

@@ -98,11 +98,12 @@ TYPES: Final[dict[str, EntryType]] = {
         is_stream=True,
     ),
     "nemo": EntryType(
-        needs=("manifest_filepath",), takes=("tarred_audio_filepaths", "extra_fields"), files=_TARRED, holds="cuts",
+        needs=("manifest_filepath",), takes=("tarred_audio_filepaths", "extra_fields", "passes"), files=_TARRED,
+        holds="cuts",
     ),
-    "nemo_tarred": EntryType(needs=_TARRED, takes=("extra_fields",), files=_TARRED, holds="cuts"),
+    "nemo_tarred": EntryType(needs=_TARRED, takes=("extra_fields", "passes"), files=_TARRED, holds="cuts"),
     "lhotse": EntryType(takes=("cuts_path", "shar_path"), holds="cuts"),
-    "lhotse_shar": EntryType(needs=("shar_path",), takes=("cuts_path",), files=("shar_path",), holds="cuts"),
+    "lhotse_shar": EntryType(needs=("shar_path",), takes=("cuts_path", "passes"), files=("shar_path",), holds="cuts"),
     "lhotse_as_conversation": _converter(holds="conversations"),
     "sqa_as_conversation": _converter(holds="conversations"),
     "s2s_as_conversation": _converter(holds="conversations", is_marked=False),
@@ -160,14 +161,15 @@ FATES: Final[dict[str, str]] = {
     "target_path": "`target_paths` of `txt_pair`",
     "bucketing_batch_size": "`bucket_batch_size`, and `batch_size` is dropped; of a whole number n and k buckets "
     "[k·n, …, 2·n, n]; without `bucket_duration_bins`, the buckets are k equal ranges from `min_duration` to "
-    "`max_duration`, k being the number of manifests or else `num_buckets`",
-    "bucketing_weights": "weights of the manifests: passes times utterances",
-    "bucketing_strategy": "`synced_randomized` is what the loader does; `fully_randomized` lets ranks draw buckets on "
-    "their own; `fixed_order` is ignored: buckets are always drawn",
+    "`max_duration`, k being the number of manifests or else `num_buckets`; if it is not set, a list of lists "
+    "of manifests has buckets of `batch_size`",
+    "bucketing_weights": "passes over each manifest in an epoch",
+    "bucketing_strategy": "a list of lists of manifests: an epoch of each in turn, in an order that is fixed, or drawn "
+    "by all ranks or each; else batches draw their buckets, in step or (`fully_randomized`) apart",
     "tarred_shard_strategy": "`scatter`: `shard_seed: randomized`, `replicate`: `shard_seed: trng`, unless set",
-    "use_semi_sorted_batching": "`use_bucketing`, with 1 / `randomization_factor` buckets unless `num_buckets` is set: "
-    "as wide as the noise on the durations that are sorted",
-    "randomization_factor": "the width of a bucket: see `use_semi_sorted_batching`",
+    "use_semi_sorted_batching": "NeMo's sampler in map style; for streams `use_bucketing`, with 1 / "
+    "`randomization_factor` buckets unless `num_buckets` is set",
+    "randomization_factor": "see `use_semi_sorted_batching`",
     "min_tpt": "a fraction works as well",
     "min_tps": "a fraction works as well",
     "augmentor": "ignored: use the loader's own augmentations, such as `noise_path` and `perturb_speed`",
@@ -205,6 +207,11 @@ FATES: Final[dict[str, str]] = {
     "use_start_end_token": "ignored: the dataset class's",
 }
 
+# With these, batches are sized otherwise than by a fixed number of examples of each bucket.
+_OTHER_BATCHES: Final = (
+    "batch_duration", "batch_tokens", "bucket_duration_bins", "num_buckets", "use_bucketing", "use_multimodal_sampling",
+)  # fmt: skip
+
 # Keys of settings that name data themselves, and the type of entry that is made of each; the first one counts.
 _PATHS: Final = {
     "shar_path": "lhotse_shar", "cuts_path": "lhotse", "tarred_audio_filepaths": "nemo_tarred",
@@ -212,16 +219,21 @@ _PATHS: Final = {
 }  # fmt: skip
 
 
-def translate(section: Settings) -> None:
+def translate(section: Settings) -> str | None:
     """Put the settings of one sampler into the form of NeMo's Lhotse loader.
 
     All data are entries of ``input_cfg`` then, each of one manifest. What is ignored is named in one warning.
+
+    Returns:
+        The strategy by which the entries are to be taken one after the other, each with its ``batch_size``; None if
+        they are mixed.
 
     Raises:
         ConfigError: a value that has no counterpart.
     """
     _rename(section)
-    _translate_buckets(section, num_manifests=_as_entries(section))
+    manifests, bucketed = _as_entries(section)
+    in_turn = _translate_buckets(section, manifests, bucketed=bucketed)
     _translate_2d(section)
     strategy, seeds = section.pop("tarred_shard_strategy", None), {"scatter": "randomized", "replicate": "trng"}
     if strategy is not None:
@@ -234,6 +246,7 @@ def translate(section: Settings) -> None:
     if isinstance(entries, list):
         section["input_cfg"] = [_translate_entry(entry) if isinstance(entry, dict) else entry for entry in entries]
     drop_ignored(section)
+    return in_turn
 
 
 def ignored_keys(section: Settings) -> list[str]:
@@ -277,8 +290,12 @@ def _translate_entry(entry: Settings) -> Settings:
     return entry
 
 
-def _as_entries(section: Settings) -> int:
-    """Make an entry of the paths that settings name themselves; return the number of manifests."""
+def _as_entries(section: Settings) -> tuple[list[Settings], bool]:
+    """Make entries of the paths that settings name themselves.
+
+    Returns:
+        The entries of a list of manifests, and True if each is a list of its own, as NeMo's buckets are.
+    """
     weights = section.pop("bucketing_weights", None)
     paths = {key: section.pop(key) for key in _PATHS if section.get(key) is not None}
     if section.get("input_cfg") is not None or not paths:
@@ -287,20 +304,26 @@ def _as_entries(section: Settings) -> int:
                 f"bucketing_weights belong to a list of manifests, not {weights!r}; entries of input_cfg have a weight",
                 code="bad_config_value",
             )
-        return 0
+        return [], False
     kind, key = next((kind, key) for key, kind in _PATHS.items() if key in paths)
     names = TYPES[kind].files or (key,)
     entry: Settings = {"type": kind} | {name: paths[name] for name in names if name in paths}
     for name, value in entry.items():
         if name in _TARRED and isinstance(value, str) and "," in value and "{" not in value:
             entry[name] = value.split(",")
+    listed = entry.get("manifest_filepath")
     made = _split_lists(entry, weights)
     section["input_cfg"] = [made]
-    return len(made.get("input_cfg", ()))
+    manifests: list[Settings] = made.get("input_cfg", [])
+    return manifests, bool(manifests) and all(isinstance(item, list) and len(item) == 1 for item in listed or ())
 
 
-def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
-    """Return a group with an entry for each manifest of a list, weighted as NeMo does it: by utterances, or as said."""
+def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
+    """Return a group with an entry for each manifest of a list, weighted as NeMo does it: by utterances, or as said.
+
+    Args:
+        passes: how often each is read in an epoch.
+    """
     key = "shar_path" if entry.get("shar_path") is not None else "manifest_filepath"
     listed = entry.get(key)
     if not isinstance(listed, list):
@@ -315,6 +338,8 @@ def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
          f"tarred_audio_filepaths has as many items as manifest_filepath, {len(listed)}, not {tars!r}"),
         (passes is not None and len(passes) != len(listed),
          f"bucketing_weights has as many numbers as there are manifests, {len(listed)}, not {passes!r}"),
+        (not all(isinstance(one, int) and one > 0 for one in passes or ()),
+         f"bucketing_weights are whole numbers above 0, the passes over each manifest, not {passes!r}"),
     )  # fmt: skip
     outer: Settings = {name: entry[name] for name in ("weight", "tags") if name in entry}
     inner = {name: value for name, value in entry.items() if name not in (key, "tarred_audio_filepaths", *outer)}
@@ -334,7 +359,9 @@ def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
         # Utterances of a manifest, or cuts of a Shar.
         kind = "lhotse_shar" if key == "shar_path" else "nemo"
         own = weight[0] if weight else len(open_examples({"of_type": kind, key: path}))
-        one["weight"] = own * (passes[number] if passes else 1)
+        one["weight"] = own
+        if passes is not None:
+            one |= {"weight": own * passes[number], "passes": passes[number]}
         made.append(one)
     if len(made) == 1:
         del made[0]["weight"]
@@ -342,22 +369,26 @@ def _split_lists(entry: Settings, passes: Sequence[float] | None) -> Settings:
     return {"type": "group", **outer, "input_cfg": made}
 
 
-def _translate_buckets(section: Settings, num_manifests: int) -> None:
-    factor = section.pop("randomization_factor", None)
-    if section.pop("use_semi_sorted_batching", False):
-        section["use_bucketing"] = True
-        section.setdefault("num_buckets", max(2, round(1 / (factor or 0.1))))
-    strategy = section.get("bucketing_strategy")
+def _translate_buckets(section: Settings, manifests: Sequence[Settings], *, bucketed: bool) -> str | None:
+    """Make buckets of NeMo's Lhotse loader of the classic keys; return the strategy of buckets taken in turn."""
+    strategy, sizes = section.get("bucketing_strategy"), section.pop("bucketing_batch_size", None)
     if strategy not in (None, "fixed_order", "synced_randomized", "fully_randomized"):
         raise ConfigError(
-            f"bucketing_strategy is synced_randomized or fully_randomized, not {strategy!r}", code="bad_config_value"
+            f"bucketing_strategy is fixed_order, synced_randomized or fully_randomized, not {strategy!r}",
+            code="bad_config_value",
         )
-    if strategy == "fixed_order":
-        log.warning("the loader ignores bucketing_strategy: fixed_order: buckets are drawn, on all ranks in step")
-    sizes = section.pop("bucketing_batch_size", None)
+    in_turn: str | None = section.pop("bucketing_strategy", None) if bucketed else None
+    if strategy == "fixed_order" and in_turn is None:
+        log.warning("the loader ignores bucketing_strategy: fixed_order, which is for a manifest_filepath of lists")
+    size = section.get("batch_size")
+    if bucketed and in_turn is None and sizes is None and size and not any(map(section.get, _OTHER_BATCHES)):
+        if math.isinf(section.get("max_duration") or math.inf):
+            log.warning("batches mix the buckets of manifest_filepath: set max_duration, and they will not")
+        else:
+            sizes = [size] * len(manifests)
     if sizes is None:
-        return
-    count = len(section.get("bucket_duration_bins") or ()) or num_manifests or section.get("num_buckets", 0)
+        return in_turn
+    count = len(section.get("bucket_duration_bins") or ()) or len(manifests) or section.get("num_buckets", 0)
     if isinstance(sizes, int):
         if count < 1:
             raise ConfigError(
@@ -365,6 +396,15 @@ def _translate_buckets(section: Settings, num_manifests: int) -> None:
                 code="bad_config_value",
             )
         sizes = [sizes * (count - number) for number in range(count)]
+    if in_turn is not None:
+        if len(sizes) != len(manifests):
+            raise ConfigError(
+                f"bucketing_batch_size has as many numbers as there are manifests, {len(manifests)}, not {sizes!r}",
+                code="bad_config_value",
+            )
+        for entry, size in zip(manifests, sizes, strict=True):
+            entry["batch_size"] = size
+        return in_turn
     if section.get("bucket_duration_bins") is None:
         longest: Any = section.get("max_duration")
         shortest = max(0.0, section.get("min_duration") or 0.0)
@@ -377,6 +417,7 @@ def _translate_buckets(section: Settings, num_manifests: int) -> None:
         section["bucket_duration_bins"] = [round(shortest + step * (n + 1), 3) for n in range(len(sizes))]
     section |= {"bucket_batch_size": sizes, "num_buckets": len(sizes)}
     section.pop("batch_size", None)
+    return None
 
 
 def _translate_2d(section: Settings) -> None:

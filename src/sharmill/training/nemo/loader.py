@@ -21,17 +21,20 @@ import math
 import os
 import random
 import secrets
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from lhotse import CutSet
 from lhotse.cut import Cut, MixedCut
-from lhotse.dataset import DynamicBucketingSampler, IterableDatasetWrapper
+from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler, IterableDatasetWrapper, RoundRobinSampler
 from lhotse.dataset.sampling.dynamic import DurationBatcher
 from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketer
 from lhotse.lazy import LazyFilter
@@ -78,7 +81,7 @@ class PartitionedCuts:
         open_reader: opens them, with ``shuffle``, ``seed``, ``rank``, ``world_size`` and ``infinite`` of ``open_shar``.
         options: of an entry of ``input_cfg``, as NeMo hands them down. ``seed``, ``rank`` and ``world_size`` are not
             there where nobody told them: then they are those that NeMo gave to the worker process. ``whole_part``: the
-            part is that of ``rank``, whichever worker reads it.
+            part is that of ``rank``, whichever worker reads it. ``passes``: so many epochs are a finite pass.
 
     Attributes:
         number: tells it from the others of a loader; its cuts have it as ``shar_reader``.
@@ -96,6 +99,7 @@ class PartitionedCuts:
         self.reader = open_reader(shuffle=self._shuffle)  # a wrong name is an error here rather than in a worker
         self._open_reader, self._options = open_reader, options
         self._finite = options.get("force_finite", False) or options.get("metadata_only", False)
+        self._passes = options.get("passes", 1) if self._finite else 1
         self._map_style = options.get("force_map_dataset", False)
         # True if the rank draws an order of its own.
         self._drawn = bool(self._shuffle) and self._shard_seed == "trng" and not self._finite
@@ -111,15 +115,16 @@ class PartitionedCuts:
     def __iter__(self) -> Iterator[Any]:
         if self._process != os.getpid():
             self._process, self.epoch = os.getpid(), 0
-        reader = self.reader if self._only_marked else self._open()
-        self.epoch += 1  # whoever iterates again gets another order
-        for cut in reader:
-            self.epoch = max(self.epoch, epoch_of(cut) + 1)
-            setattr(cut, _READER, self.number)
-            yield cut
+        for _ in range(self._passes):
+            reader = self.reader if self._only_marked else self._open()
+            self.epoch += 1  # whoever iterates again gets another order
+            for cut in reader:
+                self.epoch = max(self.epoch, epoch_of(cut) + 1)
+                setattr(cut, _READER, self.number)
+                yield cut
 
     def __len__(self) -> int:
-        return len(self._open_reader())
+        return self._passes * len(self._open_reader())
 
     def count_only_marked(self) -> None:
         """Open the one ``reader`` of all iterations, which counts a cut as consumed once it was marked as such.
@@ -206,11 +211,11 @@ def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"readers": merged, "resumes": max(worker.get("resumes", 0) for worker in workers)}
 
 
-def _require_exact(sections: Sequence[Settings]) -> None:
-    """Raise ConfigError for settings under which no exact state is possible."""
+def _require_exact(sections: Sequence[Settings], *, in_turn: bool) -> None:
+    """Raise ConfigError for settings under which no exact state is possible; with buckets in turn, an epoch of each."""
     for section in sections:
         sources = sources_of(section)
-        inexact = [key for key in _INEXACT if section.get(key)]
+        inexact = [key for key in (*_INEXACT, *["drop_last"] * in_turn) if section.get(key)]
         unmarked = [entry["type"] for entry in entries_of(section) if not type_of(entry).is_marked]
         whole = [entry["type"] for entry in sources if is_divisible(entry)]
         others = [str(entry.get("type")) for entry in sources if entry.get("type") not in ("sharmill", DIVIDED)]
@@ -345,6 +350,98 @@ class _OldestFirst(DynamicBucketer):
         yield from super().__iter__()
 
 
+class _Epochs:
+    """The examples of a bucket, those of one epoch in each iteration."""
+
+    def __init__(self, examples: CutSet) -> None:
+        self._examples = examples
+        self._groups: Iterator[tuple[int, Iterator[Any]]] = iter(())
+        self._next: tuple[int, Iterator[Any]] | None = None
+
+    def find_next(self) -> tuple[int, Iterator[Any]]:
+        """Return the epoch that the next iteration has, and its examples; a huge one and none if the data are empty."""
+        self._next = self._next or next(self._groups, None)
+        if self._next is None:  # at the beginning, or at the end of a finite pass
+            self._groups = groupby(self._examples, key=lambda example: _epoch_in((example,))[1])
+            self._next = next(self._groups, (sys.maxsize, iter(())))
+        return self._next
+
+    def __iter__(self) -> Iterator[Any]:
+        _, examples = self.find_next()
+        self._next = None
+        yield from examples
+
+
+class _BucketsInTurn(RoundRobinSampler):
+    """An epoch of one bucket after the other, in an order that is fixed, or drawn for each epoch as NeMo draws it.
+
+    What is read of a bucket says which epoch comes next, so that a resume goes on with the buckets that are left.
+
+    Attributes:
+        buckets: the examples of each sampler.
+        passes: how often each comes in an epoch.
+        seed_of_order: of the draws; None for the order of the configuration.
+        is_finite: an iteration is one epoch.
+    """
+
+    buckets: list[_Epochs]
+    passes: list[int]
+    seed_of_order: str | None
+    is_finite: bool
+
+    def __iter__(self) -> _BucketsInTurn:
+        self._batches = self._iterate()
+        return self
+
+    def _next_batch(self) -> CutSet:
+        return next(self._batches)
+
+    def _iterate(self) -> Iterator[CutSet]:
+        while True:
+            nexts = [bucket.find_next()[0] for bucket in self.buckets]
+            epoch = min(found // passes for found, passes in zip(nexts, self.passes, strict=True))
+            order = [number for number, passes in enumerate(self.passes) for _ in range(passes)]
+            if self.seed_of_order is not None:
+                random.Random(f"{self.seed_of_order} {epoch}").shuffle(order)
+            done = Counter[int]()
+            for number in order:
+                if self.buckets[number].find_next()[0] <= epoch * self.passes[number] + done[number]:
+                    self.samplers[number].set_epoch(epoch)
+                    yield from self.samplers[number]
+                done[number] += 1
+            if self.is_finite:
+                return
+
+
+class _SemiSorted(DynamicCutSampler):
+    """NeMo's semi-sorted batches: of all examples, sorted by length with noise.
+
+    Attributes:
+        part: the rank, and the number of ranks; NeMo's sampler divides the batches, and lhotse's does not.
+        factor, batch_size: of NeMo's sampler.
+    """
+
+    part: tuple[int, int]
+    factor: float
+    batch_size: int
+
+    def __iter__(self) -> _SemiSorted:
+        from nemo.collections.asr.parts.utils.asr_batching import SemiSortBatchSampler
+
+        examples = [example for cuts in self.cuts for example in cuts]
+        sampler = SemiSortBatchSampler(
+            *self.part, [self.constraint.measure_length(example) for example in examples], self.batch_size,
+            batch_shuffle=self.shuffle, drop_last=self.drop_last, randomization_factor=self.factor, seed=self.seed,
+        )  # fmt: skip
+        sampler.set_epoch(self.epoch)
+        known = np.random.get_state()
+        np.random.seed((self.seed + self.epoch) % 2**32)  # of NeMo's noise, which must be the same on all ranks
+        batches = list(sampler) if examples else []
+        np.random.set_state(known)
+        self.cuts_iter = (CutSet.from_cuts(examples[number] for number in batch) for batch in batches)
+        return self
+
+
 def _epoch_in(item: tuple[Any]) -> tuple[int, int]:
     """Return reader and epoch of an example as buckets hold it."""
     reader, epoch, *_ = place_of(item[0]) or (-1, 0)
@@ -477,11 +574,8 @@ def get_dataloader(
     if count is not None:
         _check_count(count, world_size, num_workers)
         parts = [(part, count) for part in range(rank * count // world_size, (rank + 1) * count // world_size)]
-        # Without workers of its own, NeMo draws by the number of the part alone; in step, lhotse draws buckets by that
-        # of the worker.
+        # Without workers of its own, NeMo draws by the number of the part alone.
         settings["num_workers"] = 0
-        for section in sections_of(settings):
-            section["bucketing_strategy"] = "fully_randomized"
     source, resumable = None, resumable or count is not None
     resumes = 0 if state is None else int(state.get("resumes", 0)) + 1
     batches = []
@@ -494,8 +588,11 @@ def get_dataloader(
         for key in ("seed", "shard_seed"):
             if isinstance(prepared[key], int):
                 prepared[key] += _SEEDS_PER_RESUME * resumes
-        for entry in sources_of(prepared) if count is not None else ():
-            entry["whole_part"] = True
+        if count is not None:
+            for entry in sources_of(prepared):
+                entry["whole_part"] = True
+            for section in sections_of(prepared):  # in step, lhotse draws buckets by the number of the worker
+                section["bucketing_strategy"] = "fully_randomized"
         if is_dp_source_rank(device_mesh):
             source, ours = _make_loader(prepared, part, num_parts, made, tokenizer, resumable=resumable)
             batches.append((source.dataset, ours))
@@ -528,6 +625,10 @@ def _make_loader(
     # NeMo does not know these: it takes whole numbers as limits, and lets ranks draw buckets in step.
     limits = [_take_limits(section, tokenizer) for section in sections]
     strategies = [section.pop("bucketing_strategy", None) for section in sections]
+    factors = [section.pop("randomization_factor", None) for section in sections]
+    orders = {"fixed_order": None, "synced_randomized": "", "fully_randomized": f"{settings['seed']} {rank}"}
+    if in_turn := settings.get("sampler_fusion") in orders:
+        seed_of_order = orders[settings.pop("sampler_fusion")]
     ours: list[PartitionedCuts] = []
     collecting = _made.set(ours)
     try:
@@ -546,15 +647,26 @@ def _make_loader(
         cuts.epoch = 0
     sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
     dropped = partial(mark_consumed, ours) if resumable else None
-    for one, filters, strategy in zip(getattr(sampler, "samplers", [sampler]), limits, strategies, strict=True):
+    samplers = getattr(sampler, "samplers", [sampler])
+    for one, filters, strategy, factor, section in zip(samplers, limits, strategies, factors, sections, strict=True):
         # In place of the filters before the sampler.
         one.cuts = tuple(CutSet(_ReportingFilter(cuts, filters, dropped)) for cuts in one.cuts)
         if strategy == "fully_randomized":
             one.sync_buckets = False
         if resumable and isinstance(one, DynamicBucketingSampler):
             one.__class__, one.bucket_seed = _ResumableBuckets, settings["seed"]  # NeMo names lhotse's class
+        if factor is not None:
+            one.__class__, one.part, one.rank, one.world_size = _SemiSorted, (rank, world_size), 0, 1
+            one.factor, one.batch_size, one.seed = factor, section["batch_size"], settings["seed"]
+    if in_turn:
+        sampler.__class__, sampler.is_finite = _BucketsInTurn, settings.get("force_finite", False)
+        sampler.passes = [source.get("passes", 1) for source in sources_of(settings)]
+        sampler.seed_of_order = seed_of_order
+        sampler.buckets = [_Epochs(*one.cuts) for one in samplers]
+        for one, bucket in zip(samplers, sampler.buckets, strict=True):
+            one.cuts = (CutSet(bucket),)
     if resumable:
-        _require_exact(sections)
+        _require_exact(sections, in_turn=in_turn)
         for cuts in ours:
             cuts.count_only_marked()
     return source, ours

@@ -4,6 +4,8 @@ NeMo's loader ignores keys that it does not know, and hands samples to ranks twi
 look harmless; both are errors here.
 """
 
+import copy
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -31,6 +33,8 @@ from sharmill.training.nemo.classic import (
 
 if TYPE_CHECKING:
     from nemo.collections.common.prompts import PromptFormatter
+
+log = logging.getLogger(__name__)
 
 _FUSIONS: Final = ("round_robin", "randomized_round_robin", "zip")
 _LIMITS: Final = ("duration", "tps", "tokens", "tpt")
@@ -307,14 +311,19 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     if not 0 <= rank < world_size:
         raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks", code="bad_config_value")
     settings = resolve_settings(cfg)
+    in_turn = None
     for section in sections_of(settings):
         check_types(section)
-        translate(section)
+        in_turn = translate(section) or in_turn
     drop_ignored(settings)
     _check_keys(settings)
+    if in_turn is not None:
+        settings = _take_in_turn(settings, in_turn)
     sections = sections_of(settings)
     for section in sections:
         _check_entries(section, {key: section.get(key) for key in ("audio_locator_tag", "token_equivalent_duration")})
+        _translate_semi_sorted(section, settings)
+        _add_prompt_format(section)
         check_batches(section)
         # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
         section.setdefault("concurrent_bucketing", False)
@@ -335,6 +344,53 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
         # Outside a worker process, lhotse takes for it a number that is the same for every seed.
         settings["shard_seed"] = settings["seed"] + (0 if map_style else _SEEDS_PER_RANK * rank)
     return settings
+
+
+def _take_in_turn(settings: Settings, strategy: str) -> Settings:
+    """Return settings with a sampler for each bucket; their ``sampler_fusion`` is the order of the buckets.
+
+    Raises:
+        ConfigError: it is not known where an epoch of a bucket ends.
+    """
+    if settings.get("multi_config") or is_map_style(settings) or not all(map(is_divisible, sources_of(settings))):
+        raise ConfigError(
+            f"bucketing_strategy: {strategy} takes one manifest after the other of one sampler, as a stream: set "
+            "force_iterable_dataset: true, without multi_config, pipes, slice_length and extra_fields; or leave it out",
+            code="bad_config_value",
+        )
+    (group,) = settings.pop("input_cfg")
+    shared = {key: settings.pop(key) for key in _OF_TOP if key in settings}
+    sections = {}
+    for number, entry in enumerate(group["input_cfg"], 1):
+        size = {"batch_size": entry.pop("batch_size")} if "batch_size" in entry else {}
+        sections[f"bucket{number}"] = copy.deepcopy(settings) | size | {"input_cfg": [entry]}
+    return shared | sections | {"multi_config": True, "sampler_fusion": strategy}
+
+
+def _translate_semi_sorted(section: Settings, settings: Settings) -> None:
+    """Leave ``randomization_factor`` where NeMo's own sampler makes the batches, in map style; else make buckets."""
+    factor = section.pop("randomization_factor", None)
+    if not section.pop("use_semi_sorted_batching", False):
+        return
+    factor = 0.1 if factor is None else factor
+    if not is_map_style(section):
+        section |= {"use_bucketing": True, "num_buckets": section.get("num_buckets", max(2, round(1 / (factor or 1))))}
+        return
+    if not is_number(factor) or factor < 0 or section.get("batch_size") is None:
+        raise ConfigError(
+            f"use_semi_sorted_batching needs batch_size, and a randomization_factor of at least 0, not {factor!r}",
+            code="bad_config_value",
+        )
+    section |= {"randomization_factor": factor, "use_bucketing": False}
+    settings["force_finite"] = True  # all durations of an epoch are sorted
+
+
+def _add_prompt_format(section: Settings) -> None:
+    """Make ``prompt_format`` plain for text without one, and say so."""
+    texts = [entry["type"] for entry in entries_of(section) if type_of(entry).holds == "text"]
+    if texts and section.get("use_multimodal_sampling") and section.setdefault("prompt_format", None) is None:
+        section["prompt_format"] = "plain"
+        log.warning("prompt_format is plain, since it is not set: it counts the tokens of type %s", texts[0])
 
 
 def sections_of(settings: Settings) -> list[Settings]:
@@ -368,7 +424,7 @@ def entries_of(settings: Settings) -> Iterator[Settings]:
 
 
 def _check_keys(settings: Settings) -> None:
-    known = [*loader_schema(), "use_lhotse", "bucketing_strategy"]
+    known = [*loader_schema(), "use_lhotse", "bucketing_strategy", "use_semi_sorted_batching", "randomization_factor"]
     sections = sections_of(settings)
     at_top = [key for key, value in settings.items() if not any(value is section for section in sections)]
     for key in [*at_top, *(key for section in sections for key in section)]:
@@ -472,15 +528,23 @@ def _check_orders(
         common_seed: all ranks have the same seed.
     """
     shuffle, finite = settings["shuffle"], settings.get("force_finite", False) or settings.get("metadata_only", False)
+    repeated = [entry for entry, _ in sources if entry.get("passes", 1) > 1]
+    if finite and (map_style or not all(map(is_divisible, repeated))) and repeated:
+        raise ConfigError(
+            "bucketing_weights repeat data of a finite pass as a stream: set force_iterable_dataset: true, without "
+            "pipes, slice_length and extra_fields",
+            code="bad_config_value",
+        )
     if map_style:
         seeds = {settings["shard_seed"], *(seed for _, seed in sources)}
+        sorts = any("randomization_factor" in section for section in sections_of(settings))
         drawn = world_size > 1 and (shuffle or len(sources) > 1)
         refuse(
             (drawn and "trng" in seeds,
              "shard_seed: trng makes a different order on each rank, of which the map-style sampler would take samples "
              "twice and miss others: set shard_seed to randomized or a number"),
-            (drawn and "randomized" in seeds and not common_seed,
-             "shard_seed: randomized needs a seed that all ranks share: set seed to a number"),
+            (drawn and (sorts or "randomized" in seeds) and not common_seed,
+             "semi-sorted batches and shard_seed: randomized need a seed that all ranks share: set seed to a number"),
             code="split_wrong",
         )  # fmt: skip
         return

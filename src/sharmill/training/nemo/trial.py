@@ -214,7 +214,7 @@ def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | N
     if sum(sizes) > _MAX_COUNTED or not all(map(_is_divided, sources)):
         return [(size, None) for size in sizes]
     places = {seen.place for batch in _open_loader(whole, 0, 1, tokenizer) for seen in batch if seen.place}
-    passing = Counter(place[0] for place in places)
+    passing = Counter(reader for reader, epoch, *_ in places if epoch == 0)
     return [(size, passing[number]) for number, size in enumerate(sizes)]
 
 

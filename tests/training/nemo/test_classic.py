@@ -1,0 +1,189 @@
+"""Batching as NeMo's page on ASR datasets prints it: buckets of tarred sets, in turn and upsampled; sorted batches."""
+
+import tarfile
+from collections import Counter
+from itertools import groupby, pairwise
+
+import pytest
+from omegaconf import OmegaConf
+from support.project import put, raises, voice, write_lines
+from support.training import AsIs, flat, take
+
+from sharmill.errors import ConfigError
+from sharmill.training import get_dataloader
+from sharmill.training.nemo.loader import merge_data_states
+
+ORDER = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buffer_size": 4}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Returns a function: what follows the page's manifests and tars of four buckets -> the settings of ``train_ds``.
+
+    Each bucket has two tars of four utterances, of up to a quarter of a second more than the bucket before.
+    """
+    folder = tmp_path_factory.mktemp("PATH_TO_TARS")
+    for bucket in range(4):
+        own, records = folder / f"bucket{bucket + 1}", []
+        own.mkdir()
+        for n in range(8):
+            duration = 0.25 * bucket + 0.03 * (n + 1)
+            put(own / f"{n}.wav", voice(duration, seed=8 * bucket + n))
+            record = {"audio_filepath": f"{n}.wav", "duration": duration, "text": f"{bucket}{n}", "shard_id": n // 4}
+            records.append(record)
+        for shard in range(2):
+            with tarfile.open(own / f"audio_{shard}.tar", "w") as archive:
+                for n in range(4 * shard, 4 * shard + 4):
+                    archive.add(own / f"{n}.wav", f"{n}.wav")
+        write_lines(own / "tarred_audio_manifest.json", records)
+
+    def settings(*options):
+        buckets = [f"{folder}/bucket{n}" for n in (1, 2, 3, 4)]
+        manifests = ",".join(f"[{bucket}/tarred_audio_manifest.json]" for bucket in buckets)
+        tars = ",".join(f"[{bucket}/audio__OP_0..1_CL_.tar]" for bucket in buckets)
+        printed = [f"model.train_ds.manifest_filepath=[{manifests}]", f"model.train_ds.tarred_audio_filepaths=[{tars}]"]
+        return OmegaConf.from_dotlist([*printed, *options]).model.train_ds
+
+    return settings
+
+
+def load(settings, rank=0, world_size=1, resumable=False, state=None, **further):
+    cfg = OmegaConf.to_container(settings) | ORDER | further
+    return get_dataloader(cfg, rank, world_size, dataset=AsIs(), resumable=resumable, state=state)
+
+
+def texts(batch) -> list[str]:
+    return [cut.supervisions[0].text for cut in batch]
+
+
+def buckets_of(batches) -> list[str]:
+    """The bucket of each batch; several digits for a batch of several buckets."""
+    return ["".join(sorted({text[0] for text in texts(batch)})) for batch in batches]
+
+
+def test_batches_of_a_fixed_size_do_not_mix_buckets(page):
+    settings = page("model.train_ds.batch_size=3", "model.train_ds.max_duration=1.0")
+    batches = take(load(settings), 40)
+    assert set(buckets_of(batches)) == set("0123")
+    assert {len(batch) for batch in batches} == {3}
+
+
+def test_without_a_longest_duration_a_warning_says_that_buckets_are_mixed(page, caplog):
+    take(load(page("model.train_ds.batch_size=3")), 1)
+    assert [record.message for record in caplog.records if "mix the buckets" in record.message] == [
+        "batches mix the buckets of manifest_filepath: set max_duration, and they will not"
+    ]
+
+
+def rounds(batches, length):
+    """The buckets of batches in the order in which they came, in rounds of so many."""
+    visited = [bucket for bucket, _ in groupby(buckets_of(batches))]
+    return [visited[start : start + length] for start in range(0, len(visited), length)]
+
+
+def test_buckets_come_one_after_the_other_in_a_fixed_order(page):
+    """With batches of [8, 6, 4, 2], as of 2 for the longest: 1, 2, 2 and 4 of them in an epoch."""
+    settings = page("model.train_ds.bucketing_batch_size=2", "model.train_ds.bucketing_strategy=fixed_order")
+    batches = take(load(settings, num_workers=1), 27)
+    assert buckets_of(batches) == 3 * [*"011223333"]
+    assert [len(batch) for batch in batches[:9]] == [8, 6, 2, 4, 4, 2, 2, 2, 2]
+    for epoch in range(3):
+        assert len(set(flat(map(texts, batches[9 * epoch : 9 * epoch + 9])))) == 32
+
+
+@pytest.mark.parametrize("strategy", ["synced_randomized", "fully_randomized"])
+def test_the_order_of_buckets_is_drawn_for_each_epoch(page, strategy):
+    """On both ranks in step, or on each for itself."""
+    settings = page("model.train_ds.batch_size=4", f"model.train_ds.bucketing_strategy={strategy}")
+    ranks = [take(load(settings, rank, 2), 24) for rank in (0, 1)]  # a batch of each bucket, for 6 epochs
+    orders = [[buckets_of(batches)[start : start + 4] for start in range(0, 24, 4)] for batches in ranks]
+    assert all(sorted(order) == [*"0123"] for order in orders[0] + orders[1])
+    assert len(set(map(tuple, orders[0]))) > 1
+    assert (orders[0] == orders[1]) == (strategy == "synced_randomized")
+    assert Counter(flat(map(texts, ranks[0] + ranks[1]))) == {
+        f"{bucket}{n}": 6 for bucket in range(4) for n in range(8)
+    }
+
+
+@pytest.mark.parametrize("strategy", ["fixed_order", "synced_randomized"])
+def test_buckets_in_turn_go_on_where_they_were_on_other_ranks(page, strategy):
+    settings = page("model.train_ds.batch_size=2", f"model.train_ds.bucketing_strategy={strategy}")
+    seen, state = [], None
+    for world_size, count in ((2, 5), (1, 9), (2, 7), (3, 20)):
+        states = []
+        for rank in range(world_size):
+            loader = load(settings, rank, world_size, resumable=True, state=state)
+            seen += flat(take(loader, count))
+            states.append(loader.state_dict())
+        state = merge_data_states(states)
+    whole = min(reader["epoch"] for reader in state["readers"])
+    assert whole >= 2
+    places = Counter((cut.shar_position[0], cut.supervisions[0].text) for cut in seen)
+    assert {place: count for place, count in places.items() if place[0] < whole} == {
+        (epoch, f"{bucket}{n}"): 1 for epoch in range(whole) for bucket in range(4) for n in range(8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "names"),
+    [
+        ({"force_map_dataset": True}, "bad_config_value", ["fixed_order", "force_iterable_dataset: true"]),
+        ({"bucketing_batch_size": [1, 2]}, "bad_config_value", ["bucketing_batch_size", "there are manifests, 4"]),
+        ({"bucketing_weights": [2, 1, 0.5, 1]}, "bad_config_value", ["bucketing_weights are whole numbers"]),
+        ({"drop_last": True}, "inexact_state", ["drop_last"]),
+    ],
+)
+def test_refused(page, changes, code, names):
+    settings = page("model.train_ds.batch_size=2", "model.train_ds.bucketing_strategy=fixed_order")
+    with raises(ConfigError, code, *names):
+        load(settings, resumable=True, **changes)
+
+
+WEIGHTS = "model.train_ds.bucketing_weights=[2,1,1,3]"
+UPSAMPLED = {f"{bucket}{n}": passes for bucket, passes in enumerate([2, 1, 1, 3]) for n in range(8)}
+
+
+@pytest.mark.parametrize("strategy", [None, "fixed_order", "synced_randomized"])
+def test_weighted_buckets_are_as_often_in_an_epoch(page, strategy):
+    settings = page(WEIGHTS, "model.train_ds.batch_size=2", "model.train_ds.max_duration=1.0")
+    found = []
+    for rank in (0, 1):
+        found += take(load(settings, rank, 2, force_finite=True, bucketing_strategy=strategy))
+    assert Counter(flat(map(texts, found))) == UPSAMPLED
+
+
+def test_instances_of_an_upsampled_bucket_have_its_batch_size(page):
+    """The page's second example, whose batch_size is 1: two visits to the first bucket, three to the last."""
+    sizes = "model.train_ds.bucketing_batch_size=[4,4,4,2]"
+    settings = page(WEIGHTS, sizes, "model.train_ds.batch_size=1", "model.train_ds.bucketing_strategy=fixed_order")
+    batches = take(load(settings), 40)
+    assert buckets_of(batches) == 2 * [*"00001122333333333333"]
+    assert [len(batch) for batch in batches] == 2 * (8 * [4] + 12 * [2])
+    assert Counter(flat(map(texts, batches[20:]))) == UPSAMPLED
+
+
+def test_weights_of_a_finite_pass_need_a_stream(page):
+    with raises(ConfigError, "bad_config_value", "bucketing_weights", "force_iterable_dataset: true"):
+        load(page(WEIGHTS, "model.train_ds.batch_size=2"), force_map_dataset=True, force_finite=True)
+
+
+@pytest.mark.slow
+def test_semi_sorted_batches(tmp_path):
+    """An epoch of 60 utterances, of lengths as alike as the noise lets them be, at each step on both ranks."""
+    put(tmp_path / "a.wav", voice(0.8))
+    records = [
+        {"audio_filepath": "a.wav", "offset": 0.0, "duration": round(0.1 + 0.01 * n, 2), "text": str(n)}
+        for n in range(60)
+    ]
+    write_lines(tmp_path / "manifest.json", records)
+    printed = ["model.train_ds.use_semi_sorted_batching=true", "model.train_ds.randomization_factor=0.1"]
+    settings = OmegaConf.from_dotlist(printed).model.train_ds
+    data = {"manifest_filepath": str(tmp_path / "manifest.json"), "batch_size": 6}
+    ranks = [take(load(settings, rank, 2, **data)) for rank in (0, 1)]
+    assert Counter(flat(map(texts, ranks[0] + ranks[1]))) == {str(n): 1 for n in range(60)}
+    assert [len(batch) for batch in ranks[0]] == [6] * 5
+    steps = [sorted(cut.duration for cut in flat(batches)) for batches in zip(*ranks, strict=True)]
+    assert 0.115 < max(step[-1] - step[0] for step in steps) < 0.11 + 2 * 0.059
+    assert any(after < before for before, after in pairwise(steps))
+    with raises(ConfigError, "bad_config_value", "use_semi_sorted_batching needs batch_size"):
+        load(settings, **data | {"batch_size": None, "batch_duration": 9})

@@ -1,28 +1,263 @@
-import os
-from collections.abc import Iterator
-from pathlib import Path
+"""Files behind URLs: what servers answer, copies in a cache of a limited size, and URLs as paths."""
 
-import aistore
-import fsspec
+import dataclasses
+import pickle
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
-from support.stores import AIStoreStandIn, GcsStandIn, S3Store, Store
+from support.project import raises
+from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
+from support.web import serving
+from tenacity import wait_none
+
+import sharmill.files.remote as module
+from sharmill.errors import ConfigError, FatalError, RejectRecord
+from sharmill.files.remote import Cache, RemoteFile, ask, check_url
+from sharmill.files.storage import checksum_bytes
+
+DATA = bytes(range(256)) * 64
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(module, "_wait", wait_none())
+    (tmp_path / "web/84").mkdir(parents=True)
+    (tmp_path / "web/84/a.flac").write_bytes(DATA)
+    with serving(tmp_path / "web") as server:
+        yield server
+
+
+def fetched(web, path, copies):
+    return Cache(copies, 1 << 40).get(f"{web.url}{path}", max_bytes=4 << 30)
+
+
+def test_threads_that_want_one_file_fetch_it_once(web, tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: fetched(web, "/84/a.flac", tmp_path / "copies"), range(32)))
+    assert [path.read_bytes() for path in set(paths)] == [DATA]
+    assert web.requests == {"/84/a.flac": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "requests"),
+    [
+        *((f"/once-{error}/84/a.flac", 2) for error in ("500", "503", "429", "408", "cut")),
+        ("/endless/84/a.flac", 1),
+        ("/to/x?/84/a.flac", 1),
+        # A length that is no number says nothing.
+        *((f"/length/84/a.flac?{length}", 1) for length in ("16384,%2016384", "many", "-1", "9" * 5000)),
+    ],
+)
+def test_passing_errors_are_tried_again_and_odd_answers_are_read(path, requests, web, tmp_path):
+    assert fetched(web, path, tmp_path / "copies").read_bytes() == DATA
+    assert web.requests[path] == requests
+
+
+@pytest.mark.parametrize(
+    ("path", "reason", "said", "requests"),
+    [
+        ("/84/none.flac", "missing_audio", "404", 1),
+        ("/401/84/a.flac", "missing_audio", "401 Unauthorized", 1),
+        ("/410/84/a.flac", "missing_audio", "410", 1),
+        ("/500/84/a.flac", "missing_audio", "500", 4),
+        ("/cut/84/a.flac", "unreadable_audio", "cut off", 4),
+        ("/large/84/a.flac", "unreadable_audio", "more than", 1),
+        ("/to/x?file:///etc/passwd", "outside_root", "redirects to file://", 1),
+        ("/to/x?ftp://127.0.0.1/a.flac", "outside_root", "redirects to ftp://", 1),
+        ("/to/x?http://127.0.0.2/a.flac", "outside_root", "redirects to http://127.0.0.2", 1),
+        ("/to/x?//other/a.flac", "outside_root", "redirects to http://other", 1),
+        ("/to/x?http://%5Bbad", "missing_audio", "redirects to what is no URL", 1),
+        ("/length/84/a.flac?16384,5", "missing_audio", "cannot be fetched: .* unmatching", 1),
+        ("/length/84/a.flac?99999999999999999999", "unreadable_audio", "more than", 1),
+        ("/to/x?/to/y", "missing_audio", "redirects more than 5 times", 1),
+    ],
+)
+def test_what_a_server_says_of_a_file_is_a_reject(path, reason, said, requests, web, tmp_path):
+    with pytest.raises(RejectRecord, match=said) as caught:
+        fetched(web, path, tmp_path / "copies")
+    assert caught.value.reason == reason
+    assert web.requests[path] == requests
+    assert {file.name for file in (tmp_path / "copies").rglob("*") if file.is_file()} == {".lock"}
+
+
+def test_a_busy_server_is_no_reject(web, tmp_path):
+    with pytest.raises(ConnectionError, match="503"):
+        fetched(web, "/503/84/a.flac", tmp_path)
+    assert web.requests == {"/503/84/a.flac": 4}
+
+
+def test_a_server_out_of_reach_is_no_reject(web, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ConnectionError, match="cannot fetch"):
+        Cache(tmp_path, 1 << 40).get(f"{url}/a.flac")
+
+
+@pytest.mark.parametrize(
+    ("root", "said"),
+    [
+        ("ftp://host/a", "must begin with https"),
+        ("file:///etc", "must begin with https"),
+        ("https:///a", "needs a host"),
+        ("https://me:secret@host/a", "netrc"),
+        ("https://host/a?key=1", "before"),
+        ("https://[::1/a", "no URL"),
+    ],
+)
+def test_urls_that_cannot_be(root, said):
+    with pytest.raises(ValueError, match=said):
+        check_url(root, "audio_root")
+
+
+def test_what_was_not_used_for_longest_is_evicted_and_nothing_in_use(web, tmp_path):
+    for number in range(8):
+        (tmp_path / f"web/84/{number}.flac").write_bytes(bytes([number]) * 1000)
+    cache = Cache(tmp_path / "copies", 4500)
+    held = cache.get(f"{web.url}/84/0.flac")
+    for number in (1, 2, 3, 4, 5, 6, 7, 0, 7):
+        assert cache.get(f"{web.url}/84/{number}.flac").read_bytes() == bytes([number]) * 1000
+    size = sum(path.stat().st_size for path in (tmp_path / "copies").rglob("*") if len(path.name) == 32)
+    assert size <= 4500
+    assert held.exists()
+    # Each but the first, which was in use, went and comes again.
+    assert cache.get(f"{web.url}/84/1.flac").read_bytes() == b"\1" * 1000
+    assert [web.requests[f"/84/{number}.flac"] for number in (0, 1, 7)] == [1, 2, 1]
+
+
+def test_a_cache_that_is_too_small_for_what_is_in_use_says_so(web, tmp_path):
+    (tmp_path / "web/b.flac").write_bytes(DATA)
+    cache = Cache(tmp_path / "copies", 1.5 * len(DATA))
+    held = cache.get(f"{web.url}/84/a.flac")
+    with raises(FatalError, "disk", "raise its limit"):
+        cache.get(f"{web.url}/b.flac")
+    assert held.read_bytes() == DATA
+
+
+def test_what_killed_processes_leave_is_removed(web, tmp_path):
+    cache = Cache(tmp_path / "copies", 10 * len(DATA))
+    left = cache.path_of("http://127.0.0.1/x").parent / f".{'0' * 32}.{'1' * 32}.tmp"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(DATA)
+    assert cache.get(f"{web.url}/84/a.flac").read_bytes() == DATA
+    assert not left.exists()
+
+
+def test_a_path_that_is_a_url_is_read_as_a_file_is(web, tmp_path):
+    file = RemoteFile.of(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1 << 40))
+    assert (file.name, file.suffix, str(file)) == ("a.flac", ".flac", f"{web.url}/84/a.flac")
+    assert file.stat().st_size == len(DATA)
+    assert file.read_head(5) == DATA[:5]
+    assert not (tmp_path / "copies").exists()
+    assert pickle.loads(pickle.dumps(file)).read_bytes() == DATA
+    with open(file, "rb") as stream:  # noqa: PTH123
+        assert stream.read() == DATA
+    assert not (RemoteFile.of(f"{web.url}/84", file.cache) / "none.flac").exists()
+
+
+def test_a_new_version_is_copied_anew(web, tmp_path):
+    file = RemoteFile.of(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1 << 40))
+    assert file.read_bytes() == DATA
+    (tmp_path / "web/84/a.flac").write_bytes(b"other")
+    assert file.read_bytes() == DATA
+    assert file.refresh().size == 5
+    assert file.read_bytes() == b"other"
+
+
+def test_a_copy_has_the_checksum_that_is_asked_for(web, tmp_path):
+    cache, url = Cache(tmp_path / "copies", 1 << 40), f"{web.url}/84/a.flac"
+    assert cache.get(url, checksum_bytes(DATA)).read_bytes() == DATA
+    with pytest.raises(RejectRecord, match="checksum"):
+        cache.get(url, "0" * 16)
 
 
 @pytest.fixture(params=[S3Store, GcsStandIn, AIStoreStandIn], ids=lambda kind: kind.scheme)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+def store(request, monkeypatch):
+    monkeypatch.setattr(module, "_wait", wait_none())
     with request.param() as store:
         yield store
 
 
-def test_the_store_of_the_tests_is_one_to_its_own_client(store: Store, tmp_path: Path):
-    data, url = bytes(range(256)) * 100, store.url("folder/a b.bin")
-    (tmp_path / "a b.bin").write_bytes(data)
-    if store.scheme == "ais":
-        there = aistore.Client(os.environ["AIS_ENDPOINT"]).get_object_from_url(url)
-        there.get_writer().put_file(tmp_path / "a b.bin")
-        size, some = there.props.size, there.get_reader(byte_range="bytes=300-309").read_all()
-    else:
-        files = fsspec.filesystem(store.scheme)
-        files.put_file(str(tmp_path / "a b.bin"), url)
-        size, some = files.info(url)["size"], files.cat_file(url, start=300, end=310)
-    assert (store.get("folder/a b.bin"), size, some) == (data, len(data), data[300:310])
+def test_a_store_takes_and_gives_files(store, tmp_path):
+    url, cache = store.url("folder/a b.bin"), Cache(tmp_path / "copies", 1 << 40)
+    (tmp_path / "a b.bin").write_bytes(DATA)
+    ask(url, lambda client: client.upload(tmp_path / "a b.bin", url))
+    assert store.get("folder/a b.bin") == DATA
+    assert ask(url, lambda client: client.read(url, 300, 310)) == DATA[300:310]
+    assert ask(url, lambda client: client.version(url)).size == len(DATA)
+    assert cache.get(url).read_bytes() == DATA
+    store.put("folder/a b.bin", b"other")
+    assert cache.refresh(url).size == 5
+    assert cache.get(url).read_bytes() == b"other"
+    with pytest.raises(RejectRecord, match=r"none\.bin is not there"):
+        cache.get(store.url("none.bin"))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("a.bin", status=500, times=1),
+        Fault("a.bin", status=503, times=2),
+        Fault("a.bin", methods="GET", cut=5000, times=1),
+        Fault("a.bin", methods="GET", pause=0.01),
+    ],
+    ids=["500", "503", "truncated", "slow"],
+)
+def test_a_store_that_is_busy_or_slow_or_breaks_off_gives_the_same_bytes(fault, store, tmp_path):
+    store.put("a.bin", DATA)
+    store.faults.append(dataclasses.replace(fault))
+    assert Cache(tmp_path / "copies", 1 << 40).get(store.url("a.bin")).read_bytes() == DATA
+
+
+def test_an_object_that_changes_while_it_is_copied_is_copied_again(store, tmp_path):
+    store.put("a.bin", DATA)
+    change = Fault("a.bin", methods="GET", times=1, call=lambda: store.put("a.bin", DATA[::-1]))
+    store.faults.append(change)
+    assert Cache(tmp_path / "copies", 1 << 40).get(store.url("a.bin")).read_bytes() == DATA[::-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "said"),
+    [
+        (Fault("a.bin", status=403), RejectRecord, "may not be read by these credentials|not there"),
+        (Fault("a.bin", status=503), ConnectionError, "cannot fetch"),
+        (Fault("a.bin", methods="GET", cut=5000), (RejectRecord, ConnectionError), "cut off|cannot fetch"),
+    ],
+    ids=["credentials", "503", "truncated"],
+)
+# Google's client tries for a minute, and not otherwise than the others.
+@pytest.mark.parametrize("store", [S3Store, AIStoreStandIn], ids=["s3", "ais"], indirect=True)
+def test_what_a_store_does_not_give_is_said_in_a_line(fault, kind, said, store, tmp_path):
+    store.put("a.bin", DATA)
+    store.faults.append(dataclasses.replace(fault))
+    with pytest.raises(kind, match=said) as caught:
+        Cache(tmp_path / "copies", 1 << 40).get(store.url("a.bin"))
+    assert "\n" not in str(caught.value)
+    assert not [path for path in (tmp_path / "copies").rglob("*") if path.is_file() and path.name != ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("url", "variables", "said"),
+    [
+        ("ais://bucket/a", {"AIS_ENDPOINT": None}, "set AIS_ENDPOINT=http://HOST:PORT"),
+        ("s3://bucket/a", {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "needs credentials"),
+    ],
+)
+def test_what_is_missing_on_this_machine_is_said_in_a_line(url, variables, said, monkeypatch, tmp_path):
+    with S3Store(), AIStoreStandIn():
+        for name in variables:
+            monkeypatch.delenv(name)
+        for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+            monkeypatch.setenv(name, "/nothing")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        with raises(ConfigError, "missing_input", said):
+            Cache(tmp_path, 1 << 40).get(url)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "aistore.sdk", None)
+    monkeypatch.setenv("AIS_ENDPOINT", "http://127.0.0.1:9")
+    with raises(ConfigError, "missing_package", "run pip install 'sharmill[stores]'"):
+        Cache(tmp_path, 1 << 40).get("ais://bucket/a")

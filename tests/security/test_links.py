@@ -10,10 +10,10 @@ from support.project import copy, lines, make_voices, raises, snapshot, write_li
 from support.toy_stage import ToyStage, run
 from support.web import serving
 
-from sharmill.audio.roots import copy_of, fetch
 from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.supervisor import logging_to, redirect_output
+from sharmill.files.remote import Cache
 from sharmill.files.storage import STAGING_NAME, Staging, open_stored, token_staging
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.shar.layout import ShardedDataset, codec_fields, read_dataset
@@ -81,10 +81,11 @@ def test_a_link_in_the_place_of_a_copy_of_a_url_is_replaced(tmp_path, monkeypatc
     (tmp_path / "web/a.flac").write_bytes(b"audio")
     (tmp_path / "secret").write_bytes(b"secret")
     with serving(tmp_path / "web") as web:
-        path = copy_of(f"{web.url}/a.flac", tmp_path / "copies")
+        cache = Cache(tmp_path / "copies", 1 << 20)
+        path = cache.path_of(f"{web.url}/a.flac")
         path.parent.mkdir(parents=True)
         path.symlink_to(tmp_path / "secret")
-        assert fetch(f"{web.url}/a.flac", tmp_path / "copies", {web.url}).read_bytes() == b"audio"
+        assert cache.get(f"{web.url}/a.flac").read_bytes() == b"audio"
     assert not path.is_symlink()
     assert (tmp_path / "secret").read_bytes() == b"secret"
 

@@ -1,75 +1,33 @@
 """Audio roots: the files that the audio paths of a manifest stand for, inside one folder and never a command.
 
 Every stage asks here, so that all of them agree on which file a path means. A root may be a URL: audio below it is
-fetched once into a folder of the run directory, where every stage and rank finds the same copy. What a server says of
-one file becomes a ``RejectRecord``; what it says of itself, or no answer at all, an ``OSError``, so that the unit is
-tried again.
+copied into the cache of the run, where every stage and rank finds the same copy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import os
 import re
 import socket
-import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from errno import ENOENT
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path, PurePosixPath
-from threading import Lock
-from typing import TYPE_CHECKING, Final
-from urllib.parse import quote, unquote, urljoin, urlsplit
-
-import xxhash
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from typing import Final
+from urllib.parse import quote, unquote
 
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
-from sharmill.files.storage import open_atomic, open_stored, refuse_strangers
+from sharmill.files.remote import Cache, RemoteFile, is_url, origin
 from sharmill.manifest import MAX_PATH, Segment
-
-if TYPE_CHECKING:
-    import requests
 
 # A part of a URL's path goes up whatever query or parameter is behind it.
 _GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
-FETCHES_AT_ONCE: Final = 8
 # More than a day of speech at 16 kHz in WAV.
 _MAX_BYTES: Final = 4 << 30
-_BLOCK_BYTES: Final = 1 << 20
-_CONNECT_SECONDS: Final = 10.0
-_SILENT_SECONDS: Final = 60.0
-# A server that sends less is as good as one that is silent.
-_LEAST_BYTES_PER_SECOND: Final = 1024
-_MAX_REDIRECTS: Final = 5
-_TRIES: Final = 4
-_wait = wait_exponential(multiplier=0.5, max=10)
-_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_locks: Final = [Lock() for _ in range(64)]
-
-
-def is_url(path: str) -> bool:
-    """Return True if a path begins with the scheme of a URL, whichever."""
-    return _SCHEME.match(path) is not None
-
-
-def check_url_root(root: str) -> None:
-    """Raise ValueError where a URL cannot be the root of audio: of another scheme, with a password or a query."""
-    try:
-        parts = urlsplit(root)
-        problem = "needs a host" if not parts.hostname else None
-    except ValueError as error:
-        raise ValueError(f"audio_root {root!r} is no URL: {error}") from error
-    if parts.scheme not in ("http", "https"):
-        problem = "must begin with https:// or http://"
-    elif parts.username is not None or parts.password is not None:
-        problem = "must not have a password, which would be stored; put it into ~/.netrc"
-    elif parts.query or parts.fragment or "?" in root or "#" in root:
-        problem = "must end before '?' and '#'"
-    if problem is not None:
-        raise ValueError(f"the URL of audio_root, {root!r}, {problem}")
 
 
 def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
@@ -140,7 +98,7 @@ class AudioRoot:
     """A folder, or a URL, that no audio path of one source may leave.
 
     Args:
-        path: the folder; of a URL that of the copies.
+        path: the folder; of a URL there is none.
         absolute_only: paths relative to it are rejected: of ``audio_root: null``, where it is the root of all folders.
         url: without a slash at its end; empty for a folder.
     """
@@ -150,15 +108,12 @@ class AudioRoot:
     url: str = ""
 
     @classmethod
-    def of(cls, path: str | Path | None, copies: Path = Path()) -> AudioRoot:
-        """Make the root of a value of ``audio_root``: ``~`` is a home folder, and None is all folders.
-
-        ``copies`` is the folder for what is fetched of a URL.
-        """
+    def of(cls, path: str | Path | None) -> AudioRoot:
+        """Make the root of a value of ``audio_root``: ``~`` is a home folder, and None is all folders."""
         if path is None:
             return cls(Path("/"), absolute_only=True)
         if is_url(str(path)):
-            return cls(copies, url=str(path).rstrip("/"))
+            return cls(Path(), url=str(path).rstrip("/"))
         return cls(Path(os.path.expanduser(path)))  # noqa: PTH111
 
     def check(self) -> None:
@@ -205,8 +160,8 @@ class AudioRoot:
         return any(_behind(name, absolute) is not None for name in self.names)
 
     def has(self, relative: str) -> bool:
-        """Return True if there is a file of a normalised path on this machine; of a URL, a copy."""
-        return os.path.exists(copy_of(self.name_of(relative), self.path) if self.url else self._join(relative))  # noqa: PTH110
+        """Return True if there is a file of a normalised path on this machine."""
+        return not self.url and os.path.exists(self._join(relative))  # noqa: PTH110
 
     def name_of(self, relative: str) -> str:
         """Return the name of a file that is the same by whatever links it is reached: a real path, or a URL."""
@@ -230,21 +185,25 @@ class AudioRoots:
     Attributes:
         roots: by number.
         numbers: those of each source.
+        cache: where what is below URLs is copied to.
     """
 
     roots: tuple[AudioRoot, ...]
     numbers: tuple[tuple[int, ...], ...]
+    cache: Cache
 
     @classmethod
-    def of(cls, audio_roots: Iterable[str | Path | Sequence[str] | None], copies: Path = Path()) -> AudioRoots:
-        """Make the roots of the values of ``audio_root``, one of each source; ``copies`` is for what is fetched."""
+    def of(cls, audio_roots: Iterable[str | Path | Sequence[str] | None], cache: Cache | None = None) -> AudioRoots:
+        """Make the roots of the values of ``audio_root``, one of each source, and of a cache, by default the user's."""
         roots: list[AudioRoot] = []
         numbers = []
         for value in audio_roots:
             paths = [value] if value is None or isinstance(value, (str, Path)) else value
             numbers.append(tuple(range(len(roots), len(roots) + len(paths))))
-            roots += [AudioRoot.of(path, copies) for path in paths]
-        return cls(tuple(roots), tuple(numbers))
+            roots += [AudioRoot.of(path) for path in paths]
+        # A redirect may lead to the host of another root.
+        origins = frozenset(origin(root.url) for root in roots if root.url)
+        return cls(tuple(roots), tuple(numbers), dataclasses.replace(cache or Cache.at(None), origins=origins))
 
     def check(self) -> None:
         """Raise ConfigError where a folder is not there, or one of a source lies within another of it."""
@@ -290,7 +249,7 @@ class AudioRoots:
             raise RejectRecord("outside_root", "the audio path is relative, and its source has audio_root: null")
         elif len(numbers) > 1:
             # A URL is not asked: records must not depend on what it has at that moment.
-            number = next((n for n in numbers if not self.roots[n].url and self.roots[n].has(relative)), number)
+            number = next((n for n in numbers if self.roots[n].has(relative)), number)
         found = self.roots[number]
         found.check_inside(relative)
         return next(n for n, root in enumerate(self.roots) if root.real == found.real), relative
@@ -299,22 +258,28 @@ class AudioRoots:
         """Return where the file of a segment, or its container, lies, as ``obtain``.
 
         Raises:
-            RejectRecord: ``outside_root`` where the path leads out by now, and what ``fetch`` raises.
+            RejectRecord: ``outside_root`` where the path leads out by now, and what ``Cache.get`` raises.
         """
         self.roots[segment.root].check_inside(segment.file)
-        return self.obtain(segment.root, segment.file)
+        return self.obtain(segment.root, segment.file, is_container=segment.member is not None)
 
-    def obtain(self, number: int, relative: str) -> Path:
+    def obtain(self, number: int, relative: str, *, is_container: bool) -> Path:
         """Return where the file of a path that ``place`` has just returned lies, links as they are; of a URL the copy.
 
+        A copy is not evicted as long as the path that is returned lives.
+
         Raises:
-            RejectRecord: what ``fetch`` raises.
+            RejectRecord: what ``Cache.get`` raises.
         """
+        path = self.path_of(number, relative)
+        if isinstance(path, RemoteFile):
+            return self.cache.get(path.url, max_bytes=math.inf if is_container else _MAX_BYTES)
+        return path
+
+    def path_of(self, number: int, relative: str) -> Path:
+        """Return the path of a file below a root; one below a URL is copied where it is opened."""
         root = self.roots[number]
-        if root.url:
-            origins = {_origin(other.url) for other in self.roots if other.url}
-            return fetch(_url_below(root.url, relative), root.path, origins)
-        return root.path / relative
+        return RemoteFile.of(_url_below(root.url, relative), self.cache) if root.url else root.path / relative
 
     def real_name(self, segment: Segment) -> str:
         """Return a name of a segment's recording: the same for one file, by whatever links and roots it is named."""
@@ -322,142 +287,12 @@ class AudioRoots:
         return path if segment.member is None else f"{path}\0{segment.member.start}"
 
 
-class _PassingError(Exception):
-    """An error that another try may not meet; ``final`` is what is raised where none is left."""
-
-    def __init__(self, final: RejectRecord | OSError) -> None:
-        super().__init__(str(final))
-        self.final = final
-
-
-def _origin(url: str) -> str:
-    """Return scheme, host and port of a URL."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}".lower()
-
-
 def _url_below(root: str, relative: str) -> str:
-    """Return the URL of a path below a root; what URLs cannot have is quoted.
+    """Return the URL of a path below a root; what URLs of web servers cannot have is quoted.
 
     >>> _url_below("https://host/speech", "84/a b.flac")
     'https://host/speech/84/a%20b.flac'
     """
     # What is quoted already stays so.
-    return f"{root}/" + quote(relative, safe="/%?=&+,:;@~!$'()*[]")
-
-
-def copy_of(url: str, copies: Path) -> Path:
-    """Return the path of the copy of a URL in a folder of copies."""
-    name = xxhash.xxh3_128_hexdigest(url.encode())
-    return copies / name[:2] / name
-
-
-def fetch(url: str, copies: Path, origins: Collection[str]) -> Path:
-    """Return the copy of a URL in the folder ``copies``, fetched where it is not there yet.
-
-    Args:
-        url: of scheme http or https.
-        copies: a folder, which is made.
-        origins: those that a redirect may lead to.
-
-    Raises:
-        RejectRecord: missing_audio where the server does not give the file, unreadable_audio where it cuts it off or it
-            is too large, outside_root where it redirects elsewhere.
-        OSError: the server cannot be reached, or is busy.
-        ConfigError: a folder on the way to the copy is a link, or a stranger's.
-    """
-    path = copy_of(url, copies)
-    # Segments of one recording are wanted by several threads at once.
-    with _locks[int(path.name, 16) % len(_locks)]:
-        refuse_strangers(copies.parent, [path.parent])
-        # What others have put in its place is fetched anew.
-        with suppress(FileNotFoundError, ConfigError):
-            open_stored(path).close()
-            return path
-        tries = Retrying(
-            retry=retry_if_exception_type(_PassingError), stop=stop_after_attempt(_TRIES), wait=_wait, reraise=True
-        )
-        try:
-            tries(_fetch, url, path, origins)
-        except _PassingError as error:
-            raise error.final from None
-    return path
-
-
-def _fetch(url: str, path: Path, origins: Collection[str]) -> None:
-    import requests
-    from urllib3.exceptions import DecodeError, HTTPError, ProtocolError
-
-    try:
-        with _follow(url, origins) as response:
-            if (code := response.status_code) != 200:
-                answer = f"{url}: {code} {response.reason}"
-                if code in (429, 503):  # busy, whatever is asked of it
-                    raise _PassingError(ConnectionError(answer))
-                reject = RejectRecord("missing_audio", answer)
-                raise _PassingError(reject) if code >= 500 or code == 408 else reject
-            _store(url, response, path)
-    except (ProtocolError, DecodeError) as error:
-        raise _PassingError(RejectRecord("unreadable_audio", f"{url} was cut off, {_TRIES} times: {error}")) from error
-    except (requests.exceptions.ConnectionError, requests.exceptions.Timeout, HTTPError) as error:
-        raise _PassingError(ConnectionError(f"cannot fetch {url}: {error}")) from error
-    except requests.exceptions.RequestException as error:
-        raise RejectRecord("missing_audio", f"{url} cannot be fetched: {error}") from error
-
-
-def _follow(url: str, origins: Collection[str]) -> requests.Response:
-    """Return the answer of a server, redirects followed, of which the body was not read yet."""
-    place = url
-    for _ in range(_MAX_REDIRECTS + 1):
-        response = _session().get(
-            place, stream=True, allow_redirects=False, timeout=(_CONNECT_SECONDS, _SILENT_SECONDS)
-        )
-        if response.status_code not in (301, 302, 303, 307, 308):
-            return response
-        response.close()
-        try:
-            place = urljoin(place, response.headers.get("Location", ""))
-            host = _origin(place)
-        except ValueError as error:
-            raise RejectRecord("missing_audio", f"{url} redirects to what is no URL: {error}") from error
-        if host not in origins:
-            raise RejectRecord(
-                "outside_root",
-                f"{url} redirects to {host[:200]}, which is no audio root; make it one if it is to be trusted",
-            )
-    raise RejectRecord("missing_audio", f"{url} redirects more than {_MAX_REDIRECTS} times")
-
-
-@cache
-def _session() -> requests.Session:
-    """Return the session whose connections are used again; proxies and ``~/.netrc`` are those of the user."""
-    import requests
-    from requests.adapters import HTTPAdapter
-
-    class Session(requests.Session):
-        def get_redirect_target(self, resp: requests.Response) -> None:
-            """Return None: requests would read a redirect's body, however long, and parse its target unchecked."""
-
-    session = Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=FETCHES_AT_ONCE))
-    # The bytes as they are stored, not packed for the way.
-    session.headers["Accept-Encoding"] = "identity"
-    return session
-
-
-def _store(url: str, response: requests.Response, path: Path) -> None:
-    too_large = RejectRecord("unreadable_audio", f"{url} has more than {_MAX_BYTES:,} bytes")
-    # None where the header is absent or no number.
-    if (response.raw.length_remaining or 0) > _MAX_BYTES:
-        raise too_large
-    begun, size = time.monotonic(), 0
-    with open_atomic(path) as stream:
-        # What has come, and not a whole block, for which a slow server would be waited for without an end.
-        while block := response.raw.read1(_BLOCK_BYTES, decode_content=True):
-            size += len(block)
-            if size > _MAX_BYTES:
-                raise too_large
-            if time.monotonic() - begun > _SILENT_SECONDS + size / _LEAST_BYTES_PER_SECOND:
-                raise _PassingError(ConnectionError(f"{url} comes too slowly"))
-            stream.write(block)
+    safe = "/%?=&+,:;@~!$'()*[]"
+    return f"{root}/{quote(relative, safe=safe) if root.startswith('http') else relative}"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, cast
 
 import msgspec
 
+from sharmill.files.remote import Cache
 from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -228,6 +229,10 @@ class Config:
     ``already_there``, which does not count for ``max_reject_fraction``."""
     max_reject_fraction: Share = 0.5
     """Stop a stage when more than this fraction of its records is rejected."""
+    cache_dir: str | None = None
+    """Folder, on each node's own disk, for copies of what URLs name; ``null`` is ``copies`` in the run directory."""
+    cache_gib: Above0 = 100.0
+    """Limit of that folder in GiB. The copies used longest ago go first, and are fetched again if needed."""
     # Of all stages, by kind: a StageSection, a list of them, or None.
     sections: dict[str, Any] = field(default_factory=dict)
     """Keys of a stage of another package: a mapping, or a list of mappings, each with a ``name``, for as many stages.
@@ -245,6 +250,7 @@ class Config:
         require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")
         require(self.append_to is None or bool(self.append_to.strip()), "append_to must not be empty")
         require(bool(self.sources), "sources must name at least one manifest")
+        object.__setattr__(self, "sources", [source.with_cache(self.cache) for source in self.sources])
         # An id that is kept may look like one that is made of a path.
         kept = {source.keeps_ids for source in self.sources}
         require(len(kept) == 1, "keep_ids must be the same for all sources; those without the key keep no ids")
@@ -271,6 +277,11 @@ class Config:
         """Return a copy that has another section in the place of the one of its class."""
         keys = [key for key, one in self.sections.items() if type(one) is type(section)]
         return replace(self, sections=self.sections | dict.fromkeys(keys, section))
+
+    @property
+    def cache(self) -> Cache:
+        """The copies of what URLs name."""
+        return Cache.of_run(self.run_dir, self.cache_dir, self.cache_gib)
 
     @property
     def has_contexts(self) -> bool:

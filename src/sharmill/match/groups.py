@@ -17,7 +17,6 @@ import xxhash
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
 from sharmill.engine.hashes import find_first
-from sharmill.engine.stage import RunDir
 from sharmill.files.storage import decode_stored, read_stored_lines
 from sharmill.manifest import AudioNotes, Member, Utterance, tagged_speaker, write_lines
 from sharmill.match.config import MatchConfig
@@ -126,7 +125,7 @@ def segment_roots(config: Config) -> AudioRoots:
     match = config.find(MatchConfig)
     if match is not None and match.contexts_from_dataset:
         roots.append(config.append_to)
-    return AudioRoots.of(roots, RunDir(Path(config.run_dir)).copies)
+    return AudioRoots.of(roots, config.cache)
 
 
 def write_candidates(path: Path, dataset: Path, root: int) -> int:

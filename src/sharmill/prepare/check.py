@@ -167,7 +167,7 @@ class RecordCheck:
         no_duration = record.get("duration") is None
         if not no_duration:
             self._check_duration(_seconds(record, "duration"))
-        file = self.roots.obtain(root, path if member is None else member.container)
+        file = self.roots.obtain(root, path if member is None else member.container, is_container=member is not None)
         with open_recording(file, member, path) as opened:
             info = opened.info
         # Of mono audio the key ``channel`` of a record is a key like any other.

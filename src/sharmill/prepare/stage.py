@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.audio.roots import FETCHES_AT_ONCE, AudioRoots, is_url
+from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
 from sharmill.engine.hashes import find_first
 from sharmill.engine.stage import (
@@ -36,6 +36,7 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import RejectRecord
+from sharmill.files.remote import FETCHES_AT_ONCE, is_url
 from sharmill.files.storage import (
     Staging,
     hash_text,
@@ -331,7 +332,7 @@ class PrepareStage(Stage):
         return RecordCheck(
             config=prepare,
             filters=parse_filters(prepare.filters),
-            roots=AudioRoots.of((source.audio_root for source in self.config.sources), self.run_dir.copies),
+            roots=AudioRoots.of((source.audio_root for source in self.config.sources), self.config.cache),
             sources=self.config.sources,
             speakers=[source.speaker_rule(self.config.name) for source in self.config.sources],
             group_key=make_speaker_key(self.config.speaker_key if self.config.has_contexts else "all"),

@@ -27,6 +27,7 @@ by an entry point in the group ``sharmill.sources``, or a configuration names it
 'wav'
 """
 
+import copy
 import dataclasses
 import itertools
 import os
@@ -37,12 +38,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final, Self
 
 import msgspec
 
-from sharmill.audio.roots import AudioRoot, check_url_root, is_url, normalise_path
+from sharmill.audio.roots import AudioRoot, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.remote import Cache, RemoteFile, check_url, is_url
 from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
 from sharmill.sources.files import (
@@ -111,16 +113,18 @@ class Source(ABC):
     Attributes:
         file_keys: the keys that name files or folders of records. Manifests are called after the first that is given.
         folder_keys: further keys that name folders.
+        cache: where what URLs name is copied to; that of the run where a configuration has the source.
     """
 
     file_keys: ClassVar[tuple[str, ...]] = ()
     folder_keys: ClassVar[tuple[str, ...]] = ()
+    cache: ClassVar[Cache] = Cache.at(None)
     type: str
     """Kind of the source: ``nemo``, one that another package declares, or ``python:package.module:Class``."""
     audio_root: str | list[str] | None
     """Folder that ``audio_filepath`` is relative to, or a list of them. Audio outside is rejected. ``null`` takes
-    absolute paths anywhere on this machine, so a manifest can then name any audio file. A URL, ``https://host/speech``,
-    has the audio below it fetched into the run directory."""
+    absolute paths anywhere on this machine, so a manifest can then name any audio file. Audio below a URL
+    (``https://``, ``s3://``, ``gs://``, ``ais://``) is copied into ``cache_dir``."""
     speaker: str | None = None
     """Template that makes the name of the speaker of keys and of parts of the path, such as ``{spk}``, ``{path[0]}``,
     ``{utt:prefix}`` (up to the first ``-`` or ``_``). ``null`` takes the record's ``speaker``: a tag, or a name."""
@@ -137,8 +141,8 @@ class Source(ABC):
             if getattr(self, key) is not None and not all(path.strip() for path in self.named(key) or [""]):
                 hint = "; audio_root: null takes absolute paths anywhere" if key == "audio_root" else ""
                 raise ValueError(f"{key} must not be empty{hint}")
-        for url in filter(is_url, self.named("audio_root")):
-            check_url_root(url)
+            for url in filter(is_url, self.named(key)):
+                check_url(url, key)
         for key in ("language", "dataset"):
             value = getattr(self, key)
             if value is not None and (not value or value.split() != [value]):
@@ -178,6 +182,16 @@ class Source(ABC):
         """Yield the raw records of all pieces."""
         for piece in self.pieces(_FIRST_RECORDS):
             yield from self.read(piece.params)
+
+    def with_cache(self, cache: Cache) -> Self:
+        """Return a copy of the source that copies what URLs name into a cache."""
+        source = copy.copy(self)
+        object.__setattr__(source, "cache", cache)
+        return source
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file or folder that a key names: of a URL one that is copied where it is opened."""
+        return RemoteFile.of(name, self.cache) if is_url(name) else expand_home(name)
 
     def named(self, key: str) -> list[str]:
         """Return the paths, patterns or URLs under a key; none where it is not given."""
@@ -262,7 +276,7 @@ class FileSource(Source):
 
     def find(self, key: str) -> list[Path]:
         """Return the files that a key names, in order."""
-        return find_files(self.named(key))
+        return find_files(self.named(key), self.cache)
 
     @property
     def file_key(self) -> str:
@@ -404,9 +418,11 @@ class ContainerSource(FileSource):
             folders = []
             # However many files the patterns find.
             for pattern in self.named(self.file_keys[-1]):
-                names = expand_shards(re.split(r"[*?]", str(expand_home(pattern)))[0])
+                names = expand_shards(re.split(r"[*?]", str(self.path_of(pattern)))[0])
                 folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
-            object.__setattr__(self, "audio_root", os.path.commonpath(folders) or ".")
+            # Of URLs it takes the double slash away.
+            common = re.sub(r"^([a-z0-9]+):/", r"\1://", os.path.commonpath(folders))
+            object.__setattr__(self, "audio_root", common or ".")
 
     def container(self, file: Path) -> str:
         """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.

@@ -15,6 +15,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, TypeVar, cast
@@ -24,6 +25,7 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.remote import Cache, RemoteFile, is_url
 from sharmill.files.storage import NotRegularError, checksum, checksum_bytes, open_regular
 
 T = TypeVar("T")
@@ -64,10 +66,16 @@ def identify_files(files: Iterable[Path], digest: Digest = "whole") -> dict[str,
     """
     digests = {"whole": checksum, "ends": lambda file: checksum_bytes(b"".join(read_ends(file, "file"))), "size": None}
     made = digests[digest]
-    return {
-        f"{number} {file.name}": [file.stat().st_size, *([made(file)] if made else [])]
-        for number, file in enumerate(files)
-    }
+
+    def identify(file: Path) -> list[Any]:
+        if isinstance(file, RemoteFile):
+            # The copy may be of an earlier version.
+            version = file.refresh()
+            if made is None:
+                return list(version)
+        return [file.stat().st_size, *([made(file)] if made else [])]
+
+    return {f"{number} {file.name}": identify(file) for number, file in enumerate(files)}
 
 
 def expand_home(path: str) -> Path:
@@ -75,14 +83,19 @@ def expand_home(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
-def find_files(patterns: Iterable[str]) -> list[Path]:
+def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Path]:
     """Return the files that patterns stand for: in their order, those found by ``*`` and ``?`` sorted by name.
+
+    Those of URLs are copied into ``cache``, by default that of the user, where they are opened.
 
     Raises:
         ConfigError: a range runs backwards, there are too many files, or ``*`` and ``?`` find none.
     """
     files: list[Path] = []
     for pattern in patterns:
+        if is_url(pattern):
+            files += [RemoteFile.of(name, cache or Cache.at(None)) for name in _expand_url(pattern)]
+            continue
         for name in expand_shards(str(expand_home(pattern))):
             # A file may be called like a pattern.
             is_pattern = ("*" in name or "?" in name) and not os.path.lexists(name)
@@ -98,6 +111,15 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
                 f"the patterns up to {pattern} name more than {_MAX_FILES:,} files", code="bad_config_value"
             )
     return files
+
+
+def _expand_url(pattern: str) -> list[str]:
+    if "*" in pattern:
+        raise ConfigError(
+            f"{pattern} has *, and files behind URLs are not looked for; name them by a range such as {{0..63}}",
+            code="bad_config_value",
+        )
+    return expand_shards(pattern)
 
 
 def names_several(pattern: str) -> bool:
@@ -147,17 +169,37 @@ def open_input(path: Path, kind: str) -> BinaryIO:
     Raises:
         ConfigError: it is missing, or no regular file.
     """
-    try:
+    with _refused(path, kind):
         return open_regular(path)
+
+
+@contextmanager
+def _refused(path: Path, kind: str) -> Iterator[None]:
+    """Turn the errors of opening a file into the ConfigError of ``open_input``."""
+    try:
+        yield
     except NotRegularError as error:
         sentence = "is not a regular file; copy its content into one"
         raise bad_file(path, kind, f"is a folder; name the {kind} file in it" if path.is_dir() else sentence) from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        where = "" if path.is_absolute() else f"the path is relative to {Path.cwd()}; run from its folder, or "
+        where = (
+            ""
+            if path.is_absolute() or isinstance(path, RemoteFile)
+            else f"the path is relative to {Path.cwd()}; run from its folder, or "
+        )
         raise ConfigError(
             f"cannot read the {kind} {path}: {reason}; {where}correct its path", code="missing_input"
         ) from error
+
+
+def read_head(path: Path, kind: str, size: int) -> bytes:
+    """Return the first bytes of a file, of a URL without copying it; raises as ``open_input``."""
+    with _refused(path, kind):
+        if isinstance(path, RemoteFile):
+            return path.read_head(size)
+        with open_regular(path) as stream:
+            return stream.read(size)
 
 
 def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, ClassVar, Final, Literal
 import msgspec
 
 from sharmill.audio.files import open_audio
-from sharmill.audio.roots import AudioRoots, is_url
+from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
@@ -31,7 +31,7 @@ from sharmill.sources.files import (
     decode_text,
     find_files,
     iterate_lines,
-    open_input,
+    read_head,
     refuse_compressed,
 )
 from sharmill.sources.nemo import NemoSource, decode_json_object
@@ -76,10 +76,9 @@ class TarSource(ContainerSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.refuse_url_roots()
         for pattern in self.named("tars"):
-            if pattern.startswith("pipe:") or "://" in pattern:
-                raise ValueError(f"tars {pattern!r} is a command or an address; copy the files, and name them")
+            if pattern.startswith("pipe:"):
+                raise ValueError(f"tars {pattern!r} is a command; copy the files, and name them")
 
     @cached_property
     def tar_files(self) -> list[Path]:
@@ -89,8 +88,7 @@ class TarSource(ContainerSource):
     def check(self) -> None:
         """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""
         for file in self.tar_files:
-            with open_input(file, "tars") as stream:
-                head = stream.read(BLOCK)
+            head = read_head(file, "tars", BLOCK)
             refuse_compressed(file, "tars", head)
             # A shorter one is cut off, which its records tell.
             if len(head) == BLOCK and head != EMPTY and not has_right_checksum(head):
@@ -204,8 +202,8 @@ class NemoTarredSource(TarSource, LineSource):
                 raise
         pairs, first = [], 0
         for manifest, tar in zip(manifests, tars, strict=True):
-            files = find_files([tar])
-            pairs += _pair(find_files([manifest]), files, first)
+            files = find_files([tar], self.cache)
+            pairs += _pair(find_files([manifest], self.cache), files, first)
             first += len(files)
         return pairs
 
@@ -482,8 +480,6 @@ class WenetSource(_SampleSource, LineSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.data_type == "shard":
-            self.refuse_url_roots()
         try:
             named = self.key_pattern is None or re.compile(self.key_pattern).groupindex
         except re.error as error:
@@ -507,8 +503,7 @@ class WenetSource(_SampleSource, LineSource):
                 code="missing_input",
             )
         for path in found:
-            with open_input(path, "data_list") as stream:
-                refuse_compressed(path, "archive", stream.read(8))
+            refuse_compressed(path, "archive", read_head(path, "data_list", 8))
 
     def identity(self) -> dict[str, Any]:
         """Return sizes and checksums of the lists and, by number and name, the sizes of the archives that are there."""
@@ -536,17 +531,13 @@ class WenetSource(_SampleSource, LineSource):
         """The archives of the lists of ``shard``; one that cannot be used has the reject that is made of it."""
         if self.data_type == "raw":
             return []
-        roots = AudioRoots.of([self.audio_root])
+        roots = AudioRoots.of([self.audio_root], self.cache)
         found = []
         for _, line in itertools.chain.from_iterable(iterate_lines(file, "data_list") for file in self.files):
             text = line.decode("utf-8", "replace")
             try:
-                if is_url(text):
-                    raise RejectRecord(
-                        "outside_root", f"{text[:200]!r} is an address; copy the archive below the audio root"
-                    )
                 number, container = roots.place(0, text)
-                found.append(_Archive(roots.roots[number].path / container, container, text))
+                found.append(_Archive(roots.path_of(number, container), container, text))
             except RejectRecord as reject:
                 found.append(_Archive(Path(text), text, text, reject))
         return found

@@ -17,8 +17,9 @@ import msgspec
 import numpy as np
 
 from sharmill.audio.files import open_audio
-from sharmill.audio.roots import AudioRoots, is_url
+from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
+from sharmill.files.remote import is_url
 from sharmill.files.storage import checksum_bytes
 from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.shard_source import ShardSource

@@ -14,7 +14,7 @@ from tenacity import wait_none
 
 import sharmill.files.remote as module
 from sharmill.errors import ConfigError, FatalError, RejectRecord
-from sharmill.files.remote import Cache, RemoteFile, ask, check_url
+from sharmill.files.remote import Cache, RemoteFile, check_url, request
 from sharmill.files.storage import checksum_bytes
 
 DATA = bytes(range(256)) * 64
@@ -183,10 +183,10 @@ def store(request, monkeypatch):
 def test_a_store_takes_and_gives_files(store, tmp_path):
     url, cache = store.url("folder/a b.bin"), Cache(tmp_path / "copies", 1 << 40)
     (tmp_path / "a b.bin").write_bytes(DATA)
-    ask(url, lambda client: client.upload(tmp_path / "a b.bin", url))
+    request(url, lambda client: client.upload(tmp_path / "a b.bin", url))
     assert store.get("folder/a b.bin") == DATA
-    assert ask(url, lambda client: client.read(url, 300, 310)) == DATA[300:310]
-    assert ask(url, lambda client: client.version(url)).size == len(DATA)
+    assert request(url, lambda client: client.read(url, 300, 310)) == DATA[300:310]
+    assert request(url, lambda client: client.version(url)).size == len(DATA)
     assert cache.get(url).read_bytes() == DATA
     store.put("folder/a b.bin", b"other")
     assert cache.refresh(url).size == 5

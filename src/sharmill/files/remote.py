@@ -328,12 +328,12 @@ def origin(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}".lower()
 
 
-def ask(url: str, request: Callable[[Client], Any], origins: Collection[str] = ()) -> Any:
-    """Return what a request to the server of a URL gives, which is made several times where it may succeed then.
+def request(url: str, call: Callable[[Client], Any], origins: Collection[str] = ()) -> Any:
+    """Return what a call of the client of a URL gives, which is made several times where it may succeed then.
 
     Args:
         url: of one of the schemes that ``check_url`` names.
-        request: what is asked of the client of the scheme.
+        call: what is asked of the client of the scheme.
         origins: those that a redirect may lead to, beside that of the URL.
 
     Raises:
@@ -350,7 +350,7 @@ def ask(url: str, request: Callable[[Client], Any], origins: Collection[str] = (
 
     def attempt() -> Any:
         with _translated(url):
-            return request(client)
+            return call(client)
 
     try:
         return tries(attempt)
@@ -360,7 +360,7 @@ def ask(url: str, request: Callable[[Client], Any], origins: Collection[str] = (
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """Turn the errors of the clients' libraries into those that ``ask`` raises, or tries again after."""
+    """Turn the errors of the clients' libraries into those that ``request`` raises, or tries again after."""
     import requests
     from urllib3.exceptions import DecodeError, HTTPError, ProtocolError
 
@@ -469,9 +469,9 @@ class Cache:
             max_bytes: a larger file is refused.
 
         Raises:
-            RejectRecord: as ``ask``; also unreadable_audio where the checksum is another one.
-            OSError: as ``ask``.
-            ConfigError: as ``ask``; also where the folder is a link, a stranger's, or on a file system without locks.
+            RejectRecord: as ``request``; also unreadable_audio where the checksum is another one.
+            OSError: as ``request``.
+            ConfigError: as ``request``; also where the folder is a link, a stranger's, or on a file system without locks.
             FatalError: the folder cannot be written, or what is in use is more than the cache may hold.
         """
         path = self.path_of(url, xxh3)
@@ -488,8 +488,8 @@ class Cache:
                 return self._fetch(url, xxh3, path, min(max_bytes, self.max_bytes))
 
     def refresh(self, url: str) -> Version:
-        """Return the version of a remote file, and remove the copy of another one; raises as ``ask``."""
-        found: Version = ask(url, lambda client: client.version(url), self.origins)
+        """Return the version of a remote file, and remove the copy of another one; raises as ``request``."""
+        found: Version = request(url, lambda client: client.version(url), self.origins)
         path = self.path_of(url)
         with suppress(FileNotFoundError):
             known = decode_stored(path, read_stored(path.with_name(f"{path.name}.about")), _About)
@@ -513,7 +513,7 @@ class Cache:
                 stream.truncate()
                 return client.download(url, stream, aside, max_bytes)
 
-            version = ask(url, download, self.origins)
+            version = request(url, download, self.origins)
             stream.flush()
             os.fsync(stream.fileno())
             if xxh3 and checksum(aside) != xxh3:
@@ -639,7 +639,7 @@ class RemoteFile(PosixPath):
     def read_head(self, size: int) -> bytes:
         """Return the first bytes, without copying the file; raises as opening it."""
         with self._refused():
-            return ask(self.url, lambda client: client.read(self.url, 0, size), self.cache.origins)
+            return request(self.url, lambda client: client.read(self.url, 0, size), self.cache.origins)
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

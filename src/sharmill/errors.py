@@ -134,6 +134,7 @@ CODES: Final[dict[str, str]] = {
     "no_dataset": "there is no finished dataset",
     "no_speaker": "a cut has no speaker where one is needed",
     "too_few_speakers": "a dataset has too few speakers, or groups of them, to be split by speaker",
+    "unsupported_format": "audio is stored in a format that what is to be written cannot have",
     "unlike_datasets": "datasets differ in what one dataset has in common: fields, codecs, audio format, limits",
     "wrong_version": "a file has another format version than this sharmill reads",
     # Runs and their directories

@@ -249,7 +249,12 @@ CODECS: Final = Registry(
         "transformers": "sharmill.models.families:TransformersCodec",
     },
 )
-EXPORTS: Final = Registry("form of export", "sharmill.exports", {"nemo_codes": "sharmill.export.run:NemoCodes"})
+EXPORTS: Final = Registry(
+    "form of export",
+    "sharmill.exports",
+    {"nemo_codes": "sharmill.export.run:NemoCodes", "nemo_tarred": "sharmill.export.nemo_tarred:NemoTarred"},
+    base="sharmill.export.run:Export",
+)
 SECTIONS: Final = Registry(
     "section of the report",
     "sharmill.sections",

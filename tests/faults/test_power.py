@@ -124,6 +124,7 @@ RUNS = [
     PoweredRun("merge", _make_datasets, lambda work: merge_datasets([work / "a", work / "b"], work / "c"), "abc"),
     PoweredRun("sidecars", _make_datasets, lambda work: write_sidecars(work / "a"), "a"),
     PoweredRun("export", _make_datasets, lambda work: export_dataset(work / "a", "nemo_codes", work / "x"), "a"),
+    PoweredRun("export tar", _make_datasets, lambda work: export_dataset(work / "a", "nemo_tarred", work / "x"), "a"),
     PoweredRun("manifest", _put_speech, _collect),
     *(_of_stage(name, *STAGES[:number]) for number, name in enumerate(STAGES)),
     PoweredRun("split", _make_datasets, lambda work: split_dataset(work / "a", work / "s", {"valid": 0.4}, workers=1),

@@ -182,18 +182,22 @@ def sidecars(dataset: str, into: str | None) -> None:
 @click.argument("dataset", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--to", "form", required=True, metavar="FORM",
-              help="nemo_codes: a NeMo manifest with a file of codes per utterance.")  # fmt: skip
+              help="nemo_codes: a NeMo manifest with a file of codes per utterance. "
+                   "nemo_tarred: NeMo's tarred audio.")  # fmt: skip
 @click.option("--codec", help="Whose codes, where there are several.")
+@click.option("--buckets", type=int, metavar="N", help="Tarred sets, for N equal ranges of durations (default: 1).")
+@click.option("--min-duration", type=float, metavar="SECONDS", help="Of tarred audio, the shortest (default: 0).")
+@click.option("--max-duration", type=float, metavar="SECONDS", help="Tarred audio is shorter than this.")
 @json_option
-def export(dataset: Path, out: Path, form: str, codec: str | None) -> None:
+def export(dataset: Path, out: Path, form: str, **options: Any) -> None:
     """Write a dataset as files for trainers that do not read Shar."""
     say(f"exporting {dataset}", style="dim")
     with make_console().status("export") as status:
         exported = export_dataset(
-            dataset, form, out, codec=codec,
-            progress=lambda done, total: status.update(f"export: shard {done:,} of {total:,}"),
+            dataset, form, out, **options,
+            progress=lambda done, total: status.update(f"export: part {done:,} of {total:,}"),
         )  # fmt: skip
-    left_out = f"; {exported.num_left_out:,} cuts without codes are left out" if exported.num_left_out else ""
+    left_out = f"; {exported.num_left_out:,} cuts {exported.left_out} are left out" if exported.num_left_out else ""
     say(f"wrote {exported.manifest}: {exported.num_cuts:,} cuts, {exported.seconds / 3600:,.2f} hours{left_out}")
     print_json({**asdict(exported), "manifest": str(exported.manifest)})
 

@@ -1,13 +1,14 @@
-"""Export of a dataset, shard by shard: each folder of a shard is published as a whole, the manifest last.
+"""Export of a dataset, unit by unit: what a unit makes is published as a whole, the manifest last.
 
-``sharmill.registry.EXPORTS`` names the forms. That of sharmill itself, ``nemo_codes``, is a manifest with a file of
-codes per utterance, as NeMo's MagpieTTSDataset reads them.
+``sharmill.registry.EXPORTS`` names the forms. ``nemo_codes``, below, is a manifest with a file of codes per utterance,
+as NeMo's MagpieTTSDataset reads them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -27,17 +28,7 @@ from sharmill.inspect.cuts import choose_codec
 from sharmill.manifest import CONTEXT_KEYS
 from sharmill.registry import EXPORTS
 from sharmill.shar.items import read_json_lines
-from sharmill.shar.layout import (
-    CONTEXT_CODES,
-    CUTS,
-    TARGET_CODES,
-    CodecRecord,
-    DatasetRecord,
-    ShardRecord,
-    audio_checksum,
-    read_dataset,
-    read_shards,
-)
+from sharmill.shar.layout import CONTEXT_CODES, CUTS, TARGET_CODES, audio_checksum, read_dataset, read_shards
 from sharmill.shar.reading.shard_source import open_shard_source
 
 # The record of what a folder is an export of, and within the folder of each shard the lines of its manifest.
@@ -46,46 +37,60 @@ _LINES_FILE: Final = "lines.jsonl"
 _SHARDS_FOLDER: Final = "shards"
 
 
-class Export(Protocol):
-    """One form of files that a dataset can be exported to; ``sharmill.registry.EXPORTS`` lists them.
-
-    Attributes:
-        version: a number that is raised whenever the files of this form change.
-        manifest: the name of the file that lists all cuts.
-        fields: of the cuts, those that are read.
-    """
-
-    version: int
-    manifest: str
-    fields: tuple[str, ...]
-
-    def __init__(self, record: DatasetRecord, codec: CodecRecord) -> None: ...
-
-    def write_cut(self, cut: Any, number: int, folder: Path, final: Path) -> dict[str, Any]:
-        """Write the files of a cut into ``folder``, which will be published as ``final``; return its line.
-
-        Args:
-            cut: the lhotse cut with the fields.
-            number: of the cut in its shard, from 0.
-        """
-
-
 @dataclass(frozen=True)
 class Exported:
     """A finished export: its manifest, and how many cuts and seconds of target audio that lists.
 
-    ``num_left_out`` are the cuts for which the codec gave no codes.
+    ``manifest`` is the folder itself if there are several. ``left_out`` describes the ``num_left_out`` cuts that it
+    does not list.
     """
 
     manifest: Path
     num_cuts: int
     seconds: float
     num_left_out: int = 0
+    left_out: str = ""
+
+
+class Export(ABC):
+    """One form of files that a dataset can be exported to, which are made in units; ``EXPORTS`` lists the forms.
+
+    Attributes:
+        version: a number that is raised whenever the files of this form change.
+        options: the options of ``export_dataset`` that are arguments of this class.
+        left_out: describes the cuts that are not in the export, if there are any.
+        folders: the folders in ``out`` that files are published in, beside ``out`` itself.
+        identity: all that the files depend on, apart from form and version.
+        units: the parts of the work, in order.
+    """
+
+    version: ClassVar[int]
+    options: ClassVar[tuple[str, ...]] = ()
+    left_out: ClassVar[str] = ""
+    folders: Sequence[str] = ()
+    identity: dict[str, Any]
+    units: Sequence[Any]
+
+    def __init__(self, dataset: Path, out: Path) -> None:
+        self.dataset, self.out = dataset, out
+        self.record = read_dataset(dataset)
+        self.shards = list(read_shards(dataset, self.record.num_shards))
+
+    @abstractmethod
+    def write(self, unit: Any) -> None:
+        """Publish the files of a unit, unless they are there."""
+
+    @abstractmethod
+    def finish(self) -> tuple[Path, int, float]:
+        """Publish the manifest, and check that there is something for each cut.
+
+        Return the manifest, or the folder of several, and how many cuts and seconds it lists.
+        """
 
 
 def export_dataset(
-    dataset: str | Path, form: str, out: str | Path, *, codec: str | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    dataset: str | Path, form: str, out: str | Path, *,
+    progress: Callable[[int, int], None] = lambda done, total: None, **options: Any,
 ) -> Exported:  # fmt: skip
     """Write a finished dataset as files of another form; an export that was interrupted goes on.
 
@@ -93,65 +98,49 @@ def export_dataset(
         dataset: the dataset directory.
         form: a name of ``sharmill.registry.EXPORTS``.
         out: a new or empty folder, or one with the same export, finished or not.
-        codec: whose codes, where there are several.
-        progress: called after each shard with the number of shards that are done, and of all.
+        progress: called after each unit with the number of units that are done, and of all.
+        options: of the form, None for its default: ``codec`` of nemo_codes, whose codes; ``buckets``, ``min_duration``
+            and ``max_duration`` of nemo_tarred.
 
     Raises:
-        ConfigError: there is no such dataset, codec or form, or ``out`` holds something else.
-        DamagedShard: a shard is damaged; the shards before it are done.
+        ConfigError: there is no such dataset, codec or form, an option is wrong, or ``out`` holds something else.
+        DamagedShard: a shard is damaged; the units before it are done.
         FatalError: the disk is full, or the numbers of cuts do not add up.
 
     Example:
         >>> export_dataset("data/speech", "nemo_codes", "data/speech_codes")  # doctest: +SKIP
     """
-    dataset, out = Path(dataset), Path(out).absolute()
-    record = read_dataset(dataset)
-    chosen = choose_codec(record, codec)
-    files: Export = EXPORTS.load(form)(record, chosen)
-    made_of = [field.name for field in chosen.fields[: len(record.audio_fields)]]
-    shards = list(read_shards(dataset, record.num_shards))
-    identity = {
-        "export": form,
-        "version": files.version,
-        "place": str(out),
-        "codec": chosen.name,
-        "num_cuts": record.num_cuts,
-        "content": audio_checksum(shards, (CUTS, *made_of)),
-    }
-    if out.resolve().is_relative_to(dataset.resolve()):
+    out = Path(out).absolute()
+    kind = EXPORTS.load_class(form)
+    given = {name: value for name, value in options.items() if value is not None}
+    if others := sorted(given.keys() - set(kind.options)):
+        raise ConfigError(f"the form {form} has no option {', '.join(others)}: leave it out", code="bad_usage")
+    files: Export = kind(Path(dataset), out, **given)
+    identity = {"export": form, "version": files.version, **files.identity}
+    if out.resolve().is_relative_to(files.dataset.resolve()):
         raise ConfigError(f"{out} lies in the dataset itself: choose another place", code="bad_usage")
-    _require_own(out, identity)
+    folders = [out / name for name in files.folders]
+    _require_own(out, identity, folders)
     make_folder(out)
     with disk_errors(out), FolderLock(out):
         # Another process may have begun an export meanwhile.
-        _require_own(out, identity)
+        _require_own(out, identity, folders)
         write_atomic(out / EXPORT_FILE, msgspec.json.encode(identity) + b"\n")
-        folder = out / _SHARDS_FOLDER
-        make_folder(folder)
-        remove_asides(out)
-        remove_asides(folder)
-        source = open_shard_source(dataset, files.fields, chosen.name)
-        for done, shard in enumerate(shards):
-            final = folder / f"{shard.index:06d}"
-            if not final.is_dir():
-                opened = source.open(done, 0)
-                with open_folder_atomic(final) as aside:
-                    # Their positions in an order of cuts, which an export has no use for, are made up.
-                    cuts = (opened.read(number, (0, 0, 0, 0, number)) for number in range(shard.count))
-                    rows = [
-                        None if cut is None else files.write_cut(cut, number, aside, final)
-                        for number, cut in enumerate(cuts)
-                    ]
-                    (aside / _LINES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
-            progress(done + 1, len(shards))
-        return _write_manifest(out / files.manifest, folder, shards)
+        for folder in (out, *folders):
+            make_folder(folder)
+            remove_asides(folder)
+        for done, unit in enumerate(files.units, start=1):
+            files.write(unit)
+            progress(done, len(files.units))
+        manifest, num_cuts, seconds = files.finish()
+    return Exported(manifest, num_cuts, seconds, files.record.num_cuts - num_cuts, files.left_out)
 
 
-def _require_own(out: Path, identity: dict[str, Any]) -> None:
+def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -> None:
     """Raise ConfigError unless a folder is missing, empty, or holds this export."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: name a folder", code="bad_usage")
-    refuse_strangers(out, [out / EXPORT_FILE, out / _SHARDS_FOLDER])
+    refuse_strangers(out, [out / EXPORT_FILE, *folders])
     own = (LOCK_NAME, f".{EXPORT_FILE}.")
     if not out.exists() or all(path.name.startswith(own) for path in out.iterdir()):
         return
@@ -160,50 +149,89 @@ def _require_own(out: Path, identity: dict[str, Any]) -> None:
     except ConfigError:
         found = None
     if found != identity:
-        what = (
-            "files of something else" if found is None else "the export of another dataset, or an earlier state of it"
+        what = "the export of another dataset, of an earlier state of it, or with other options"
+        raise ConfigError(
+            f"{out} has {what if found else 'files of something else'}: name an empty folder, or remove it",
+            code="foreign_output",
         )
-        raise ConfigError(f"{out} has {what}: name an empty folder, or remove it", code="foreign_output")
 
 
-def _write_manifest(path: Path, folder: Path, shards: Sequence[ShardRecord]) -> Exported:
-    """Put the lines of all shards together, and check that there is one for each cut; null where it is left out."""
-    seconds, num_left_out = 0.0, 0
-    with open_atomic(path) as stream:
-        for shard in shards:
-            made = folder / f"{shard.index:06d}"
-            lines = read_json_lines(made / _LINES_FILE)
-            if len(lines) != shard.count:
-                raise FatalError(
-                    f"{made} has {len(lines)} cuts of {shard.count}: remove this folder and run the same command again",
-                    code="accounts",
-                )
-            for line in lines:
-                if line == b"null":
-                    num_left_out += 1
-                    continue
-                stream.write(line + b"\n")
-                seconds += msgspec.json.decode(line)["duration"]
-    return Exported(path, sum(shard.count for shard in shards) - num_left_out, seconds, num_left_out)
-
-
-class NemoCodes:
+class NemoCodes(Export):
     """Codes as int32 tensors (codebooks, frames) in files that ``torch.load`` reads, and a manifest of NeMo's.
 
-    A line has the record of the utterance: its text keys, tag, language, and all other keys. Keys that end in ``_path``
-    or ``_filepath`` are left out, since NeMo opens what they name, and unpickles files of codes.
+    A unit is a shard, whose files are a folder. A line has the record of the utterance: its text keys, tag, language,
+    and all other keys. Keys that end in ``_path`` or ``_filepath`` are left out, since NeMo opens what they name, and
+    unpickles files of codes.
     """
 
     version = 2
-    manifest = "manifest.json"
+    options = ("codec",)
+    left_out = "without codes"
+    folders = (_SHARDS_FOLDER,)
 
-    def __init__(self, record: DatasetRecord, codec: CodecRecord) -> None:
-        self.fields = (TARGET_CODES, CONTEXT_CODES) if record.has_contexts else (TARGET_CODES,)
+    def __init__(self, dataset: Path, out: Path, codec: str | None = None) -> None:
+        super().__init__(dataset, out)
+        chosen = choose_codec(self.record, codec)
+        self._fields = (TARGET_CODES, CONTEXT_CODES) if self.record.has_contexts else (TARGET_CODES,)
+        self._source = open_shard_source(dataset, self._fields, chosen.name)
+        made_of = [field.name for field in chosen.fields[: len(self.record.audio_fields)]]
+        self.identity = {
+            # Paths in the manifest are absolute.
+            "place": str(out),
+            "codec": chosen.name,
+            "num_cuts": self.record.num_cuts,
+            "content": audio_checksum(self.shards, (CUTS, *made_of)),
+        }
+        self.units = range(len(self.shards))
 
-    def write_cut(self, cut: Any, number: int, folder: Path, final: Path) -> dict[str, Any]:
+    def write(self, unit: int) -> None:
+        """Publish the folder of a shard, with the lines of its cuts, null for a cut without codes."""
+        final = self._folder(unit)
+        if final.is_dir():
+            return
+        opened = self._source.open(unit, 0)
+        with open_folder_atomic(final) as aside:
+            # Their positions in an order of cuts, which an export has no use for, are made up.
+            cuts = (opened.read(number, (0, 0, 0, 0, number)) for number in range(self.shards[unit].count))
+            rows = [
+                None if cut is None else self._write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)
+            ]
+            (aside / _LINES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
+
+    def finish(self) -> tuple[Path, int, float]:
+        """Put the lines of all shards together, and check that there is one for each cut."""
+        path = self.out / "manifest.json"
+        seconds, num_cuts = 0.0, 0
+        with open_atomic(path) as stream:
+            for unit, shard in enumerate(self.shards):
+                made = self._folder(unit)
+                lines = read_json_lines(made / _LINES_FILE)
+                if len(lines) != shard.count:
+                    raise FatalError(
+                        f"{made} has {len(lines)} cuts of {shard.count}: remove this folder and run the same command "
+                        "again",
+                        code="accounts",
+                    )
+                for line in lines:
+                    if line == b"null":
+                        continue
+                    stream.write(line + b"\n")
+                    num_cuts += 1
+                    seconds += msgspec.json.decode(line)["duration"]
+        return path, num_cuts, seconds
+
+    def _folder(self, unit: int) -> Path:
+        return self.out / _SHARDS_FOLDER / f"{self.shards[unit].index:06d}"
+
+    def _write_cut(self, cut: Any, number: int, folder: Path, final: Path) -> dict[str, Any]:
         """Write ``<number>.target.pt`` and ``<number>.context.pt``, and return the line of the manifest.
 
         A cut without a context has no second file: NeMo takes a text in its place.
+
+        Args:
+            cut: the lhotse cut with its codes.
+            number: of the cut in its shard, from 0.
+            folder: to write into, which will be published as ``final``.
 
         Raises:
             DamagedShard: the cut has no codes, or not one supervision with a text, as NeMo wants of every line.
@@ -221,7 +249,7 @@ class NemoCodes:
             if key not in CONTEXT_KEYS[:3] and not key.endswith(("_path", "_filepath"))
         }  # fmt: skip
         paths = {}
-        for field in filter(cut.has_custom, self.fields):
+        for field in filter(cut.has_custom, self._fields):
             role = field.removesuffix("_codes")
             name = f"{number:06d}.{role}.pt"
             torch.save(torch.from_numpy(load_array(cut, field)).to(torch.int32), folder / name)

@@ -1,0 +1,238 @@
+"""The form ``nemo_tarred``: tar archives with manifests, as NeMo's ``convert_to_tarred_audio_dataset.py`` makes them.
+
+The stored target audio is copied as it is. A tarred set has as many archives as the dataset has shards, with numbers of
+cuts that differ by one at most. With buckets there is a set for each range of durations.
+"""
+
+import math
+import re
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import soundfile as sf
+from omegaconf import OmegaConf
+
+from sharmill.errors import ConfigError, DamagedShard, FatalError, refuse
+from sharmill.export.run import Export
+from sharmill.files.storage import checksum, checksum_bytes, hash_text, open_atomic, write_atomic
+from sharmill.shar.items import ItemTable, decode_line, read_json_lines
+from sharmill.shar.layout import CUTS, audio_checksum
+from sharmill.shar.tar import END, write_member
+
+_SHARDED: Final = "sharded_manifests"
+_MANIFEST: Final = "tarred_audio_manifest.json"
+# NeMo cuts a name at its first dot, takes what is before a slash for a folder, and -sub1 for a segment.
+_NOT_IN_NAMES: Final = re.compile(r"[./\s\x00-\x1f\x7f]|-(?=sub[0-9]+$)")
+# As in ``nemo.collections.asr.data.audio_to_text``.
+_FORMATS: Final = {"wav", "mp3", "flac", "opus", *map(str.lower, sf.available_formats())}
+# Keys of the record that do not hold for the stored audio; the second name is that of NeMo's script.
+_OF_SOURCE: Final = {"audio_filepath": "source_audio_filepath", "offset": "source_audio_offset"}
+
+
+class _Cut(msgspec.Struct):
+    id: str
+    duration: float
+    supervisions: list[dict[str, Any]]
+
+
+_cut_decoder: Final = msgspec.json.Decoder(_Cut)
+
+
+class _Tar(NamedTuple):
+    """An archive: its bucket, its number there, and the places of its cuts among all of the dataset (num_cuts,)."""
+
+    bucket: int
+    number: int
+    places: np.ndarray
+
+
+class NemoTarred(Export):
+    """Tarred sets: ``audio_N.tar``, ``sharded_manifests/manifest_N.json``, one manifest of all, ``metadata.yaml``.
+
+    A unit is an archive with its manifest. A line has all keys of the record, among them those of its context, and
+    ``cut_id`` and ``shard_id``; ``audio_filepath`` is the name of the member. Where the audio came from is in
+    ``source_audio_filepath`` and ``source_audio_offset``.
+
+    Raises:
+        ConfigError: there is no audio, an option is wrong, or a bucket would have no cuts.
+    """
+
+    version = 1
+    options = ("buckets", "min_duration", "max_duration")
+    left_out = "of other durations"
+
+    def __init__(
+        self, dataset: Path, out: Path, buckets: int = 1, min_duration: float = 0.0, max_duration: float = math.inf
+    ) -> None:
+        super().__init__(dataset, out)
+        self._field = self.record.audio_fields[0]
+        refuse(
+            (self._field not in self.record.fields, f"{dataset} has no target_audio: name a dataset that has audio"),
+            (not 1 <= buckets <= max(1, self.record.num_cuts),
+             f"--buckets is {buckets}: give at least 1, and not more than the {self.record.num_cuts} cuts"),
+            (not 0 <= min_duration < max_duration,
+             f"--min-duration {min_duration:g} must be at least 0 and less than --max-duration {max_duration:g}"),
+            (buckets > 1 and max_duration == math.inf, "--buckets needs --max-duration, where the last bucket ends"),
+            code="bad_usage",
+        )  # fmt: skip
+        # A bucket has the durations from its edge on, and below the next one.
+        self._edges = [
+            min_duration,
+            *(min_duration + bucket * (max_duration - min_duration) / buckets for bucket in range(1, buckets)),
+            max_duration,
+        ]
+        names = [f"bucket{number + 1}" for number in range(buckets)] if buckets > 1 else [""]
+        self._sets = [out / name for name in names]
+        self.folders = [*names, *(f"{name}/{_SHARDED}".lstrip("/") for name in names)]
+        self.identity = {
+            "edges": [str(float(edge)) for edge in self._edges],
+            "num_cuts": self.record.num_cuts,
+            "content": audio_checksum(self.shards, (CUTS, self._field)),
+        }
+        self._starts = np.cumsum([0, *(shard.count for shard in self.shards)])
+        # Archives of one number have cuts of the same shards, mostly.
+        self._open = lru_cache(maxsize=4)(self._open_shard)
+        self.units: Sequence[_Tar] = self._plan()
+
+    def _plan(self) -> list[_Tar]:
+        """Return the archives, by number and then by bucket, after a look at all cuts."""
+        durations, names = array("d"), array("Q")
+        for shard in range(len(self.shards)):
+            for cut in self._read_cuts(shard):
+                durations.append(cut.duration)
+                names.append(hash_text(_NOT_IN_NAMES.sub("_", cut.id)))
+        found, counts = np.unique(np.array(names), return_counts=True)
+        # Hashes of names that several cuts would have.
+        self._repeated = set(found[counts > 1].tolist())
+        self._durations = np.array(durations)
+        buckets = np.searchsorted(self._edges, self._durations, side="right") - 1
+        tars = []
+        for bucket in range(len(self._sets)):
+            chosen = np.flatnonzero(buckets == bucket)
+            if not len(chosen):
+                raise ConfigError(
+                    f"no cut lasts at least {self._edges[bucket]:g} s and less than {self._edges[bucket + 1]:g} s, and "
+                    "a tarred set cannot be empty: choose other durations, or fewer buckets",
+                    code="too_few_cuts",
+                )
+            parts = np.array_split(chosen, min(len(self.shards), len(chosen)))
+            tars += [_Tar(bucket, number, places) for number, places in enumerate(parts)]
+        return sorted(tars, key=lambda tar: (tar.number, tar.bucket))
+
+    def write(self, unit: _Tar) -> None:
+        """Publish an archive and, behind it, its manifest."""
+        tar, manifest = self._files(unit)
+        if tar.is_file() and manifest.is_file():
+            return
+        lines = []
+        with open_atomic(tar) as stream:
+            for place in unit.places.tolist():
+                line, data = self._read(place)
+                write_member(stream, line["audio_filepath"], data)
+                lines.append(line | {"shard_id": unit.number})
+            stream.write(END)
+        write_atomic(manifest, msgspec.json.Encoder().encode_lines(lines))
+
+    def finish(self) -> tuple[Path, int, float]:
+        """Publish the manifests of all archives of a set, and its metadata."""
+        for bucket, folder in enumerate(self._sets):
+            tars = [tar for tar in self.units if tar.bucket == bucket]
+            with open_atomic(folder / _MANIFEST) as stream:
+                for tar in tars:
+                    _, path = self._files(tar)
+                    lines = path.read_bytes()
+                    if lines.count(b"\n") != len(tar.places):
+                        raise FatalError(
+                            f"{path} does not have {len(tar.places)} lines: remove it and run the same command again",
+                            code="accounts",
+                        )
+                    stream.write(lines)
+            write_atomic(folder / "metadata.yaml", self._metadata(bucket, tars))
+        places = np.concatenate([tar.places for tar in self.units])
+        listed = self.out / _MANIFEST if len(self._sets) == 1 else self.out
+        return listed, len(places), float(self._durations[places].sum())
+
+    def _metadata(self, bucket: int, tars: Sequence[_Tar]) -> bytes:
+        """Return the metadata of a set as NeMo's script writes them, without the time."""
+        metadata: dict[str, Any] = {
+            "created_datetime": None,
+            "version": 0,
+            "num_samples_per_shard": min(len(tar.places) for tar in tars),
+            "is_concatenated_manifest": False,
+            "dataset_config": {
+                "num_shards": len(tars),
+                "shuffle": False,
+                "max_duration": None if self._edges[bucket + 1] == math.inf else self._edges[bucket + 1],
+                "min_duration": self._edges[bucket],
+                "shuffle_seed": None,
+                "sort_in_shards": False,
+                "slice_with_offset": False,
+                "shard_manifests": True,
+                "keep_files_together": False,
+                "force_codec": None,
+                "use_lhotse": False,
+                "use_bucketing": False,
+                "num_buckets": None,
+                "bucket_duration_bins": None,
+            },
+            "history": [],
+        }
+        return OmegaConf.to_yaml(metadata).encode()
+
+    def _files(self, tar: _Tar) -> tuple[Path, Path]:
+        folder = self._sets[tar.bucket]
+        return folder / f"audio_{tar.number}.tar", folder / _SHARDED / f"manifest_{tar.number}.json"
+
+    def _read_cuts(self, shard: int) -> list[_Cut]:
+        record = self.shards[shard]
+        path = self.dataset / record.fields[CUTS].file
+        cuts = [decode_line(path, line, _cut_decoder) for line in read_json_lines(path)]
+        if len(cuts) != record.count:
+            raise DamagedShard(f"{path} has {len(cuts)} cuts instead of {record.count}")
+        return cuts
+
+    def _open_shard(self, shard: int) -> tuple[list[_Cut], ItemTable]:
+        cuts, file = self._read_cuts(shard), self.shards[shard].fields[self._field]
+        path = self.dataset / file.file
+        table = ItemTable(path, ids=[cut.id for cut in cuts])
+        if checksum(path) != file.xxh3:
+            raise table.damage(f"its checksum is not that of the index: see sharmill validate {self.dataset}")
+        return cuts, table
+
+    def _read(self, place: int) -> tuple[dict[str, Any], bytes]:
+        """Return the line of a cut but its ``shard_id``, and its audio.
+
+        Raises:
+            ConfigError: NeMo does not read the format of the audio.
+            DamagedShard: the cut has no audio, or not one supervision with a text.
+        """
+        shard = int(np.searchsorted(self._starts, place, side="right")) - 1
+        cuts, table = self._open(shard)
+        number = place - int(self._starts[shard])
+        cut, (cut_id, extension, data, metadata) = cuts[number], table.raw(number)
+        said = cut.supervisions[0] if len(cut.supervisions) == 1 else {}
+        if not metadata or not isinstance(said.get("text"), str):
+            raise table.damage(f"the cut {cut_id} does not have {self._field} and one supervision with a text")
+        if extension.lower() not in _FORMATS:
+            raise ConfigError(
+                f"the audio of the cut {cut_id} is .{extension}, which NeMo does not read from tars: first make a "
+                "dataset of FLAC of these shards, by a source of type lhotse_shar",
+                code="unsupported_format",
+            )
+        name = _NOT_IN_NAMES.sub("_", cut_id)
+        if hash_text(name) in self._repeated:
+            name += f"-{checksum_bytes(cut_id.encode('utf-8', 'surrogatepass'))}"
+        typed = {
+            "audio_filepath": f"{name}.{extension}",
+            "duration": cut.duration,
+            "cut_id": cut_id,
+            "text": said["text"],
+            "speaker": said.get("speaker"),
+        }
+        further = {_OF_SOURCE.get(key, key): value for key, value in (said.get("custom") or {}).items()}
+        return {**typed, "lang": said.get("language"), **further, **typed}, data

@@ -29,19 +29,49 @@ from sharmill.training.buckets.bins import BinsOptions, estimate_report
 from sharmill.training.nemo.settings import read_train_settings
 
 
-@click.command()
+class _AsNemo(click.Command):
+    """A command whose ``--langs`` and ``--tokenizer`` may have several values each, as those of NeMo's script have."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--langs" in args:
+            languages, names = (_take_values(args, option) for option in ("--langs", "--tokenizer"))
+            if len(languages) != len(names):
+                raise click.UsageError(
+                    f"--langs has {len(languages)} values and --tokenizer {len(names)}: give as many, and put SOURCE "
+                    "before them or behind another option",
+                    ctx,
+                )
+            args = [f"--tokenizer={language}={name}" for language, name in zip(languages, names, strict=True)] + args
+        return super().parse_args(ctx, args)
+
+
+def _take_values(args: list[str], option: str) -> list[str]:
+    """Take an option out of arguments, and return its values: those up to the next option."""
+    values: list[str] = []
+    while option in args:
+        start = args.index(option)
+        end = next((n for n, arg in enumerate(args) if n > start and arg.startswith("-")), len(args))
+        values += args[start + 1 : end]
+        del args[start:end]
+    return values
+
+
+@click.command(cls=_AsNemo)
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=click.Path(path_type=str))
 @click.option("-b", "--buckets", "num_buckets", default=30, show_default=True, help="How many buckets by length.")
 @click.option("-s", "--sub-buckets", type=int, help="Divide each into this many by number of text tokens.")
 @click.option("-t", "--tokenizer", multiple=True, metavar="[LANGUAGE=]NAME",
               help="bytes, chars, a tokenizer.json, a SentencePiece .model, or module:callable.")  # fmt: skip
+@click.option("--langs", metavar="LANGUAGE...", expose_value=False,
+              help="The languages of so many names that follow --tokenizer.")  # fmt: skip
 @click.option("--tokens", "token_bins", is_flag=True, help="Count audio in frames, for token-based sampling.")
 @click.option("--token-equivalent-duration", "seconds_per_frame", type=click.FloatRange(0, min_open=True),
               help="Seconds of a frame (default: the codec's).")  # fmt: skip
 @click.option("--closed", is_flag=True, help="End with the longest cut, as bucket_batch_size and tune-batch need it.")
 @click.option("--min-duration", default=0.0, help="Leave out shorter cuts (seconds).")
 @click.option("--max-duration", default=float("inf"), help="Leave out longer cuts (seconds; default: no limit).")
-@click.option("--token-outlier-threshold", "outlier_threshold", default=4.0, show_default=True,
+@click.option("--token-outlier-threshold", "--token_outlier_threshold", "outlier_threshold", default=4.0,
+              show_default=True,
               help="Texts are too long this many standard deviations of tokens per second above the mean.")  # fmt: skip
 @click.option("--prompt-format", help="Count the tokens of texts in this prompt format of NeMo's, such as canary.")
 @click.option("--prompt", metavar="TURNS",
@@ -82,10 +112,10 @@ def _print_yaml(text: str) -> None:
               help="Of NeMo's models.")  # fmt: skip
 @click.option("--tokens-per-second", type=click.FloatRange(0, min_open=True),
               help="Of text, in batches for bins of one dimension (default: max_tps of the bins, or 12).")  # fmt: skip
-@click.option("--bins", "bins_text", required=True, metavar="FILE|LIST",
+@click.option("--bins", "--buckets", "bins_text", required=True, metavar="FILE|LIST",
               help="What sharmill bins --closed printed, or [1.5, 3.0].")  # fmt: skip
-@click.option("--memory-share", type=click.FloatRange(0, 1, min_open=True, max_open=True), default=0.9,
-              show_default=True,
+@click.option("--memory-share", "--memory-fraction", default=0.9, show_default=True,
+              type=click.FloatRange(0, 1, min_open=True, max_open=True),
               help="Share of the memory to use; the rest is for what batches of mixed lengths fragment.")  # fmt: skip
 @click.option("--memory", help="Of how much, as in 8GiB (default: all of the GPU, or what is available to the CPU).")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, or cuda:0.")

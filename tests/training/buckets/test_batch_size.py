@@ -128,7 +128,7 @@ def test_a_file_without_closed_bins_is_refused(tmp_path, text, code, names):
     ("options", "names"),
     [
         (["--bins", "[]"], ["bucket_duration_bins is a list"]),
-        (["--bins", "[3.0, 1.5]"], ["above the one before"]),
+        (["--buckets", "[3.0, 1.5]"], ["above the one before"]),
         (["--bins", "[0.0, 1.5]"], ["numbers above 0"]),
         (["--bins", "[1.5, [3.0, 4]]"], ["[length, tokens]"]),
         (["--bins", "no/such.yaml"], ["no/such.yaml"]),
@@ -137,6 +137,7 @@ def test_a_file_without_closed_bins_is_refused(tmp_path, text, code, names):
         (["--memory", "900TiB"], ["available"]),
         (["--memory-share", "0"], ["--memory-share"]),
         (["--memory-share", "1.0"], ["--memory-share", "0<x<1"]),
+        (["--memory-fraction", "1.0"], ["--memory-fraction", "0<x<1"]),
         (["--device", "tpu"], ["tpu"]),
         (["--step", "mine:nothing"], ["mine:nothing"]),
         (["--step", "mine:step", "--module-name", "a.Model"], ["--step"]),

@@ -232,6 +232,19 @@ def test_the_command_prints_yaml(many, tmp_path):
     assert "'bytes'" in wrong.stderr
 
 
+def test_languages_as_the_script_of_nemo_takes_them(many):
+    """In the order and the spelling of its page."""
+    languages = ["--tokenizer", "bytes", "chars", "--langs", "en", "de"]
+    further = ["--buckets", "2", "--sub-buckets", "2", "--token_outlier_threshold", "3"]
+    result = run_sharmill("bins", *languages, *further, many.dataset)
+    assert len(yaml.safe_load(result.stdout)["bucket_duration_bins"]) == 4
+
+
+def test_languages_without_as_many_tokenizers_are_refused(many):
+    told = run_sharmill("bins", "--tokenizer", "bytes", "--langs", "en", many.dataset, status=2).stderr
+    assert "--langs has 2 values and --tokenizer 1: give as many, and put SOURCE before them" in told
+
+
 def manifest(path, durations, text="a b", **keys):
     """A manifest whose audio is not there: nothing but its lines is read."""
     lines = [

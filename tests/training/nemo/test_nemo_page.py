@@ -39,6 +39,23 @@ def test_an_example_of_the_page_runs(example, name):
     assert any("can be resumed exactly" in line for line in said) != any("map style" in line for line in said)
 
 
+def test_the_example_of_text_in_python(nemo_data, caplog):
+    """As it is printed, but for the path: it has no prompt_format."""
+    cfg = {
+        "input_cfg": [
+            {"type": "txt", "paths": f"{nemo_data}/text_{{0..1}}.txt", "language": "en"},
+        ],
+        "use_multimodal_dataloading": True,
+        "batch_size": 4,
+    }
+    batches = take(get_dataloader(cfg, 0, world_size=1, dataset=AsIs(), tokenizer=Letters()), 3)
+    assert [len(batch) for batch in batches] == [4, 4, 4]
+    assert Letters().ids_to_text(batches[0][0].input_ids) == batches[0][0].text
+    assert [record.message for record in caplog.records if "prompt_format" in record.message] == [
+        "prompt_format is plain, since it is not set: it counts the tokens of type txt"
+    ]
+
+
 @pytest.mark.parametrize("seed", ["trng", "randomized"])
 def test_seeds_that_the_page_calls_exotic(nemo_data, seed):
     """A base seed that is drawn; ranks that share one order are told to set a number, as the settings' tests say."""

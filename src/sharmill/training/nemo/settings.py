@@ -373,14 +373,15 @@ def _translate_semi_sorted(section: Settings, settings: Settings) -> None:
     if not section.pop("use_semi_sorted_batching", False):
         return
     factor = 0.1 if factor is None else factor
-    if not is_map_style(section):
-        section |= {"use_bucketing": True, "num_buckets": section.get("num_buckets", max(2, round(1 / (factor or 1))))}
+    map_style = is_map_style(section)
+    refuse(
+        (not is_number(factor) or factor < 0, f"randomization_factor is a number of at least 0, not {factor!r}"),
+        (map_style and section.get("batch_size") is None, "use_semi_sorted_batching needs batch_size"),
+    )
+    if not map_style:
+        count = section.get("num_buckets", max(2, round(1 / (factor or 0.1))))
+        section |= {"use_bucketing": True, "num_buckets": count}
         return
-    if not is_number(factor) or factor < 0 or section.get("batch_size") is None:
-        raise ConfigError(
-            f"use_semi_sorted_batching needs batch_size, and a randomization_factor of at least 0, not {factor!r}",
-            code="bad_config_value",
-        )
     section |= {"randomization_factor": factor, "use_bucketing": False}
     settings["force_finite"] = True  # all durations of an epoch are sorted
 

@@ -1,16 +1,19 @@
 """Corpora in the form in which they are published, on small trees of the same form."""
 
 import json
+import shutil
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile as sf
-from support.project import raises
+from support.project import lines, raises, run_sharmill
+from support.web import serving
 
 from sharmill.collect.manifest import ManifestOptions, make_manifest
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,17 @@ AN4: Tree = {
     "etc/an4_train.transcription": "<s> R U B OUT </s> (an251-fash-b)\n",
     "etc/an4_test.transcription": "G L E N (cen6-mcaw-b)\n",
 }
+STM = """;; CATEGORY "0" "" ""
+en_4156 A inter_segment_gap 0.00 0.25 <O,en,F,en-F> IGNORE_TIME_SEGMENT_IN_SCORING
+en_4156 A en_4156_A 0.25 0.75 <O,en,F,en-F> (%HESITATION) WELL-KNOWN
+en_4156 A en_4156_A 1.00 1.50 <O,en,F,en-F> <B_ASIDE> HI <E_ASIDE> TH(ERE)
+en_4156 A en_4156_A 1.50 1.75 <O,en,F,en-F> BYE
+en_4156 B en_4156_B 0.50 1.00 <O,en,F,en-F> UH
+en_4156 B en_4156_B1 1.00 1.25 <O,en,F,en-F> YES
+en_4156 B en_4156_B 1.25 1.50 <O,en,F,en-F> NO
+en_4156 B excluded_region 1.50 1.75 <O,en,F,en-F> IGNORE_TIME_SEGMENT_IN_SCORING
+en_4156 B en_4156_B 1.75 2.00 <O,en,F,en-F> SO
+"""
 # By the names that NeMo's documentation uses.
 TREES: dict[str, Tree] = {
     "LibriSpeech": _librispeech("dev-clean", "84-121123", 0.5) | _librispeech("train-clean-100", "19-198", 0.25),
@@ -116,6 +130,10 @@ TREES: dict[str, Tree] = {
         )
     },
     "Fisher English Training Speech": _fisher() | _fisher("LDC2005S13", "LDC2005T19", "2"),
+    "2000 HUB5": {
+        "hub5e_00/english/en_4156.sph": CALL,
+        "2000_hub5_eng_eval_tr/reference/hub5e00.english.000405.stm": STM,
+    },
     "HUB5": {
         "LDC2002S09/hub5e_00/english/en_4156.sph": CALL,
         "LDC2002T43/reference/english/en_4156.txt": "#Language: eng\n#File id: 4156\n\n0.50 1.25 A: yeah\n\n"
@@ -176,10 +194,17 @@ EXPECTED = {
                             tag("AISHELL-2", f"C000{number}", "zh"))]
         for number, (part, folder) in enumerate((("train", "data"), ("dev", "dev"), ("test", "test")))
     },
-    "Fisher English Training Speech": {"m.json": [
+    "Fisher English Training Speech": {"m.train.json": [
         (f"LDC200{year}S13/fe_03_p{part}_sph1/audio/000/fe_03_0000{part}.sph", seconds, text, tag("Fisher", speaker))
         for year, part in ((4, 1), (5, 2))
         for seconds, text, speaker in ((0.75, "hello there", 2602), (1.0, "hi", 1790))
+    ]},
+    "2000 HUB5": {"m.json": [
+        ("hub5e_00/english/en_4156.sph", seconds, text, tag("HUB5", f"en_4156_{speaker}"))
+        for seconds, text, speaker in (
+            (0.5, "uh wellknown", "A"), (0.5, "uh", "B"), (0.5, "hi there", "A"), (0.25, "yes", "B1"),
+            (0.25, "no", "B"), (0.25, "bye", "A"), (0.25, "so", "B"),
+        )
     ]},
     "HUB5": {"m.json": [("LDC2002S09/hub5e_00/english/en_4156.sph", 0.75, "yeah", tag("HUB5", "en_4156-A")),
                         ("LDC2002S09/hub5e_00/english/en_4156.sph", 1.0, "mhm right", tag("HUB5", "en_4156-B"))]},
@@ -279,3 +304,170 @@ def test_arguments_of_a_recipe(options, names, tmp_path):
         make("LibriSpeech", tmp_path, recipe_options=options)
     files, _ = make("LibriSpeech", tmp_path / "b", recipe_options={"normalize_text": "lower"})
     assert files["m.dev-clean.json"][0]["text"] == "go"
+
+
+def calls(count: int, *lines: str) -> Tree:
+    """Return a tree of Fisher with so many calls, whose texts have these lines, and the heads of all."""
+    tree, table = dict(ONE_FISHER), "CALL_ID,,,,,A,,,,,B\n"
+    for number in range(1, count + 1):
+        name = f"fe_03_{number:05d}"
+        tree[f"LDC2004S13/fe_03_p1_sph1/audio/000/{name}.sph"] = CALL
+        tree[f"LDC2004T19/data/trans/000/{name}.txt"] = "\n".join((f"# {name}", "# LDC", "", *lines, ""))
+        table += f"{number:05d},,,,,{2 * number},,,,,{2 * number + 1}\n"
+    return tree | {"LDC2004T19/doc/fe_03_p1_calldata.tbl": table}
+
+
+def test_fisher_is_split_into_tenths_of_its_files(tmp_path):
+    files, _ = make("fisher", tmp_path, calls(20, "0.00 1.00 A: hello"))
+    names = {split: [Path(row["audio_filepath"]).stem[-2:] for row in rows] for split, rows in files.items()}
+    assert names == {
+        "m.train.json": [f"{number:02d}" for number in range(1, 17)],
+        "m.validation.json": ["17", "18"], "m.test.json": ["19", "20"],
+    }  # fmt: skip
+
+
+FISHER_TEXTS = (
+    "0.00 0.50 A: [laughter] I'd say, 'Mini'-van. <noise>", "0.50 0.75 B: (( maybe ))", "0.75 1.00 A: [noise] [[skip]]",
+    "1.00 1.50 B: [uh] on A._B._C.", "1.50 1.75 A: (( so ))", "1.75 2.00 A: bye", "2.00 2.50 A: bye!",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "notes"),
+    [
+        ([], [(0.5, "[laughter] I'd say, 'Mini'-van. <noise>"), (0.25, "(( maybe ))"), (0.25, "[noise] [[skip]]"),
+              (0.5, "[uh] on A._B._C."), (0.25, "(( so ))"), (0.25, "bye"), (0.5, "bye!")], []),
+        (["--remove-noises"], [(0.5, "i'd say minivan"), (0.5, "uh on a b c"), (0.25, "bye"), (0.5, "bye")],
+         ["3 utterances are left out"]),
+        # None goes over an uncertain one, which would be in the audio alone.
+        (["--remove-noises", "--min-segment", "0.6"], [(0.75, "bye bye")],
+         ["3 utterances are left out", "2 utterances are left out: joined they last less than 0.6 s"]),
+    ],
+)  # fmt: skip
+def test_texts_of_fisher(options, found, notes, tmp_path):
+    write_tree(tmp_path / "corpus", calls(1, *FISHER_TEXTS))
+    done = run_sharmill("manifest", tmp_path / "corpus", "-o", tmp_path / "m.json", "--from", "fisher", *options)
+    assert [(row["duration"], row["text"]) for row in lines(tmp_path / "m.train.json")] == found
+    log = tmp_path / "m.recipe.log"
+    assert all(note in (done.stdout + log.read_text() if notes else "") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("least", "found"),
+    [(0.6, [(0.25, 1.25, "uh wellknown hi there")]), (1.5, [(0.25, 1.5, "uh wellknown hi there bye")]),
+     (0.5, [(0.25, 0.5, "uh wellknown"), (0.5, 0.5, "uh"), (1.0, 0.5, "hi there")])],
+)  # fmt: skip
+def test_utterances_of_a_speaker_and_channel_are_joined_to_a_least_length(least, found, tmp_path):
+    files, notes = make("2000 HUB5", tmp_path, min_segment=least)
+    assert [(row["offset"], row["duration"], row["text"]) for row in files["m.json"]] == found
+    assert "left out: joined they last less than" in notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "names"),
+    [("LibriSpeech", {"min_segment": 10.0}, ["--min-segment"]), ("AN4", {"min_segment": 10.0}, ["--min-segment"]),
+     ("LibriSpeech", {"recipe_options": {"remove_noises": True}}, ["remove_noises", "librispeech"]),
+     ("HUB5", {"download": True}, ["lhotse does not download eval2000", "--download"]),
+     ("AN4", {"download": True}, ["lhotse does not download an4"]),
+     ("LibriSpeech", {"download": True, "splits": ("dev",)}, ["--splits dev", "dev-clean, dev-other"])],
+)  # fmt: skip
+def test_what_a_corpus_does_not_have_is_refused(name, options, names, tmp_path):
+    with raises(ConfigError, "bad_usage", *names):
+        make(name, tmp_path, **options)
+
+
+def test_a_line_that_is_no_stm_is_named(tmp_path):
+    path = "2000_hub5_eng_eval_tr/reference/hub5e00.english.000405.stm"
+    with raises(ConfigError, "bad_manifest", path, "line 2 ", "en_4156 A"):
+        make("2000 HUB5", tmp_path, TREES["2000 HUB5"] | {path: ";;\nen_4156 A\n"})
+
+
+def pack(archive: Path, *folders: Path, root: str) -> None:
+    """Write folders to an archive, below ``root``."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as tar:
+        for folder in folders:
+            tar.add(folder, f"{root}/{folder.name}")
+
+
+@pytest.fixture
+def openslr(tmp_path):
+    """A server of archives of corpora, where OpenSLR has them."""
+    published, web = tmp_path / "published", tmp_path / "web"
+    for name in ("LibriSpeech", "LibriTTS", "HiFi-TTS", "Aishell-1"):
+        write_tree(published / name, TREES[name])
+    for part in ("dev-clean", "train-clean-100"):
+        pack(web / f"12/{part}.tar.gz", published / "LibriSpeech" / part, root="LibriSpeech")
+    pack(web / "60/dev-clean.tar.gz", published / "LibriTTS/dev-clean", root="LibriTTS")
+    pack(web / "109/hi_fi_tts_v0.tar.gz", *(published / "HiFi-TTS").iterdir(), root="hi_fi_tts_v0")
+    aishell = published / "Aishell-1/data_aishell"
+    for part in [*(aishell / "wav").iterdir()]:
+        pack(aishell / f"wav/{part.name}.tar.gz", part, root=".")
+        shutil.rmtree(part)
+    pack(web / "33/data_aishell.tgz", *aishell.iterdir(), root="data_aishell")
+    pack(web / "33/resource_aishell.tgz", aishell / "transcript", root="resource_aishell")
+    with serving(web) as server:
+        yield server
+
+
+def download(tmp_path, url, splits=("dev-clean", "train-clean-100"), corpus="librispeech"):
+    """Downloads a corpus into ``data``; returns the first paths of the manifests."""
+    options = ManifestOptions(corpus=corpus, download=True, splits=splits, recipe_options={"base_url": url}, force=True)
+    make_manifest([str(tmp_path / "data")], str(tmp_path / "m.json"), options, workers=1)
+    return {path.name: lines(path)[0]["audio_filepath"] for path in tmp_path.glob("m*json")}
+
+
+DOWNLOADED = {
+    "m.dev-clean.json": "LibriSpeech/dev-clean/84/121123/84-121123-0000.flac",
+    "m.train-clean-100.json": "LibriSpeech/train-clean-100/19/198/19-198-0000.flac",
+}
+
+
+def test_a_corpus_is_downloaded_once(tmp_path, openslr):
+    assert download(tmp_path, openslr.url) == DOWNLOADED
+    asked = dict(openslr.requests)
+    assert asked == {"/12/dev-clean.tar.gz": 1, "/12/train-clean-100.tar.gz": 1}
+    run_sharmill(
+        "manifest", tmp_path / "data", "-o", tmp_path / "again.json", "--from", "librispeech", "--download",
+        "--splits", "dev-clean,train-*100", "--recipe-option", f"base_url={openslr.url}",
+    )  # fmt: skip
+    assert openslr.requests == asked
+    assert (tmp_path / "again.train-clean-100.json").read_bytes() == (tmp_path / "m.train-clean-100.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("corpus", "split", "path"),
+    [("libritts", "dev-clean", "LibriTTS/dev-clean/84/121123/84_121123_000007_000001.wav"),
+     ("hifitts", "92_clean_dev", "hi_fi_tts_v0/audio/92_clean/1/two.flac"),
+     ("aishell", "train", "aishell/data_aishell/wav/train/S0000/BAC009S0000W0121.wav")],
+)  # fmt: skip
+def test_each_corpus_is_read_where_lhotse_has_unpacked_it(corpus, split, path, tmp_path, openslr):
+    assert download(tmp_path, openslr.url, (split,), corpus) == {f"m.{split}.json": path}
+
+
+@pytest.mark.parametrize("kind", ["once-cut", "once-500"])
+def test_what_is_half_downloaded_is_continued_and_not_taken_for_complete(kind, tmp_path, openslr):
+    splits, url = ("dev-clean",), f"{openslr.url}/{kind}"
+    with raises(
+        FatalError, "missing_input", "librispeech is not downloaded to", "run the same command again"
+    ) as caught:
+        download(tmp_path, url, splits)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("m*"))
+    assert download(tmp_path, url, splits) == {"m.dev-clean.json": DOWNLOADED["m.dev-clean.json"]}
+
+
+def test_a_server_that_is_not_there_ends_the_download_with_one_line(tmp_path):
+    with raises(FatalError, "missing_input", "refused", "run the same command again"):
+        download(tmp_path, "http://127.0.0.1:9")
+
+
+def test_a_disk_that_cannot_be_written_ends_the_download_with_one_line(tmp_path, openslr):
+    archive = tmp_path / "data/dev-clean.tar.gz"
+    archive.parent.mkdir()
+    # Where not even root may make files.
+    archive.symlink_to("/sys/kernel/dev-clean.tar.gz")
+    with raises(FatalError, "disk", str(tmp_path / "data"), "make room"):
+        download(tmp_path, openslr.url)
+    archive.unlink()
+    assert download(tmp_path, openslr.url) == DOWNLOADED

@@ -16,7 +16,7 @@ class WebServer(ThreadingHTTPServer):
     The first part of a path may be a status (``/404/a.wav``), ``once-500`` and the like for one that only the first
     request gets, ``cut`` and ``once-cut`` for a body that ends early, ``large`` for one that says it has 5 GiB,
     ``endless`` for one without a length, ``length`` for one whose Content-Length is what follows the ``?``, and
-    ``to`` for a redirect to that, unquoted. Behind it is the file.
+    ``to`` for a redirect to that, unquoted. Behind it is the file, or its end where a range asks for that.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind, _, name = unquote(parts.path).lstrip("/").partition("/")
         if kind.startswith("once-"):
             kind = kind.removeprefix("once-") if self.server.requests[self.path] == 1 else ""
-        elif not re.fullmatch(r"\d{3}|cut|large|endless|length|to", kind):
+        elif not re.fullmatch(r"[2-5]\d\d|cut|large|endless|length|to", kind):
             kind, name = "", f"{kind}/{name}"
         file = self.server.folder / name
         if kind == "to":
@@ -64,8 +64,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._head(404, {})
         else:
             data = file.read_bytes()
+            start = int((re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")) or [0, 0])[1])
+            if start and start >= len(data):
+                self._head(416, {"Content-Range": f"bytes */{len(data)}"})
+                return
+            data = data[start:]
             length = unquote(parts.query) if kind == "length" else str(len(data))
-            self._head(200, {} if kind == "endless" else {"Content-Length": length})
+            self._head(206 if start else 200, {} if kind == "endless" else {"Content-Length": length})
             self.wfile.write(data[: len(data) // 2] if kind == "cut" else data)
 
     do_HEAD = do_GET

@@ -325,6 +325,11 @@ def _parse_list(context: click.Context, parameter: click.Parameter, text: str | 
               help="Of a corpus: splits or patterns of them, as train-*,dev-clean.")  # fmt: skip
 @click.option("--recipe-option", "recipe_options", multiple=True, metavar="KEY=VALUE", callback=parse_pairs,
               help="Argument of the recipe.")  # fmt: skip
+@click.option("--download", is_flag=True, help="Have lhotse download the corpus, or its --splits, to SOURCE first.")
+@click.option("--remove-noises", is_flag=True,
+              help="Of Fisher: no tags, punctuation, capitals or uncertain utterances in the texts.")  # fmt: skip
+@click.option("--min-segment", type=click.FloatRange(min=0.0, min_open=True), metavar="SECONDS",
+              help="Of a corpus: join consecutive utterances of a channel until they last so long.")  # fmt: skip
 @click.option("--vocabulary", metavar="FILE", help="Write the characters of the texts (of the training splits).")
 @click.option("--vocabulary-of", type=click.Choice(["characters", "words"]), default="characters", show_default=True)
 @click.option("--audio-root", metavar="DIR", help="Folder that the paths are relative to (default: SOURCE).")
@@ -359,10 +364,12 @@ def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto
     except yaml.YAMLError as error:
         texts = " ".join(given["recipe_options"].values())
         raise ConfigError(f"--recipe-option: {texts} is not valid YAML", code="bad_usage") from error
+    recipe_options |= {"remove_noises": True} if given["remove_noises"] else {}
     options = ManifestOptions(
         audio_root=given["audio_root"], corpus=given["corpus"], vocabulary=given["vocabulary"],
         of_words=given["vocabulary_of"] == "words", splits=given["splits"], force=force,
-        recipe_options=recipe_options, keys=_source_keys(given),
+        recipe_options=recipe_options, keys=_source_keys(given), download=given["download"],
+        min_segment=given["min_segment"],
     )  # fmt: skip
     with ProgressListener() as listener:
         try:

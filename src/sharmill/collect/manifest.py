@@ -35,6 +35,7 @@ from sharmill.executors.local import run_alone
 from sharmill.files.storage import (
     Staging,
     load_record,
+    make_folder,
     remove,
     remove_asides,
     require_writable,
@@ -78,6 +79,8 @@ class ManifestOptions:
         corpus: the name of a corpus, or None.
         recipe_options: further arguments of its recipe.
         splits: names or patterns of its splits, none for all.
+        min_segment: join its utterances until they last so many seconds.
+        download: have lhotse download it into the folder first.
         vocabulary: where to write the vocabulary of the texts, or None.
         of_words: it is one of words, not of characters.
         force: replace a manifest that is there, its companions and the vocabulary.
@@ -88,6 +91,8 @@ class ManifestOptions:
     corpus: str | None = None
     recipe_options: dict[str, Any] = field(default_factory=dict)
     splits: tuple[str, ...] = ()
+    min_segment: float | None = None
+    download: bool = False
     vocabulary: str | None = None
     of_words: bool = False
     force: bool = False
@@ -207,8 +212,11 @@ class ManifestStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         if self.options.corpus is not None:
-            directory = Path(str(self.given[0].audio_root))
-            found = run_recipe(self.options.corpus, directory, self.options.recipe_options, self.options.splits, folder)
+            options, directory = self.options, Path(str(self.given[0].audio_root))
+            found = run_recipe(
+                self.options.corpus, directory, options.recipe_options, options.splits, folder,
+                min_segment=options.min_segment, download=options.download,
+            )  # fmt: skip
             (folder / _FOUND).write_bytes(msgspec.json.encode(found))
         inputs = self.inputs(folder)
         if not self.options.force:
@@ -402,8 +410,8 @@ def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Sour
     refuse(
         (of_corpus and len(sources) > 1, "--from is for one folder, that of the corpus"),
         (
-            not of_corpus and (options.splits or options.recipe_options),
-            "--splits and --recipe-option are for a corpus, which --from names",
+            not of_corpus and (options.splits or options.recipe_options or options.download or options.min_segment),
+            "--splits, --recipe-option, --remove-noises, --min-segment and --download are for a corpus, see --from",
         ),
         code="bad_usage",
     )
@@ -429,6 +437,8 @@ def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Sour
 def _make_source(source: str, options: ManifestOptions) -> Source:
     """Return a source; its audio root is a folder itself, the folder of a file, or the one that is given."""
     path = expand_home(source)
+    if options.download and not path.exists():
+        make_folder(path)
     if not path.exists() and (options.corpus is not None or not names_several(source)):
         raise ConfigError(f"there is no file or folder {path}; correct its path", code="missing_input")
     own: dict[str, Any] = {}

@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -492,22 +492,37 @@ def join_stretches(stretches: Sequence[Stretch], max_gap: float, max_duration: f
     def voice(stretch: Stretch) -> tuple[str, str, str]:
         return stretch.recording, stretch.channel, stretch.speaker or ""
 
-    joined: list[Stretch] = []
-    for _, group in itertools.groupby(sorted(stretches, key=lambda s: (voice(s), s.start, s.end)), voice):
-        run: list[Stretch] = []
-        end = 0.0
-        for stretch in group:
-            if run and (stretch.start - end > max_gap or max(end, stretch.end) - run[0].start > max_duration):
-                joined.append(_joined(run, end))
-                run = []
-            end = max(end, stretch.end) if run else stretch.end
-            run.append(stretch)
-        joined.append(_joined(run, end))
-    return joined
+    groups = itertools.groupby(sorted(stretches, key=lambda s: (voice(s), s.start, s.end)), voice)
+    return [_joined(run) for _, group in groups for run in split_runs(group, max_gap, max_duration)]
 
 
-def _joined(run: list[Stretch], end: float) -> Stretch:
+def split_runs(
+    parts: Iterable[Any], max_gap: float = math.inf, max_duration: float = math.inf, *, enough: float = math.inf
+) -> Iterator[list[Any]]:
+    """Yield runs of what has ``start`` and ``end`` in seconds and is in the order of its starts.
+
+    A run ends before a pause of more than ``max_gap`` seconds, before it would last more than ``max_duration``, and
+    when it lasts ``enough`` seconds.
+    """
+    run: list[Any] = []
+    end = 0.0
+    for part in parts:
+        if run and (
+            part.start - end > max_gap
+            or max(end, part.end) - run[0].start > max_duration
+            or end - run[0].start >= enough
+        ):
+            yield run
+            run = []
+        end = max(end, part.end) if run else part.end
+        run.append(part)
+    if run:
+        yield run
+
+
+def _joined(run: list[Stretch]) -> Stretch:
     texts = [("" if part.glued else " ") + part.text for part in run if part.text]
+    end = max(part.end for part in run)
     return replace(run[0], end=end, text="".join(texts).strip() if texts else None)
 
 

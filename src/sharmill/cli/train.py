@@ -1,5 +1,6 @@
 """Commands for a training: buckets, batch sizes, resuming, and the state of its settings or of this machine."""
 
+import argparse
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,26 +35,18 @@ class _AsNemo(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--langs" in args:
-            languages, names = (_take_values(args, option) for option in ("--langs", "--tokenizer"))
-            if len(languages) != len(names):
+            several = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+            for option in ("--langs", "--tokenizer"):
+                several.add_argument(option, nargs="*", default=[])
+            found, args = several.parse_known_args(args)
+            if len(found.langs) != len(found.tokenizer):
                 raise click.UsageError(
-                    f"--langs has {len(languages)} values and --tokenizer {len(names)}: give as many, and put SOURCE "
-                    "before them or behind another option",
+                    f"--langs has {len(found.langs)} values and --tokenizer {len(found.tokenizer)}: give as many, and "
+                    "put SOURCE before them or behind another option",
                     ctx,
                 )
-            args = [f"--tokenizer={language}={name}" for language, name in zip(languages, names, strict=True)] + args
+            args += [f"--tokenizer={'='.join(pair)}" for pair in zip(found.langs, found.tokenizer, strict=True)]
         return super().parse_args(ctx, args)
-
-
-def _take_values(args: list[str], option: str) -> list[str]:
-    """Take an option out of arguments, and return its values: those up to the next option."""
-    values: list[str] = []
-    while option in args:
-        start = args.index(option)
-        end = next((n for n, arg in enumerate(args) if n > start and arg.startswith("-")), len(args))
-        values += args[start + 1 : end]
-        del args[start:end]
-    return values
 
 
 @click.command(cls=_AsNemo)

@@ -14,6 +14,7 @@ from sharmill.training import get_dataloader
 from sharmill.training.nemo.loader import merge_data_states
 
 ORDER = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buffer_size": 4}
+MAP_STYLE = {"force_map_dataset": True}
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +128,15 @@ def test_buckets_in_turn_go_on_where_they_were_on_other_ranks(page, strategy):
 @pytest.mark.parametrize(
     ("changes", "code", "names"),
     [
-        ({"force_map_dataset": True}, "bad_config_value", ["fixed_order", "force_iterable_dataset: true"]),
+        (MAP_STYLE, "bad_config_value", ["fixed_order", "force_iterable_dataset: true"]),
         ({"bucketing_batch_size": [1, 2]}, "bad_config_value", ["bucketing_batch_size", "there are manifests, 4"]),
         ({"bucketing_weights": [2, 1, 0.5, 1]}, "bad_config_value", ["bucketing_weights are whole numbers"]),
         ({"drop_last": True}, "inexact_state", ["drop_last"]),
+        (
+            {"bucketing_strategy": None, "bucketing_weights": [2, 1, 1, 3], "force_finite": True} | MAP_STYLE,
+            "bad_config_value",
+            ["bucketing_weights", "force_iterable_dataset: true"],
+        ),
     ],
 )
 def test_refused(page, changes, code, names):
@@ -160,11 +166,6 @@ def test_instances_of_an_upsampled_bucket_have_its_batch_size(page):
     assert buckets_of(batches) == 2 * [*"00001122333333333333"]
     assert [len(batch) for batch in batches] == 2 * (8 * [4] + 12 * [2])
     assert Counter(flat(map(texts, batches[20:]))) == UPSAMPLED
-
-
-def test_weights_of_a_finite_pass_need_a_stream(page):
-    with raises(ConfigError, "bad_config_value", "bucketing_weights", "force_iterable_dataset: true"):
-        load(page(WEIGHTS, "model.train_ds.batch_size=2"), force_map_dataset=True, force_finite=True)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ import os
 import random
 import secrets
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from lhotse import CutSet
 from lhotse.cut import Cut, MixedCut
-from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler, IterableDatasetWrapper, RoundRobinSampler
+from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler, IterableDatasetWrapper
 from lhotse.dataset.sampling.dynamic import DurationBatcher
 from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketer
 from lhotse.lazy import LazyFilter
@@ -350,11 +350,16 @@ class _OldestFirst(DynamicBucketer):
         yield from super().__iter__()
 
 
-class _Epochs:
-    """The examples of a bucket, those of one epoch in each iteration."""
+class _Bucket:
+    """The examples of a sampler, which gets those of one epoch in each iteration.
 
-    def __init__(self, examples: CutSet) -> None:
-        self._examples = examples
+    Attributes:
+        passes: how many epochs of the bucket are one of the training.
+    """
+
+    def __init__(self, sampler: Any, passes: int) -> None:
+        self.sampler, self.passes = sampler, passes
+        self._examples, sampler.cuts = sampler.cuts[0], (CutSet(self),)
         self._groups: Iterator[tuple[int, Iterator[Any]]] = iter(())
         self._next: tuple[int, Iterator[Any]] | None = None
 
@@ -372,44 +377,30 @@ class _Epochs:
         yield from examples
 
 
-class _BucketsInTurn(RoundRobinSampler):
-    """An epoch of one bucket after the other, in an order that is fixed, or drawn for each epoch as NeMo draws it.
+class _BucketsInTurn:
+    """Batches of an epoch of one bucket after the other.
 
-    What is read of a bucket says which epoch comes next, so that a resume goes on with the buckets that are left.
+    The places of a bucket's next examples say whether it is still to come, so that a resume goes on with what is left.
 
-    Attributes:
-        buckets: the examples of each sampler.
-        passes: how often each comes in an epoch.
-        seed_of_order: of the draws; None for the order of the configuration.
-        is_finite: an iteration is one epoch.
+    Args:
+        seed: of the orders that are drawn for each epoch, as NeMo's RandomizedChainDataset does; None for a fixed one.
+        finite: an iteration is one epoch.
     """
 
-    buckets: list[_Epochs]
-    passes: list[int]
-    seed_of_order: str | None
-    is_finite: bool
+    def __init__(self, buckets: Sequence[_Bucket], seed: str | None, *, finite: bool) -> None:
+        self._buckets, self._seed, self._finite = buckets, seed, finite
 
-    def __iter__(self) -> _BucketsInTurn:
-        self._batches = self._iterate()
-        return self
-
-    def _next_batch(self) -> CutSet:
-        return next(self._batches)
-
-    def _iterate(self) -> Iterator[CutSet]:
+    def __iter__(self) -> Iterator[CutSet]:
         while True:
-            nexts = [bucket.find_next()[0] for bucket in self.buckets]
-            epoch = min(found // passes for found, passes in zip(nexts, self.passes, strict=True))
-            order = [number for number, passes in enumerate(self.passes) for _ in range(passes)]
-            if self.seed_of_order is not None:
-                random.Random(f"{self.seed_of_order} {epoch}").shuffle(order)
-            done = Counter[int]()
-            for number in order:
-                if self.buckets[number].find_next()[0] <= epoch * self.passes[number] + done[number]:
-                    self.samplers[number].set_epoch(epoch)
-                    yield from self.samplers[number]
-                done[number] += 1
-            if self.is_finite:
+            epoch = min(bucket.find_next()[0] // bucket.passes for bucket in self._buckets)
+            order = [bucket for bucket in self._buckets for _ in range(bucket.passes)]
+            if self._seed is not None:
+                random.Random(f"{self._seed} {epoch}").shuffle(order)
+            for bucket in order:
+                if bucket.find_next()[0] < (epoch + 1) * bucket.passes:
+                    bucket.sampler.set_epoch(epoch)
+                    yield from bucket.sampler
+            if self._finite:
                 return
 
 
@@ -417,22 +408,19 @@ class _SemiSorted(DynamicCutSampler):
     """NeMo's semi-sorted batches: of all examples, sorted by length with noise.
 
     Attributes:
-        part: the rank, and the number of ranks; NeMo's sampler divides the batches, and lhotse's does not.
-        factor, batch_size: of NeMo's sampler.
+        sort: makes NeMo's sampler for lengths; it divides the batches among ranks, and lhotse's does not.
     """
 
-    part: tuple[int, int]
-    factor: float
-    batch_size: int
+    sort: Callable[..., Any]
 
     def __iter__(self) -> _SemiSorted:
-        from nemo.collections.asr.parts.utils.asr_batching import SemiSortBatchSampler
-
-        examples = [example for cuts in self.cuts for example in cuts]
-        sampler = SemiSortBatchSampler(
-            *self.part, [self.constraint.measure_length(example) for example in examples], self.batch_size,
-            batch_shuffle=self.shuffle, drop_last=self.drop_last, randomization_factor=self.factor, seed=self.seed,
-        )  # fmt: skip
+        examples = list(self.cuts[0])
+        sampler = self.sort(
+            durations=[self.constraint.measure_length(example) for example in examples],
+            batch_shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            seed=self.seed,
+        )
         sampler.set_epoch(self.epoch)
         known = np.random.get_state()
         np.random.seed((self.seed + self.epoch) % 2**32)  # of NeMo's noise, which must be the same on all ranks
@@ -626,9 +614,7 @@ def _make_loader(
     limits = [_take_limits(section, tokenizer) for section in sections]
     strategies = [section.pop("bucketing_strategy", None) for section in sections]
     factors = [section.pop("randomization_factor", None) for section in sections]
-    orders = {"fixed_order": None, "synced_randomized": "", "fully_randomized": f"{settings['seed']} {rank}"}
-    if in_turn := settings.get("sampler_fusion") in orders:
-        seed_of_order = orders[settings.pop("sampler_fusion")]
+    in_turn = settings.pop("bucketing_strategy", None)  # at the top of a multi_config
     ours: list[PartitionedCuts] = []
     collecting = _made.set(ours)
     try:
@@ -656,17 +642,21 @@ def _make_loader(
         if resumable and isinstance(one, DynamicBucketingSampler):
             one.__class__, one.bucket_seed = _ResumableBuckets, settings["seed"]  # NeMo names lhotse's class
         if factor is not None:
-            one.__class__, one.part, one.rank, one.world_size = _SemiSorted, (rank, world_size), 0, 1
-            one.factor, one.batch_size, one.seed = factor, section["batch_size"], settings["seed"]
-    if in_turn:
-        sampler.__class__, sampler.is_finite = _BucketsInTurn, settings.get("force_finite", False)
-        sampler.passes = [source.get("passes", 1) for source in sources_of(settings)]
-        sampler.seed_of_order = seed_of_order
-        sampler.buckets = [_Epochs(*one.cuts) for one in samplers]
-        for one, bucket in zip(samplers, sampler.buckets, strict=True):
-            one.cuts = (CutSet(bucket),)
+            from nemo.collections.asr.parts.utils.asr_batching import SemiSortBatchSampler
+
+            one.__class__, one.rank, one.world_size, one.seed = _SemiSorted, 0, 1, settings["seed"]
+            one.sort = partial(
+                SemiSortBatchSampler, rank, world_size, batch_size=section["batch_size"], randomization_factor=factor
+            )
+    if in_turn is not None:
+        passes = [entry.get("passes", 1) for entry in sources_of(settings)]
+        source.dataset.sampler = _BucketsInTurn(
+            [_Bucket(*pair) for pair in zip(samplers, passes, strict=True)],
+            {"synced_randomized": "", "fully_randomized": f"{settings['seed']} {rank}"}.get(in_turn),
+            finite=settings.get("force_finite", False),
+        )
     if resumable:
-        _require_exact(sections, in_turn=in_turn)
+        _require_exact(sections, in_turn=in_turn is not None)
         for cuts in ours:
             cuts.count_only_marked()
     return source, ours

@@ -167,6 +167,8 @@ def check_types(section: Settings) -> None:
 def check_batches(section: Settings) -> None:
     """Check how the settings of one sampler, as NeMo gets them, size batches and count examples.
 
+    Text that is counted in tokens gets the ``prompt_format`` plain if there is none, with a warning.
+
     Raises:
         ConfigError: a setting that is missing, or has no effect beside the others.
     """
@@ -185,6 +187,10 @@ def check_batches(section: Settings) -> None:
         *((len(limits) != len(bins), f"{key} has {len(limits)} numbers for {len(bins)} buckets")
           for key, limits in ratios.items()),
     )  # fmt: skip
+    holds = {type_of(entry).holds: entry.get("type") for entry in entries_of(section)}
+    if "text" in holds and in_tokens and prompt is None:
+        prompt = section["prompt_format"] = "plain"
+        log.warning("prompt_format is plain, since it is not set: it counts the tokens of type %s", holds["text"])
     if prompt is not None:
         resolve_format(prompt, "prompt_format")
     limit, duration = "batch_tokens" if in_tokens else "batch_duration", "token_equivalent_duration"
@@ -192,13 +198,11 @@ def check_batches(section: Settings) -> None:
     # That of an entry is for its conversations alone.
     of_entries = not _has_plain_audio(section) and any(source.get(duration) is not None for source in sources)
     has_duration = of_entries or section.get(duration) is not None
-    holds = {type_of(entry).holds: entry.get("type") for entry in entries_of(section)}
     refuse(
         (sizes is None and section.get("batch_size") is None and section.get(limit) is None,
          f"the size of batches is not set: {limit}, batch_size, or bucket_duration_bins and bucket_batch_size"),
-        ("text" in holds and not (in_tokens and prompt),
-         f"data of type {holds.get('text')} are counted in tokens: set use_multimodal_sampling: true and "
-         "prompt_format, which may be plain"),
+        ("text" in holds and not in_tokens,
+         f"data of type {holds.get('text')} are counted in tokens: set use_multimodal_sampling: true"),
         ("conversations" in holds and prompt is None and section.get("pretokenize", True),
          f"data of type {holds.get('conversations')} need prompt_format"),
         (in_tokens and not has_duration and not all(type_of(source).holds == "text" for source in sources),
@@ -323,7 +327,6 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     for section in sections:
         _check_entries(section, {key: section.get(key) for key in ("audio_locator_tag", "token_equivalent_duration")})
         _translate_semi_sorted(section, settings)
-        _add_prompt_format(section)
         check_batches(section)
         # lhotse loses an error in the thread that would fill the buckets, and waits for it for ever.
         section.setdefault("concurrent_bucketing", False)
@@ -347,7 +350,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
 
 
 def _take_in_turn(settings: Settings, strategy: str) -> Settings:
-    """Return settings with a sampler for each bucket; their ``sampler_fusion`` is the order of the buckets.
+    """Return settings with a sampler for each bucket, and the strategy beside them.
 
     Raises:
         ConfigError: it is not known where an epoch of a bucket ends.
@@ -360,19 +363,19 @@ def _take_in_turn(settings: Settings, strategy: str) -> Settings:
         )
     (group,) = settings.pop("input_cfg")
     shared = {key: settings.pop(key) for key in _OF_TOP if key in settings}
-    sections = {}
-    for number, entry in enumerate(group["input_cfg"], 1):
-        size = {"batch_size": entry.pop("batch_size")} if "batch_size" in entry else {}
-        sections[f"bucket{number}"] = copy.deepcopy(settings) | size | {"input_cfg": [entry]}
-    return shared | sections | {"multi_config": True, "sampler_fusion": strategy}
+    sections = {
+        f"bucket{number}": copy.deepcopy(settings)
+        | {"batch_size": entry.pop("batch_size", settings.get("batch_size")), "input_cfg": [entry]}
+        for number, entry in enumerate(group["input_cfg"], 1)
+    }
+    return shared | sections | {"multi_config": True, "bucketing_strategy": strategy}
 
 
 def _translate_semi_sorted(section: Settings, settings: Settings) -> None:
     """Leave ``randomization_factor`` where NeMo's own sampler makes the batches, in map style; else make buckets."""
-    factor = section.pop("randomization_factor", None)
+    factor = section.pop("randomization_factor", 0.1)
     if not section.pop("use_semi_sorted_batching", False):
         return
-    factor = 0.1 if factor is None else factor
     map_style = is_map_style(section)
     refuse(
         (not is_number(factor) or factor < 0, f"randomization_factor is a number of at least 0, not {factor!r}"),
@@ -384,14 +387,6 @@ def _translate_semi_sorted(section: Settings, settings: Settings) -> None:
         return
     section |= {"randomization_factor": factor, "use_bucketing": False}
     settings["force_finite"] = True  # all durations of an epoch are sorted
-
-
-def _add_prompt_format(section: Settings) -> None:
-    """Make ``prompt_format`` plain for text without one, and say so."""
-    texts = [entry["type"] for entry in entries_of(section) if type_of(entry).holds == "text"]
-    if texts and section.get("use_multimodal_sampling") and section.setdefault("prompt_format", None) is None:
-        section["prompt_format"] = "plain"
-        log.warning("prompt_format is plain, since it is not set: it counts the tokens of type %s", texts[0])
 
 
 def sections_of(settings: Settings) -> list[Settings]:
@@ -529,8 +524,7 @@ def _check_orders(
         common_seed: all ranks have the same seed.
     """
     shuffle, finite = settings["shuffle"], settings.get("force_finite", False) or settings.get("metadata_only", False)
-    repeated = [entry for entry, _ in sources if entry.get("passes", 1) > 1]
-    if finite and (map_style or not all(map(is_divisible, repeated))) and repeated:
+    if finite and any(entry.get("passes", 1) > 1 and (map_style or not is_divisible(entry)) for entry, _ in sources):
         raise ConfigError(
             "bucketing_weights repeat data of a finite pass as a stream: set force_iterable_dataset: true, without "
             "pipes, slice_length and extra_fields",
@@ -538,14 +532,15 @@ def _check_orders(
         )
     if map_style:
         seeds = {settings["shard_seed"], *(seed for _, seed in sources)}
-        sorts = any("randomization_factor" in section for section in sections_of(settings))
         drawn = world_size > 1 and (shuffle or len(sources) > 1)
         refuse(
             (drawn and "trng" in seeds,
              "shard_seed: trng makes a different order on each rank, of which the map-style sampler would take samples "
              "twice and miss others: set shard_seed to randomized or a number"),
-            (drawn and (sorts or "randomized" in seeds) and not common_seed,
-             "semi-sorted batches and shard_seed: randomized need a seed that all ranks share: set seed to a number"),
+            (drawn and "randomized" in seeds and not common_seed,
+             "shard_seed: randomized needs a seed that all ranks share: set seed to a number"),
+            (not common_seed and any("randomization_factor" in section for section in sections_of(settings)),
+             "use_semi_sorted_batching needs a seed that all ranks share: set seed to a number"),
             code="split_wrong",
         )  # fmt: skip
         return

@@ -1,14 +1,18 @@
 """Submit N consecutive SLURM jobs of one training: each begins when the one before has ended, however it ended.
 
 python jobs/launch_training.py -n 8 [--profile PROFILE] [--nodes 2] [--ranks-per-node 8]
-    [--sbatch=--exclusive] CONFIG [key=value ...]
+    [--sbatch=--exclusive] [--script NeMo/examples/speechlm2/salm_train.py] CONFIG [key=value ...]
 
 Every job goes on from the newest checkpoint, with the training's one seed. They read with `shard_seed=randomized`:
 data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the jobs are printed and noted in
 `jobs.jsonl` of the training's `out_dir`. Once `max_steps` are done, the jobs that are left end at once.
+
+With `--script` the jobs run that script of NeMo, whose configuration CONFIG is (`jobs/sbatch/nemo.sbatch`). In NeMo's
+loader each job begins the data anew, so each has a random seed of its own.
 """
 
 import json
+import secrets
 import shlex
 import subprocess
 import sys
@@ -23,7 +27,7 @@ from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.executors.slurm.queue import outside_own_job
 
 _ROOT = Path(__file__).resolve().parents[1]
-_SCRIPT = _ROOT / "jobs" / "sbatch" / "train.sbatch"
+_SBATCH = _ROOT / "jobs" / "sbatch"
 
 
 def profile_options(cluster: ClusterProfile, nodes: int, ranks_per_node: int) -> list[str]:
@@ -68,29 +72,35 @@ def submit(command: list[str]) -> str:
 @click.option("--ranks-per-node", default=1, show_default=True, metavar="N", help="GPUs per node, with --profile.")
 @click.option("--after", help="The number of a job that the first one waits for.")
 @click.option("--sbatch", "sbatch_options", multiple=True, metavar="OPTION", help="A further option of sbatch.")
+@click.option("--script", metavar="FILE", help="A training script of NeMo; CONFIG is then its configuration.")
 @click.option("--dry-run", is_flag=True, help="Print the commands and submit nothing.")
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def launch(
     num_jobs: int, profile: str | None, nodes: int, ranks_per_node: int, after: str | None,
-    sbatch_options: tuple[str, ...], dry_run: bool, config_path: str, overrides: tuple[str, ...],
+    sbatch_options: tuple[str, ...], script: str | None, dry_run: bool, config_path: str, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Submit N consecutive SLURM jobs of one training, each behind the one before."""
     has_shard_seed = any(override.partition("=")[0] == "shard_seed" for override in overrides)
+    missing = [path for path in (script, config_path) if script and not Path(path).is_file()]
     refuse(
         (min(num_jobs, nodes, ranks_per_node) < 1, "-n, --nodes and --ranks-per-node must be at least 1"),
         (Path.cwd() != _ROOT, f"the jobs begin in the folder of this command: give it in {_ROOT}"),
         (has_shard_seed, "the jobs read with shard_seed=randomized: leave out shard_seed="),
+        (missing, f"there is no {', '.join(missing)}: give a training script of NeMo, and its configuration"),
         (ranks_per_node > 1 and not profile, "--ranks-per-node multiplies what a profile gives: add --profile"),
     )
-    config = load_typed(TrainConfig, config_path, overrides)
+    config = None if script else load_typed(TrainConfig, config_path, overrides)
     chosen = [f"--nodes={nodes}"]
     if profile:
         chosen = profile_options(load_typed(ClusterProfile, profile), nodes, ranks_per_node)
     for _ in range(num_jobs):
         behind = [f"--dependency=afterany:{after}"] if after else []
-        command = ["sbatch", "--parsable", *chosen, *sbatch_options, *behind, str(_SCRIPT), config_path]
-        command += [*overrides, "shard_seed=randomized"]
+        command = ["sbatch", "--parsable", *chosen, *sbatch_options, *behind]
+        if script:
+            command += [str(_SBATCH / "nemo.sbatch"), str(secrets.randbits(31)), script, config_path, *overrides]
+        else:
+            command += [str(_SBATCH / "train.sbatch"), config_path, *overrides, "shard_seed=randomized"]
         if dry_run:
             print(shlex.join(command))
             after = "JOB_BEFORE"
@@ -98,10 +108,11 @@ def launch(
         note = {"job": submit(command), "after": after}
         after = note["job"]
         print(f"job {note['job']}" + (f", after {note['after']}" if note["after"] else ""))
-        out_dir = Path(config.out_dir)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with (out_dir / "jobs.jsonl").open("a") as notes:
-            notes.write(json.dumps(note) + "\n")
+        if config is not None:
+            out_dir = Path(config.out_dir)
+            out_dir.mkdir(parents=True, exist_ok=True)
+            with (out_dir / "jobs.jsonl").open("a") as notes:
+                notes.write(json.dumps(note) + "\n")
 
 
 def main(arguments: list[str]) -> int:

@@ -41,6 +41,19 @@ def test_each_job_waits_for_the_one_before(
     assert "job 103, after 102" in capsys.readouterr().out
 
 
+def test_jobs_of_a_script_of_nemo_have_a_seed_each(
+    sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "salm_train.py"
+    script.touch()
+    arguments = ["-n", "3", "--script", str(script), "configs/training/salm.yaml", "trainer.max_steps=5"]
+    assert launch_training.main(arguments) == 0
+    lines = [line.partition("jobs/sbatch/nemo.sbatch ")[2].split() for line in sbatch.read_text().splitlines()]
+    assert [line[1:] for line in lines] == [arguments[3:]] * 3
+    assert len({int(line[0]) for line in lines}) == 3
+    assert "job 103, after 102" in capsys.readouterr().out
+
+
 def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.yaml"
     profile.write_text("account: lab\nsignal_s: 45\ngpu: {partition: big, gpus: 1, cores: 8, memory_gb: 10}\n")
@@ -58,6 +71,7 @@ def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_pa
         (["-n", "2", "{config}", "shard_seed=1"], "shard_seed"),
         (["-n", "0", "{config}"], "-n"),
         (["-n", "1", "{config}", "max_stepz=1"], "max_steps"),
+        (["-n", "1", "--script", "salm_trein.py", "{config}"], "no file salm_trein.py"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(

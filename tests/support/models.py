@@ -255,13 +255,13 @@ def save_models(folder: Path) -> dict[str, str]:
     codec["audio_encoder"]["down_sample_rates"] = [8, 160]
     codec["audio_decoder"]["up_sample_rates"] = [160, 8]
     return {
-        "pretrained_llm": str(_save_llm(folder / "llm")),
+        "pretrained_llm": str(save_llm(folder / "llm")),
         "pretrained_asr": str(_save_recognizer(folder / "asr.nemo")),
         "pretrained_audio_codec": str(save_nemo_codec(folder / "codec.nemo", codec)),
     }
 
 
-def _save_llm(path: Path) -> Path:
+def save_llm(path: Path, num_key_value_heads: int = 4) -> Path:
     """A LlamaForCausalLM of two layers, and a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -276,7 +276,7 @@ def _save_llm(path: Path) -> Path:
     config = LlamaConfig(
         # One more for the placeholder of audio, and an even number for two shards.
         vocab_size=len(letters) + 4, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        num_attention_heads=4, num_key_value_heads=num_key_value_heads, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -358,7 +358,8 @@ def train_all(folder: Path) -> None:
     Their names are ``salm`` or ``duplex``, with anything behind a hyphen.
     """
     torch.distributed.init_process_group("gloo")
-    import sharmill.training.nemo.input_type  # noqa: F401
+    import sharmill.training.nemo.input_type
+    import sharmill.training.nemo.tensor_parallel  # noqa: F401
 
     found = {}
     for name, settings in json.loads((folder / "settings.json").read_text()).items():

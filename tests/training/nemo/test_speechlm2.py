@@ -2,11 +2,25 @@
 
 import json
 import math
+import os
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from support.example import run_ranks
-from support.models import FRAME, PLACEHOLDER, model_settings, save_models, train_all, write_conversations
+from support.models import (
+    FRAME,
+    HIDDEN,
+    PLACEHOLDER,
+    model_settings,
+    save_llm,
+    save_models,
+    train_all,
+    write_conversations,
+)
 from support.project import REPOSITORY, Project, voice
 
 from sharmill.models.nemo_models import quiet_nemo
@@ -57,16 +71,17 @@ def sides_data(conversations):
     return {"input_cfg": [{"type": "sharmill", "dataset": str(conversations)}]}
 
 
-def settings_of(models, data, *, data_parallel=2):
+def settings_of(models, data, *, data_parallel=2, tensor_parallel=1):
     common = {"sample_rate": 16000, "batch_size": 2, "seed": 1, "shard_seed": "randomized", "num_workers": 1}
     common |= {"shuffle": True, "shuffle_buffer_size": 1}
     strategy = {"_target_": "lightning.pytorch.strategies.ModelParallelStrategy"}
-    strategy |= {"data_parallel_size": data_parallel, "tensor_parallel_size": 2 // data_parallel}
+    strategy |= {"data_parallel_size": data_parallel, "tensor_parallel_size": tensor_parallel}
     return {
         "model": model_settings(models),
         "data": {"train_ds": data | common},
         "trainer": {
-            "devices": 2, "accelerator": "cpu", "strategy": strategy, "max_steps": STEPS, "logger": False,
+            "devices": data_parallel * tensor_parallel, "accelerator": "cpu", "strategy": strategy,
+            "max_steps": STEPS, "logger": False,
             "enable_checkpointing": False, "enable_progress_bar": False, "use_distributed_sampler": False,
             "limit_val_batches": 0,
         },
@@ -74,20 +89,38 @@ def settings_of(models, data, *, data_parallel=2):
 
 
 @pytest.fixture(scope="module")
-def found(speech, conversations, tmp_path_factory):
-    """The results of two ranks: both models, the duplex one on both kinds of data, and one that is tensor-parallel."""
-    folder = tmp_path_factory.mktemp("ranks")
+def models(tmp_path_factory):
     with quiet_nemo():
-        models = save_models(folder)
+        return save_models(tmp_path_factory.mktemp("models"))
+
+
+def results_of(trainings, num_ranks, folder):
+    """The results of each rank, by the name of the training."""
+    (folder / "settings.json").write_text(json.dumps(trainings))
+    run_ranks(train_all, num_ranks, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def found(speech, conversations, models, tmp_path_factory):
+    """The results of two ranks: both models, the duplex one on both kinds of data, and those that are tensor-parallel.
+
+    An LLM with one head of keys and values cannot be shared, nor one with adapters.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+    tensor = settings_of(models, salm_data(speech), data_parallel=1, tensor_parallel=2)
+    adapters = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}
+    lora = {"lora": adapters, "prevent_freeze_params": []}
+    heads = {"pretrained_llm": str(save_llm(folder / "one_head", num_key_value_heads=1))}
     trainings = {
         "salm": settings_of(models, salm_data(speech)),
         "duplex": settings_of(models, duplex_data(speech)),
         "duplex-sides": settings_of(models, sides_data(conversations)),
-        "salm-tensor": settings_of(models, salm_data(speech), data_parallel=1),
+        "salm-tensor": tensor,
+        "salm-lora": tensor | {"model": tensor["model"] | lora},
+        "salm-heads": tensor | {"model": tensor["model"] | heads},
     }
-    (folder / "settings.json").write_text(json.dumps(trainings))
-    run_ranks(train_all, 2, folder)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return results_of(trainings, 2, folder)
 
 
 @pytest.mark.parametrize("kind", ["salm", "duplex", "duplex-sides"])
@@ -108,7 +141,53 @@ def test_conversations_are_divided_among_the_ranks(found):
     assert len(first[0] | first[1]) == NUM_CUTS
 
 
-def test_tensor_parallelism_is_stopped_by_the_model(found):
-    """NeMo 3.0.0 sets ``num_heads`` of attention layers, which transformers 5 has not any more."""
+def test_two_tensor_parallel_ranks_train_as_one_process(found, speech, models, tmp_path):
+    alone = {"salm": settings_of(models, salm_data(speech), data_parallel=1)}
+    (one,) = results_of(alone, 1, tmp_path)
+    expected = [step["loss"] for step in one["salm"]["steps"]]
+    assert expected[-1] < 0.9 * expected[0]
     for rank in found:
-        assert rank["salm-tensor"] == {"error": "AttributeError: 'LlamaAttention' object has no attribute 'num_heads'"}
+        assert [step["loss"] for step in rank["salm-tensor"]["steps"]] == pytest.approx(expected, rel=1e-4)
+        assert "DTensor" in rank["salm-tensor"]["sharded"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("lora", "with model.lora"), ("heads", "4 attention heads and 1 for keys and values: choose a divisor")],
+)
+def test_an_llm_that_cannot_be_shared_is_refused(found, kind, words):
+    for rank in found:
+        error = rank[f"salm-{kind}"]["error"]
+        assert error.startswith("ConfigError: tensor_parallel_size: 2 ranks cannot share the LLM of type llama")
+        assert words in error
+
+
+def test_a_training_script_of_nemo_runs_in_jobs_and_goes_on(speech, models, tmp_path):
+    """The batch script with our configuration, on a stand-in for srun that runs the command here."""
+    srun = tmp_path / "bin/srun"
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n')
+    srun.chmod(0o755)
+    slurm = {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "1", "RANKS": "2"}
+    path = f"{srun.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    data = "input_cfg.0.input_cfg.0.dataset"
+    settings = {
+        "model.pretrained_llm": models["pretrained_llm"], "model.pretrained_asr": models["pretrained_asr"],
+        "model.prompt_format": "llama2", "model.perception.output_dim": HIDDEN,
+        "model.perception.modality_adapter.d_model": HIDDEN, "trainer.accelerator": "cpu",
+        "trainer.precision": "32-true", "trainer.limit_train_batches": 2, "data.train_ds.batch_size": 2,
+        f"data.train_ds.{data}": speech, f"data.validation_ds.datasets.heldout.{data}": speech,
+        "exp_manager.explicit_log_dir": tmp_path / "log", "+exp_manager.seconds_to_sleep": 0,
+    }  # fmt: skip
+    for seed, steps in ((17, 2), (18, 4)):
+        changes = [f"{key}={value}" for key, value in {**settings, "trainer.max_steps": steps}.items()]
+        script = ["tests/support/salm_train.py", "configs/training/salm.yaml", *changes]
+        printed = subprocess.run(
+            ["bash", "jobs/sbatch/nemo.sbatch", str(seed), *script], check=True, stdout=subprocess.PIPE, text=True,
+            stderr=subprocess.STDOUT, cwd=REPOSITORY, env=os.environ | slurm | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        ).stdout  # fmt: skip
+        config = yaml.safe_load((tmp_path / "log/exp_config.yaml").read_text())
+        assert config["exp_manager"]["name"] == "salm"
+        assert [config["data"][name]["seed"] for name in ("train_ds", "validation_ds")] == [seed, seed]
+        assert f"`max_steps={steps}` reached" in printed
+    assert f"Restored all states from the checkpoint at {tmp_path}/log/checkpoints/step=2-last.ckpt" in printed

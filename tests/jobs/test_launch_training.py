@@ -71,7 +71,7 @@ def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_pa
         (["-n", "2", "{config}", "shard_seed=1"], "shard_seed"),
         (["-n", "0", "{config}"], "-n"),
         (["-n", "1", "{config}", "max_stepz=1"], "max_steps"),
-        (["-n", "1", "--script", "salm_trein.py", "{config}"], "no file salm_trein.py"),
+        (["-n", "1", "--script", "salm_trein.py", "{config}"], "no salm_trein.py"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(

@@ -181,7 +181,8 @@ class SpeechLM(nn.Module):
         heard = self.audio_projection(_spectrum(batch["audio"].float()).to(self.audio_projection.weight.dtype))
         hidden = hidden.masked_scatter((kinds == Kind.AUDIO)[..., None], heard.to(hidden.dtype))
         part = self.part_embedding(kinds + len(Kind) * batch["predicted"])
-        return hidden + part + 0.1 * _sinusoids(_places(batch["spans"]), hidden.shape[-1])
+        places = 0.1 * _sinusoids(_places(batch["spans"]), hidden.shape[-1])
+        return (hidden + part + places).to(part.dtype)
 
 
 def count_targets(batch: Mapping[str, Any]) -> tuple[int, int]:

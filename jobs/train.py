@@ -142,7 +142,8 @@ class Training:
             next(validation_batches(config, world.mesh), None)
         # The same weights on all ranks, before each keeps its part of them.
         torch.manual_seed(self.seed)
-        self.model = SpeechLM(config.model, **model_sizes(config)).to(world.device)
+        dtype = torch.bfloat16 if config.precision == "bf16-true" else torch.float32
+        self.model = SpeechLM(config.model, **model_sizes(config)).to(world.device, dtype)
         parallelize(self.model, world.mesh, config)
         # Below this epsilon the gradients of rare codes are rounding, which differs between layouts. Variants that work
         # on all parameters in one go need them on one mesh.

@@ -73,9 +73,9 @@ class TrainConfig:
     """Learning rate of AdamW after the warm-up."""
     warmup_steps: Positive = 50
     """Steps over which the learning rate rises."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the model: with ``bf16``, FSDP's mixed precision, layers compute in bfloat16, while weights,
-    optimizer and the sums of gradients stay float32."""
+    precision: Literal["fp32", "bf16", "bf16-true"] = "fp32"
+    """Arithmetic: with ``bf16`` layers compute in bfloat16, while weights, optimizer and sums of gradients stay
+    float32; with ``bf16-true`` all are bfloat16."""
     tensor_parallel: Positive = 1
     """Ranks that share the attention heads and feed-forward layers of one copy of the model, and read the same data: a
     divisor of the number of ranks and of ``num_heads``. The other ranks are data-parallel, with sharded parameters."""

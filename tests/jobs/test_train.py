@@ -179,8 +179,9 @@ def test_steps_on_two_by_two_ranks_are_those_of_one_also_through_resumes(speech,
             step: ids for step, ids in ids_by_step(one, [0]).items() if step <= 20
         }
     # In bfloat16, sums of parts differ from whole ones in their last digits: of 8 bits.
-    bf16 = ["max_steps=27", "precision=bf16"]
-    run_ranks(train_rank, 1, str(one.config), bf16)
-    run_ranks(train_rank, 4, str(mesh.config), [*bf16, "tensor_parallel=2", "sequence_parallel=true"])
-    assert losses(mesh)[-1] == pytest.approx(losses(one)[-1], rel=0.02)
-    assert {tensor.dtype for tensor in mesh.weights(27).values()} == {torch.float32}
+    for step, precision, dtype in ((27, "bf16", torch.float32), (28, "bf16-true", torch.bfloat16)):
+        bf16 = [f"max_steps={step}", f"precision={precision}"]
+        run_ranks(train_rank, 1, str(one.config), bf16)
+        run_ranks(train_rank, 4, str(mesh.config), [*bf16, "tensor_parallel=2", "sequence_parallel=true"])
+        assert losses(mesh)[-1] == pytest.approx(losses(one)[-1], rel=0.02)
+        assert {tensor.dtype for tensor in mesh.weights(step).values()} == {dtype}

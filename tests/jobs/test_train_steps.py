@@ -22,10 +22,13 @@ def train():
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_it_saves_by_time_computes_in_bf16_draws_curves_and_prints_lines(speech, tmp_path, train, capsys):
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_it_saves_by_time_computes_in_bf16_draws_curves_and_prints_lines(
+    speech, tmp_path, train, capsys, precision, dtype
+):
     keys = {"checkpoint_every": 1000, "checkpoint_seconds": 1e-6, "keep": 10, "max_steps": 3}
     keys |= {"tensorboard": True, "validation": str(speech), "validate_every": 3}
-    example = make_example(tmp_path, "bf16", speech, precision="bf16", **keys)
+    example = make_example(tmp_path, "bf16", speech, precision=precision, **keys)
     assert train(example) == 0
     first, *_, speed, last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("train: step ")]
     assert first.startswith("train: step 1 of 3, loss ")
@@ -37,7 +40,7 @@ def test_it_saves_by_time_computes_in_bf16_draws_curves_and_prints_lines(speech,
     assert sorted(path.name for path in (example.out_dir / "checkpoints").iterdir()) == [
         f"step-{step:09d}" for step in (1, 2, 3)
     ]
-    assert {tensor.dtype for tensor in example.weights(3).values()} == {torch.float32}
+    assert {tensor.dtype for tensor in example.weights(3).values()} == {dtype}
     curves = EventAccumulator(str(example.out_dir / "tensorboard")).Reload()
     assert [(point.step, round(point.value, 4)) for point in curves.Scalars("train/loss")] == [
         (values["step"], pytest.approx(values["loss"], abs=1e-4)) for values in steps

@@ -1,7 +1,9 @@
 """What holds for all sources: the same corpus in the form of each, as it is, with bad entries, damaged and moved."""
 
+import dataclasses
 import gzip
 import io
+import json
 import os
 import pickle
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from support.project import config_for, put, run_prepare, voice
 from support.sources import FORMS
+from support.stores import AIStoreStandIn, S3Store
 
 from sharmill.errors import ConfigError
 from sharmill.registry import SOURCES
@@ -46,20 +49,55 @@ def make(corpus, tmp_path):
     return write
 
 
+@pytest.fixture(params=[S3Store, AIStoreStandIn], ids=lambda kind: kind.scheme)
+def store(request):
+    with request.param() as store:
+        yield store
+
+
+# The others are folders to look into.
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in ("folder_of_texts", "lhotse_shar")])
+def test_the_records_of_urls_are_those_of_the_disk(form, make, corpus, store, tmp_path):
+    audio, _ = corpus
+    entry = make(form)
+    expected = run_prepare(config_for(tmp_path / "disk", [entry], prepare={"unit_records": 2}))
+    places = {str(tmp_path / "input"): store.url("input"), str(audio): store.url("audio")}
+    for path in filter(Path.is_file, (tmp_path / "input").iterdir()):
+        if path.suffix not in (".tar", ".parquet"):
+            for place, url in places.items():
+                change(path, re.escape(place).encode(), url.encode(), count=0)
+    store.upload(tmp_path / "input", "input")
+    store.upload(audio, "audio")
+    shutil.rmtree(tmp_path / "input")
+    for place, url in places.items():
+        entry = json.loads(json.dumps(entry).replace(place, url))
+    # A part of what is read.
+    keys = {"prepare": {"unit_records": 2}, "cache_dir": str(tmp_path / "cache"), "cache_gib": 150_000 / (1 << 30)}
+    prepared = run_prepare(config_for(tmp_path / "remote", [entry], **keys))
+    assert prepared.rejects == []
+    without_notes = [[dataclasses.replace(one.segment, notes=None) for one in run.kept] for run in (expected, prepared)]
+    assert [one.cut_id for one in prepared.kept] == [one.cut_id for one in expected.kept]
+    assert without_notes[0] == without_notes[1]
+    assert [one.segment.notes.size for one in prepared.kept] == [one.segment.notes.size for one in expected.kept]
+    size = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert 0 < size < 152_000
+    assert not (tmp_path / "remote/run/copies").exists()
+
+
 def source_of(entry):
     (source,) = config_for(Path("unused"), [entry]).sources
     return source
 
 
-def change(path, old, new):
-    """Replaces what a pattern finds in a file first, be it in gzip, or renames the first member of a tar of a name."""
+def change(path, old, new, count=1):
+    """Replaces what a pattern finds in a file, be it in gzip, ``count`` times, or renames the first member of a tar."""
     if isinstance(old, str):
         rename_member(path, old, new)
         return
     data = path.read_bytes() if path.exists() else b""
     is_packed = data.startswith(b"\x1f\x8b")
-    changed, count = re.subn(old, lambda found: new, gzip.decompress(data) if is_packed else data, count=1)
-    assert count == 1
+    changed, found = re.subn(old, lambda found: new, gzip.decompress(data) if is_packed else data, count=count)
+    assert count in (0, found)
     path.write_bytes(gzip.compress(changed) if is_packed else changed)
 
 

@@ -471,7 +471,7 @@ class Cache:
         Raises:
             RejectRecord: as ``request``; also unreadable_audio where the checksum is another one.
             OSError: as ``request``.
-            ConfigError: as ``request``; also where the folder is a link, a stranger's, or on a file system without locks.
+            ConfigError: as ``request``; also where the folder is a link, a stranger's, or on a disk without locks.
             FatalError: the folder cannot be written, or what is in use is more than the cache may hold.
         """
         path = self.path_of(url, xxh3)

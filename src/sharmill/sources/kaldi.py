@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from sharmill.errors import RejectRecord, refuse
+from sharmill.files.remote import is_url
 from sharmill.sources import EncodedSource, LineSource
-from sharmill.sources.files import KeyedLines, check_text, decode_text, expand_home, identify_files
+from sharmill.sources.files import KeyedLines, check_text, decode_text, identify_files
 
 _AUDIO: Final = "wav.scp"
 _SEGMENTS: Final = "segments"
@@ -46,7 +47,7 @@ class KaldiSource(LineSource, EncodedSource):
         """Raise ConfigError where there is no such directory, or a file of it is none of Kaldi's."""
         refuse(
             (
-                not self._folder.is_dir(),
+                not (is_url(self.data_dir) or self._folder.is_dir()),
                 f"the data directory {self._folder} is not there; correct data_dir in sources",
             ),
             (
@@ -115,7 +116,7 @@ class KaldiSource(LineSource, EncodedSource):
 
     @property
     def _folder(self) -> Path:
-        return expand_home(self.data_dir)
+        return self.path_of(self.data_dir)
 
     @property
     def _files(self) -> list[Path]:

@@ -343,6 +343,8 @@ def request(url: str, call: Callable[[Client], Any], origins: Collection[str] = 
         ConfigError: a package, an endpoint or credentials are missing.
     """
     scheme = urlsplit(url).scheme
+    if scheme not in _CLIENTS:
+        raise RejectRecord("outside_root", f"the URL {url[:200]!r} is not of {', '.join(_CLIENTS)}")
     client = _CLIENTS[scheme]({origin(url), *origins})
     # The client of Google's makes six tries itself, within a minute.
     stop = stop_after_attempt(2 if scheme == "gs" else _TRIES)
@@ -489,13 +491,17 @@ class Cache:
 
     def refresh(self, url: str) -> Version:
         """Return the version of a remote file, and remove the copy of another one; raises as ``request``."""
-        found: Version = request(url, lambda client: client.version(url), self.origins)
+        found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
         with suppress(FileNotFoundError):
             known = decode_stored(path, read_stored(path.with_name(f"{path.name}.about")), _About)
             if (known.size, known.tag) != found:
                 path.unlink(missing_ok=True)
         return found
+
+    def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
+        """Return what a call of the client of a URL gives, as ``request``."""
+        return request(url, call, self.origins)
 
     def path_of(self, url: str, xxh3: str = "") -> Path:
         """Return where the copy of a URL is, or would be."""
@@ -513,7 +519,7 @@ class Cache:
                 stream.truncate()
                 return client.download(url, stream, aside, max_bytes)
 
-            version = request(url, download, self.origins)
+            version: Version = self.ask(url, download)
             stream.flush()
             os.fsync(stream.fileno())
             if xxh3 and checksum(aside) != xxh3:
@@ -639,7 +645,7 @@ class RemoteFile(PosixPath):
     def read_head(self, size: int) -> bytes:
         """Return the first bytes, without copying the file; raises as opening it."""
         with self._refused():
-            return request(self.url, lambda client: client.read(self.url, 0, size), self.cache.origins)
+            return self.cache.ask(self.url, lambda client: client.read(self.url, 0, size))
 
     @contextmanager
     def _refused(self) -> Iterator[None]:

@@ -25,8 +25,9 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.remote import Cache, RemoteFile, is_url
+from sharmill.files.remote import FETCHES_AT_ONCE, Cache, RemoteFile, is_url
 from sharmill.files.storage import NotRegularError, checksum, checksum_bytes, open_regular
+from sharmill.prefetch import prefetch
 
 T = TypeVar("T")
 # What of a file is read to tell it from another one.
@@ -75,7 +76,9 @@ def identify_files(files: Iterable[Path], digest: Digest = "whole") -> dict[str,
                 return list(version)
         return [file.stat().st_size, *([made(file)] if made else [])]
 
-    return {f"{number} {file.name}": identify(file) for number, file in enumerate(files)}
+    files = list(files)
+    told = prefetch(identify, files, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE)
+    return {f"{number} {file.name}": one for number, (file, one) in enumerate(zip(files, told, strict=True))}
 
 
 def expand_home(path: str) -> Path:

@@ -10,8 +10,9 @@ import re
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, Literal
 
@@ -20,6 +21,7 @@ import msgspec
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files.remote import RemoteFile
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
 from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk
@@ -87,8 +89,9 @@ class TarSource(ContainerSource):
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""
-        for file in self.tar_files:
-            head = read_head(file, "tars", BLOCK)
+        read = partial(read_head, kind="tars", size=BLOCK)
+        heads = prefetch(read, self.tar_files, threads=_ARCHIVES_AT_ONCE, ahead=_ARCHIVES_AT_ONCE)
+        for file, head in zip(self.tar_files, heads, strict=True):
             refuse_compressed(file, "tars", head)
             # A shorter one is cut off, which its records tell.
             if len(head) == BLOCK and head != EMPTY and not has_right_checksum(head):
@@ -283,7 +286,7 @@ class _TarSample:
 
 
 @dataclass(frozen=True)
-class _Archive:
+class Archive:
     """An archive of samples.
 
     Attributes:
@@ -308,7 +311,7 @@ class _SampleSource(RunSource, EncodedSource):
 
     @property
     @abstractmethod
-    def archives(self) -> Sequence[_Archive]:
+    def archives(self) -> Sequence[Archive]:
         """The archives, in order."""
 
     @property
@@ -436,9 +439,9 @@ class WebDatasetSource(TarSource, _SampleSource):
             raise ValueError("audio_suffixes must not be empty")
 
     @cached_property
-    def archives(self) -> list[_Archive]:
+    def archives(self) -> list[Archive]:
         """The archives, in order."""
-        return [_Archive(file, name, name) for file in self.tar_files for name in [self.container(file)]]
+        return [Archive(file, name, name) for file in self.tar_files for name in [self.container(file)]]
 
     @cached_property
     def suffixes(self) -> list[str]:
@@ -495,8 +498,10 @@ class WenetSource(_SampleSource, LineSource):
                 raise bad_file(file, "data_list", "has records, not paths of archives; set data_type: raw")
             if first.endswith(b".tar") and self.data_type == "raw":
                 raise bad_file(file, "data_list", "has paths of archives; set data_type: shard")
-        found = [archive.path for archive in self.archives if archive.reject is None and archive.path.is_file()]
-        if self.archives and not found:
+        # A server is asked when an archive is read.
+        usable = [archive.path for archive in self.archives if archive.reject is None]
+        found = [path for path in usable if not isinstance(path, RemoteFile) and path.is_file()]
+        if self.archives and not found and not any(isinstance(path, RemoteFile) for path in usable):
             raise ConfigError(
                 f"none of the {len(self.archives)} archives of data_list is there; correct audio_root in sources, the "
                 "folder that they lie below",
@@ -510,11 +515,22 @@ class WenetSource(_SampleSource, LineSource):
         lists = super().identity()
         if self.data_type == "raw":
             return lists
-        sizes = {
-            f"{number} {archive.path.name}": archive.path.stat().st_size if archive.path.is_file() else None
-            for number, archive in enumerate(self.archives)
-        }
-        return lists | {"tars": sizes}
+        return lists | {"tars": {f"{number} {name}": size for number, (name, size) in enumerate(self.sizes())}}
+
+    def sizes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name of each archive and its size, of a URL its version, or None where it is not there."""
+
+        def measure(archive: Archive) -> Any:
+            path = archive.path
+            if not isinstance(path, RemoteFile):
+                return path.stat().st_size if path.is_file() else None
+            with suppress(FileNotFoundError):
+                return list(path.refresh())
+            return None
+
+        paths = [archive.path.name for archive in self.archives]
+        sizes = prefetch(measure, self.archives, threads=_ARCHIVES_AT_ONCE, ahead=_ARCHIVES_AT_ONCE)
+        return zip(paths, sizes, strict=True)
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
         """Yield runs of lines, or of samples."""
@@ -527,7 +543,7 @@ class WenetSource(_SampleSource, LineSource):
         return kind.entries(self, place, begin, end)
 
     @cached_property
-    def archives(self) -> list[_Archive]:
+    def archives(self) -> list[Archive]:
         """The archives of the lists of ``shard``; one that cannot be used has the reject that is made of it."""
         if self.data_type == "raw":
             return []
@@ -536,11 +552,15 @@ class WenetSource(_SampleSource, LineSource):
         for _, line in itertools.chain.from_iterable(iterate_lines(file, "data_list") for file in self.files):
             text = line.decode("utf-8", "replace")
             try:
-                number, container = roots.place(0, text)
-                found.append(_Archive(roots.path_of(number, container), container, text))
+                found.append(self.locate(roots, text))
             except RejectRecord as reject:
-                found.append(_Archive(Path(text), text, text, reject))
+                found.append(Archive(Path(text), text, text, reject))
         return found
+
+    def locate(self, roots: AudioRoots, text: str) -> Archive:
+        """Return the archive that a line names; raise RejectRecord where it is not below the audio root."""
+        number, container = roots.place(0, text)
+        return Archive(roots.path_of(number, container), container, text)
 
     def record(self, entry: Any) -> RawRecord:
         """Return the record of a line, whose keys get the names that manifests have."""

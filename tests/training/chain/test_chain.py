@@ -15,6 +15,7 @@ import soundfile as sf
 import torch
 from support.project import raises, voice, write_lines
 from support.sources import voice_bytes, write_tar
+from support.web import serving
 from support.work import half, inverse
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -317,7 +318,7 @@ def test_raw_lines_keep_all_their_keys(tmp_path):
         (GOOD | {"start": "0", "end": "1"}, "start and end"),
         (GOOD | {"wav": "pipe:touch marker"}, "command"),
         (GOOD | {"wav": "relative.wav"}, "relative"),
-        (GOOD | {"wav": "https://host/a.wav"}, "URL"),
+        (GOOD | {"wav": "ftp://host/a.wav"}, "URL"),
         (GOOD | {"wav": "/a\0.wav"}, "null character"),
     ],
 )
@@ -337,6 +338,39 @@ def test_paths_stay_below_the_audio_root(tmp_path):
     names = ["a.wav", "../secret.wav", "link.wav", str(tmp_path / "secret.wav")]
     source = raw(tmp_path, [GOOD | {"wav": name} for name in names], audio_root=tmp_path / "audio")
     assert [example["wav"] for example in Chain(source, on_error="skip")] == [str(tmp_path / "audio/a.wav")]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.wav").write_bytes(VOICE)
+    write_tar(tmp_path / "web/one.tar", [("a.wav", VOICE), ("a.txt", b"text")])
+    with serving(tmp_path / "web") as server:
+        yield server
+
+
+def test_lists_name_urls_and_where_the_call_allows_it_commands(server, tmp_path):
+    cache = {"cache_dir": tmp_path / "cache"}
+    pipe = f"pipe:cat {tmp_path}/web/"
+    lines = [
+        GOOD | {"wav": f"{server.url}/a.wav"},
+        GOOD | {"wav": f"{pipe}a.wav"},
+        GOOD | {"wav": f"cat {tmp_path}/none |"},
+    ]
+    found = list(Chain(raw(tmp_path, lines, allow_pipe=True, **cache), on_error="skip"))
+    assert [example["wav"] for example in found] == [VOICE, VOICE]
+    names = [f"{server.url}/one.tar", f"{pipe}one.tar", f"{server.url}/none.tar"]
+    source = shards(tmp_path, names, root=None, allow_pipe=True, **cache)
+    assert list(Chain(source, on_error="skip")) == 2 * [{"key": "a", "wav": VOICE, "txt": "text"}]
+    with raises(DamagedShard, "damaged_shard", "none.tar", "404"):
+        list(Chain(source))
+    # Below a root nothing else is opened, and no command without the caller's word.
+    for options in ({"root": tmp_path / "web"}, {"root": None}):
+        chain = Chain(shards(tmp_path, [names[1], tmp_path / "web/one.tar"], **options), on_error="skip")
+        assert len(list(chain)) == chain.state_dict()["readers"][0]["num_damaged"] == 1
+    below = raw(tmp_path, lines[:1], audio_root=server.url, **cache)
+    assert [example["wav"] for example in Chain(below)] == [VOICE]
 
 
 def test_members_belong_together_by_the_begin_of_their_names(tmp_path):

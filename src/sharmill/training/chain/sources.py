@@ -7,24 +7,25 @@ error: the chain raises it, or leaves the example out.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 import numpy as np
 
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
-from sharmill.files.remote import is_url
+from sharmill.errors import DamagedShard, RejectRecord, refuse
+from sharmill.files.remote import Cache, Client, RemoteFile, Version, is_url
 from sharmill.files.storage import checksum_bytes
 from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.files import decode_json, decode_text, find_files, iterate_lines, open_input, read_ends
-from sharmill.sources.tars import WenetSource, read_part
+from sharmill.sources.tars import Archive, WenetSource, read_part
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -123,6 +124,47 @@ class Items(ShardSource):
         return _Shard("item {}".format, find)
 
 
+class _Command:
+    """A client that runs commands, ``pipe:ais get ...``, and takes what they print for the content of a file."""
+
+    def version(self, url: str) -> Version:
+        return Version(-1, "")
+
+    def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
+        command = url.strip().removeprefix("pipe:").removesuffix("|")
+        done = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.PIPE)
+        if done.returncode:
+            said = done.stderr.decode("utf-8", "replace").strip()[-200:]
+            raise RejectRecord(
+                "missing_audio", f"the command {command!r} ended with {done.returncode}: {' '.join(said.split())}"
+            )
+        return self.version(url)
+
+
+class _Opener(Cache):
+    """Copies of what a list of WeNet names, to which the user's own call may let commands belong."""
+
+    def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
+        return super().ask(url, call) if is_url(url) else call(cast("Client", _Command()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Listed(WenetSource):
+    """A list of WeNet as a chain reads it: without a root its lines may name URLs and, where allowed, commands."""
+
+    allow_pipe: bool = False
+
+    def locate(self, roots: AudioRoots, text: str) -> Archive:
+        file = self.remote(text)
+        return super().locate(roots, text) if file is None else Archive(file, text, text)
+
+    def remote(self, text: str) -> RemoteFile | None:
+        """Return what a line names as a URL or by a command; None for a path."""
+        is_command = self.allow_pipe and (text.startswith("pipe:") or text.rstrip().endswith("|"))
+        anywhere = self.audio_root is None and is_url(text)
+        return RemoteFile.of(text, self.cache) if is_command or anywhere else None
+
+
 class _LineFiles(ShardSource):
     """Lines of files that are not blank, 8 bytes of memory for each."""
 
@@ -193,18 +235,30 @@ _record_decoder = msgspec.json.Decoder(dict[str, Any])
 class RawList(_LineFiles):
     """WeNet's ``raw`` lists: lines of JSON with ``key``, ``wav`` and, but for inference, ``txt``; other keys are kept.
 
-    ``wav`` becomes the path of the file; ``decode_wav`` opens it, and takes the part from ``start`` to ``end`` seconds
-    where the line has these.
+    ``wav`` becomes the path of the file, or the bytes that a URL has. ``decode_wav`` takes the part from ``start`` to
+    ``end`` seconds of it, where the line has these.
 
     Args:
         files: one path or several, with ranges such as ``{0..9}``, ``*`` and ``?``.
-        audio_root: the folder that ``wav`` must lie below; by default absolute paths may lie anywhere.
+        audio_root: the folder, or the URL, that ``wav`` must lie below; by default absolute paths and URLs may lie
+            anywhere.
+        allow_pipe: run the commands that ``wav`` names, ``pipe:ais get ...``; else such a line is an error.
+        cache_dir: the folder for copies of what URLs and commands give; by default the user's cache.
+        cache_gib: its limit.
     """
 
-    def __init__(self, files: Paths, audio_root: str | Path | None = None) -> None:
-        source = _wenet("raw", files, audio_root)
-        self._roots = AudioRoots.of([source.audio_root])
-        super().__init__(source.files, self._parse_record)
+    def __init__(
+        self,
+        files: Paths,
+        audio_root: str | Path | None = None,
+        *,
+        allow_pipe: bool = False,
+        cache_dir: str | Path | None = None,
+        cache_gib: float = 100.0,
+    ) -> None:
+        self._source = _wenet("raw", files, audio_root, allow_pipe, _Opener.at(cache_dir, cache_gib))
+        self._roots = AudioRoots.of([self._source.audio_root], self._source.cache)
+        super().__init__(self._source.files, self._parse_record)
 
     def _parse_record(self, _: str, line: bytes) -> dict[str, Any]:
         record = decode_json(line, _record_decoder, "the line is not a JSON object")
@@ -214,8 +268,8 @@ class RawList(_LineFiles):
         start, end = record.get("start", 0), record.get("end")
         if type(start) not in (int, float) or not (end is None or (type(end) in (int, float) and 0 <= start < end)):
             raise RejectRecord("malformed", "start and end are not times in seconds of which end is later")
-        number, relative = self._roots.place(0, record["wav"])
-        return record | {"wav": str(self._roots.roots[number].path / relative)}
+        file = self._source.remote(record["wav"]) or self._roots.path_of(*self._roots.place(0, record["wav"]))
+        return record | {"wav": file.cache.get(file.url).read_bytes() if isinstance(file, RemoteFile) else str(file)}
 
 
 class ShardList(ShardSource):
@@ -229,12 +283,25 @@ class ShardList(ShardSource):
 
     Args:
         files: one path or several, with ranges such as ``{0..9}``, ``*`` and ``?``.
-        root: the folder that the archives must lie below; by default absolute paths may lie anywhere.
+        root: the folder, or the URL, that the archives must lie below; by default absolute paths and URLs may lie
+            anywhere.
         encoding: of the texts.
+        allow_pipe: run the commands that lines are, ``pipe:ais get ...``; else such a line is an error.
+        cache_dir: the folder for copies of what URLs and commands give; by default the user's cache.
+        cache_gib: its limit.
     """
 
-    def __init__(self, files: Paths, root: str | Path | None = None, encoding: str = "utf-8") -> None:
-        source = _wenet("shard", files, root, encoding=encoding)
+    def __init__(
+        self,
+        files: Paths,
+        root: str | Path | None = None,
+        encoding: str = "utf-8",
+        *,
+        allow_pipe: bool = False,
+        cache_dir: str | Path | None = None,
+        cache_gib: float = 100.0,
+    ) -> None:
+        source = _wenet("shard", files, root, allow_pipe, _Opener.at(cache_dir, cache_gib), encoding=encoding)
         self._archives, self._source = source.archives, source
         self.num_shards = len(source.archives)
         self._counts: dict[int, int] = {}
@@ -242,9 +309,7 @@ class ShardList(ShardSource):
     @property
     def identity(self) -> dict[str, Any]:
         """The names and sizes of the archives, which may be many on a slow disk; other content is not noticed."""
-        paths = [archive.path for archive in self._archives]
-        sizes = [(path.name, path.stat().st_size if path.is_file() else None) for path in paths]
-        return {"archives": checksum_bytes(msgspec.json.encode(sizes))}
+        return {"archives": checksum_bytes(msgspec.json.encode(list(self._source.sizes())))}
 
     def count(self, shard: int) -> int:
         """Return the number of samples, of which the headers tell, and of damages."""
@@ -283,12 +348,17 @@ class ShardList(ShardSource):
         return _Shard(name_of, read_sample)
 
 
-def _wenet(kind: str, files: Paths, root: str | Path | None, **options: Any) -> WenetSource:
+def _wenet(kind: str, files: Paths, root: str | Path | None, allow_pipe: bool, cache: Cache, **options: Any) -> _Listed:
     """Return the source of the preparation, which checks lists and archives."""
-    if root is not None and is_url(str(root)):
-        raise ConfigError(f"{root} is an address: copy the audio to a folder", code="bad_config_value")
     audio_root = None if root is None else str(root)
-    source = WenetSource(data_list=_as_texts(files), data_type=kind, audio_root=audio_root, **options)  # type: ignore[arg-type]
+    listed = _Listed(
+        data_list=_as_texts(files),
+        data_type=cast("Any", kind),
+        audio_root=audio_root,
+        allow_pipe=allow_pipe,
+        **options,  # type: ignore[arg-type]
+    )
+    source = listed.with_cache(cache)
     source.check()
     return source
 

@@ -1,14 +1,33 @@
 """Audio at URLs: the dataset of the same audio on disk, byte for byte."""
 
+import dataclasses
 import gzip
+import os
+import signal
+import subprocess
 
 import pytest
-from support.project import config_for, lines, make_record, put, run_prepare, snapshot, speaker_tag, voice, write_lines
+from support.project import (
+    command,
+    config_for,
+    lines,
+    make_record,
+    put,
+    run_prepare,
+    run_sharmill,
+    snapshot,
+    speaker_tag,
+    voice,
+    write_config,
+    write_lines,
+)
 from support.sources import FORMS
+from support.stores import Fault, S3Store
 from support.web import serving
 
 from sharmill.engine.run import Listener
 from sharmill.executors.local import LocalExecutor
+from sharmill.manifest import Utterance
 from sharmill.pipeline import run_dataset
 
 
@@ -96,3 +115,70 @@ def test_urls_are_rejected_unless_a_root_is_one(corpus, tmp_path):
     assert {reject["reason"] for reject in prepared.rejects} == {"outside_root"}
     assert len(prepared.rejects) == 8
     assert not server.requests
+
+
+@pytest.fixture
+def stored(corpus, tmp_path):
+    """A store with a manifest and its audio, and the configuration of a run of them, which keeps its copies aside."""
+    folder, _ = corpus
+    with S3Store() as store:
+        store.upload(folder / "audio", "audio")
+        store.put("relative.json", (folder / "relative.json").read_bytes())
+        source = (store.url("relative.json"), store.url("audio"))
+        yield store, write_config(tmp_path / "run", *source, cache_dir=str(tmp_path / "cache"))
+
+
+def prepared(config):
+    manifest = config.parent / "run/manifests/relative_prepared.json"
+    return [Utterance.from_json(line) for line in manifest.read_bytes().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["relative.json", "spk1/3.flac"])
+def test_a_run_killed_in_mid_copy_goes_on(key, stored, corpus, tmp_path):
+    store, config = stored
+    plain = write_config(tmp_path / "plain", corpus[0] / "relative.json", corpus[0] / "audio")
+    run_sharmill("run", plain, "prepare")
+    started = []
+    kill = Fault(key, methods="GET", times=1, call=lambda: os.killpg(started[0].pid, signal.SIGKILL))
+    store.faults.append(kill)
+    started.append(subprocess.Popen(command("run", config, "prepare"), start_new_session=True))
+    assert started[0].wait(100) == -signal.SIGKILL
+    assert kill.seen
+    run_sharmill("run", config, "prepare")
+    assert prepared(config) == prepared(plain) != []
+    assert not list((tmp_path / "cache").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Fault("relative.json", status=403), "may not be read by these credentials"),
+        (Fault("relative.json", status=404), "relative.json is not there"),
+        (Fault("relative.json", status=503), "cannot fetch s3://bucket/relative.json"),
+    ],
+)
+def test_a_manifest_that_a_store_does_not_give_ends_the_run_in_a_line(fault, said, stored):
+    store, config = stored
+    store.faults.append(dataclasses.replace(fault))
+    done = run_sharmill("run", config, "prepare", status=None)
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.strip().splitlines()
+    assert said in line
+
+
+def test_a_changed_manifest_is_another_input(stored):
+    store, config = stored
+    run_sharmill("run", config, "prepare")
+    store.put("relative.json", store.get("relative.json").replace(b"a segment", b"other"))
+    assert "--restart" in run_sharmill("run", config, "prepare", status=2).stderr
+    run_sharmill("run", config, "prepare", "--restart")
+    assert "other" in [one.text for one in prepared(config)]
+
+
+def test_a_full_disk_of_the_cache_is_named(stored, small_disk):
+    _, config = stored
+    folder = small_disk("100k")
+    done = run_sharmill("run", config, "prepare", f"cache_dir={folder}", status=1)
+    assert f"cannot write {folder}" in done.stderr
+    assert "No space left on device" in done.stderr

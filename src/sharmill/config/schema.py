@@ -230,9 +230,9 @@ class Config:
     max_reject_fraction: Share = 0.5
     """Stop a stage when more than this fraction of its records is rejected."""
     cache_dir: str | None = None
-    """Folder, on each node's own disk, for copies of what URLs name; ``null`` is ``copies`` in the run directory."""
+    """Folder for copies of what URLs name, best on a node's own disk; ``null``: in the run directory."""
     cache_gib: Above0 = 100.0
-    """Limit of that folder in GiB. The copies used longest ago go first, and are fetched again if needed."""
+    """Limit of that folder in GiB; what was used longest ago goes first."""
     # Of all stages, by kind: a StageSection, a list of them, or None.
     sections: dict[str, Any] = field(default_factory=dict)
     """Keys of a stage of another package: a mapping, or a list of mappings, each with a ``name``, for as many stages.

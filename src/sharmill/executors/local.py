@@ -121,16 +121,16 @@ class ConfiguredExecutor(Executor):
     replaced, and the attempt has failed. ``auto``: ten for each second of audio or record of the unit, and an hour at
     least; none where ``workers: 1`` runs inside the process, which a number prevents. ``null``: no limit."""
     scratch: str | None = None
-    """Folder on a disk of each node, such as ``$TMPDIR`` (its value on the node counts): there ranks write the files of
-    a unit, on SLURM too, before they copy them beside the dataset. ``null``: they write beside it at once."""
+    """Folder on a disk of each node, such as ``$TMPDIR`` of the node: there ranks write the files of a unit, before
+    they copy them beside the dataset. ``null``: they write beside it at once."""
     seconds_until_seen: NotNegative = 60.0
     """Seconds until every node sees what another has written, on SLURM and Ray: so long files of others are waited for.
     NFS keeps names for 60 at most by default (``acdirmax``). Coherent file systems (Lustre, GPFS, CephFS) need none:
     0."""
     least_seconds_per_rank: NotNegative | None = None
-    """Least predicted work of a rank on SLURM, in seconds: no more ranks are submitted than have so much, where the
-    pace of the stage is known by a pilot (`sharmill calibrate`) or units done. ``null``: four times what starting
-    a rank and loading its model took in the pilot. ``0``: as many ranks as the profile allows."""
+    """Least predicted seconds of work of a rank on SLURM: no more ranks are submitted, where the pace of the stage
+    is known by a pilot (`sharmill calibrate`) or units done. ``null``: four times what starting a rank and loading
+    its model took in the pilot. ``0``: as many ranks as the profile allows."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least level of lines in logs of ranks. ``DEBUG`` adds rejects."""
 

@@ -123,8 +123,8 @@ class Source(ABC):
     """Kind of the source: ``nemo``, one that another package declares, or ``python:package.module:Class``."""
     audio_root: str | list[str] | None
     """Folder that ``audio_filepath`` is relative to, or a list of them. Audio outside is rejected. ``null`` takes
-    absolute paths anywhere on this machine, so a manifest can then name any audio file. Audio below a URL
-    (``https://``, ``s3://``, ``gs://``, ``ais://``) is copied into ``cache_dir``."""
+    absolute paths anywhere, so a manifest can then name any audio file. Audio below a URL (``https://``, ``s3://``,
+    ``gs://``, ``ais://``) is copied."""
     speaker: str | None = None
     """Template that makes the name of the speaker of keys and of parts of the path, such as ``{spk}``, ``{path[0]}``,
     ``{utt:prefix}`` (up to the first ``-`` or ``_``). ``null`` takes the record's ``speaker``: a tag, or a name."""

@@ -50,8 +50,8 @@ class AnnotatedSource(WalkedSource):
     folder_keys: ClassVar[tuple[str, ...]] = ("annotation_root",)
     type: str = "annotated"
     annotations: Literal["rttm", "ctm", "textgrid", "audacity", "srt", "ami"]
-    """Form of the annotations: ``rttm``, ``ctm``, ``textgrid`` (Praat), ``audacity`` (labels), ``srt``, or ``ami``
-    (words in NXT format, a file for each speaker). A file in UTF-16 with its mark is read as such."""
+    """Form of the annotations: ``textgrid`` is Praat's, ``audacity`` labels, ``ami`` words in NXT format, a file for
+    each speaker. A file in UTF-16 with its mark is read as such."""
     annotation_root: str | None = None
     """Folder of the annotations, with all folders in it; ``null`` is ``audio_root``."""
     annotation_suffix: str | None = None

@@ -185,15 +185,13 @@ def _refused(path: Path, kind: str) -> Iterator[None]:
         sentence = "is not a regular file; copy its content into one"
         raise bad_file(path, kind, f"is a folder; name the {kind} file in it" if path.is_dir() else sentence) from error
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        where = (
-            ""
-            if path.is_absolute() or isinstance(path, RemoteFile)
-            else f"the path is relative to {Path.cwd()}; run from its folder, or "
-        )
-        raise ConfigError(
-            f"cannot read the {kind} {path}: {reason}; {where}correct its path", code="missing_input"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        remedy = "correct its path"
+        if isinstance(path, RemoteFile):
+            remedy = "correct its URL, or run again when the server gives it"
+        elif not path.is_absolute():
+            remedy = f"the path is relative to {Path.cwd()}; run from its folder, or {remedy}"
+        raise ConfigError(f"cannot read the {kind} {path}: {reason}; {remedy}", code="missing_input") from error
 
 
 def read_head(path: Path, kind: str, size: int) -> bytes:

@@ -58,18 +58,18 @@ class WriteConfig(StageSection):
     presence: ClassVar[Presence] = "always"
 
     shard_size: Positive | None = None
-    """Number of cuts in one shard; 1000 where neither this nor one of the next two keys is given. Of the three keys one
-    can be given: on the command line, ``write.shard_size=null write.num_shards=64`` replaces the one in the file."""
+    """Number of cuts in one shard; 1000 where neither this nor one of the next two keys is given. Only one can be
+    given: ``write.shard_size=null write.num_shards=64`` replaces that of the file."""
     num_shards: Positive | None = None
     """Number of shards. Their numbers of cuts differ by one at most; there are never more shards than cuts."""
     shard_seconds: float | None = None
-    """Target audio in one shard, in seconds, about: the number of shards is the total divided by this, rounded, and
-    each shard ends where the sum so far is closest to its share. Equal hours are what training balances on."""
+    """Seconds of target audio in one shard, about: the number of shards is the total divided by this, rounded, and
+    each shard ends where the sum so far is closest to its share."""
     audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
-    """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A record
-    that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. Opus and MP3 are written
-    at the variable bit rates of libsndfile, which cannot be changed: for speech at 16, 24 and 48 kHz about 28, 37 and
-    62 kbit/s (Opus) and 43, 55 and 68 kbit/s (MP3)."""
+    """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A
+    record that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. Opus and MP3
+    have libsndfile's variable bit rates: for speech at 16, 24 and 48 kHz about 28, 37 and 62 kbit/s (Opus) and 43,
+    55 and 68 kbit/s (MP3)."""
     sampling_rate: Positive | None = None
     """Sampling rate of the stored audio, in Hz; ``null`` keeps the rate of each recording."""
     order: Literal["manifest", "speaker", "shuffle"] = "shuffle"

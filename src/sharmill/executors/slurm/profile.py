@@ -68,8 +68,8 @@ class ClusterProfile:
     """Ranks of the other stages, and the advance jobs between the stages: see below."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Keys of ``gpu`` and ``cpu`` that are different for one of the stages ``prepare``, ``match``, ``write``,
-    ``survey``, ``encode``, ``assemble``, ``validate`` and those of other packages, or for ``driver``, the advance jobs
-    between the stages. The options of ``extra`` come beside those of ``gpu`` or ``cpu``; of two with one name that of
+    ``survey``, ``encode``, ``assemble``, ``validate`` and those of other packages, or for ``driver``, the advance
+    jobs between the stages. ``extra`` comes beside that of ``gpu`` or ``cpu``; of two options with one name that of
     the stage counts."""
     account: str | None = None
     """Account to charge (``sbatch --account``)."""

@@ -221,7 +221,7 @@ def test_an_object_that_changes_while_it_is_copied_is_copied_again(store, tmp_pa
 @pytest.mark.parametrize(
     ("fault", "kind", "said"),
     [
-        (Fault("a.bin", status=403), RejectRecord, "may not be read by these credentials|not there"),
+        (Fault("a.bin", status=403), RejectRecord, "by these credentials|not there"),
         (Fault("a.bin", status=503), ConnectionError, "cannot fetch"),
         (Fault("a.bin", methods="GET", cut=5000), (RejectRecord, ConnectionError), "cut off|cannot fetch"),
     ],

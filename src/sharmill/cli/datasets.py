@@ -30,6 +30,7 @@ from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError, printable_line, refuse
 from sharmill.export.run import export_dataset
 from sharmill.grow.join import append_dataset, merge_datasets
+from sharmill.grow.publish import publish_dataset
 from sharmill.grow.split import split_dataset
 from sharmill.inspect.cuts import (
     choose_codec,
@@ -200,6 +201,25 @@ def export(dataset: Path, out: Path, form: str, **options: Any) -> None:
     left_out = f"; {exported.num_left_out:,} cuts {exported.left_out} are left out" if exported.num_left_out else ""
     say(f"wrote {exported.manifest}: {exported.num_cuts:,} cuts, {exported.seconds / 3600:,.2f} hours{left_out}")
     print_json({**asdict(exported), "manifest": str(exported.manifest)})
+
+
+@click.command()
+@click.argument("dataset", type=click.Path(path_type=str))
+@click.argument("url")
+@json_option
+def publish(dataset: str, url: str) -> None:
+    """Copy a finished dataset to an object store.
+
+    URL is a folder of a bucket: s3://BUCKET/FOLDER, gs:// or ais://. The index comes last. The same command continues
+    after an interruption, and copies what is new of a dataset that grew.
+    """
+    say(f"publishing {dataset}", style="dim")
+    with make_console().status("publish") as status:
+        files = publish_dataset(
+            dataset, url, progress=lambda done, total: status.update(f"publish: file {done:,} of {total:,}")
+        )
+    say(f"{url}: {files['copied']:,} files copied, {files['there']:,} were there already")
+    print_json({"url": url, "files": files})
 
 
 # Of a table of cuts; see ``shard_rows``.

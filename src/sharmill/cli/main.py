@@ -47,6 +47,7 @@ COMMANDS: Final = {
         "index": ("datasets.index", "Make the index of a dataset from its files."),
         "sidecars": ("datasets.sidecars", "Write the index files of lhotse 2 for a dataset."),
         "export": ("datasets.export", "Write a dataset as files for trainers that do not read Shar."),
+        "publish": ("datasets.publish", "Copy a finished dataset to an object store."),
     },
     "Train": {
         "bins": ("train.bins", "Estimate buckets for batches from lengths alone."),

@@ -377,9 +377,13 @@ def _translated(url: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise RejectRecord("missing_audio", f"{url} is not there") from error
     except PermissionError as error:
-        raise RejectRecord("missing_audio", f"{url} may not be read by these credentials: {error}") from error
+        raise _refused(url, error) from error
     except _errors_of(urlsplit(url).scheme) as error:
         raise _explained(url, error) from error
+
+
+def _refused(url: str, error: Exception) -> RejectRecord:
+    return RejectRecord("unreadable_audio", f"{url} may not be read or written by these credentials: {error}")
 
 
 def _errors_of(scheme: str) -> tuple[type[Exception], ...]:
@@ -412,7 +416,7 @@ def _explained(url: str, error: Exception) -> Exception:
     if kind in ("ErrObjNotFound", "ErrBckNotFound") or status == 404:
         return RejectRecord("missing_audio", f"{url} is not there")
     if status in (401, 403):
-        return RejectRecord("missing_audio", f"{url} may not be read by these credentials: {error}")
+        return _refused(url, error)
     return _PassingError(ConnectionError(f"cannot fetch {url}: {error or kind}"))
 
 

@@ -1,1 +1,1 @@
-"""Datasets made of finished datasets: merged, split by speaker, and grown in place. No audio is encoded again."""
+"""Datasets made of finished datasets: merged, split, grown in place, copied to stores. No audio is encoded again."""

@@ -1,0 +1,165 @@
+"""Datasets that are copied to object stores: what lies there, in which order, and what is refused."""
+
+import signal
+import subprocess
+
+import msgspec
+import pytest
+from support import damage as do
+from support.project import command, copy, make_voices, raises, snapshot
+from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
+
+from sharmill.errors import ConfigError, DamagedShard, FatalError
+from sharmill.grow.join import append_dataset
+from sharmill.grow.publish import publish_dataset
+from sharmill.shar.layout import DatasetRecord, read_dataset
+
+INDEX = ["shards.jsonl", "dataset.json"]
+
+
+@pytest.fixture(scope="module")
+def datasets(tmp_path_factory):
+    """Two datasets with the codec a, of 2 shards each."""
+    folder = tmp_path_factory.mktemp("datasets")
+    return [make_voices(folder / name, name, voices, codecs="a").dataset for name, voices in (("x", 2), ("y", 3))]
+
+
+@pytest.fixture
+def store():
+    with S3Store() as store:
+        yield store
+
+
+def written(store):
+    """Return the names of the objects that were written since the last call, in order."""
+    names = [key.removeprefix("x/") for method, key in store.requests if method in ("PUT", "POST")]
+    store.requests.clear()
+    return names
+
+
+def there(store):
+    return {key.removeprefix("x/"): store.get(key) for key in store.objects}
+
+
+@pytest.mark.parametrize("kind", [S3Store, GcsStandIn, AIStoreStandIn])
+def test_a_store_has_the_same_files_index_last_and_a_second_copy_writes_nothing(call, datasets, kind):
+    with kind() as store:
+        status, out, err = call("publish", datasets[0], store.url("x"))
+        assert (status, "10 files copied, 0 were there" in out) == (0, True), err
+        assert there(store) == snapshot(datasets[0])
+        assert written(store)[-2:] == INDEX
+        assert "0 files copied, 10 were there" in call("publish", datasets[0], f"{store.url('x')}/")[1]
+        assert written(store) == []
+
+
+def test_of_a_dataset_that_grew_the_new_is_copied_and_the_earlier_state_is_refused(datasets, store, tmp_path):
+    growing = copy(datasets[0], tmp_path / "growing")
+    publish_dataset(growing, store.url("x"))
+    old = written(store)
+    append_dataset(growing, datasets[1])
+    assert publish_dataset(growing, store.url("x")) == {"copied": 10, "there": 10}
+    assert not {f"x/{name}" for name in old[:-2]} & {key for method, key in store.requests if method == "GET"}
+    new = written(store)
+    assert (new[-2:], set(new) & set(old)) == (INDEX, set(INDEX))
+    assert there(store) == snapshot(growing)
+    with raises(ConfigError, "foreign_output", store.url("x")):
+        publish_dataset(datasets[0], store.url("x"))
+    assert there(store) == snapshot(growing)
+
+
+def test_what_another_tool_wrote_is_published_too(datasets, store, tmp_path):
+    indexed = copy(datasets[0], tmp_path / "indexed")
+    do.change_description(contract="foreign")(indexed)
+    publish_dataset(indexed, store.url("x"))
+    assert there(store)["dataset.json"] != (datasets[0] / "dataset.json").read_bytes()
+    assert read_dataset(indexed) == msgspec.json.decode(there(store)["dataset.json"], type=DatasetRecord)
+
+
+def test_a_killed_copy_shows_no_dataset_and_goes_on(datasets, store):
+    for key, number in (("target_codes", 1), ("shards.jsonl", 0)):
+        kept = set(store.objects)
+        copying = subprocess.Popen(command("publish", datasets[0], store.url("x")))
+        store.faults = [Fault(key, methods="PUT", after=number, times=1, call=copying.kill)]
+        assert copying.wait(60) == -signal.SIGKILL
+        assert "dataset.json" not in there(store)
+        assert there(store).items() <= snapshot(datasets[0]).items()
+        assert not {f"x/{name}" for name in written(store)} & kept
+    publish_dataset(datasets[0], store.url("x"))
+    assert there(store) == snapshot(datasets[0])
+
+
+def other_dataset(store, datasets, mine):
+    store.upload(datasets[1], "x")
+
+
+def other_object(store, datasets, mine):
+    store.put("x/cuts/cuts.000000.jsonl.gz", (mine / "cuts/cuts.000000.jsonl.gz").read_bytes()[::-1])
+
+
+def foreign_index(store, datasets, mine):
+    store.put("x/shards.jsonl", b"{}")
+
+
+def foreign_record(store, datasets, mine):
+    store.put("x/dataset.json", b"{}")
+
+
+def damaged_file(store, datasets, mine):
+    do.flip_bit("target_audio/recording.000001.tar", 700)(mine)
+
+
+def link(store, datasets, mine):
+    (mine / "cuts").rename(mine / "../elsewhere")
+    (mine / "cuts").symlink_to("../elsewhere")
+
+
+def unfinished(store, datasets, mine):
+    (mine / "dataset.json").unlink()
+
+
+def no_permission(store, datasets, mine):
+    store.faults.append(Fault("", methods="PUT", status=403))
+
+
+def no_reading(store, datasets, mine):
+    store.faults.append(Fault("", status=403))
+
+
+def altered_object(store, datasets, mine):
+    name = "x/target_audio/recording.000000.tar"
+    store.faults.append(Fault(name, methods="GET", call=lambda: store.put(name, store.get(name)[::-1])))
+
+
+@pytest.mark.parametrize(
+    ("happens", "kind", "code", "said"),
+    [
+        (other_dataset, ConfigError, "foreign_output", "s3://bucket/x is there already"),
+        (other_object, ConfigError, "foreign_output", "x/cuts/cuts.000000.jsonl.gz is there already"),
+        (foreign_index, ConfigError, "foreign_output", "x/shards.jsonl is there already"),
+        (foreign_record, ConfigError, "foreign_output", "x/dataset.json is there already"),
+        (damaged_file, DamagedShard, "damaged_shard", "recording.000001.tar is not what the index lists"),
+        (link, ConfigError, "foreign_output", "cuts is a link"),
+        (unfinished, ConfigError, "no_dataset", "is not a finished dataset"),
+        (no_permission, FatalError, "disk", "written by these credentials"),
+        (no_reading, FatalError, "disk", "written by these credentials"),
+        (altered_object, FatalError, "disk", "recording.000000.tar is not what was sent to the store"),
+    ],
+)
+def test_what_cannot_be_published_is_said_in_a_line_and_no_dataset_is_shown(
+    datasets, store, tmp_path, happens, kind, code, said
+):
+    mine = copy(datasets[0], tmp_path / "mine")
+    happens(store, datasets, mine)
+    before = {name: data for name, data in there(store).items() if name.endswith(("json", "jsonl", "gz"))}
+    with raises(kind, code, said) as caught:
+        publish_dataset(mine, store.url("x"))
+    assert "\n" not in str(caught.value)
+    after = there(store)
+    assert {name: after.get(name) for name in (*before, *INDEX)} == {**dict.fromkeys(INDEX), **before}
+
+
+@pytest.mark.parametrize("url", ["https://host/x", "data/x", "s3://bucket/x?versionId=1", "s3:///x"])
+def test_what_is_no_place_in_a_store_is_refused(call, datasets, url):
+    status, _, err = call("publish", datasets[0], url)
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"{url} is no place in an object store: name s3://" in err

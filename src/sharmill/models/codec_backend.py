@@ -21,7 +21,7 @@ from sharmill.models.tensors import fit_length, move_batch
 _MIN_DECODED_FRAMES = 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class CodecSpec:
     """Facts about a codec; the fields are those of the ``Codec`` protocol.
 
@@ -47,19 +47,12 @@ class CodecSpec:
     decoded_sampling_rate: int | None = None
 
 
-class CodecBackend(ABC):
+class CodecBackend(CodecSpec, ABC):
     """Base of the codec backends, and of codecs of other packages; implements ``DecodingCodec``."""
 
     def __init__(self, spec: CodecSpec, device: str) -> None:
+        super().__init__(**vars(spec))
         self.spec = spec
-        self.sampling_rate = spec.sampling_rate
-        self.samples_per_frame = spec.samples_per_frame
-        self.num_codebooks = spec.num_codebooks
-        self.codebook_size = spec.codebook_size
-        self.checksum = spec.checksum
-        self.trained = spec.trained
-        self.equal_lengths_only = spec.equal_lengths_only
-        self.decoded_sampling_rate = spec.decoded_sampling_rate
         self.device = torch.device(device)
 
     @abstractmethod

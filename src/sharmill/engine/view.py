@@ -10,7 +10,7 @@ from pathlib import Path
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import RankProgress, read_progress
-from sharmill.engine.stage import Commit, Stage, Totals, Unit
+from sharmill.engine.stage import Commit, Stage, Totals, Unit, add_up
 from sharmill.files.storage import time_of_folder
 
 # Of ranks and of units.
@@ -127,9 +127,6 @@ def view_stage(
         num_failed: how many units failed for good when the stage ended last.
         queued: as that of ``read_stage``.
     """
-    rejects: Counter[str] = Counter()
-    for commit in commits.values():
-        rejects.update(commit.rejects)
     ranks = [] if totals else [rank for rank in ranks if not rank.ended]
     alive = [rank for rank in ranks if rank.is_alive(now)]
     pace = _pace(units, commits)
@@ -149,7 +146,7 @@ def view_stage(
             (rank.cost_done + rank.unit_cost_done) / max(rank.updated - (rank.ready or rank.started), 1.0)
             for rank in alive
         ),
-        rejects=totals.rejects if totals else dict(rejects),
+        rejects=totals.rejects if totals else add_up([*commits.values()]).rejects,
         ranks=ranks,
         now=now,
         pace=pace,
@@ -208,15 +205,8 @@ def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
 
 
 def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: bool, queued: bool) -> str:
-    if finished:
-        return "done"
-    if alive:
-        return "under way"
-    if failed:
-        return "failed"
-    if queued:
-        return "in the queue"
-    return "silent" if ranks else "stopped"
+    holds = {"done": finished, "under way": alive, "failed": failed, "in the queue": queued, "silent": bool(ranks)}
+    return next((state for state, is_so in holds.items() if is_so), "stopped")
 
 
 def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:

@@ -249,8 +249,7 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
 def _samples(frame: "av.AudioFrame") -> np.ndarray:
     """Return the samples of a frame as float32 (samples, channels), full scale being 1."""
     values = frame.to_ndarray()
-    channels = frame.layout.nb_channels
-    values = values.T if frame.format.is_planar else values.reshape(-1, channels)
+    values = values.T if frame.format.is_planar else values.reshape(-1, frame.layout.nb_channels)
     if values.dtype == np.uint8:
         return (values.astype(np.float32) - 128) / 128
     if values.dtype.kind == "i":

@@ -27,7 +27,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.audio.sound import measure_sound
 from sharmill.errors import RejectRecord
 from sharmill.files.storage import checksum_bytes
-from sharmill.manifest import AudioNotes, Segment
+from sharmill.manifest import AudioNotes, Member, Segment
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.
 SILENT_PEAK: Final = 1e-3
@@ -236,14 +236,15 @@ class SegmentsOnce(Generic[Made]):
     def _read_rows(self) -> dict[Hashable, tuple[int, int]]:
         """Read the audio in rows of parquet files in their order: a whole row group is read to have one row of it."""
         found: dict[Hashable, tuple[int, int]] = {}
-        in_rows = (one for one in self._uses_left if one.member is not None and one.member.kind != "bytes")
-        rows: dict[Any, Segment] = {one.recording: one for one in in_rows}
+        rows: dict[Any, tuple[Segment, Member]] = {
+            one.recording: (one, one.member)
+            for one in self._uses_left if one.member is not None and one.member.kind != "bytes"
+        }  # fmt: skip
         for recording in sorted(rows):
-            member = rows[recording].member
-            assert member is not None
+            segment, member = rows[recording]
             # Reading it raises it again.
             with suppress(RejectRecord, UnreadableRows):
-                path = self._reader.roots.locate(rows[recording])
+                path = self._reader.roots.locate(segment)
                 if not open_rows(path).is_mapped:
                     found[recording] = self._put(read_audio(path, member))
         return found

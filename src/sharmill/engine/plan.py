@@ -346,8 +346,7 @@ def wait_for_units(
         found = find_outstanding(stage, units, read_ledger(stage.dir, units), check=given)
         return all(unit.index in failures for unit in found[1])
 
-    patience = Patience(stage.seconds_until_seen)
-    if not patience.wait_until(look, f"{stage.name}: the output of all units"):
+    if not Patience(stage.seconds_until_seen).wait_until(look, f"{stage.name}: the output of all units"):
         # Here an error that has not passed ends the stage.
         look()
     return found

@@ -247,8 +247,7 @@ class ModelFamily(ABC):
     def refuse_target(self) -> None:
         """Raise ConfigError if the name has a target; for a family of one model."""
         if self.target:
-            family = Registry.split(self.name)[0]
-            raise ConfigError(f"'{self.name}' has too much: write {family}", code="bad_model")
+            raise ConfigError(f"'{self.name}' has too much: write {Registry.split(self.name)[0]}", code="bad_model")
 
 
 def find_speaker_encoder(name: str, **options: Any) -> ModelFamily:

@@ -108,8 +108,7 @@ def plan_batches(
         canonical: give every item its canonical length, in a batch of as many rows as such lengths fit in one. On a CPU
             that is one row: there, items one by one take no longer, and no row is silence.
     """
-    seconds = fit_batch_seconds(batch_seconds, device)
-    max_frames = seconds * codec.sampling_rate / codec.samples_per_frame
+    max_frames = fit_batch_seconds(batch_seconds, device) * codec.sampling_rate / codec.samples_per_frame
     if canonical:
         return canonical_batches(frames, 0.0 if device == "cpu" else max_frames, equal_only=codec.equal_lengths_only)
     return [

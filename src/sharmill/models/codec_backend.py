@@ -134,10 +134,9 @@ class CodecBackend(CodecSpec, ABC):
         """Yield the row numbers of items that are encoded together; leave out those without a frame."""
         frames = num_frames.tolist()
         rows = [row for row, number in enumerate(frames) if number]
-        seconds = fit_batch_seconds(math.inf, self.device.type)
         for batch in padded_batches(
             [frames[row] for row in rows],
-            seconds * self.sampling_rate / self.samples_per_frame,
+            fit_batch_seconds(math.inf, self.device.type) * self.sampling_rate / self.samples_per_frame,
             equal_below=math.inf if self.equal_lengths_only else self.spec.min_frames_in_batch,
         ):
             yield torch.tensor(sorted((rows[index] for index in batch), key=lambda row: frames[row]))

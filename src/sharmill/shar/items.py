@@ -19,6 +19,7 @@ import re
 import tokenize
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -69,8 +70,7 @@ def write_cuts(path: Path, cuts: Iterable[dict[str, Any]]) -> None:
 def write_cut_lines(path: Path, cuts: Iterable[bytes]) -> None:
     """Write cuts, each as JSON without a line end, as ``write_cuts`` does."""
     with path.open("wb") as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
-        for cut in cuts:
-            lines.write(cut + b"\n")
+        lines.writelines(cut + b"\n" for cut in cuts)
 
 
 def write_values(path: Path, attribute: str, values: Iterable[tuple[str, Any]]) -> None:
@@ -198,14 +198,11 @@ class Item:
     metadata: dict[str, Any] | None
 
 
-class FieldWriter:
+class FieldWriter(AbstractContextManager["FieldWriter"]):
     """Writer of one tar field of one shard. Only leaving the ``with`` block without an error completes the archive."""
 
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
-
-    def __enter__(self) -> "FieldWriter":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         with self._stream:

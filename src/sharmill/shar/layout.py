@@ -462,8 +462,7 @@ def is_indexed(directory: Path) -> bool:
 def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
     """Publish ``shards.jsonl``."""
     with open_atomic(directory / SHARDS_FILE) as stream:
-        for shard in shards:
-            stream.write(msgspec.json.encode(shard, order="sorted") + b"\n")
+        stream.writelines(msgspec.json.encode(shard, order="sorted") + b"\n" for shard in shards)
 
 
 def write_dataset(directory: Path, record: DatasetRecord) -> None:

@@ -220,9 +220,9 @@ def outside_own_job() -> Iterator[None]:
 def retrying(patience: float, retry: retry_base) -> Retrying:
     """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
     # Who asks is not to wait much longer.
-    pauses = wait_exponential(multiplier=_PAUSE_SECONDS, max=min(300.0, patience / 8))
     return Retrying(
-        stop=stop_after_delay(patience), wait=pauses, retry=retry,
+        stop=stop_after_delay(patience), retry=retry,
+        wait=wait_exponential(multiplier=_PAUSE_SECONDS, max=min(300.0, patience / 8)),
         before_sleep=before_sleep_log(log, logging.WARNING), reraise=True,
     )  # fmt: skip
 

@@ -183,7 +183,9 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
             customs = [cut.custom or {} for cut in cuts_list]
             batch["tags"] = [{name: custom[name] for name in self.tags if name in custom} for custom in customs]
         if self.tokenizer is not None:
-            batch |= _padded("text_tokens", "text_lens", [self._tokens(cut) for cut in cuts_list], self.text_pad_id)
+            batch |= _padded(
+                "text_tokens", "text_lens", [self._tokens(self.tokenizer, cut) for cut in cuts_list], self.text_pad_id
+            )
         batch |= self._targets(cuts_list, seconds)
         if self.context:
             batch |= self._contexts(cuts_list)
@@ -192,21 +194,19 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
             batch |= _padded("audio_16khz", "audio_16khz_lens", rows, at_least=round(seconds * _16KHZ))
         return batch
 
-    def _tokens(self, cut: MonoCut) -> np.ndarray:
-        assert self.tokenizer is not None
+    def _tokens(self, tokenizer: Tokenizers, cut: MonoCut) -> np.ndarray:
         text = text_of(cut, self.text_field)
         if not text:
             raise ValueError(f"cut {cut.id!r} has no {self.text_field!r}; use tokenizer=None for data without text")
         return np.array(
-            tokenize(self.tokenizer, text, cut.supervisions[0].language, cut.id, self.text_marks), dtype=np.int64
+            tokenize(tokenizer, text, cut.supervisions[0].language, cut.id, self.text_marks), dtype=np.int64
         )
 
     def _targets(self, cuts: list[MonoCut], seconds: float) -> Batch:
         """Return the targets in tensors of at least so many seconds."""
-        if self._in_codes(cuts, TARGET_CODES, TARGET_AUDIO):
-            assert self.codec is not None
-            rows = _same_codebooks([load_target(cut, self.codec) for cut in cuts], cuts)
-            at_least = self.codec.num_frames(seconds) + 2 * self.codec.marks
+        if (codec := self._codec_of(cuts, TARGET_CODES, TARGET_AUDIO)) is not None:
+            rows = _same_codebooks([load_target(cut, codec) for cut in cuts], cuts)
+            at_least = codec.num_frames(seconds) + 2 * codec.marks
             return _padded(TARGET_CODES, "target_code_lens", rows, self.code_pad_id, at_least=at_least)
         rate, per_frame = self._audio_form(cuts)
         samples = [load_audio(cut, TARGET_AUDIO, rate) for cut in cuts]
@@ -214,9 +214,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
 
     def _contexts(self, cuts: list[MonoCut]) -> Batch:
         """Return a slice of each context, and with ``audio_16khz`` the same seconds at that rate."""
-        if self._in_codes(cuts, CONTEXT_CODES, CONTEXT_AUDIO):
-            assert self.codec is not None
-            drawn = [self._draws.draw_codes(cut, self.codec) for cut in cuts]
+        if (codec := self._codec_of(cuts, CONTEXT_CODES, CONTEXT_AUDIO)) is not None:
+            drawn = [self._draws.draw_codes(cut, codec) for cut in cuts]
             rows = _same_codebooks([row for _, row in drawn], cuts)
             batch = _padded(CONTEXT_CODES, "context_code_lens", rows, self.code_pad_id)
         else:
@@ -243,11 +242,11 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
             raise ValueError(f"cut {told}; a batch has one rate: give sampling_rate=")
         return next(iter(rates)), 1
 
-    def _in_codes(self, cuts: list[MonoCut], codes: str, audio: str) -> bool:
-        """Return True if the batch has this side as codes: all of it or nothing."""
+    def _codec_of(self, cuts: list[MonoCut], codes: str, audio: str) -> CodecForm | None:
+        """Return the codec if the batch has this side as codes, all of it, and None if it has it as audio."""
         with_codes = [cut for cut in cuts if self.codes and holds(cut, codes)]
         if len(with_codes) == len(cuts):
-            return True
+            return self.codec
         if with_codes:
             other = next(cut for cut in cuts if not holds(cut, codes))
             raise ValueError(
@@ -267,7 +266,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
                 raise ValueError(
                     f"cut {cut.id!r} has {wanted}; name these fields in open_shar(..., fields=[...]){otherwise}"
                 )
-        return False
+        return None
 
 
 def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndarray]:

@@ -29,6 +29,7 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +58,11 @@ class Bucket:
     length: float
     num_tokens: int | None = None
     max_ratio: float = math.inf
+
+    @property
+    def bound(self) -> float | list[float]:
+        """The bucket as NeMo's loader has it: a number, or a pair in two dimensions."""
+        return self.length if self.num_tokens is None else [self.length, self.num_tokens]
 
     def __str__(self) -> str:
         return f"{self.length:g}" if self.num_tokens is None else f"{self.length:g} with {self.num_tokens} tokens"
@@ -114,7 +120,7 @@ def tune_to_yaml(
     return batch_sizes_to_yaml(step or module_name or str(pretrained_name), buckets, sizes, budget, profile)
 
 
-class StepProcess:
+class StepProcess(AbstractContextManager["StepProcess"]):
     """Training steps in a process of their own, which is replaced when it dies.
 
     Args:
@@ -137,9 +143,6 @@ class StepProcess:
         self._child: ChildProcess | None = None
         self._output = tempfile.NamedTemporaryFile(prefix="sharmill-step-", suffix=".log")  # noqa: SIM115  see __exit__
         self.last_lack = ""
-
-    def __enter__(self) -> "StepProcess":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._end()
@@ -466,18 +469,14 @@ def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
     return [Bucket(*pair) for pair in pairs], {key: values[key] for key in _OF_BINS if key in values}
 
 
-def bounds_of(buckets: Sequence[Bucket]) -> list[float | list[float]]:
-    """Return buckets as NeMo's loader has them: numbers, or pairs in two dimensions."""
-    return [one.length if one.num_tokens is None else [one.length, one.num_tokens] for one in buckets]
-
-
 def batch_sizes_to_yaml(
     step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget, more: Mapping[str, Any] | None = None
 ) -> str:
     """Format the keys for NeMo's loader, with ``more`` of them, below a comment with step and budget."""
     return (
         f"# the largest batches of {step} in {budget}\n"
-        f"use_bucketing: true\nbucket_duration_bins: {bounds_of(buckets)}\nbucket_batch_size: {list(sizes)}\n"
+        f"use_bucketing: true\nbucket_duration_bins: {[one.bound for one in buckets]}\n"
+        f"bucket_batch_size: {list(sizes)}\n"
     ) + "".join(f"{key}: {json.dumps(value)}\n" for key, value in (more or {}).items())
 
 

@@ -23,7 +23,7 @@ from sharmill.registry import require_package
 from sharmill.shar.items import read_cuts
 from sharmill.shar.layout import DATASET_FILE, read_dataset
 from sharmill.shar.reading.shard_source import open_shard_source
-from sharmill.training.buckets.batch_size import Bucket, bounds_of
+from sharmill.training.buckets.batch_size import Bucket
 from sharmill.training.parallel import parallel_map
 from sharmill.training.tokenizers import load_tokenizers, tokenize
 
@@ -194,8 +194,7 @@ def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
 
     _check(lengths, num_buckets)
     numbers = SimpleNamespace(measure_length=lambda length: length)
-    found = estimate_duration_buckets(lengths, num_buckets, constraint=numbers)
-    return [value.item() for value in found]
+    return [value.item() for value in estimate_duration_buckets(lengths, num_buckets, constraint=numbers)]
 
 
 def estimate_bins_2d(
@@ -347,8 +346,7 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
 
 def frame_shift(datasets: Sequence[Path]) -> float:
     # A Shar of another tool does not say what its codes are.
-    known = [read_dataset(dataset) for dataset in datasets if (dataset / DATASET_FILE).exists()]
-    codecs = [codec for dataset in known for codec in dataset.codecs]
+    codecs = [codec for path in datasets if (path / DATASET_FILE).exists() for codec in read_dataset(path).codecs]
     shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
     names = ", ".join(codec.name for codec in codecs) or "none"
     if len(shifts) != 1:
@@ -396,7 +394,7 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
         *_histogram(shown, bins, closed=closed),
         "use_bucketing: true",
         f"num_buckets: {len(bins) + (not closed)}",
-        f"bucket_duration_bins: {bounds_of(bins)}",
+        f"bucket_duration_bins: {[one.bound for one in bins]}",
     ]
     if options.sub_buckets is None and not closed:
         lines.append(f"# bucket_batch_size needs a bin for the longest as well (--closed): {longest}")

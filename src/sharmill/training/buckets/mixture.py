@@ -395,8 +395,7 @@ def _listed(text: str) -> Settings:
         if not isinstance(path, str) or len(weight) > 1 or not all(map(_is_weight, weight)):
             raise ConfigError(f"{text}: {item} is not [MANIFEST,WEIGHT] with a weight above 0", code="bad_config_value")
         _kind_of(path)
-    lengths = {isinstance(item, list) and len(item) for item in found}
-    if len(lengths) > 1:
+    if len({isinstance(item, list) and len(item) for item in found}) > 1:
         raise ConfigError(f"{text}: some manifests have a weight and others have none", code="bad_config_value")
     return {"manifest_filepath": found}
 

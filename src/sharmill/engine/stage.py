@@ -402,7 +402,6 @@ class StageResult:
 # Called by a processor with the part of a unit's cost that it has done since the last call.
 Advance = Callable[[float], None]
 Resource = Literal["cpu", "gpu"]
-CostUnit = Literal["records", "seconds of audio"]
 
 
 _dir_of_plan = lru_cache(StageDir)
@@ -479,7 +478,7 @@ class Stage(ABC):
     after: ClassVar[Sequence[str]] = ()
     part_of: ClassVar[str] = ""
     resource: ClassVar[Resource] = "cpu"
-    cost_unit: ClassVar[CostUnit] = "seconds of audio"
+    cost_unit: ClassVar[Literal["records", "seconds of audio"]] = "seconds of audio"
     counts: ClassVar[Literal["records", "segments"]] = "records"
     config: Config
     settings: Any = None

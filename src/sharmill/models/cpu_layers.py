@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nemo.collections.asr.parts.submodules.jasper import JasperBlock
     from nemo.collections.asr.parts.submodules.tdnn_attention import AttentivePoolLayer
     from nemo.collections.tts.modules.audio_codec_modules import CodecActivation, HiFiGANResLayer
-    from torch import Tensor
 
 
 class _UnknownLayer(Exception):

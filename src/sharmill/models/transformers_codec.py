@@ -44,11 +44,9 @@ class _TransformersCodec(CodecBackend):
         return codes[0] if codes.ndim == 4 else codes
 
     def decode_frames(self, codes: Tensor) -> Tensor:
-        if self._model.config.model_type == "encodec":
-            audio = self._model.decode(codes[None], [None]).audio_values
-        else:
-            audio = self._model.decode(audio_codes=codes).audio_values
-        return audio.reshape(1, -1)
+        is_encodec = self._model.config.model_type == "encodec"
+        decoded = self._model.decode(codes[None], [None]) if is_encodec else self._model.decode(audio_codes=codes)
+        return decoded.audio_values.reshape(1, -1)
 
 
 def _describe(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -551,8 +551,7 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
     ``recording`` tells where the audio came from and is nothing to load; the audio itself is in ``target_audio``.
     """
     duration = num_samples / sampling_rate
-    recording = recording_json(utterance.recording_id, sampling_rate, num_samples)
-    recording["sources"] = [{"type": "file", "channels": [0], "source": utterance.segment.audio_filepath}]
+    source = {"type": "file", "channels": [0], "source": utterance.segment.audio_filepath}
     language = _language(utterance.speaker, str(utterance.custom.get(ORIGINAL_TAG, "")))
     further = {key: plain_value(value) for key, value in utterance.further_keys().items()}
     supervision = {
@@ -573,7 +572,7 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
         "duration": duration,
         "channel": 0,
         "supervisions": [supervision],
-        "recording": recording,
+        "recording": recording_json(utterance.recording_id, sampling_rate, num_samples) | {"sources": [source]},
         # Makes lhotse load the whole context: it lives on another time line than the cut.
         "custom": {CONTEXT_UNALIGNED: True},
         "type": "MonoCut",

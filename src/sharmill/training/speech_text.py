@@ -434,8 +434,10 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
                 begin = place.stop
         # Nothing comes before the first position.
         predicted[:, :1] = False
-        arrays = {"lengths": np.array(lengths), "kinds": kinds, "spans": numbers, "predicted": predicted}
-        arrays |= {"text_tokens": tokens, "codes": codes, "audio": np.concatenate(audio)}
+        arrays = {
+            "lengths": np.array(lengths), "kinds": kinds, "spans": numbers, "predicted": predicted,
+            "text_tokens": tokens, "codes": codes, "audio": np.concatenate(audio),
+        }  # fmt: skip
         customs = [example.custom or {} for example in batch_examples]
         return {name: torch.from_numpy(array) for name, array in arrays.items()} | {
             "ids": [_id_of(example) for example in batch_examples],

@@ -374,8 +374,11 @@ class SlurmExecutor(Executor):
         container: dict[str, Any] = {}
         if cluster.container_image is not None:
             # Relative paths of the configuration are relative to this folder.
-            container = {"image": cluster.container_image, "workdir": Path.cwd()}
-            container["mounts"] = ",".join(cluster.container_mounts)
+            container = {
+                "image": cluster.container_image,
+                "workdir": Path.cwd(),
+                "mounts": ",".join(cluster.container_mounts),
+            }
         in_container = [f"--container-{key}={value}" for key, value in container.items() if value]
         kind = "afternotok" if role == "second" else "afterany"
         jobs = ":".join(dict.fromkeys(job.split("_")[0] for job in behind))

@@ -207,8 +207,10 @@ def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | N
     whole = resolve_settings(settings) | {"force_finite": True, "num_workers": 0, "sampler_fusion": "round_robin"}
     whole.pop("canonical", None)
     for section in sections_of(whole):
-        section |= {"force_map_dataset": False, "force_iterable_dataset": True, "drop_last": False}
-        section |= {"concatenate_samples": False, "use_bucketing": False}  # without estimates of few examples
+        section |= {
+            "force_map_dataset": False, "force_iterable_dataset": True, "drop_last": False,
+            "concatenate_samples": False, "use_bucketing": False,  # without estimates of few examples
+        }  # fmt: skip
     sources = sources_of(prepare_settings(whole, 0, 1))
     sizes = [entry_size(source) if _is_divided(source) else 0 for source in sources]
     if sum(sizes) > _MAX_COUNTED or not all(map(_is_divided, sources)):

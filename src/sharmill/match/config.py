@@ -31,7 +31,7 @@ class MatchConfig(StageSection):
     max_similarity: Similarity | None = None
     """Highest cosine similarity of a context to its target, against copies that are stored with loss or otherwise
     processed, such as 0.99; ``null`` is no limit. Copies with the same samples are never a context; a copy at another
-    sampling rate has other samples before ``write.sampling_rate`` makes the rates equal, and needs this limit."""
+    sampling rate needs this limit."""
     min_duration: NotNegative = 3.0
     """Shortest context, in seconds."""
     max_duration: float | None = None
@@ -59,9 +59,9 @@ class MatchConfig(StageSection):
     """Choose the contexts of a speaker group from a random pool of so many of its utterances, drawn by ``seed``;
     ``null`` is all of them."""
     contexts: Literal["choose", "given"] = "choose"
-    """``given`` keeps the contexts of a manifest that has been extended already (``context_audio_filepath`` and the
-    further keys): each is checked, what it leaves out is filled in, and one that cannot be used, or is outside the
-    limits above, makes its record a reject (``bad_context``). Records without one get theirs as by ``choose``."""
+    """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and the further keys): each is checked,
+    what it leaves out is filled in, and one that cannot be used, or is outside the limits above, makes its record a
+    reject (``bad_context``). Records without one get theirs as by ``choose``."""
     choice: Literal["best", "sample"] = "best"
     """``best`` takes the most similar candidate. ``sample`` draws among the ``sample_size`` most similar, so that a
     popular clip does not become the context of everything."""
@@ -70,8 +70,8 @@ class MatchConfig(StageSection):
     seed: int = 42
     """Seed of ``choice: sample`` and ``max_speaker_items``."""
     contexts_from_dataset: bool = False
-    """Of an append: contexts may also come from the dataset of ``append_to``. The voices of its cuts that are of the
-    same speaker groups as new records are embedded once more, from the audio that is stored there."""
+    """Of an append: contexts may also come from the dataset of ``append_to``. Its cuts that share a speaker
+    group with new records are embedded once more, from the stored audio."""
     unit_seconds: Above0 | None = None
     """Audio that one unit of work gathers, in seconds; ``null`` derives it from the total."""
     options: dict[str, Any] = field(default_factory=dict)

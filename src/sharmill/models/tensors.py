@@ -19,8 +19,6 @@ from sharmill.errors import ConfigError, is_device_error, one_line
 # Of the tensors that are made while a model is loaded: its layers, the weights, and copies of them.
 _NUMBERS_PER_BYTE = 4
 _FREE_NUMBERS = 1 << 27
-# Far above the noise of float32 arithmetic (1e-6 to 1e-5), far below what a model does that sees the padding.
-_RELATIVE_TOLERANCE = 1e-3
 # Some seconds of most codecs; what depends on more than half of it counts as not bounded.
 _REACH_FRAMES = 64
 
@@ -120,24 +118,6 @@ def fit_length(audio: Tensor, num_samples: Tensor, length: int) -> Tensor:
     audio = functional.pad(audio, (0, length - audio.shape[1])) if length > audio.shape[1] else audio[:, :length]
     beyond = torch.arange(length, device=audio.device)[None, :] >= num_samples[:, None]
     return audio.masked_fill(beyond, 0.0)
-
-
-def right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int, long: int) -> bool:
-    """Return True if an item's encoding depends on the padding to its right, which is tried.
-
-    An architecture does not tell: one unmasked layer is enough. So seeded noise is encoded alone and beside a longer
-    item.
-
-    Args:
-        encode: (audio (batch, samples), num_samples (batch,)) -> (batch, values) or (batch, channels, frames).
-        short: samples of the item.
-        long: samples of its neighbour.
-    """
-    noise = torch.randn(2, long, generator=torch.Generator().manual_seed(0)) * 0.1
-    noise[0, short:] = 0.0
-    alone = encode(noise[:1, :short], torch.tensor([short]))
-    beside = encode(noise, torch.tensor([short, long]))[:1, ..., : alone.shape[-1]]
-    return bool((alone - beside).abs().max() > _RELATIVE_TOLERANCE * alone.abs().max())
 
 
 @torch.no_grad()

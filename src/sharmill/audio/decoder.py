@@ -113,7 +113,8 @@ class AudioBytes:
         self.name = name
         self._data = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
         self._start = start
-        self.is_whole_file = not isinstance(self._data, bytes) and size is None
+        # Of a whole file, whose position is the decoder's to move.
+        self.descriptor = None if isinstance(self._data, bytes) or size is not None else self._data.fileno()
         if size is None:
             size = len(self._data) if isinstance(self._data, bytes) else os.fstat(self._data.fileno()).st_size
         self.size = size
@@ -148,11 +149,6 @@ class AudioBytes:
         for start in range(0, self.size, _BLOCK_BYTES):
             digest.update(self.read(start, _BLOCK_BYTES))
         return digest.hexdigest()
-
-    @property
-    def descriptor(self) -> int | None:
-        """The descriptor of a whole file, whose position is the decoder's to move."""
-        return self._data.fileno() if self.is_whole_file and not isinstance(self._data, bytes) else None
 
     def stream(self) -> BinaryIO:
         """Return a file object with a position of its own."""

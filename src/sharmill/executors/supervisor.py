@@ -238,13 +238,11 @@ class Supervisor:
             self._state.look()
             while not self._state.has_ended() and self._start_missing():
                 self._wait_and_look(on_look)
-                self._end_hanging()
             ready = {record.owner for record in read_progress(self.stage.dir.progress) if record.ready}
             self._end([process for process, rank in self._running.items() if rank.owner not in ready])
             leave_by = time.monotonic() + 30.0
             while self._running and time.monotonic() < leave_by:
                 self._wait_and_look(on_look)
-                self._end_hanging()
             attempts, has_ended = self._state.attempts, self._state.has_ended()
             if not has_ended and all(map(attempts.is_out, self._slots.values())):
                 raise attempts.all_out_error(self.stage.name, self.stage.dir.logs)
@@ -260,7 +258,7 @@ class Supervisor:
                 _end_server()
 
     def _wait_and_look(self, on_look: Callable[[], object]) -> None:
-        """Look at the stage when a rank has ended, or it is time."""
+        """Look at the stage when a rank has ended, or it is time, and end ranks that hang."""
         wait([process.sentinel for process in self._running], timeout=self.beat_seconds)
         for process in [process for process in self._running if not process.is_alive()]:
             self._remove(process)
@@ -268,6 +266,7 @@ class Supervisor:
         self.stage.run_dir.require_not_cancelled()
         self._state.look()
         on_look()
+        self._end_hanging()
 
     def _start_missing(self) -> bool:
         """Start ranks, no more than there are units for, and return True while one runs or may be started.

@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import islice
@@ -93,6 +93,13 @@ def filter_examples(before: Before, keep: Function) -> Examples:
         example.origins[0].source.check_dropped(num_dropped)
 
 
+def _values(before: Before, taken: MutableSequence[Example]) -> Iterator[Any]:
+    """Yield the values of examples, and add each example to those that were taken."""
+    for example in before():
+        taken.append(example)
+        yield example.value
+
+
 def _results(before: Before, fn: Function, options: Mapping[str, Any] | None = None) -> Iterator[tuple[Example, Any]]:
     """Yield examples with their results; leave those out where it is an error.
 
@@ -101,12 +108,8 @@ def _results(before: Before, fn: Function, options: Mapping[str, Any] | None = N
     """
     ahead: deque[Example] = deque()
 
-    def values() -> Iterator[Any]:
-        for example in before():
-            ahead.append(example)
-            yield example.value
-
-    made = (fn(value) for value in values()) if options is None else iter(parallel_map(values(), fn, **options))
+    values = _values(before, ahead)
+    made = (fn(value) for value in values) if options is None else iter(parallel_map(values, fn, **options))
     with closing(made) as results:  # type: ignore[type-var]
         while True:
             try:
@@ -193,12 +196,7 @@ def apply_function(before: Before, f: Callable[[Iterator[Any]], Iterable[Any]], 
     taken: list[Example] = []
     last = _joined(taken)
 
-    def values() -> Iterator[Any]:
-        for example in before():
-            taken.append(example)
-            yield example.value
-
-    for value in f(values()):
+    for value in f(_values(before, taken)):
         if not taken and (exact or not last.origins):
             raise ConfigError(
                 f"the function of apply(exact={exact}) gave an example without taking one: with exact=True, it takes "

@@ -65,7 +65,9 @@ _SECONDS_OF_USE: Final = 60.0
 # Each process looks at what is there after so much of the limit, and leaves room for what others bring meanwhile.
 _SWEPT_AFTER: Final = 1 / 64
 _KEPT_SHARE: Final = 0.75
-_COPY: Final = re.compile(r"[0-9a-f]{32}")
+# Libraries tell archives and packed files by their extensions.
+_EXTENSIONS: Final = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}\Z")
+_COPY: Final = re.compile(r"[0-9a-f]{32}" + _EXTENSIONS.pattern)
 
 
 def is_url(path: str) -> bool:
@@ -498,7 +500,7 @@ class Cache:
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
         with suppress(FileNotFoundError):
-            known = decode_stored(path, read_stored(path.with_name(f"{path.name}.about")), _About)
+            known = decode_stored(path, read_stored(path.with_name(f"about-{path.name}")), _About)
             if (known.size, known.tag) != found:
                 path.unlink(missing_ok=True)
         return found
@@ -510,7 +512,7 @@ class Cache:
     def path_of(self, url: str, xxh3: str = "") -> Path:
         """Return where the copy of a URL is, or would be."""
         name = xxhash.xxh3_128_hexdigest(f"{url}\n{xxh3 or self.scope}".encode())
-        return self.folder / name[:3] / name
+        return self.folder / name[:3] / f"{name}{_EXTENSIONS.search(url)[0]}"  # type: ignore[index]  # it finds nothing
 
     def _fetch(self, url: str, xxh3: str, path: Path, max_bytes: float) -> Copy:
         aside = path_aside(path)
@@ -529,7 +531,7 @@ class Cache:
             if xxh3 and checksum(aside) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
             self._make_room(aside.stat().st_size)
-            path.with_name(f"{path.name}.about").write_bytes(msgspec.json.encode(_About(*version)))
+            path.with_name(f"about-{path.name}").write_bytes(msgspec.json.encode(_About(*version)))
             # Fetched once more, here or on another node, the same version has the same time.
             os.utime(stream.fileno(), ns=(time.time_ns(), xxhash.xxh3_64_intdigest(repr(version).encode()) >> 4))
             aside.replace(path)
@@ -603,7 +605,7 @@ def _evict(path: Path) -> bool:
         return False
     except FileNotFoundError:
         return True
-    path.with_name(f"{path.name}.about").unlink(missing_ok=True)
+    path.with_name(f"about-{path.name}").unlink(missing_ok=True)
     return True
 
 

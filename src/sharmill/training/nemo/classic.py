@@ -182,7 +182,7 @@ FATES: Final[dict[str, str]] = {
     "concat_sampling_technique": "ignored: use `weight` of entries",
     "concat_sampling_temperature": "ignored: use `reweight_temperature`",
     "concat_shuffle": "ignored: `shuffle` mixes all data",
-    "defer_setup": "ignored: data are opened where they are read",
+    "defer_setup": "ignored: ranks wait for copies of data in stores where torch.distributed is initialized",
     "eos_id": "ignored: the tokenizer's",
     "int_values": "ignored: audio is floating-point",
     "is_code_switched": "ignored: use `concatenate_samples`",

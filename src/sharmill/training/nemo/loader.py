@@ -467,6 +467,7 @@ class _ReportingFilter:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for example in self._examples:
+            _refuse_commands(example)
             if all(passes(example) for passes in self._predicates):
                 yield example
                 count, first, last = 0, {}, {}
@@ -484,6 +485,16 @@ class _ReportingFilter:
                     f"none of {count} examples in a row passes the filters: loosen min_duration, max_duration, "
                     "max_cer, min_context_speaker_similarity, the buckets or whatever drops them",
                     code="too_few_cuts",
+                )
+
+
+def _refuse_commands(example: Any) -> None:
+    """Raise ConfigError for audio that lhotse would run a command for: NeMo takes pipe:// in a manifest for a URL."""
+    for part in _parts_of(example):
+        for source in getattr(getattr(part, "recording", None), "sources", ()):
+            if source.type == "url" and source.source.startswith("pipe:"):
+                raise ConfigError(
+                    f"audio of the data is a command, which is not run: {source.source!r}", code="bad_manifest"
                 )
 
 
@@ -556,6 +567,8 @@ def get_dataloader(
     require_package("nemo")
     from nemo.collections.common.data.lhotse.broadcasting import BroadcastingDataLoader, is_dp_source_rank
 
+    from sharmill.training.nemo.input_type import copy_audio
+
     settings = resolve_settings(cfg)
     num_workers, count = settings.get("num_workers") or 0, settings.pop("canonical", None)
     parts = [(rank, world_size)]
@@ -570,6 +583,8 @@ def get_dataloader(
     for part, num_parts in parts:
         prepared = prepare_settings(settings, part, num_parts)
         check_tokenizer(sections_of(prepared), tokenizer)
+        if part == parts[0][0]:
+            copy_audio(sources_of(prepared))
         made = _default_dataset(prepared, tokenizer) if dataset is None else dataset
         # With the same seeds, samplers and the mixing of datasets would repeat their first draws after each stop, and
         # datasets would not keep to their weights. The readers' own seeds are in their entries, and stay.

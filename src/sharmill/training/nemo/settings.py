@@ -30,6 +30,7 @@ from sharmill.training.nemo.classic import (
     translate,
     type_of,
 )
+from sharmill.training.nemo.stores import is_stored, version_of
 
 if TYPE_CHECKING:
     from nemo.collections.common.prompts import PromptFormatter
@@ -227,9 +228,9 @@ def check_tokenizer(sections: Sequence[Settings], tokenizer: Any) -> None:
 
 
 def check_files(kind: str, entry: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a file of an entry that is not there; of tars, look for the first and the last.
+    """Raise ConfigError for a file of an entry that is not there; of tars and in stores, look for first and last.
 
-    Pipes and addresses are left to NeMo.
+    Pipes and other addresses are left to NeMo.
     """
     from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
 
@@ -237,8 +238,11 @@ def check_files(kind: str, entry: Mapping[str, Any]) -> None:
         if entry.get(key) is None:
             continue
         names = [name for name in expand_sharded_filepaths(entry[key]) if isinstance(name, str)]
-        for name in (names[0], names[-1]) if key == "tarred_audio_filepaths" and names else names:
-            if "://" not in name and not name.startswith("pipe:") and not Path(name).exists():
+        few = key == "tarred_audio_filepaths" or any(map(is_stored, names))
+        for name in (names[0], names[-1]) if few and names else names:
+            if is_stored(name):
+                version_of(name)
+            elif "://" not in name and not name.startswith("pipe:") and not Path(name).exists():
                 raise ConfigError(f"input_cfg: type {kind}: there is no file {name}", code="missing_input")
 
 
@@ -337,9 +341,13 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     sources = [source for section in sections for source in _sources(section, shard_seed)]
     map_style = any(is_map_style(section) for section in sections)
     _check_orders(settings, sources, world_size, map_style=map_style, common_seed=common_seed)
+    for section in filter(is_map_style, sections):
+        section["force_map_dataset"] = True  # whatever becomes of its entries
     for entry, entry_seed in sources:
-        if not map_style and is_divisible(entry):
-            entry |= {"of_type": entry["type"], "type": DIVIDED}
+        # NeMo does not find audio beside a manifest in a store, which is no stream for all that.
+        in_store = map_style and any(map(is_stored, texts_in(entry)))
+        if (in_store or not map_style) and is_divisible(entry):
+            entry |= {"of_type": entry["type"], "type": DIVIDED} | ({"force_finite": True} if in_store else {})
         if entry.get("type") in ("sharmill", DIVIDED):
             readers = {"seed": settings["seed"], "rank": rank, "world_size": world_size}
             entry |= readers | {"shard_seed": entry_seed, "force_map_dataset": map_style}

@@ -1,10 +1,9 @@
 """The context of every utterance of a speaker group, chosen or brought by its record, or why it has none."""
 
-import dataclasses
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,11 +13,12 @@ import xxhash
 from sharmill.audio.files import probe
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.manifest import CONTEXT_KEYS, Context, Segment, Utterance, recording_id
+from sharmill.manifest import CONTEXT_KEYS, Context, Segment, Utterance, recording_id, tagged_speaker
 from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment
 from sharmill.match.select import number_words, select_context
 from sharmill.models import ModelFamily, find_speaker_encoder
+from sharmill.prepare.speaker_key import SpeakerKey
 
 # Of a smaller group the similarities take less time on the CPU than their kernels take to start.
 _FEW_ROWS = 500
@@ -35,12 +35,16 @@ class ContextChooser:
     Args:
         match: the limits.
         roots: the audio roots of the sources.
-        group_key: returns the key of an utterance's group.
+        speaker_key: makes the key of an utterance's group.
     """
 
     match: MatchConfig
     roots: AudioRoots
-    group_key: Callable[[Utterance], str]
+    speaker_key: SpeakerKey
+
+    def group_key(self, utterance: Utterance) -> str:
+        """Return the key of an utterance's group."""
+        return self.speaker_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
 
     @cached_property
     def _least_similarity(self) -> float:
@@ -208,7 +212,7 @@ class ContextChooser:
             seconds = info.num_samples / info.sampling_rate - segment.offset
             if seconds <= 0:
                 raise RejectRecord("duration_mismatch", f"it begins at {segment.offset:g} s, after the end of its file")
-            segment = dataclasses.replace(segment, duration=seconds)
+            segment = replace(segment, duration=seconds)
         known = others.get(_place(segment))
         if known is not None:
             segment = known.segment
@@ -248,8 +252,8 @@ class ContextChooser:
             limit = f"{self._least_similarity:g} (match.min_similarity)"
             problem = f"has a similarity of {similarity:.4f}, below {limit}"
         else:
-            segment = dataclasses.replace(segment, notes=voice.notes)
-            return _with_context(utterance, dataclasses.replace(given, similarity=similarity, segment=segment))
+            segment = replace(segment, notes=voice.notes)
+            return _with_context(utterance, replace(given, similarity=similarity, segment=segment))
         return RejectRecord("bad_context", f"the context that the record brings {problem}")
 
 
@@ -293,7 +297,7 @@ def _stack(rows: list[Any]) -> Any:
 def _with_context(utterance: Utterance, context: Context) -> Utterance:
     """Return the utterance with its context; keys that a source had for one of its own go."""
     custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
-    return dataclasses.replace(utterance, custom=custom, context=context)
+    return replace(utterance, custom=custom, context=context)
 
 
 def _bad_context(reject: RejectRecord) -> RejectRecord:

@@ -26,7 +26,6 @@ from sharmill.shar.layout import CUTS, ShardedDataset
 # Of a line of a manifest: where it begins in its file, its number in the prepared manifest, the durations of target and
 # context, and the 128-bit hash of the key of its group.
 LINE: Final = np.dtype([("offset", "i8"), ("index", "u4"), ("seconds", "f4"), ("context", "f4"), ("group", "u8", 2)])
-_HALF: Final = (1 << 64) - 1
 
 
 class _Head(msgspec.Struct):
@@ -60,7 +59,7 @@ def index_lines(*paths: Path, group_key: Callable[[str, str], str] | None = None
                     head = decode_stored(path, line, _Head)
                     key = group_key(head.audio_filepath, tagged_speaker(head.speaker))
                     group = xxhash.xxh3_128_intdigest(key.encode())
-                    yield offset, number, head.duration, 0.0, (group >> 64, group & _HALF)
+                    yield offset, number, head.duration, 0.0, (group >> 64, group & (1 << 64) - 1)
                 offset += len(line)
                 number += 1
 
@@ -147,11 +146,10 @@ def write_candidates(path: Path, dataset: Path, root: int) -> int:
     return write_lines(path, lines)
 
 
-def _candidates(dataset: Path, cuts: str, container: str, root: int) -> list[Utterance]:
+def _candidates(dataset: Path, cuts: str, container: str, root: int) -> Iterator[Utterance]:
     modified = (dataset / container).stat().st_mtime_ns
     utterances = list(read_utterances(dataset / cuts))
     table = ItemTable(dataset / container, ids=[str(cut.get("id")) for cut, _ in utterances])
-    found = []
     for number, (cut, utterance) in enumerate(utterances):
         if table.pair(number)[1] == NO_DATA:
             raise table.damage(f"it has no audio of the cut {cut['id']} at its place")
@@ -165,5 +163,4 @@ def _candidates(dataset: Path, cuts: str, container: str, root: int) -> list[Utt
             channel=None,
             member=Member(container, "bytes", start, size),
         )
-        found.append(dataclasses.replace(utterance, segment=segment, custom=kept))
-    return found
+        yield dataclasses.replace(utterance, segment=segment, custom=kept)

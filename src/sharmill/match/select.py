@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sharmill.config import require
+
 if TYPE_CHECKING:
     import torch
 
@@ -103,10 +105,10 @@ def select_context(
         "max_duration": max_duration,
     }
     for name, limit in limits.items():
-        _require(limit is None or not math.isnan(limit), f"{name} is NaN")
-    _require(choice in ("best", "sample"), f'choice must be "best" or "sample", got {choice!r}')
-    _require(sample_size >= 1, f"sample_size must be at least 1, got {sample_size}")
-    _require(block_size is None or block_size >= 1, f"block_size must be at least 1, got {block_size}")
+        require(limit is None or not math.isnan(limit), f"{name} is NaN")
+    require(choice in ("best", "sample"), f'choice must be "best" or "sample", got {choice!r}')
+    require(sample_size >= 1, f"sample_size must be at least 1, got {sample_size}")
+    require(block_size is None or block_size >= 1, f"block_size must be at least 1, got {block_size}")
     seconds = _times("durations", durations, num_rows, least=0.0)
     longest = math.inf if max_duration is None else max_duration
     eligible = (seconds >= min_duration) & (seconds <= longest)
@@ -139,16 +141,8 @@ def number_words(texts: Iterable[str]) -> list[_IndexArray]:
     [[0, 1], [0, 1, 2], []]
     """
     numbers: dict[str, int] = {}
-    found = []
-    for text in texts:
-        words = {numbers.setdefault(word, len(numbers)) for word in _WORD.findall(text.lower())}
-        found.append(np.array(sorted(words), dtype=np.int64))
-    return found
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+    found = ({numbers.setdefault(word, len(numbers)) for word in _WORD.findall(text.lower())} for text in texts)
+    return [np.array(sorted(words), dtype=np.int64) for words in found]
 
 
 def _is_tensor(values: Any) -> bool:
@@ -177,18 +171,16 @@ def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
 def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray[np.float64]:
     """Return ``values`` as (num_rows,) float64 seconds; raise ValueError if they are not finite or below ``least``."""
     seconds = _to_numpy(values, np.float64)
-    _require(seconds.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {seconds.shape}")
-    _require(
-        bool(np.isfinite(seconds).all() and (seconds >= least).all()), f"{name} must be finite, at least {least} s"
-    )
+    require(seconds.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {seconds.shape}")
+    require(bool(np.isfinite(seconds).all() and (seconds >= least).all()), f"{name} must be finite, at least {least} s")
     return seconds
 
 
 def _ids(name: str, values: ArrayLike, num_rows: int) -> _IndexArray:
     """Return ``values`` as (num_rows,) integers; raise ValueError if they are anything else."""
     ids = _to_numpy(values)
-    _require(ids.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {ids.shape}")
-    _require(not num_rows or ids.dtype.kind in "iu", f"{name} must be integers, got {ids.dtype}")
+    require(ids.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {ids.shape}")
+    require(not num_rows or ids.dtype.kind in "iu", f"{name} must be integers, got {ids.dtype}")
     return ids.astype(np.int64)
 
 
@@ -199,14 +191,14 @@ def _unit_rows(embeddings: Any) -> Any:
         rows = (embeddings.cpu() if embeddings.device.type == "mps" else embeddings).detach().double().clone()
     else:
         rows = np.array(embeddings, dtype=np.float64)
-    _require(rows.ndim == 2, f"embeddings must have shape (N, D), got {tuple(rows.shape)}")
+    require(rows.ndim == 2, f"embeddings must have shape (N, D), got {tuple(rows.shape)}")
     if 0 in rows.shape:
         return rows
     # In pieces, since a copy of all rows would be half as large again as what is returned.
     step = max(1, _BLOCK_ELEMENTS // rows.shape[1])
     parts = [rows[start : start + step] for start in range(0, len(rows), step)]
     num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # NaN is not less
-    _require(not num_broken, f"embeddings must be finite; those of {num_broken} utterances are not")
+    require(not num_broken, f"embeddings must be finite; those of {num_broken} utterances are not")
     for part in parts:
         # Dividing by the largest value first keeps the squares of huge and of tiny values in range.
         largest = abs(part).max(1)
@@ -261,7 +253,7 @@ def _exclusions(
     """Collect what must not be picked: the utterance itself, what overlaps it, the same text, the same samples."""
     num_rows = len(seconds)
     exclusions = [_same_ids(np.arange(num_rows), columns)]
-    _require(offsets is None or recordings is not None, "offsets mean nothing without recordings: pass both or neither")
+    require(offsets is None or recordings is not None, "offsets mean nothing without recordings: pass both or neither")
     if recordings is not None:
         at = np.zeros(num_rows) if offsets is None else _times("offsets", offsets, num_rows, least=-math.inf)
         exclusions.append(_overlaps(_ids("recordings", recordings, num_rows), at, seconds, columns))

@@ -1,11 +1,9 @@
 """Stage ``match`` (stage 1): a context for every utterance, from its speaker group."""
 
-import dataclasses
 import glob
-import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -17,6 +15,7 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.ahead import AheadProcessor
 from sharmill.engine.plan import read_ledger
+from sharmill.engine.run import merge_files
 from sharmill.engine.stage import (
     Advance,
     Commit,
@@ -32,7 +31,7 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.storage import Staging, map_stored_array, open_atomic, open_stored, remove, save_array
+from sharmill.files.storage import Staging, map_stored_array, remove, save_array
 from sharmill.manifest import (
     Context,
     Reject,
@@ -40,7 +39,6 @@ from sharmill.manifest import (
     Utterance,
     read_lines_at,
     records_checksum,
-    tagged_speaker,
     write_lines,
 )
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
@@ -82,10 +80,6 @@ class MatchStage(Stage):
     resource: ClassVar = "gpu"
     looks_ahead: ClassVar[bool] = True
 
-    def __init__(self, config: Config, settings: MatchConfig | None = None) -> None:
-        super().__init__(config, settings)
-        self.match: MatchConfig = self.settings
-
     @classmethod
     def check(cls, config: Config) -> None:
         match = config.section(MatchConfig)
@@ -101,8 +95,8 @@ class MatchStage(Stage):
         prepared = prepared_manifest(self.config)
         if not prepared.exists():
             raise ConfigError(f"{prepared} is not there: run the stage prepare first", code="stage_not_run")
-        encoder = encoder_family(self.match)
-        match = dataclasses.asdict(self.match) | {"min_similarity": min_similarity(self.match)}
+        encoder = encoder_family(self.settings)
+        match = asdict(self.settings) | {"min_similarity": min_similarity(self.settings)}
         del match["options"]  # the encoder's identity has them
         return {
             "match": match,
@@ -110,17 +104,17 @@ class MatchStage(Stage):
             "encoder": encoder.identity(),
             "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "input": records_checksum(prepared),
-            "versions": versions(*RESAMPLING_PACKAGES[self.match.resampling], "torch", *encoder.packages),
+            "versions": versions(*RESAMPLING_PACKAGES[self.settings.resampling], "torch", *encoder.packages),
         }
 
     def modules(self) -> list[str]:
-        return [*super().modules(), *encoder_family(self.match).modules]
+        return [*super().modules(), *encoder_family(self.settings).modules]
 
     def require_models(self) -> None:
-        encoder_family(self.match).check()
+        encoder_family(self.settings).check()
 
     def plan(self, folder: Path) -> Iterator[Unit]:
-        match = self.match
+        match: MatchConfig = self.settings
         key, candidates = make_speaker_key(self.config.speaker_key), folder / _CANDIDATES
         paths = [prepared_manifest(self.config)]
         num_candidates = 0
@@ -134,8 +128,7 @@ class MatchStage(Stage):
             # Not the groups that have no record.
             wanted = np.isin(groups, np.unique(groups[:num_records]))
             lines, groups = lines[wanted], groups[wanted]
-        mixed = match.contexts_from_dataset and match.max_group is not None
-        order = order_by_group(groups, mixed=mixed)
+        order = order_by_group(groups, mixed=match.contexts_from_dataset and match.max_group is not None)
         save_array(folder / "offsets.npy", lines["offset"])
         save_array(folder / "order.npy", order)
         unit_seconds = self._unit_seconds(float(lines["seconds"].sum(dtype=np.float64)))
@@ -147,15 +140,17 @@ class MatchStage(Stage):
         for start, stop in spans:
             size = int(np.count_nonzero(order[start:stop] < num_records))
             if size:  # a part of a large group may have candidates only
-                cost = round(float(seconds[start:stop].sum(dtype=np.float64)), 3)
-                yield make_unit(number, cost=cost, size=size, params={"start": start, "stop": stop, **further})
+                yield make_unit(
+                    number, cost=round(float(seconds[start:stop].sum(dtype=np.float64)), 3), size=size,
+                    params={"start": start, "stop": stop, **further},
+                )  # fmt: skip
                 number += 1
 
     def expect_units(self, num_records: float, cost: float) -> int:
         return max(1, round(cost / self._unit_seconds(cost)))
 
     def _unit_seconds(self, total: float) -> float:
-        return self.match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
+        return self.settings.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
 
     def check_node(self) -> None:
         segment_roots(self.config).check_node()
@@ -170,24 +165,20 @@ class MatchStage(Stage):
         Raises:
             ConfigError: it cannot be loaded, or a batch does not fit.
         """
-        threads = make_deterministic(device)
-        roots = segment_roots(self.config)
-        encoder = load_speaker_encoder(self.match.encoder, device, precision=self.match.precision, **self.match.options)
-        require_room(encoder, device, self.match.batch_seconds, "match.batch_seconds")
+        match, threads = self.settings, make_deterministic(device)
+        encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
+        require_room(encoder, device, match.batch_seconds, "match.batch_seconds")
         return Embedder(
             encoder=encoder,
-            reader=SegmentReader(roots, self.config.section(PrepareConfig).duration_tolerance),
-            batch_seconds=fit_batch_seconds(self.match.batch_seconds, device, _CPU_BATCH_SECONDS),
+            reader=SegmentReader(segment_roots(self.config), self.config.section(PrepareConfig).duration_tolerance),
+            batch_seconds=fit_batch_seconds(match.batch_seconds, device, _CPU_BATCH_SECONDS),
             threads=threads,
-            resampling=self.match.resampling,
+            resampling=match.resampling,
             pinned=device == "cuda",
         )
 
     def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        with open_atomic(matched_manifest(self.config)) as merged:
-            for commit in commits:
-                with open_stored(self.root / commit.files[0].name) as part:
-                    shutil.copyfileobj(part, merged)
+        merge_files((self.root / commit.files[0].name for commit in commits), matched_manifest(self.config))
         log_padding([commit.stats for commit in commits], "embedded")
         return add_up(commits)
 
@@ -215,12 +206,12 @@ class MatchProcessor(AheadProcessor[_Begun]):
         super().__init__()
         self.device_kind = device_kind
         self.config = config
-        self.match = config.section(MatchConfig)
         self._plan = plan
         self._embed = embed
-        self._group_key = make_speaker_key(config.speaker_key)
         self._num_lines = len(map_stored_array(plan / "order.npy"))
-        self._chooser = ContextChooser(self.match, embed.reader.roots, self._key)
+        self._chooser = ContextChooser(
+            config.section(MatchConfig), embed.reader.roots, make_speaker_key(config.speaker_key)
+        )
 
     def begin(self, unit: Unit) -> _Begun:
         """Begin to decode the audio of a unit.
@@ -230,8 +221,8 @@ class MatchProcessor(AheadProcessor[_Begun]):
             segments whose voices are needed.
         """
         utterances = self._read(unit)
-        groups = [list(group) for _, group in groupby(utterances, key=self._key)]
-        given = self._chooser.read_given(utterances) if self.match.contexts == "given" else {}
+        groups = [list(group) for _, group in groupby(utterances, key=self._chooser.group_key)]
+        given = self._chooser.read_given(utterances) if self._chooser.match.contexts == "given" else {}
         candidates: list[Utterance] = []
         for group in groups:
             if self._chooser.may_match(group) and any(one.index not in given for one in group):
@@ -248,8 +239,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         groups, given, wanted = self.take(unit)
         # What lies behind comes from the dataset that is appended to, and can only be a context.
         num_records = unit.params.get("num_records", sys.maxsize)
-        embedded = self._embed.finish(wanted, advance, self.begin_next)
-        found = dict(zip(wanted.items, embedded, strict=True))
+        found = dict(zip(wanted.items, self._embed.finish(wanted, advance, self.begin_next), strict=True))
         matched: list[Utterance] = []
         rejects: list[Reject] = []
         for group in groups:
@@ -257,21 +247,19 @@ class MatchProcessor(AheadProcessor[_Begun]):
                 if utterance.index >= num_records:
                     continue
                 if isinstance(outcome, RejectRecord):
-                    record = utterance.public_record()
-                    rejects.append(Reject(MatchStage.kind, outcome.reason, outcome.detail, record))
+                    rejects.append(Reject(MatchStage.kind, outcome.reason, outcome.detail, utterance.public_record()))
                 else:
                     matched.append(outcome)
         name = f"parts/{unit.index:06d}.jsonl"
         write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
-        seconds = sum(utterance.segment.duration for utterance in matched)
         # Each batch has its longest segment first.
         padded = sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches)
         stats = {
-            "seconds": seconds,
+            "seconds": sum(utterance.segment.duration for utterance in matched),
             "padded_seconds": padded,
             "embedded_seconds": sum(segment.duration for segment in wanted.items),
             "voices": sample_voices(
-                ((self._key(group[0]), _embeddings(group, found)) for group in groups),
+                ((self._chooser.group_key(group[0]), _embeddings(group, found)) for group in groups),
                 unit.id, unit.params["stop"] - unit.params["start"], self._num_lines,
             ),
         }  # fmt: skip
@@ -319,9 +307,6 @@ class MatchProcessor(AheadProcessor[_Begun]):
         for number, utterance in found.items():
             utterance.index = number
         return [found[number] for number in lines.tolist()]
-
-    def _key(self, utterance: Utterance) -> str:
-        return self._group_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
 
 
 def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | RejectRecord]) -> list[tuple[str, Any]]:

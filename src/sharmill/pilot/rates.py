@@ -123,13 +123,12 @@ def measure_rates(stages: Sequence[Stage], num_records: int) -> list[StageRate]:
         done = sum(units[index].cost for index in commits)
         if not done:
             continue
-        files = [file for commit in commits.values() for file in commit.files]
         found.append(StageRate(
             name=stage.name,
             device=max((commit.device_kind for commit in commits.values()), default=""),
             seconds_per_cost=sum(commit.seconds for commit in commits.values()) / done,
             seconds_to_start=_seconds_to_start(stage, commits),
-            bytes_per_cost=sum(file.size for file in files) / done,
+            bytes_per_cost=sum(file.size for commit in commits.values() for file in commit.files) / done,
             cost_per_record=sum(unit.cost for unit in units.values()) / num_records,
             records_per_record=sum(unit.size for unit in units.values()) / num_records,
             records_per_unit=fmean(unit.size for unit in units.values()),
@@ -154,11 +153,6 @@ def _seconds_to_start(stage: Stage, commits: dict[int, Commit]) -> float:
     return max(0.0, ended - planned - max(busy.values()))
 
 
-def read_calibration(run_dir: RunDir) -> Calibration | None:
-    """Return the outcome of the pilot of a run, or None if there was none."""
-    return read_record(run_dir.calibration, Calibration)
-
-
 def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate], str]:
     """Return rates by the names of stages, and where they are from.
 
@@ -175,7 +169,7 @@ def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate
             raise ConfigError(f"{earlier} has no finished units: there are no rates in it", code="no_run_dir")
         return rates, earlier
     run_dir = RunDir(Path(config.run_dir))
-    pilot = read_calibration(run_dir)
+    pilot = read_record(run_dir.calibration, Calibration)
     piloted = {rate.name: rate for rate in pilot.rates} if pilot else {}
     own = _rates_of_run(config)
     sources = [str(run_dir.calibration)] if piloted.keys() - own.keys() else []
@@ -226,7 +220,7 @@ def predict(
         planned: the units of stages, by name, and the indices of those that are done.
     """
     first = planned.get(stages[0].name)
-    pilot = read_calibration(RunDir(Path(config.run_dir))) if first is None else None
+    pilot = read_record(RunDir(Path(config.run_dir)).calibration, Calibration) if first is None else None
     num_records = sum(unit.size for unit in first[0]) if first else pilot.num_records if pilot else 0
     found, audio_ratio = [], 1.0
     for stage in stages:

@@ -3,7 +3,6 @@
 For the rates of the stages behind match, a small dataset of the drawn records is written, encoded and checked.
 """
 
-import dataclasses
 import math
 import os
 import shutil
@@ -13,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -220,13 +219,13 @@ def run_pilot(
         kind, started = check_device(device), time.monotonic()
         embed = MatchStage(config).make_embedder(device)
         loaded = time.monotonic()
-        outcomes = embed([one.segment for one in records.utterances])
-        for utterance, found in zip(records.utterances, outcomes, strict=True):
+        segments = [one.segment for one in records.utterances]
+        for utterance, found in zip(records.utterances, embed(segments), strict=True):
             if isinstance(found, RejectRecord):
                 lost[utterance.index] = MatchStage.kind, found
             else:
                 embedded[utterance.index] = found
-        audio = max(1e-9, sum(one.segment.duration for one in records.utterances))
+        audio = max(1e-9, sum(segment.duration for segment in segments))
         rates.append(_rate(
             records, MatchStage.kind, kind, seconds_to_start=loaded - started,
             seconds_per_cost=(time.monotonic() - loaded) / audio, cost=audio, count=kept,
@@ -239,10 +238,6 @@ def run_pilot(
         )
         advice = advise(voices, max_wrong)
     copies = [one.context.similarity for one in records.utterances if one.context and _is_near_copy(one, one.context)]
-    formats = [
-        AudioFormat(format=name, sampling_rate=rate, channels=channels, count=count)
-        for (name, rate, channels), count in records.formats.most_common()
-    ]
     # Names as they were written, without values of the environment.
     hide_at = config.references.hide_at
     outcome = Calibration(
@@ -250,7 +245,11 @@ def run_pilot(
         encoder=None if match is None else hide_at((MatchStage.kind, "encoder"), match.encoder),
         num_records=records.num_records, num_drawn=drawn,
         num_groups=records.sample.num_groups, num_partial_groups=records.sample.num_partial,
-        rejects=_share_rejects(records, lost, config.references), formats=formats,
+        rejects=_share_rejects(records, lost, config.references),
+        formats=[
+            AudioFormat(format=name, sampling_rate=rate, channels=channels, count=count)
+            for (name, rate, channels), count in records.formats.most_common()
+        ],
         advice=advice, similarities=similarities,
         audio_seconds=sum(one.segment.duration for one in records.utterances if one.index in embedded),
         rates=[], near_copies=len(copies), max_similarity=math.ceil(100 * min(copies) - 1) / 100 if copies else None,
@@ -294,19 +293,12 @@ def _choose(
     lost: dict[int, tuple[str, RejectRecord]],
 ) -> Voices:
     """Return the voices with their best contexts; utterances that have none for another reason go to ``lost``."""
-    group_key = make_speaker_key(config.speaker_key)
-
-    def key(utterance: Utterance) -> str:
-        return group_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
-
     # Whatever the threshold is, the context is the best that the other limits allow.
-    free = dataclasses.replace(
-        match, min_similarity=-1.0, choice="best", contexts="choose", contexts_from_dataset=False
-    )
-    chooser = ContextChooser(free, segment_roots(config), key)
-    utterances = sorted((one for one in records.utterances if one.index in embedded), key=key)
+    free = replace(match, min_similarity=-1.0, choice="best", contexts="choose", contexts_from_dataset=False)
+    chooser = ContextChooser(free, segment_roots(config), make_speaker_key(config.speaker_key))
+    utterances = sorted((one for one in records.utterances if one.index in embedded), key=chooser.group_key)
     best = []
-    for _, members in groupby(utterances, key=key):
+    for _, members in groupby(utterances, key=chooser.group_key):
         group = list(members)
         for utterance, outcome in zip(
             group, chooser.choose(group, [embedded[one.index] for one in group]), strict=True
@@ -323,7 +315,7 @@ def _choose(
     lengths = np.linalg.norm(stacked, axis=1, keepdims=True)
     return Voices(
         embeddings=np.divide(stacked, lengths, out=np.zeros_like(stacked), where=lengths > 0),
-        groups=_number(map(key, utterances)),
+        groups=_number(map(chooser.group_key, utterances)),
         speakers=_number(tagged_speaker(one.speaker) for one in utterances),
         candidates=np.array([chooser.long_enough(one.segment.duration) for one in utterances], dtype=bool),
         best=np.array(best, dtype=np.float64),
@@ -366,12 +358,14 @@ def _durations(config: Config, records: PilotRecords) -> dict[str, Any]:
     seconds = np.array([one.segment.duration for one in records.utterances])
     if not len(seconds):
         return {"durations": {}, "too_short_for_context": 0.0}
-    quantiles = np.quantile(seconds, _QUANTILES)
+    quantiles = zip(_QUANTILES, np.quantile(seconds, _QUANTILES).tolist(), strict=True)
     short = 0.0
     if (match := config.find(MatchConfig)) is not None:
         short = float(((seconds < match.min_duration) | (seconds > (match.max_duration or np.inf))).mean())
-    durations = {f"{share:g}": round(float(value), 3) for share, value in zip(_QUANTILES, quantiles, strict=True)}
-    return {"durations": durations, "too_short_for_context": short}
+    return {
+        "durations": {f"{share:g}": round(value, 3) for share, value in quantiles},
+        "too_short_for_context": short,
+    }
 
 
 def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -> list[StageRate]:
@@ -392,14 +386,14 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
     if not utterances:
         return []
     with tempfile.TemporaryDirectory(prefix="pilot-", dir=config.run_dir) as folder:
-        small = dataclasses.replace(
+        small = replace(
             config, run_dir=f"{folder}/run", dataset_dir=f"{folder}/dataset", append_to=None, max_reject_fraction=1.0,
             metrics=MetricsConfig(),
         )  # fmt: skip
         if match is not None:
-            small = small.with_section(dataclasses.replace(match, contexts_from_dataset=False))
+            small = small.with_section(replace(match, contexts_from_dataset=False))
         # The sources have more records than the pilot.
-        small = small.with_section(dataclasses.replace(config.section(ValidateConfig), against_sources=False))
+        small = small.with_section(replace(config.section(ValidateConfig), against_sources=False))
         # Not a key, so that it is not copied: without it, values of the environment would be stored.
         object.__setattr__(small, "references", config.references)
         manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
@@ -409,8 +403,7 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
             with suppress(shutil.Error):
                 shutil.copytree(copies, RunDir(Path(small.run_dir)).copies, copy_function=os.link)
         # Its lines are numbered as those of a manifest are.
-        lines = (dataclasses.replace(one, index=number).to_json() for number, one in enumerate(utterances))
-        write_lines(manifest, lines)
+        write_lines(manifest, (replace(one, index=number).to_json() for number, one in enumerate(utterances)))
         stages = [kind for kind in choose_stages(config) if kind not in (PrepareStage.kind, MatchStage.kind)]
         result = run_dataset(
             small, Listener(), stages=stages, executor=LocalExecutor(workers=1, device=config.executor.device)

@@ -211,8 +211,7 @@ class RecordCheck:
         return root, path, member._replace(container=container)
 
     def _tag(self, record: dict[str, Any], path: str, source: int) -> SpeakerTag:
-        nameless = None if needs_speaker(self.group_key) else NO_SPEAKER
-        tag = self.speakers[source].make_tag(record, path, nameless)
+        tag = self.speakers[source].make_tag(record, path, None if needs_speaker(self.group_key) else NO_SPEAKER)
         if tag is None:
             raise RejectRecord("bad_speaker", "the record has no speaker, of which speaker_key makes groups")
         return tag

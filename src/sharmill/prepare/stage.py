@@ -4,12 +4,11 @@ Duplicates and ambiguous ids over a whole input, and records that a finished dat
 40 bytes a record of the input, 16 bytes a cut of the dataset.
 """
 
-import dataclasses
 import math
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -277,7 +276,7 @@ class PrepareStage(Stage):
         # Where it lies, and not what it has: it has more once the new shards are appended.
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), self.run_dir.path)}
         return grows | {
-            "prepare": dataclasses.asdict(self.config.section(PrepareConfig)),
+            "prepare": asdict(self.config.section(PrepareConfig)),
             "speaker_key": self.config.speaker_key if self.config.has_contexts else None,
             "sources": [
                 source.settings() | {"audio_root": folders[0] if len(folders) == 1 else folders}
@@ -289,8 +288,10 @@ class PrepareStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         for index, (number, piece) in enumerate(self.pieces()):
-            params = {"source": number, "piece": piece.params}
-            yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
+            yield make_unit(
+                index, cost=float(piece.num_records), size=piece.num_records,
+                params={"source": number, "piece": piece.params},
+            )  # fmt: skip
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Yield the pieces of all sources, each with the number of its source."""
@@ -433,8 +434,7 @@ def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:
 
 def manifest_stem(config: Config) -> str:
     """Return how the manifests of a dataset are called: after its only manifest, or after the dataset."""
-    stem = config.sources[0].stem if len(config.sources) == 1 else None
-    return stem or config.name
+    return (config.sources[0].stem if len(config.sources) == 1 else None) or config.name
 
 
 def prepared_manifest(config: Config) -> Path:

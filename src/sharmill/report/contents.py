@@ -13,7 +13,8 @@ from markupsafe import Markup
 from sharmill.audio.sound import Sound
 from sharmill.engine.view import StageView
 from sharmill.errors import REASONS, REMEDIES
-from sharmill.pilot.rates import read_calibration
+from sharmill.files.storage import read_record
+from sharmill.pilot.rates import Calibration
 from sharmill.report.charts import columns, curves, figure, histogram, scatter
 from sharmill.report.facts import Facts
 from sharmill.report.section import Section, render, show_number
@@ -101,8 +102,7 @@ def _make_contents(facts: Facts) -> Markup | None:
     charts = []
     for name, (title, label) in _TITLES.items():
         of_audio = name in _OF_AUDIO
-        source = facts.sound if of_audio and facts.sound else facts.measures
-        found = source.histograms.get(name)
+        found = (facts.sound if of_audio and facts.sound else facts.measures).histograms.get(name)
         if found is not None and found.counts:
             charts.append(figure(title, *_draw(name, found, label, color=2 if of_audio else 0)))
     num_heard = facts.sound.histograms["loudness"].total if facts.sound else 0
@@ -147,16 +147,20 @@ def _make_codes(facts: Facts) -> Markup | None:
         shares = counts / np.maximum(total, 1)[:, None]
         entropy = -(shares * np.log2(np.where(shares > 0, shares, 1.0))).sum(axis=1)
         frames = f"{int(total[0]):,} frames, {'each segment once' if name in of_all else 'a sample of the targets'}"
-        charts.append(figure(
-            f"{name}: codes in use",
-            columns(books, used, label="codebook", description="Share of the codes that occur", show="{:.1%}".format),
-            f"Share of {counts.shape[1]:,} codes that occur in {frames}",
-        ))  # fmt: skip
-        charts.append(figure(
-            f"{name}: entropy",
-            columns(books, entropy.tolist(), label="codebook", description="Bits per code", show="{:.2f} bit".format),
-            f"{entropy.mean():.2f} bit per code on average, of {math.log2(counts.shape[1]):.2f} possible",
-        ))  # fmt: skip
+        charts += [
+            figure(
+                f"{name}: codes in use",
+                columns(books, used, label="codebook", description="Share of the codes that occur",
+                        show="{:.1%}".format),
+                f"Share of {counts.shape[1]:,} codes that occur in {frames}",
+            ),
+            figure(
+                f"{name}: entropy",
+                columns(books, entropy.tolist(), label="codebook", description="Bits per code",
+                        show="{:.2f} bit".format),
+                f"{entropy.mean():.2f} bit per code on average, of {math.log2(counts.shape[1]):.2f} possible",
+            ),
+        ]  # fmt: skip
     return _GRID.format(Markup("").join(charts)) if charts else None
 
 
@@ -165,8 +169,10 @@ def _make_work(facts: Facts) -> Markup | None:
     charts = []
     if facts.shards:
         sizes = [sum(file.size for file in shard.fields.values()) / 1e6 for shard in facts.shards]
-        charts.append(figure("Size of shards", *_spread(sizes, "MB", "shards")))
-        charts.append(figure("Cuts in a shard", *_spread([shard.count for shard in facts.shards], "cuts", "shards")))
+        charts = [
+            figure("Size of shards", *_spread(sizes, "MB", "shards")),
+            figure("Cuts in a shard", *_spread([shard.count for shard in facts.shards], "cuts", "shards")),
+        ]
     views = [(stage.view, stage.view.pace) for stage in facts.run.stages if stage.view.pace] if facts.run else []
     ranks = [figure(f"Rate of {view.name}, by rank", *_rates(view, pace.rates)) for view, pace in views]
     return render("work.html", rows=views, charts=charts, ranks=ranks) if charts or views else None
@@ -194,7 +200,7 @@ def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, st
 
 def _make_pilot(facts: Facts) -> Markup | None:
     """Return what ``sharmill calibrate`` found, or None where it was not run, or there are no contexts."""
-    found = read_calibration(facts.run.run_dir) if facts.run is not None else None
+    found = read_record(facts.run.run_dir.calibration, Calibration) if facts.run is not None else None
     if found is None or (advice := found.advice) is None or found.similarities is None:
         return None
     contexts = [(one.min_similarity, one.context_share) for one in advice.thresholds]
@@ -217,9 +223,7 @@ def _make_pilot(facts: Facts) -> Markup | None:
         chart = histogram(edges, counts, label="cosine", unit="", description=title, color=color)
         figures.append(figure(title, chart, f"{sum(counts):,} pairs of the pilot's utterances"))
     drawn = f"{found.num_drawn:,} of {found.num_records:,} records in {found.num_groups:,} speaker groups"
-    return Markup('<p>{}</p><div class="grid2">{}</div>').format(
-        f"A pilot before the run: {drawn}.", Markup("").join(figures)
-    )
+    return Markup("<p>A pilot before the run: {}.</p>").format(drawn) + _GRID.format(Markup("").join(figures))
 
 
 def _make_voices(facts: Facts) -> Markup | None:

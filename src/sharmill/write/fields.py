@@ -100,8 +100,10 @@ class FieldStage(Stage):
         start = 0
         for shard in self.dataset.shards():
             cuts = shard.fields[CUTS]
-            params = {"start": start, "cuts": [cuts.file, cuts.xxh3], "seconds": shard.target_seconds}
-            yield make_unit(shard.index, cost=float(shard.count), size=shard.count, params=params)
+            yield make_unit(
+                shard.index, cost=float(shard.count), size=shard.count,
+                params={"start": start, "cuts": [cuts.file, cuts.xxh3], "seconds": shard.target_seconds},
+            )  # fmt: skip
             start += shard.count
 
     def codec(self) -> CodecRecord | None:
@@ -205,8 +207,12 @@ class FieldProcessor(Processor):
         for field, path in zip(self.fields, paths, strict=True):
             if not field.is_published and [item.cut_id for item in read_field(path)] != ids:
                 raise UnitFailed(f"what was written of {field.name} is not of the cuts of the shard", code="bad_plugin")
-        stats = {"seconds": unit.params["seconds"]}
-        return Output(files=files, num_out=unit.size - len(rejects), rejects=rejects, stats=stats)
+        return Output(
+            files=files,
+            num_out=unit.size - len(rejects),
+            rejects=rejects,
+            stats={"seconds": unit.params["seconds"]},
+        )
 
     @abstractmethod
     def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> list[Reject] | None:

@@ -1,10 +1,9 @@
 """Stage ``write`` (stage 2): cuts, target audio and, in a dataset with contexts, context audio as shards."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -120,7 +119,7 @@ class WriteStage(Stage):
             before = self.after[self.config.has_contexts]
             raise ConfigError(f"{manifest} is not there: run the stage {before} first", code="stage_not_run")
         return {
-            "write": dataclasses.asdict(self.settings),
+            "write": asdict(self.settings),
             "name": self.config.name,
             "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
             "limits": self._limits(),
@@ -135,8 +134,10 @@ class WriteStage(Stage):
         save_array(folder / "offsets.npy", lines["offset"][order])
         seconds = lines["seconds"] + lines["context"]
         for number, (start, stop) in enumerate(pairwise(divide_into_shards(lines["seconds"][order], write))):
-            cost = round(float(seconds[order[start:stop]].sum(dtype=np.float64)), 3)
-            yield make_unit(number, cost=cost, size=stop - start, params={"start": start, "stop": stop})
+            yield make_unit(
+                number, cost=round(float(seconds[order[start:stop]].sum(dtype=np.float64)), 3), size=stop - start,
+                params={"start": start, "stop": stop},
+            )  # fmt: skip
 
     def check_node(self) -> None:
         segment_roots(self.config).check_node()
@@ -260,8 +261,7 @@ class WriteProcessor(Processor):
         reader = SegmentReader(segment_roots(self.config), self.config.section(PrepareConfig).duration_tolerance)
         uses = [segment for utterance in utterances for segment, _ in _parts(utterance).values()]
         audio = store_segments(self.config.section(WriteConfig), reader, uses)
-        fields = base_fields(contexts=self.config.has_contexts)
-        files = {field.name: field.path(unit.index) for field in fields}
+        files = {field.name: field.path(unit.index) for field in base_fields(contexts=self.config.has_contexts)}
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []
         values: list[dict[str, float]] = []

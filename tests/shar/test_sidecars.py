@@ -12,7 +12,7 @@ from support.project import copy, make_bare_dataset, numbers, raises, run_sharmi
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.sidecars import indexed_shar, write_sidecars
-from sharmill.validate.checked_dataset import check_strays, read_checked_dataset
+from sharmill.validate.checked_dataset import check_directory, read_checked_dataset
 
 READ = """
 import json, sys
@@ -73,8 +73,8 @@ def test_the_checker_knows_them_and_the_reader_does_not_mind(dataset):
     assert not list(dataset.rglob(".*"))
     assert [cut.id for cut in open_shar(dataset)] == before
     (dataset / "cuts/cuts.000009.jsonl.idx").touch()
-    strays = check_strays(read_checked_dataset(dataset))
-    assert [finding.file for finding in strays] == ["cuts/cuts.000009.jsonl.idx"]
+    findings = check_directory(read_checked_dataset(dataset))
+    assert [finding.file for finding in findings] == ["cuts/cuts.000009.jsonl.idx"]
 
 
 def test_a_damaged_archive_gets_no_index(dataset):

@@ -166,13 +166,14 @@ class EncodeStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         seconds = seconds_of(map_stored_array(self.survey.segments_file))
-        total = float(seconds.sum())
-        number = min(len(seconds), self.expect_units(len(seconds), total))
+        number = min(len(seconds), self.expect_units(len(seconds), float(seconds.sum())))
         bounds = np.array(divide_evenly(seconds, number) if number else [0], np.int64)
         save_array(folder / _BOUNDS, bounds)
         for block, (start, stop) in enumerate(pairwise(bounds.tolist())):
-            cost = round(float(seconds[start:stop].sum()), 3)
-            yield make_unit(block, cost=cost, size=stop - start, params={"start": start, "stop": stop})
+            yield make_unit(
+                block, cost=round(float(seconds[start:stop].sum()), 3), size=stop - start,
+                params={"start": start, "stop": stop},
+            )  # fmt: skip
 
     def expect_units(self, num_records: float, cost: float) -> int:
         unit_seconds = self.encode.unit_seconds or float(np.clip(cost / _UNITS_WANTED, *self.unit_limits))
@@ -200,9 +201,8 @@ class EncodeStage(Stage):
     def open(self, device: str) -> Processor:
         threads = make_deterministic(device)
         kind = check_device(device)
-        config = self.settings
         try:
-            codec = load_codec(config.model, device, precision=self.encode.precision, **config.options)
+            codec = load_codec(self.settings.model, device, precision=self.encode.precision, **self.settings.options)
         except ConfigError as error:
             if error.code != "bad_codes":
                 raise
@@ -219,8 +219,7 @@ class EncodeStage(Stage):
                 f"{self.name}: ranks used different models under the same name; run with --restart", code="bad_model"
             )
         if codec is not None:
-            devices = sorted({commit.device_kind for commit in commits} - {""})
-            codec = msgspec.structs.replace(codec, devices=devices)
+            codec = msgspec.structs.replace(codec, devices=sorted({commit.device_kind for commit in commits} - {""}))
         codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
         counts = "" if codec is None else _add_counts(self.dir, len(units), codec)
         write_atomic(_encoded_file(self.dir), msgspec.json.encode(_EncodedRecord(codec, codes, counts)))
@@ -315,12 +314,6 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         _write_codes(staging.path(name), codes, self._codec.codebook_size)
         seconds = seconds_of(self._segments_of(unit))
         padded = sum(batch.num_rows * batch.num_frames for batch in batches)
-        stats = {
-            "seconds": float(np.delete(seconds, list(problems)).sum()),
-            "encoded_seconds": float(seconds.sum()),
-            "padded_seconds": padded * self._codec.samples_per_frame / self._codec.sampling_rate,
-            "codec": msgspec.to_builtins(self._record()),
-        }
         rejects = [
             Reject(
                 self._stage.name, "bad_codes", problem,
@@ -328,7 +321,17 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             )
             for index, problem in sorted(problems.items())
         ]  # fmt: skip
-        return Output(files=[name], num_out=unit.size - len(rejects), rejects=rejects, stats=stats)
+        return Output(
+            files=[name],
+            num_out=unit.size - len(rejects),
+            rejects=rejects,
+            stats={
+                "seconds": float(np.delete(seconds, list(problems)).sum()),
+                "encoded_seconds": float(seconds.sum()),
+                "padded_seconds": padded * self._codec.samples_per_frame / self._codec.sampling_rate,
+                "codec": msgspec.to_builtins(self._record()),
+            },
+        )
 
     def _count_frames(self, item: Item) -> int:
         return num_frames(item.metadata or {}, self._codec.sampling_rate, self._codec.samples_per_frame)

@@ -100,8 +100,7 @@ class SurveyStage(Stage):
         name = stage.path.relative_to(self.run_dir.path).as_posix()
         if not stage.done.exists():
             raise ConfigError(f"{name} is not finished: run it first", code="stage_not_run")
-        identity = load_record(stage.identity, dict[str, Any])
-        if identity.get("input") != self.dataset.audio_checksum():
+        if load_record(stage.identity, dict[str, Any]).get("input") != self.dataset.audio_checksum():
             raise ConfigError(f"the dataset has changed since {name}: run that again", code="stage_not_run")
 
     def audio_files(self) -> list[list[Path]]:
@@ -118,9 +117,10 @@ class SurveyStage(Stage):
         fields = (CUTS, *self.dataset.record().audio_fields)
         for shard in self.dataset.shards():
             files = [shard.fields[field] for field in fields]
-            cost = round(shard.target_seconds + shard.context_seconds, 3)
-            params = {"files": {file.file: file.xxh3 for file in files}}
-            yield make_unit(shard.index, cost=cost, size=shard.count, params=params)
+            yield make_unit(
+                shard.index, cost=round(shard.target_seconds + shard.context_seconds, 3), size=shard.count,
+                params={"files": {file.file: file.xxh3 for file in files}},
+            )  # fmt: skip
 
     def open(self, device: str) -> Processor:
         return SurveyProcessor(self.dataset.directory)

@@ -115,8 +115,9 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
         (not is_own, "speaker tags, contexts and provenance of cuts: another tool wrote them, and promises nothing of "
                      "them"),
     )  # fmt: skip
-    unchecked = [phrase for is_so, phrase in causes if is_so]
-    return CheckedDataset(directory, dataset, shards, findings, unchecked, has_index)
+    return CheckedDataset(
+        directory, dataset, shards, findings, [phrase for is_so, phrase in causes if is_so], has_index
+    )
 
 
 def _read(directory: Path, name: str, read: Callable[[Path], Read], findings: list[Finding]) -> Read | None:
@@ -129,20 +130,6 @@ def _read(directory: Path, name: str, read: Callable[[Path], Read], findings: li
     except DamagedShard as error:
         findings.append(Finding(code="damaged", file=name, sentence=str(error)))
         return None
-
-
-def check_index(subject: CheckedDataset) -> Iterator[Finding]:
-    """Yield where ``shards.jsonl`` and ``dataset.json`` disagree with each other."""
-    yield from subject.findings
-    if [shard.index for shard in subject.shards] != list(range(len(subject.shards))):
-        yield Finding(
-            code="index_gap",
-            sentence="the indices do not run from 0 without gaps",
-            file=SHARDS_FILE if subject.has_index else None,
-        )
-    if subject.dataset is not None:
-        for sentence in _disagreements(subject.dataset, subject.shards):
-            yield Finding(code="wrong_totals", sentence=sentence, file=DATASET_FILE)
 
 
 def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[str]:
@@ -168,10 +155,20 @@ def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[
                     yield f"the field {field.name} is called like the method {field.attribute} of cuts"
 
 
-def check_strays(subject: CheckedDataset) -> Iterator[Finding]:
-    """Yield the files that belong to no shard. In a folder without an index, nothing tells which those are."""
+def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
+    """Yield where ``shards.jsonl`` and ``dataset.json`` disagree with each other, and files that belong to no shard."""
+    yield from subject.findings
+    if [shard.index for shard in subject.shards] != list(range(len(subject.shards))):
+        yield Finding(
+            code="index_gap",
+            sentence="the indices do not run from 0 without gaps",
+            file=SHARDS_FILE if subject.has_index else None,
+        )
+    if subject.dataset is not None:
+        for sentence in _disagreements(subject.dataset, subject.shards):
+            yield Finding(code="wrong_totals", sentence=sentence, file=DATASET_FILE)
     if not subject.has_index:
-        return
+        return  # nothing tells which files belong to a shard
     expected = {DATASET_FILE, SHARDS_FILE} | {file for shard in subject.shards for file in shard.files.values()}
     expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}
     folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}

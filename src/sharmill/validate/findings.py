@@ -174,8 +174,7 @@ def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToR
     if mended_by and mended_by[-1] in (_SHARD, _CODES) and finding.shard is not None:
         field, content = finding.field or CUTS, mended_by[-1] == _CODES
         own = (STAGES.load_class(kind).mender(field, content=content) for kind in STAGES.own)
-        stages = filter(None, (makers.get(field), *own))
-        units += [UnitToRepeat(stage, finding.shard) for stage in stages][:1]
+        units += [UnitToRepeat(stage, finding.shard) for stage in (makers.get(field), *own) if stage][:1]
     return units
 
 

@@ -363,8 +363,7 @@ def check_foreign(
             yield from _find_in_field(shard, added[name], items)
             continue
         codec = next((codec for codec in subject.codecs if codec.name == codec_of_field(name)), None)
-        durations = _expected_seconds(name, cuts, contents)[: len(items)]
-        for item, seconds in zip_longest(items, durations):
+        for item, seconds in zip_longest(items, _expected_seconds(name, cuts, contents)[: len(items)]):
             metadata = item.metadata or {}
             if item.data is None:
                 yield from _find(
@@ -426,8 +425,10 @@ def _check_cut(may_have_contexts: bool, cut: dict[str, Any], audio: Item) -> Non
     is_below = not path.startswith("/") and (".." not in path or ".." not in PurePosixPath(path).parts)
     _require(is_below, f"its record is of {path!r}, which is not below an audio root")
     _require(isinstance(utterance.text, str), f"the text of its record is {utterance.text!r}")
-    made = cut_json(utterance, sampling_rate=target["sampling_rate"], num_samples=target["num_samples"])
-    _require_equal("the cut", cut, made)
+    _require_equal(
+        "the cut", cut,
+        cut_json(utterance, sampling_rate=target["sampling_rate"], num_samples=target["num_samples"]),
+    )  # fmt: skip
     _require(target["id"] == cut["id"], f"the target audio has the id {target['id']!r}")
     custom = cut["supervisions"][0]["custom"]
     # All else is as it is made.
@@ -455,8 +456,8 @@ def _check_context(limits: dict[str, Any], cut: dict[str, Any], audio: Item) -> 
         told = f"the similarity of the context is {similarity}"
         _require(similarity >= least - _SIMILARITY_TOLERANCE, f"{told}, less than {least}")
         _require(similarity <= 1 + _SIMILARITY_TOLERANCE, f"{told}, more than a cosine can be")
-        is_within = limits["min_duration"] <= duration <= longest
-        _require(is_within, f"the context lasts {duration} s, which is outside the limits")
+        _require(limits["min_duration"] <= duration <= longest,
+                 f"the context lasts {duration} s, which is outside the limits")  # fmt: skip
 
 
 def _check_copy(context: Item, target: Item) -> None:
@@ -475,8 +476,10 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
     _require(dataset.sampling_rate in (None, info.sampling_rate),
              f"its rate is {info.sampling_rate} Hz in a dataset of {dataset.sampling_rate} Hz")  # fmt: skip
     # The id is compared with the cut, which says whose audio it is.
-    made = recording_json(item.metadata.get("id", ""), info.sampling_rate, info.num_samples)
-    _require_equal("the metadata", item.metadata, made)
+    _require_equal(
+        "the metadata", item.metadata,
+        recording_json(item.metadata.get("id", ""), info.sampling_rate, info.num_samples),
+    )  # fmt: skip
 
 
 def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item, audio: Item) -> None:
@@ -508,11 +511,11 @@ def _expected_seconds(name: str, cuts: list[dict[str, Any]], contents: dict[str,
 
 def _check_foreign_cut(cut: dict[str, Any]) -> None:
     _require(isinstance(cut["id"], str), f"the id is {cut['id']!r}, which is not text")
-    is_sound = cut["duration"] > 0 and cut["start"] >= 0
-    _require(is_sound, f"the cut starts at {cut['start']} s and lasts {cut['duration']} s")
+    _require(cut["duration"] > 0 and cut["start"] >= 0,
+             f"the cut starts at {cut['start']} s and lasts {cut['duration']} s")  # fmt: skip
     for supervision in cut.get("supervisions") or ():
-        is_inside = supervision["start"] < cut["duration"] and supervision["duration"] > 0
-        _require(is_inside, f"the supervision {supervision['id']!r} lies outside the cut")
+        _require(supervision["start"] < cut["duration"] and supervision["duration"] > 0,
+                 f"the supervision {supervision['id']!r} lies outside the cut")  # fmt: skip
     _check_allowed("it", cut)
 
 
@@ -554,8 +557,8 @@ def _check_value(field: Field, values: dict[str, Any]) -> None:
         _check_allowed("the value", value)
     elif value is not None:
         low, high = field.limits
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        _require(is_number, f"the value is {value!r:.80}, which is not a number")
+        _require(isinstance(value, (int, float)) and not isinstance(value, bool),
+                 f"the value is {value!r:.80}, which is not a number")  # fmt: skip
         _require(low <= value <= high, f"the value {value} is not between {low:g} and {high:g}")
 
 
@@ -593,8 +596,8 @@ def _check_array(item: Item, seconds: float | None = None, codec: CodecRecord | 
         _require(np.isfinite(array).all(), "the array has NaN or infinite values")
     elif "array" in metadata and seconds is not None:
         frames, shift = array.shape[metadata["temporal_dim"]], metadata["frame_shift"]
-        is_as_long = seconds / shift - 1 <= frames <= math.ceil(seconds / shift) + 1
-        _require(is_as_long, f"{frames} frames of {shift} s for {seconds} s of audio")
+        _require(seconds / shift - 1 <= frames <= math.ceil(seconds / shift) + 1,
+                 f"{frames} frames of {shift} s for {seconds} s of audio")  # fmt: skip
     if codec and array.dtype.kind in "iu":
         _check_range("codes", array, 0, codec.codebook_size - 1)
     return array

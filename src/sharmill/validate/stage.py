@@ -27,7 +27,7 @@ from sharmill.files.storage import checksum, load_record, read_records, write_at
 from sharmill.models import find_recorded_codec, load_recorded_codec
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
 from sharmill.validate.accounts import ExpectedRecords, RecordRow, open_accounts
-from sharmill.validate.checked_dataset import check_index, check_strays, read_checked_dataset
+from sharmill.validate.checked_dataset import check_directory, read_checked_dataset
 from sharmill.validate.findings import Finding, Report, encode_report, make_report, read_report
 from sharmill.validate.shard import ValidateProcessor
 
@@ -103,8 +103,10 @@ class ValidateStage(Stage):
             # The checker loads no model because a dataset names it, but those that the configuration names itself.
             own = {codec.name: codec.model for codec in codecs if codec.model != "builtin"}
             level = replace(level, codec_models=own | level.codec_models)
-        options = {codec.name: codec.options for codec in codecs}
-        return [cls(Path(config.dataset_dir), run_dir, level, codec_options=options, against=against)]
+        return [cls(
+            Path(config.dataset_dir), run_dir, level, codec_options={codec.name: codec.options for codec in codecs},
+            against=against,
+        )]  # fmt: skip
 
     @property
     def report_file(self) -> Path:
@@ -167,7 +169,7 @@ class ValidateStage(Stage):
         subject = read_checked_dataset(self.dataset_dir)
         checked = _add_up_stats(commits)
         unchecked = [*subject.unchecked, *self._unchecked(checked)]
-        findings, found = [*check_index(subject), *check_strays(subject)], list[Finding]()
+        findings, found = list(check_directory(subject)), list[Finding]()
         with open_accounts() as accounts:
             for shard, commit in zip(subject.shards, commits, strict=True):
                 accounts.add("cuts", read_records(self.root / commit.files[1].name, RecordRow), shard.index)

@@ -44,14 +44,10 @@ json_option = click.option(
 )
 
 
-def _has(option: str) -> bool:
+def has_option(option: str) -> bool:
+    """Return True if the command was given ``quiet`` or ``json``."""
     context = click.get_current_context(silent=True)
     return context is not None and f"sharmill.{option}" in context.meta
-
-
-def wants_json() -> bool:
-    """Return True for a command that was given ``--json``."""
-    return _has("json")
 
 
 def print_json(value: Any) -> None:
@@ -59,7 +55,7 @@ def print_json(value: Any) -> None:
 
     Characters that a terminal would obey, or that reorder text, are escaped as JSON escapes them.
     """
-    if not wants_json():
+    if not has_option("json"):
         return
     text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
     if not text.isascii() or "\x7f" in text:
@@ -74,7 +70,7 @@ def make_console() -> Console:
     """
     # A log file has no width of its own, and rich would assume 80 columns.
     fixed = None if (sys.stdout is not None and sys.stdout.isatty()) or "COLUMNS" in os.environ else 120
-    return Console(highlight=False, width=fixed, quiet=_has("quiet") or _has("json"))
+    return Console(highlight=False, width=fixed, quiet=has_option("quiet") or has_option("json"))
 
 
 def say(text: str, style: str = "", *, err: bool = False) -> None:

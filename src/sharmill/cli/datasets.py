@@ -37,7 +37,6 @@ from sharmill.inspect.cuts import (
     cut_rows,
     dataset_rows,
     decode_stored_codes,
-    describe_as_values,
     export_audio,
     export_cut,
     field_rows,
@@ -275,10 +274,15 @@ def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: 
     elif cut_id is not None:
         stored = find_cut(dataset, cut_id)
         files = [] if folder is None else export_cut(stored, folder)
-        print_json(describe_as_values(stored, files))
+        rows = list(field_rows(stored))
+        fields = {field: {"shape": shape, "looks_like": picture} for field, shape, picture in rows}
+        print_json({
+            "shard": stored.shard, "number": stored.number, "cut": stored.cut, "fields": fields,
+            "files": [str(file) for file in files],
+        })  # fmt: skip
         say(f"cut {stored.number} of shard {stored.shard}", style="bold")
         print_pairs(cut_rows(stored.cut))
-        for field, shape, picture in field_rows(stored):
+        for field, shape, picture in rows:
             say(f"{field}: {shape}", style="bold")
             say(f"  {picture}")
         say_all(f"wrote {file}" for file in files)
@@ -328,8 +332,10 @@ def decode(dataset: Path, cut_id: str, output: Path, codec: str | None, context:
     if not record.trained:
         say(f"the codec {record.name} is untrained: its codes mean nothing", style="yellow")
     say(f"wrote {output}: {len(samples) / rate:.3f} s at {rate} Hz")
-    values = {"file": str(output), "codec": record.name, "trained": record.trained}
-    print_json({**values, "num_samples": len(samples), "sampling_rate": rate})
+    print_json({
+        "file": str(output), "codec": record.name, "trained": record.trained, "num_samples": len(samples),
+        "sampling_rate": rate,
+    })  # fmt: skip
 
 
 def _parse_list(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[str, ...]:
@@ -403,8 +409,10 @@ def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto
         listed = ", ".join(f"{reason} {count}" for reason, count in sorted(totals.rejects.items()))
         say(f"rejects: {totals.num_rejected}: {listed} (see {rejects})")
     say_all([*totals.notes, f"audio root: {made.root} (noted in {made.beside(INFO)})"])
-    paths = {"manifest": str(made.path), "rejects": str(rejects), "audio_root": str(made.root)}
-    print_json({"ok": True, "totals": totals, **paths})
+    print_json({
+        "ok": True, "totals": totals, "manifest": str(made.path), "rejects": str(rejects),
+        "audio_root": str(made.root),
+    })  # fmt: skip
     return OK
 
 

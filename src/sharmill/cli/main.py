@@ -114,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        given = list(arguments) if arguments is not None else None
-        sys.exit(cli.main(args=given, prog_name="sharmill", standalone_mode=False) or 0)
+        sys.exit(cli.main(args=arguments, prog_name="sharmill", standalone_mode=False) or 0)
     except click.ClickException as error:
         click.echo(_describe_wrong_use(error), err=True)
         sys.exit(ConfigError.exit_status)

@@ -73,10 +73,9 @@ def _print_measurements(config: Config) -> None:
     unit_seconds = encode.unit_seconds or EncodeStage.unit_limits[1]
     for codec in encode.codecs:
         model = load_codec(codec.model, device, precision=encode.precision, **codec.options)
-        is_canonical = encode.canonical_shapes
         measured = (
             measure_canonical(model, device, memory, unit_seconds)
-            if is_canonical
+            if encode.canonical_shapes
             else measure_model(model, device, memory)
         )
         found.append((EncodeStage.kind, codec.name, measured))
@@ -239,8 +238,10 @@ def _print_calibration(found: Calibration) -> None:
     if found.rejects:
         columns = ("stage", "reason", "records", "share", "one of them")
         rows = [(one.stage, one.reason, str(one.count), f"{one.share:.1%}", one.example[:100]) for one in found.rejects]
-        title = "records that would be rejected whatever the threshold is"
-        print_table(title, columns, rows, left=("stage", "reason", "one of them"))
+        print_table(
+            "records that would be rejected whatever the threshold is", columns, rows,
+            left=("stage", "reason", "one of them"),
+        )  # fmt: skip
     formats = ", ".join(
         f"{one.count:,} {one.format} of {one.sampling_rate} Hz{f' and {one.channels} channels' * (one.channels > 1)}"
         for one in found.formats

@@ -97,8 +97,7 @@ class ProgressListener(Listener):
         if result.totals is not None:
             words = "done before" if self._cost_before == view.cost else f"in {describe_time(took)}"
             view = replace(view, units_done=view.units, cost_done=view.cost)
-        rate = (view.cost_done - self._cost_before) / max(took, 1.0)
-        self._views[-1] = replace(view, rate=rate), words
+        self._views[-1] = replace(view, rate=(view.cost_done - self._cost_before) / max(took, 1.0)), words
         self._say(self._line())
 
     def _describe_left(self, view: StageView, elapsed: float) -> str:
@@ -137,9 +136,10 @@ class ProgressListener(Listener):
         for view, words in self._views:
             is_waiting = words in ("loading", "starting")
             bar = ProgressBar(total=view.cost or 1.0, completed=view.cost_done if view.cost else 1.0, pulse=is_waiting)
-            amount = describe_amount(view, wide=wide)
-            cells = [f"{view.units_done}/{view.units}", amount, *([describe_rate(view)] if wide else []),
-                     str(view.num_rejects)]  # fmt: skip
+            cells = [
+                f"{view.units_done}/{view.units}", describe_amount(view, wide=wide),
+                *([describe_rate(view)] if wide else []), str(view.num_rejects),
+            ]  # fmt: skip
             table.add_row(
                 plain(view.name, style="bold"), bar, *map(plain, cells),
                 plain(words, style="red" if words == "failed" else ""),

@@ -435,11 +435,12 @@ def _accounts(stage: Stage, outcome: StageResult) -> list[str | Text]:
     if outcome.totals is None:
         return [stage.name, "", "", plain("failed", style="red")]
     totals = outcome.totals
-    records = stage.cost_unit == "records"
     processed = sum(unit.cost for unit in stage.dir.read_units()) if stage.dir.units.exists() else 0.0
-    numbers = (totals.num_in, totals.num_out, totals.num_rejected)
-    hours = describe_cost(totals.hours * 3600, records=False)
-    return [stage.name, *map(str, numbers), describe_cost(processed, records=records), hours]
+    return [
+        stage.name, str(totals.num_in), str(totals.num_out), str(totals.num_rejected),
+        describe_cost(processed, records=stage.cost_unit == "records"),
+        describe_cost(totals.hours * 3600, records=False),
+    ]  # fmt: skip
 
 
 def print_report(report: Report) -> None:
@@ -452,8 +453,10 @@ def print_report(report: Report) -> None:
     else:
         say(f"validation: {report.errors} errors, {report.warnings} warnings", style="bold")
     for kind in report.kinds:
-        style = "red" if kind.severity == "error" else "yellow"
-        say(f"{kind.severity}: {kind.code}, found {kind.count} times", style=style)
+        say(
+            f"{kind.severity}: {kind.code}, found {kind.count} times",
+            style="red" if kind.severity == "error" else "yellow",
+        )
         for row in [row for row in report.findings if row["code"] == kind.code][:3]:
             shard = "" if row["shard"] is None else f"shard {row['shard']}, "
             text = f"{shard}{row['where']}: {row['sentence']}"
@@ -615,8 +618,10 @@ def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: SlurmExecutor, 
     """Return sentences about the units of a stage: who does them, and what waits for whom."""
     behind = "the job behind it, which runs only if that fails (afternotok)"
     if not num_ranks:
-        workers = jobs.workers_in_job(stage, units)
-        return [f"{len(units)} units in the advance job itself, on {workers} workers", f"then {behind}"]
+        return [
+            f"{len(units)} units in the advance job itself, on {jobs.workers_in_job(stage, units)} workers",
+            f"then {behind}",
+        ]
     loads = [sum(unit.cost for unit in part) for part in pack_units(units, num_ranks)]
     balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
     cost = describe_cost(sum(loads), records=stage.cost_unit == "records")

@@ -17,12 +17,12 @@ from sharmill.cli.command import (
     OK,
     describe_sum,
     describe_time,
+    has_option,
     json_option,
     make_console,
     print_json,
     print_table,
     say,
-    wants_json,
     worst,
 )
 from sharmill.cli.progress import describe_amount, describe_rate
@@ -72,10 +72,10 @@ _METRICS: Final[dict[str, tuple[str, ...]]] = {
 @json_option
 def status(run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: bool, prometheus: Path | None) -> int:
     """Show the progress of every stage and rank of run directories."""
-    is_text = not wants_json() and prometheus is None
+    is_text = not has_option("json") and prometheus is None
     refuse(
         (
-            gpu_hour is not None and wants_json(),
+            gpu_hour is not None and has_option("json"),
             "--gpu-hour is of the text: --json has the seconds of each stage, and on_gpu, in pace",
         ),
         (watch and not is_text, "--watch is for people: leave out --json and --prometheus"),

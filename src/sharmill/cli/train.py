@@ -14,13 +14,13 @@ import yaml
 from sharmill.cli.command import (
     FINDINGS,
     OK,
+    has_option,
     json_option,
     plain,
     print_json,
     print_pairs,
     say,
     say_all,
-    wants_json,
     workers_option,
 )
 from sharmill.errors import ConfigError, SharmillError
@@ -88,7 +88,7 @@ def bins(sources: tuple[str, ...], **options: Any) -> None:
 
 def _print_yaml(text: str) -> None:
     """Print YAML with its comments, or its keys alone as JSON."""
-    if wants_json():
+    if has_option("json"):
         print_json(yaml.safe_load(text))
     else:
         click.echo(text, nl=False)

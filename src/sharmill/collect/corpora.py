@@ -5,7 +5,6 @@ sharmill's own reader, so that one file that cannot be read ends no recipe. They
 may import torch.
 """
 
-import importlib
 import importlib.util
 import inspect
 import io
@@ -103,11 +102,6 @@ def _parts_of_libritts(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"{directory} has none of the folders {', '.join(_LIBRI_PARTS)}; name the folder that has",
                           code="missing_input")  # fmt: skip
     return {"dataset_parts": found}
-
-
-def _form_of_vctk(directory: Path) -> dict[str, Any]:
-    """Return the published form of VCTK that a folder has: version 0.92 is FLAC of two microphones."""
-    return {"use_edinburgh_vctk_url": (directory / "wav48_silence_trimmed").is_dir()}
 
 
 def _read_hifitts(directory: Path) -> dict[str, Any]:
@@ -222,8 +216,9 @@ def _read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str,
                 speaker=speaker,
             )
         )
-    recordings = RecordingSet.from_recordings(map(Recording.from_file, files))
-    fixed = fix_manifests(recordings, SupervisionSet.from_segments(utterances))
+    fixed = fix_manifests(
+        RecordingSet.from_recordings(map(Recording.from_file, files)), SupervisionSet.from_segments(utterances)
+    )
     return dict(zip(("recordings", "supervisions"), fixed, strict=True))
 
 
@@ -332,7 +327,13 @@ CORPORA: Final = {
         _libritts(recipe="libritts", dataset="LibriTTS", folder="LibriTTS"),
         _libritts(recipe="librittsr", dataset="LibriTTS-R", folder="LibriTTS_R"),
         Corpus(recipe="hifitts", dataset="HiFiTTS", language="en", read=_read_hifitts),
-        Corpus(recipe="vctk", dataset="VCTK", language="en", adapt=_form_of_vctk),
+        Corpus(
+            recipe="vctk",
+            dataset="VCTK",
+            language="en",
+            # Version 0.92 is FLAC of two microphones.
+            adapt=lambda directory: {"use_edinburgh_vctk_url": (directory / "wav48_silence_trimmed").is_dir()},
+        ),
         Corpus(recipe="ljspeech", dataset="LJSpeech", language="en", speaker="LJ"),
         Corpus(recipe="aishell", dataset="AISHELL-1", language="zh"),
         Corpus(recipe="aishell2", dataset="AISHELL-2", language="zh"),

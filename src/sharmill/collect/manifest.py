@@ -1,11 +1,10 @@
 """``sharmill manifest`` as a stage: records of folders, tables, manifests or a corpus, completed from headers alone."""
 
-import dataclasses
 import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -225,8 +224,10 @@ class ManifestStage(Stage):
         for number, entry in enumerate(inputs):
             before = index
             for piece in entry.source.pieces(_RECORDS_PER_UNIT):
-                params = {"input": number, "piece": piece.params}
-                yield make_unit(index, cost=float(piece.num_records), size=piece.num_records, params=params)
+                yield make_unit(
+                    index, cost=float(piece.num_records), size=piece.num_records,
+                    params={"input": number, "piece": piece.params},
+                )  # fmt: skip
                 index += 1
             if index == before:
                 names = ", ".join(path for key, path in entry.source.paths().items() if key in entry.source.file_keys)
@@ -282,8 +283,9 @@ class ManifestStage(Stage):
             write_atomic(destination.vocabulary, self._vocabulary(parts))
         by_reason = dict(sorted(totals.rejects.items()))
         numbers = {destination.of_split(split).name: _add_up_counts(made) for split, made in parts.items()}
-        info = {"audio_root": str(destination.root), "manifests": numbers, "rejects": by_reason}
-        write_atomic(destination.beside(INFO), msgspec.yaml.encode(info))
+        write_atomic(destination.beside(INFO), msgspec.yaml.encode({
+            "audio_root": str(destination.root), "manifests": numbers, "rejects": by_reason,
+        }))  # fmt: skip
         total = _add_up_counts(commits)
         lacking = {
             "have no text: a dataset takes them with prepare.require_text=false": total["records"] - total["with_text"],
@@ -295,7 +297,7 @@ class ManifestStage(Stage):
             notes.append(
                 f"the recipe warns {len(warnings)} times, first: {warnings[0]} (see {destination.beside(LOG)})"
             )
-        return dataclasses.replace(totals, rejects=by_reason, notes=notes)
+        return replace(totals, rejects=by_reason, notes=notes)
 
     def _vocabulary(self, parts: dict[str, list[Commit]]) -> bytes:
         """Return the vocabulary of the splits for training, or of all if none is; the commonest first, one a line."""
@@ -336,8 +338,7 @@ class Completion(Processor):
                 rejects.append(Reject(ManifestStage.kind, reject.reason, reject.detail, found, source))
             else:
                 lines.append(msgspec.json.encode(record))
-                several = channels > 1 and "channel" not in record
-                of_record = ("text" in record, "speaker" in record, several)
+                of_record = ("text" in record, "speaker" in record, channels > 1 and "channel" not in record)
                 counts.update({"seconds": record["duration"], **dict(zip(_COUNTS, of_record, strict=True))})
                 words = record.get("text", "").split()
                 vocabulary.update(words if self._options.of_words else "".join(words))

@@ -7,10 +7,9 @@ import dataclasses
 import math
 import re
 import types
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, Literal, TypeVar
+from typing import IO, Annotated, Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -69,20 +68,13 @@ def load_for_display(path: Path) -> Config:
         if not STAGES.can_load(key):
             del values[key]
     values["sources"] = [{"manifest": "not read", "audio_root": "not read"}]
-    return _with_references(_to_typed(Config, values, str(path), for_display=True), references)
+    return _to_typed(Config, values, str(path), references, for_display=True)
 
 
 def load_typed(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Read a YAML file as the dataclass ``kind``, with the overrides, checks and errors of ``load_config``."""
     values, references = _read_merged(Path(path), overrides)
-    return _with_references(_to_typed(kind, values, str(path)), references)
-
-
-def _with_references(loaded: Loaded, references: References) -> Loaded:
-    if isinstance(loaded, Config):
-        # Not a key: nothing that is compared or written as a part of the configuration.
-        object.__setattr__(loaded, "references", references)
-    return loaded
+    return _to_typed(kind, values, str(path), references)
 
 
 def to_config(values: dict[str, Any], origin: str) -> Config:
@@ -97,7 +89,7 @@ def to_config(values: dict[str, Any], origin: str) -> Config:
     >>> config.sections["match"].encoder
     'resemblyzer'
     """
-    return _to_typed(Config, values, origin)
+    return _to_typed(Config, values, origin, References())
 
 
 def to_yaml(config: Config) -> bytes:
@@ -158,8 +150,7 @@ def _read_merged(
             key, _, text = override.partition("=")
             plain, (section, dot, _) = OmegaConf.to_container(config), key.partition(".")
             # Null leaves out all that it is about.
-            is_left_out = dot and isinstance(plain, dict) and plain.get(section, "") is None
-            if is_left_out:
+            if dot and isinstance(plain, dict) and plain.get(section, "") is None:
                 raise ConfigError(
                     f"{path}: {override}: {section} is null; leave this out, or null", code="bad_config_value"
                 )
@@ -193,7 +184,7 @@ def _read_merged(
         raise ConfigError(": ".join(filter(None, [str(path), place, problem])), code="bad_config_value") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
-    return typing.cast("dict[str, Any]", values), references
+    return cast("dict[str, Any]", values), references
 
 
 def _require_entry(values: Any, key: str, origin: str) -> None:
@@ -234,7 +225,7 @@ def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
     values = yaml.safe_load(data)
     if not isinstance(values, dict):
         raise ConfigError(f"{origin} is no mapping of keys to values", code="bad_config_file")
-    return typing.cast("dict[Any, Any]", values)
+    return cast("dict[Any, Any]", values)
 
 
 def _check_nulls(path: Path, root: yaml.Node | None) -> None:
@@ -265,9 +256,15 @@ def _pairs(node: object) -> list[tuple[yaml.Node, yaml.Node]]:
     return node.value if isinstance(node, yaml.MappingNode) else []
 
 
-def _to_typed(kind: type[Loaded], values: dict[str, Any], origin: str, *, for_display: bool = False) -> Loaded:
+def _to_typed(
+    kind: type[Loaded], values: dict[str, Any], origin: str, references: References, *, for_display: bool = False
+) -> Loaded:
     _check_controls(values, origin, "")
-    return typing.cast("Loaded", _make_section(kind, values, "", origin, for_display=for_display))
+    loaded = _make_section(kind, values, "", origin, for_display=for_display)
+    if kind is Config:
+        # Not a key: nothing that is compared or written as a part of the configuration.
+        object.__setattr__(loaded, "references", references)
+    return cast("Loaded", loaded)
 
 
 def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool = False) -> Any:
@@ -276,7 +273,7 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
     For a display, options of models and unknown keys are left out.
     """
     owner = _without_null(kind, value)
-    form, kinds = typing.get_origin(owner), typing.get_args(owner)
+    form, kinds = get_origin(owner), get_args(owner)
     # Of sources, a tuple, each has its own type.
     if isinstance(value, list) and (form is list or (form is tuple and all(map(dataclasses.is_dataclass, kinds)))):
         kinds = kinds * len(value) if form is list else kinds
@@ -313,8 +310,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
         made[_options_of(kind)] = {key: made[key] if isinstance(values[key], str) else values[key] for key in options}
     made = {key: value for key, value in made.items() if key in fields}
     for name, field in fields.items():
-        is_needed = field.default is field.default_factory is dataclasses.MISSING
-        if is_needed and name not in made:
+        if name not in made and field.default is field.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{_at(origin, place)}: the key '{name}' is missing", code="missing_key")
     try:
         return kind(**made)
@@ -325,7 +321,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
 def _make_sections(types: dict[str, Any], made: dict[str, Any], origin: str) -> dict[str, Any]:
     """Return the sections of stages, in the order of the stages, with those that no key gives but all have."""
     sections: dict[str, Any] = {}
-    for key in (key for key in types if key not in typing.get_type_hints(Config)):
+    for key in (key for key in types if key not in get_type_hints(Config)):
         if key in made:
             sections[key] = made[key]
         elif _without_null(types[key]).presence != "if_given":
@@ -374,7 +370,7 @@ def check_one_line(text: str, what: str) -> None:
 
 def _own_types(kind: Any) -> dict[str, Any]:
     """Return the types of the keys of a dataclass but for those that lie beside them."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = get_type_hints(kind, include_extras=True)
     beside = "sections" if kind is Config else _options_of(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name != beside}
 
@@ -419,7 +415,7 @@ def _load(load: Callable[[str], Any], name: str, what: str) -> Any:
 
 def _added_stages(values: Any) -> list[str]:
     """Return the keys of a configuration that name stages of other packages, as far as these are installed."""
-    known = {*typing.get_type_hints(Config), *STAGES.own}
+    known = {*get_type_hints(Config), *STAGES.own}
     others = [key for key in values if key not in known] if isinstance(values, dict) else []
     # It takes a look at every installed package.
     names = STAGES.names() if others else ()
@@ -468,10 +464,10 @@ def _parse_override(key: str, text: str) -> Any:
 
 def _without_null(kind: Any, value: Any = None) -> Any:
     """Return the part of a union that a value may be a mapping or a list of; any other type as it is."""
-    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+    if get_origin(kind) not in (Union, types.UnionType):
         return kind
-    parts = typing.get_args(kind)
-    lists = [part for part in parts if typing.get_origin(part) is list and isinstance(value, list)]
+    parts = get_args(kind)
+    lists = [part for part in parts if get_origin(part) is list and isinstance(value, list)]
     return next(iter(lists or [part for part in parts if dataclasses.is_dataclass(part)]), kind)
 
 
@@ -485,8 +481,8 @@ def _unknown_key(types: dict[str, Any], key: Any, place: str, origin: str) -> Co
     elif not place:
         below = []
         for section, owner in types.items():
-            if typing.get_origin(owner) in (list, tuple):
-                section, owner = f"{section}[0]", typing.get_args(owner)[0]
+            if get_origin(owner) in (list, tuple):
+                section, owner = f"{section}[0]", get_args(owner)[0]
             owner = _without_null(owner)
             if dataclasses.is_dataclass(owner) and key in {field.name for field in dataclasses.fields(owner)}:
                 below.append(f"'{section}.{key}'")
@@ -508,12 +504,12 @@ def _readable(kind: Any, value: Any, message: str, place: str) -> str:
 
 def _allowed(kind: Any) -> list[str]:
     """Return what values of a type are, in words of YAML."""
-    form, parts = typing.get_origin(kind), typing.get_args(kind)
+    form, parts = get_origin(kind), get_args(kind)
     if form is Literal:
         return [str(value) for value in parts]
-    if form in (typing.Union, types.UnionType):
+    if form in (Union, types.UnionType):
         return [words for part in parts for words in _allowed(part)]
-    if form is typing.Annotated:
+    if form is Annotated:
         limits = [
             f"{words} {limit:g}"
             for name, words in _LIMITS.items()

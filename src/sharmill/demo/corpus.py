@@ -364,8 +364,7 @@ def _expand(template: str, rng: random.Random) -> str:
     used: set[str] = set()
     # No phrase twice in one sentence: "Rosa and Rosa waited" is not what people say.
     while slot := _SLOT.search(template):
-        alternatives = [text for text in _rules()[slot[1]] if text not in used]
-        text = rng.choice(alternatives)
+        text = rng.choice([text for text in _rules()[slot[1]] if text not in used])
         used.add(text)
         template = template[: slot.start()] + text + template[slot.end() :]
     return template

@@ -452,10 +452,8 @@ def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
     found, contents = (
         [{name: file.xxh3 for name, file in shard.fields.items()} for shard in some] for some in (shards, wanted)
     )
-    for first in range(len(found) - len(contents) + 1):
-        if found[first : first + len(contents)] == contents:
-            return first
-    return None
+    firsts = range(len(found) - len(contents) + 1)
+    return next((first for first in firsts if found[first : first + len(contents)] == contents), None)
 
 
 def _remove_leftovers(part: SourceDataset, addition: SourceDataset) -> None:

@@ -277,9 +277,10 @@ class SplitStage(Stage):
             save_array(folder / f"{name}.npy", cuts)
             for shard, start in enumerate(range(0, len(cuts), self.shard_size)):
                 chosen = cuts[start : start + self.shard_size]
-                params = {"split": name, "shard": shard, "start": start, "stop": start + len(chosen)}
-                cost = round(float(table.seconds[chosen].sum()), 3)
-                yield make_unit(index, cost=cost, size=len(chosen), params=params)
+                yield make_unit(
+                    index, cost=round(float(table.seconds[chosen].sum()), 3), size=len(chosen),
+                    params={"split": name, "shard": shard, "start": start, "stop": start + len(chosen)},
+                )  # fmt: skip
                 index += 1
 
     def open(self, device: str) -> Processor:

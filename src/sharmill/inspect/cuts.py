@@ -6,7 +6,7 @@ Whoever shows the rows escapes them.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ import numpy as np
 from sharmill.audio.decoder import encode
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resampled_length
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.files.storage import write_atomic
 from sharmill.models import DecodingCodec, load_recorded_codec
 from sharmill.shar.histograms import supervision_of
@@ -133,15 +133,6 @@ def read_codes(item: Item) -> np.ndarray:
     return codes
 
 
-def read_stored_audio(item: Item) -> tuple[np.ndarray, int]:
-    """Return the samples (samples,) of an item of audio, and their rate.
-
-    Raises:
-        RejectRecord: it cannot be decoded.
-    """
-    return decode_bytes(item.data or b"")
-
-
 def waveform(samples: np.ndarray, width: int = 60) -> str:
     """Return a line of blocks as high as the peaks of audio (samples,), in decibels.
 
@@ -222,18 +213,6 @@ def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
             yield field, f"{item.extension}, {len(item.data):,} bytes", f"cannot be decoded: {error}"
 
 
-def describe_as_values(stored: StoredCut, files: Sequence[Path]) -> dict[str, Any]:
-    """Return what is known of a cut as values that JSON has; ``files`` are those that it was exported to."""
-    fields = {field: {"shape": shape, "looks_like": picture} for field, shape, picture in field_rows(stored)}
-    return {
-        "shard": stored.shard,
-        "number": stored.number,
-        "cut": stored.cut,
-        "fields": fields,
-        "files": [str(file) for file in files],
-    }
-
-
 def _describe_item(item: Item) -> tuple[str, str]:
     if item.extension == "npy":
         array = array_from_bytes(item.data or b"", item.cut_id)
@@ -241,7 +220,7 @@ def _describe_item(item: Item) -> tuple[str, str]:
         first = ", ".join(map(str, (array[0] if is_codes and array.size else array).flat[:8]))
         shape = f"{array.shape} {array.dtype}{', codebooks and frames' if is_codes else ''}"
         return shape, f"{'the first codebook' if is_codes else 'it'} begins {first}"
-    samples, rate = read_stored_audio(item)
+    samples, rate = decode_bytes(item.data or b"")
     shape = f"({len(samples)},) at {rate} Hz, {len(samples) / rate:.3f} s of {item.extension}"
     return shape, waveform(samples)
 
@@ -250,7 +229,7 @@ def _number(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, (int, float)) else ""
 
 
-_FORMATS: Final = {".wav": "wav", ".flac": "flac", ".mp3": "mp3", ".opus": "opus"}
+_SUFFIXES: Final = (".wav", ".flac", ".mp3", ".opus")
 
 
 def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
@@ -359,8 +338,9 @@ def export_audio(path: Path, samples: np.ndarray, sampling_rate: int) -> None:
         ConfigError: it names none, or one that cannot have this rate.
         FatalError: the file cannot be written.
     """
-    if (format := _FORMATS.get(path.suffix.lower())) is None:
-        raise ConfigError(f"{path}: the name must end in one of {', '.join(_FORMATS)}", code="bad_usage")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: name a file", code="bad_usage")
-    write_atomic(path, encode(samples, sampling_rate, format))
+    refuse(
+        (path.suffix.lower() not in _SUFFIXES, f"{path}: the name must end in one of {', '.join(_SUFFIXES)}"),
+        (path.is_dir(), f"{path} is a folder: name a file"),
+        code="bad_usage",
+    )
+    write_atomic(path, encode(samples, sampling_rate, path.suffix.lower()[1:]))

@@ -53,11 +53,13 @@ def histogram(
         "marker": {"color": f"c{color % _NUM_COLORS}", "line": {"color": "card", "width": 1}},
     }
     rows = [(where, f"{count:,}", f"{count / total:.1%}") for _, _, count, where in bars if count]
-    # No half counts on the axis of a few.
-    few = {"nticks": min(_MOST_TICKS, max(counts, default=0) + 1)}
-    axes = {"xaxis": {"range": [edges[0], edges[-1]]}, "yaxis": few, "bargap": 0}
-    values = render("values.html", heads=(label, "count", "share"), rows=rows)
-    return _chart([trace], label, description, values, axes)
+    axes = {
+        "xaxis": {"range": [edges[0], edges[-1]]},
+        # No half counts on the axis of a few.
+        "yaxis": {"nticks": min(_MOST_TICKS, max(counts, default=0) + 1)},
+        "bargap": 0,
+    }
+    return _chart([trace], label, description, render("values.html", heads=(label, "count", "share"), rows=rows), axes)
 
 
 def columns(
@@ -72,10 +74,13 @@ def columns(
         "hovertext": _tips(f"{name}: {text}" for name, text in zip(names, shown, strict=True)),
         "marker": {"color": "c0"},
     }
-    every = max(1, math.ceil(len(names) / _MOST_LABELS))
-    places = list(range(0, len(names), every))
-    labels = [_literal(shorten(names[place], _LONGEST_LABEL)) for place in places]
-    axes = {"xaxis": {"tickvals": places, "ticktext": labels}, "bargap": 0.2}
+    places = list(range(0, len(names), max(1, math.ceil(len(names) / _MOST_LABELS))))
+    axes = {
+        "xaxis": {
+            "tickvals": places, "ticktext": [_literal(shorten(names[place], _LONGEST_LABEL)) for place in places],
+        },
+        "bargap": 0.2,
+    }  # fmt: skip
     values_of_names = render("values.html", heads=(label or "name", "value"), rows=zip(names, shown, strict=True))
     return _chart([trace], label, description, values_of_names, axes)
 

@@ -19,6 +19,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import Sound, measure_sound
 from sharmill.config import Config
 from sharmill.encode.stage import EncodeStage, read_counts
@@ -28,7 +29,7 @@ from sharmill.engine.stage import RunDir, Stage, Totals
 from sharmill.engine.view import StageView, read_stage, view_stage
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.storage import checksum, load_record, map_stored_array, read_record, read_records, read_stored
-from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard, read_stored_audio
+from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard
 from sharmill.manifest import Reject
 from sharmill.match.embed import unpack_voice
 from sharmill.match.stage import MatchStage
@@ -209,7 +210,7 @@ def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCu
         item = stored.items.get(name)
         if item is not None and item.data is not None:
             with sample.counting_damage(f"{item.cut_id}: "):
-                sounds[name == CONTEXT_AUDIO] = measure_sound(*read_stored_audio(item))
+                sounds[name == CONTEXT_AUDIO] = measure_sound(*decode_bytes(item.data))
     return sound_values(sounds.get(False), sounds.get(True))
 
 

@@ -15,9 +15,10 @@ from markupsafe import Markup
 from torchaudio.transforms import MelSpectrogram
 
 from sharmill.audio.decoder import encode
+from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.inspect.cuts import StoredCut, decode_stored_codes, load_decoder, read_stored_audio
+from sharmill.inspect.cuts import StoredCut, decode_stored_codes, load_decoder
 from sharmill.models import DecodingCodec
 from sharmill.report.facts import RANDOM, Facts
 from sharmill.report.section import Section, render
@@ -102,8 +103,7 @@ def make_listening(facts: Facts) -> Markup | None:
     for pair in facts.sample.pairs:
         try:
             # The others were chosen for their audio.
-            decoded = decoders if RANDOM in pair.reasons else []
-            clips = list(_clips(pair.stored, facts.record, decoded))
+            clips = list(_clips(pair.stored, facts.record, decoders if RANDOM in pair.reasons else []))
         except (DamagedShard, RejectRecord) as error:
             problems.append(f"{pair.stored.cut.get('id')}: {error}")
             continue
@@ -145,7 +145,7 @@ def _clips(
         seconds[role] = 0.0
         item = stored.items.get(field)
         if item is not None and item.data is not None:
-            samples, rate = read_stored_audio(item)
+            samples, rate = decode_bytes(item.data)
             seconds[role] = len(samples) / rate
             yield _make_clip(role, samples, rate, seconds[role])
     for codec, decoder in decoders:

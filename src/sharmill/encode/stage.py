@@ -361,8 +361,9 @@ class EncodeProcessor(AheadProcessor[_Begun]):
                             f"{path} has changed since it was written: remove it and run the stage write again",
                             code="damaged_shard",
                         )
-                    where = f"{path} at byte {offset}"
-                    items[index] = Item(where, "", data, {"num_samples": num_samples, "sampling_rate": rate})
+                    items[index] = Item(
+                        f"{path} at byte {offset}", "", data, {"num_samples": num_samples, "sampling_rate": rate}
+                    )
         return [items[index] for index in range(len(segments))]
 
     def _plan_batches(self, frames: Sequence[int]) -> list[Batch]:

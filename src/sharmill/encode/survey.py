@@ -126,9 +126,10 @@ class SurveyStage(Stage):
         return SurveyProcessor(self.dataset.directory)
 
     def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        tables = [self.root / commit.files[0].name for commit in commits]
         shape = len(self.dataset.record().audio_fields), sum(commit.num_out for commit in commits)
-        merge_tables(tables, shape, self.segments_file, self.numbers_file)
+        merge_tables(
+            [self.root / commit.files[0].name for commit in commits], shape, self.segments_file, self.numbers_file
+        )
         return add_up(commits)
 
     def products(self) -> list[Path]:
@@ -224,8 +225,11 @@ class SurveyProcessor(Processor):
         table = np.stack([_survey_file(path, ids) for path in audio])
         name = f"parts/{unit.index:06d}.npy"
         save_array(staging.path(name), table)
-        seconds = float((table[0]["num_samples"] / table[0]["sampling_rate"]).sum())
-        return Output(files=[name], num_out=unit.size, stats={"seconds": seconds})
+        return Output(
+            files=[name],
+            num_out=unit.size,
+            stats={"seconds": float((table[0]["num_samples"] / table[0]["sampling_rate"]).sum())},
+        )
 
 
 def _survey_file(path: Path, ids: list[str]) -> np.ndarray:

@@ -135,8 +135,7 @@ class Embedder:
     def _prepare(self, audio: SegmentAudio | FileCopy) -> tuple[bytes, tuple[int, AudioNotes]]:
         """Return the samples of a segment at the rate of the encoder, its content and its notes."""
         assert isinstance(audio, SegmentAudio)
-        rates = audio.sampling_rate, self.encoder.sampling_rate
-        samples = resample(to_float(audio.samples), *rates, self.resampling)
+        samples = resample(to_float(audio.samples), audio.sampling_rate, self.encoder.sampling_rate, self.resampling)
         return samples.astype(np.float32, copy=False).tobytes(), (audio.content, audio.notes)
 
 

@@ -16,7 +16,6 @@ import xxhash
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
-from sharmill.engine.hashes import find_first
 from sharmill.files.storage import decode_stored, read_stored_lines
 from sharmill.manifest import AudioNotes, Member, Utterance, tagged_speaker, write_lines
 from sharmill.match.config import MatchConfig
@@ -64,11 +63,6 @@ def index_lines(*paths: Path, group_key: Callable[[str, str], str] | None = None
                 number += 1
 
     return np.fromiter(rows(), LINE)
-
-
-def number_groups(lines: np.ndarray) -> np.ndarray:
-    """Return the group of each line (N,): the number of the first line that has it."""
-    return find_first(*lines["group"].T)
 
 
 def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
@@ -142,8 +136,7 @@ def write_candidates(path: Path, dataset: Path, root: int) -> int:
     """
     shards, audio = ShardedDataset(dataset).shards(), ShardedDataset(dataset).record().audio_fields[0]
     files = [(shard.fields[CUTS].file, shard.fields[audio].file) for shard in shards]
-    lines = (candidate.to_json() for pair in files for candidate in _candidates(dataset, *pair, root))
-    return write_lines(path, lines)
+    return write_lines(path, (one.to_json() for pair in files for one in _candidates(dataset, *pair, root)))
 
 
 def _candidates(dataset: Path, cuts: str, container: str, root: int) -> Iterator[Utterance]:

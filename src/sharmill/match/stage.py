@@ -14,6 +14,7 @@ from sharmill.audio.resample import RESAMPLING_PACKAGES
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.ahead import AheadProcessor
+from sharmill.engine.hashes import find_first
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.run import merge_files
 from sharmill.engine.stage import (
@@ -47,7 +48,6 @@ from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder, sampl
 from sharmill.match.groups import (
     divide,
     index_lines,
-    number_groups,
     order_by_group,
     segment_roots,
     write_candidates,
@@ -123,7 +123,7 @@ class MatchStage(Stage):
             num_candidates = write_candidates(candidates, roots[-1].path, len(roots) - 1)
             paths.append(candidates)
         lines = index_lines(*paths, group_key=key)
-        groups, num_records = number_groups(lines), len(lines) - num_candidates
+        groups, num_records = find_first(*lines["group"].T), len(lines) - num_candidates
         if match.contexts_from_dataset:
             # Not the groups that have no record.
             wanted = np.isin(groups, np.unique(groups[:num_records]))
@@ -252,11 +252,10 @@ class MatchProcessor(AheadProcessor[_Begun]):
                     matched.append(outcome)
         name = f"parts/{unit.index:06d}.jsonl"
         write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
-        # Each batch has its longest segment first.
-        padded = sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches)
         stats = {
             "seconds": sum(utterance.segment.duration for utterance in matched),
-            "padded_seconds": padded,
+            # Each batch has its longest segment first.
+            "padded_seconds": sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches),
             "embedded_seconds": sum(segment.duration for segment in wanted.items),
             "voices": sample_voices(
                 ((self._chooser.group_key(group[0]), _embeddings(group, found)) for group in groups),
@@ -330,5 +329,4 @@ def devices_of_match(config: Config) -> list[str]:
     stage = MatchStage(config)
     if not stage.dir.units.exists():
         return []
-    commits = read_ledger(stage.dir, stage.dir.read_units()).values()
-    return name_devices(commit.device_kind for commit in commits)
+    return name_devices(commit.device_kind for commit in read_ledger(stage.dir, stage.dir.read_units()).values())

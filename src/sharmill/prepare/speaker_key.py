@@ -61,6 +61,11 @@ def _speaker_in_any_case(audio_filepath: str, speaker: str) -> str:
     return _speaker_of_tag(audio_filepath, speaker).lower()
 
 
+def _whole_corpus(audio_filepath: str, speaker: str) -> str:
+    """Return one key for everything."""
+    return "all"
+
+
 def needs_speaker(key: SpeakerKey) -> bool:
     """Return True if a key is made of the name of the speaker, so that a record without one has no group."""
     return key in (_speaker_of_tag, _speaker_in_any_case)
@@ -73,7 +78,7 @@ def _layout(layout: str, pattern: str) -> PathPattern:
 
 PRESETS: Final[dict[str, SpeakerKey]] = {
     "speaker": _speaker_of_tag,
-    "all": lambda audio_filepath, speaker: "all",
+    "all": _whole_corpus,
     "librispeech": _layout(
         "<speaker>-<chapter>-<utterance>.<extension>",
         r"(?:^|/)(?P<speaker>[^/-]+)-(?P<chapter>[^/-]+)-[^/-]+$",

@@ -407,8 +407,7 @@ class PrepareProcessor(Processor):
             advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
-        hashes = np.array([hash_utterance(utterance) for utterance in kept], dtype=HASH_FIELDS)
-        save_array(staging.path(f"{part}.npy"), hashes)
+        save_array(staging.path(f"{part}.npy"), np.array([hash_utterance(one) for one in kept], dtype=HASH_FIELDS))
         staging.path(f"{part}.stats.json").write_bytes(msgspec.json.encode(hours))
         return Output(
             files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],

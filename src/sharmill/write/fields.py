@@ -27,7 +27,7 @@ from sharmill.engine.stage import (
     stage_classes,
     versions,
 )
-from sharmill.errors import ConfigError, UnitFailed
+from sharmill.errors import ConfigError, UnitFailed, refuse
 from sharmill.files.storage import Staging, checksum
 from sharmill.manifest import Reject
 from sharmill.shar.items import read_cut_ids, read_field
@@ -64,21 +64,22 @@ class FieldStage(Stage):
         others = {word: name for name, fields in made.items() for one in fields for word in (one.name, one.attribute)}
         others |= dict.fromkeys(BASE_FIELDS, "write")
         for field in own:
-            if other := others.get(field.name) or others.get(field.attribute):
-                raise ConfigError(
-                    f"{self.name} and {other} both make the field {field.name}, cut.{field.attribute}: give it another "
-                    "name",
-                    code="bad_config_value",
-                )
             # It imports torch, and so does who looks at the datasets of such a stage.
             from sharmill.shar.reading.cuts import is_method_of_cuts
 
-            if is_method_of_cuts(field.attribute):
-                raise ConfigError(
+            other = others.get(field.name) or others.get(field.attribute)
+            refuse(
+                (
+                    other,
+                    f"{self.name} and {other} both make the field {field.name}, cut.{field.attribute}: give it another "
+                    "name",
+                ),
+                (
+                    is_method_of_cuts(field.attribute),
                     f"the stage {self.name}: the field {field.name} cannot be called {field.attribute!r} on a cut: "
                     "lhotse has something else of that name",
-                    code="bad_config_value",
-                )
+                ),
+            )
 
     @property
     def folders(self) -> Sequence[str]:  # type: ignore[override]

@@ -18,6 +18,7 @@ from sharmill.audio.sound import Sound
 from sharmill.config import Config, Positive, Presence, StageSection, require
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.fence import require_own_output
+from sharmill.engine.hashes import find_first
 from sharmill.engine.plan import committed_files, count_planned
 from sharmill.engine.stage import Advance, Commit, Output, Processor, Stage, Totals, Unit, add_up, make_unit, versions
 from sharmill.errors import ConfigError, RejectRecord
@@ -25,7 +26,7 @@ from sharmill.files.storage import Staging, map_stored_array, save_array
 from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
-from sharmill.match.groups import index_lines, number_groups, order_by_group, segment_roots
+from sharmill.match.groups import index_lines, order_by_group, segment_roots
 from sharmill.match.stage import devices_of_match, matched_manifest
 from sharmill.prepare.check import PrepareConfig
 from sharmill.prepare.speaker_key import make_speaker_key
@@ -208,7 +209,7 @@ def order_lines(lines: np.ndarray, order: Literal["manifest", "speaker", "shuffl
         lines: (N,) of ``match.groups.LINE``.
     """
     if order == "speaker":
-        return order_by_group(number_groups(lines))
+        return order_by_group(find_first(*lines["group"].T))
     numbers = np.argsort(lines["index"], kind="stable").astype(np.uint32)
     if order == "shuffle":
         np.random.Generator(np.random.PCG64(seed)).shuffle(numbers)
@@ -259,8 +260,10 @@ class WriteProcessor(Processor):
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
         reader = SegmentReader(segment_roots(self.config), self.config.section(PrepareConfig).duration_tolerance)
-        uses = [segment for utterance in utterances for segment, _ in _parts(utterance).values()]
-        audio = store_segments(self.config.section(WriteConfig), reader, uses)
+        audio = store_segments(
+            self.config.section(WriteConfig), reader,
+            [segment for utterance in utterances for segment, _ in _parts(utterance).values()],
+        )  # fmt: skip
         files = {field.name: field.path(unit.index) for field in base_fields(contexts=self.config.has_contexts)}
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []

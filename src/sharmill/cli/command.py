@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sharmill.config import Config, load_config
-from sharmill.errors import ConfigError, printable_line
+from sharmill.errors import ConfigError, printable_line, refuse
 
 OK: Final = 0
 FAILED: Final = 1
@@ -238,9 +238,13 @@ def parse_workers(context: click.Context, parameter: click.Parameter, text: str 
 def parse_pairs(context: click.Context, parameter: click.Parameter, texts: Sequence[str]) -> dict[str, str]:
     """Return the values of an option that is given as ``KEY=VALUE``, any number of times, by their keys."""
     pairs = {text: text.partition("=") for text in texts}
-    for text, (key, _, value) in pairs.items():
-        if not (key and value):
-            raise ConfigError(f"{parameter.opts[0]} {text}: write it as {parameter.metavar}", code="bad_usage")
+    refuse(
+        *(
+            (not (key and value), f"{parameter.opts[0]} {text}: write it as {parameter.metavar}")
+            for text, (key, _, value) in pairs.items()
+        ),
+        code="bad_usage",
+    )
     return {key: value for key, _, value in pairs.values()}
 
 

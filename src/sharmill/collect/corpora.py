@@ -33,7 +33,7 @@ from zipfile import BadZipFile
 import msgspec
 
 from sharmill.audio.files import probe
-from sharmill.errors import ConfigError, FatalError, RejectRecord, one_line
+from sharmill.errors import ConfigError, FatalError, RejectRecord, one_line, refuse
 from sharmill.files.host import new_process
 from sharmill.files.storage import stopping_errors
 from sharmill.manifest import write_lines
@@ -473,10 +473,17 @@ def _run_recipe(
 
 def _choose(names: Sequence[str], splits: tuple[str, ...]) -> list[str]:
     """Return the names of the splits that are wanted."""
-    for pattern in splits:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            there = ", ".join(names) if any(names) else "none"
-            raise ConfigError(f"--splits {pattern}: the corpus has no such split; there are: {there}", code="bad_usage")
+    there = ", ".join(names) if any(names) else "none"
+    refuse(
+        *(
+            (
+                not any(fnmatchcase(name, pattern) for name in names),
+                f"--splits {pattern}: the corpus has no such split; there are: {there}",
+            )
+            for pattern in splits
+        ),
+        code="bad_usage",
+    )
     return [name for name in names if not splits or any(fnmatchcase(name, pattern) for pattern in splits)]
 
 

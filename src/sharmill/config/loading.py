@@ -309,9 +309,14 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
         # As the file has them, but for the texts of overrides.
         made[_options_of(kind)] = {key: made[key] if isinstance(values[key], str) else values[key] for key in options}
     made = {key: value for key, value in made.items() if key in fields}
-    for name, field in fields.items():
-        if name not in made and field.default is field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{_at(origin, place)}: the key '{name}' is missing", code="missing_key")
+    refuse(
+        *(
+            (name not in made, f"{_at(origin, place)}: the key '{name}' is missing")
+            for name, field in fields.items()
+            if field.default is field.default_factory is dataclasses.MISSING
+        ),
+        code="missing_key",
+    )
     try:
         return kind(**made)
     except (ValueError, TypeError, OverflowError) as error:

@@ -252,8 +252,8 @@ class Config:
         require(bool(self.sources), "sources must name at least one manifest")
         object.__setattr__(self, "sources", [source.with_cache(self.cache) for source in self.sources])
         # An id that is kept may look like one that is made of a path.
-        kept = {source.keeps_ids for source in self.sources}
-        require(len(kept) == 1, "keep_ids must be the same for all sources; those without the key keep no ids")
+        require(len({source.keeps_ids for source in self.sources}) == 1,
+                "keep_ids must be the same for all sources; those without the key keep no ids")  # fmt: skip
 
     def all(self, kind: type[Kind]) -> list[Kind]:
         """Return the sections of a class: none, one, or several where the configuration has a list of them."""

@@ -17,7 +17,7 @@ from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
 from sharmill.engine.fence import refuse_reservations
 from sharmill.engine.stage import name_devices
-from sharmill.errors import ConfigError, DamagedShard
+from sharmill.errors import ConfigError, DamagedShard, refuse
 from sharmill.files.locks import FolderLock
 from sharmill.files.storage import (
     NO_LINKS,
@@ -406,9 +406,16 @@ def merge_datasets(
 
 
 def _require_free(out: Path, parts: Sequence[SourceDataset]) -> None:
-    for part in parts:
-        if out.is_relative_to(part.directory.resolve()):
-            raise ConfigError(f"{out} lies in the dataset {part.directory}: choose another place", code="bad_usage")
+    refuse(
+        *(
+            (
+                out.is_relative_to(part.directory.resolve()),
+                f"{out} lies in the dataset {part.directory}: choose another place",
+            )
+            for part in parts
+        ),
+        code="bad_usage",
+    )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"{out} is not empty: choose another place, empty it yourself, or add to a dataset with sharmill append",
@@ -440,11 +447,16 @@ def require_fitting(config: Config, directory: Path) -> None:
         for key, limit in record.limits.items():
             own = min_similarity(match) if key == "min_similarity" else getattr(match, key, None)
             wanted[f"match.{key}"] = (own, limit)
-    for key, (value, expected) in wanted.items() if record.num_shards else ():
-        if value != expected:
-            raise ConfigError(
-                f"{key} is {value!r}, but {directory} has {expected!r}: set it to that", code="unlike_datasets"
+    refuse(
+        *(
+            (
+                record.num_shards and value != expected,
+                f"{key} is {value!r}, but {directory} has {expected!r}: set it to that",
             )
+            for key, (value, expected) in wanted.items()
+        ),
+        code="unlike_datasets",
+    )
 
 
 def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:

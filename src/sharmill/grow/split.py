@@ -32,7 +32,7 @@ from sharmill.engine.stage import (
     make_unit,
     versions,
 )
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.executors.local import run_alone
 from sharmill.files.storage import (
     Staging,
@@ -228,12 +228,16 @@ def split_dataset(
     Example:
         >>> split_dataset("data/speech", "data/splits", {"valid": 0.01})  # doctest: +SKIP
     """
-    for name, share in shares.items():
-        if not 0 < share < 1 or sum(shares.values()) >= 1:
-            raise ConfigError(
+    refuse(
+        *(
+            (
+                not 0 < share < 1 or sum(shares.values()) >= 1,
                 f"the share of {name} is {share:g}: shares lie between 0 and 1, and leave something for train",
-                code="bad_usage",
             )
+            for name, share in shares.items()
+        ),
+        code="bad_usage",
+    )
     stage = SplitStage(Path(dataset), Path(out).absolute(), dict(shares), seed=seed, shard_size=shard_size)
     with run_alone(stage, workers=workers, listener=listener, restart=restart):
         return stage.splits()
@@ -270,8 +274,9 @@ class SplitStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         table = SpeakerTable.read(self.part)
         splits = table.assign(self.shares, self.seed)
-        speakers = {name: len(np.unique(table.speaker_of[cuts])) for name, cuts in splits.items()}
-        (folder / "speakers.json").write_bytes(msgspec.json.encode(speakers))
+        (folder / "speakers.json").write_bytes(msgspec.json.encode(
+            {name: len(np.unique(table.speaker_of[cuts])) for name, cuts in splits.items()}
+        ))  # fmt: skip
         index = 0
         for name, cuts in splits.items():
             save_array(folder / f"{name}.npy", cuts)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.audio.roots import AudioRoots, normalise_path
-from sharmill.errors import ConfigError, FatalError, RejectRecord
+from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.files.storage import NOT_JSON, checksum
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
@@ -78,9 +78,10 @@ class ExpectedRecords:
         """Raise ConfigError where a file cannot be read, before any work."""
         for source in self.sources:
             source.check()
-        for name in self.rejects:
-            if not Path(name).is_file():
-                raise ConfigError(f"there is no file of rejects {name}", code="missing_input")
+        refuse(
+            *((not Path(name).is_file(), f"there is no file of rejects {name}") for name in self.rejects),
+            code="missing_input",
+        )
 
     def identity(self) -> dict[str, Any]:
         """Return what the accounts depend on."""

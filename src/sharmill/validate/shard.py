@@ -370,14 +370,14 @@ def check_foreign(
                     shard, "bad_value", name, lambda value: _check_allowed("the value", value.metadata), [item]
                 )
                 continue
-            code = "bad_audio" if "sources" in metadata else "bad_codes"
-            yield from _find(shard, code, name, _check_metadata, [item])
+            yield from _find(
+                shard, "bad_audio" if "sources" in metadata else "bad_codes", name, _check_metadata, [item]
+            )
             if "sampling_rate" in metadata and "num_samples" in metadata:
                 aligned = seconds if name in _ALIGNED_AUDIO else None
                 yield from _find(shard, "bad_audio", name, partial(_check_stored_audio, seconds=aligned), [item])
             elif item.extension == "npy" and ("shape" in metadata or "array" in metadata):
-                check = partial(_check_array, seconds=seconds, codec=codec)
-                yield from _find(shard, "bad_codes", name, check, [item])
+                yield from _find(shard, "bad_codes", name, partial(_check_array, seconds=seconds, codec=codec), [item])
             elif metadata and "sampling_rate" not in metadata:
                 stats[f"unchecked items of {name} (.{item.extension})"] += 1
 
@@ -394,8 +394,7 @@ def _find(
             sentence = str(error)
         except _MALFORMED as error:
             sentence = f"a key is absent or of the wrong type: {error!r}"
-        member = row.cut_id if isinstance(row, Item) else str(row.get("id"))
-        yield shard.finding(code, field, sentence, member=member)
+        yield shard.finding(code, field, sentence, member=row.cut_id if isinstance(row, Item) else str(row.get("id")))
 
 
 def _require(condition: object, sentence: str) -> None:

@@ -184,14 +184,16 @@ def run_configs(
         paths = _result_paths(result)
         print_pairs((name, plain(path, style="bold" if name == "next" else "")) for name, path in paths.items())
         status = FAILED if not result.ok else FINDINGS if result.num_errors else OK
-        stages_told = [
-            {"name": stage.name, "ok": outcome.ok, "failed_units": sorted(outcome.failures),
-             "totals": None if outcome.totals is None else asdict(outcome.totals)}
-            for stage, outcome in result.stages
-        ]  # fmt: skip
-        findings = {"errors": result.num_errors, "checked": report is not None}
         return status, {
-            "name": config.name, "ok": result.ok, "stages": stages_told, "findings": findings, "paths": paths
+            "name": config.name,
+            "ok": result.ok,
+            "stages": [
+                {"name": stage.name, "ok": outcome.ok, "failed_units": sorted(outcome.failures),
+                 "totals": None if outcome.totals is None else asdict(outcome.totals)}
+                for stage, outcome in result.stages
+            ],
+            "findings": {"errors": result.num_errors, "checked": report is not None},
+            "paths": paths,
         }  # fmt: skip
 
     _warn_of_umask()
@@ -293,8 +295,9 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
         )
     # The paths of its configuration are relative to it.
     os.chdir(given.folder)
-    overrides = [f"executor.workers={workers}", *([f"executor.device={device}"] if device else [])]
-    config = load_config(paths.config, overrides)
+    config = load_config(
+        paths.config, [f"executor.workers={workers}", *([f"executor.device={device}"] if device else [])]
+    )
     own = Path(config.run_dir).resolve()
     if own != paths.path:
         raise ConfigError(

@@ -277,8 +277,10 @@ def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed:
 
     # One of each kind, which ``demo_defect`` names; the one that is a text is no JSON.
     solo = speak(Speaker("solo", _SOLO_VOICE, espeak, seed=seed))
-    made = zip(_MADE.items(), itertools.cycle(speakers), strict=False)
-    bad: list[Record | str] = [defect.make(speak(speaker)) | {"demo_defect": name} for (name, defect), speaker in made]
+    bad: list[Record | str] = [
+        defect.make(speak(speaker)) | {"demo_defect": name}
+        for (name, defect), speaker in zip(_MADE.items(), itertools.cycle(speakers), strict=False)
+    ]
     bad += [_SINGLE.make(solo) | {"demo_defect": "single_utterance"}, _NOT_JSON, good[0] | {"demo_defect": "duplicate"}]
     _write_manifest(directory / _MANIFEST, good, bad, rng)
     return {
@@ -318,9 +320,8 @@ def _write_manifest(path: Path, good: list[Record], bad: list[Record | str], rng
     """Write the bad records scattered among the good; one that is a text is a line as it stands."""
     lines = [json.dumps(record) for record in good]
     for record in bad:
-        line = record if isinstance(record, str) else json.dumps(record)
         # Never the first line, so that the duplicate of the first record comes after it.
-        lines.insert(rng.randrange(1, len(lines) + 1), line)
+        lines.insert(rng.randrange(1, len(lines) + 1), record if isinstance(record, str) else json.dumps(record))
     path.write_text("\n".join(lines) + "\n")
 
 

@@ -259,14 +259,13 @@ def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
     Raises:
         ConfigError: there is none, or several to choose from.
     """
-    names = [codec.name for codec in record.codecs]
-    if name is None and len(names) == 1:
-        return record.codecs[0]
-    if name not in names:
+    found = [codec for codec in record.codecs if name in (None, codec.name)]
+    if len(found) != 1:
+        names = [codec.name for codec in record.codecs]
         wanted = "several codecs" if name is None and names else f"no codec {name!r}" if name else "no codes"
         listed = f": choose one of {', '.join(names)} with --codec" if names else ""
         raise ConfigError(f"the dataset has {wanted}{listed}", code="unknown_codec")
-    return next(codec for codec in record.codecs if codec.name == name)
+    return found[0]
 
 
 def load_decoder(codec: CodecRecord, model: str | None = None) -> DecodingCodec:

@@ -244,8 +244,7 @@ class _Reference:
 
     def accepted(self, thresholds: np.ndarray) -> np.ndarray:
         """Return the probability (T,) that an utterance finds a context among other speakers alone."""
-        ones = np.ones(len(self._number))
-        chances = [self.exceeded(threshold * ones, self._number) for threshold in thresholds]
+        chances = [self.exceeded(np.full(len(self._number), one), self._number) for one in thresholds]
         return np.array([(self._weights * chance).sum() for chance in chances]) / self._weights.sum()
 
     def exceeded(self, least: np.ndarray, number: np.ndarray) -> np.ndarray:

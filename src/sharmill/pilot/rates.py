@@ -269,13 +269,12 @@ def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
     Args:
         stages: all stages of the run, in their order.
     """
-    rates, _ = find_rates(config, None)
     planned = {}
     for stage in stages:
         if stage.dir.units.exists():
             units = stage.dir.read_units()
             planned[stage.name] = units, read_ledger(stage.dir, units)
-    return {one.name: one.wall_seconds for one in predict(config, stages, rates, planned)}
+    return {one.name: one.wall_seconds for one in predict(config, stages, find_rates(config, None)[0], planned)}
 
 
 def ranks_of_use(config: Config, stage: Stage, units: Sequence[Unit]) -> int:

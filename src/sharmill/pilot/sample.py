@@ -148,8 +148,9 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
             found.rejects[place] = reject
         else:
             found.utterances.append(utterance)
-    found.seconds_per_record = (read - started) / max(1, len(groups))
-    found.seconds_per_record += (time.monotonic() - read) / max(1, len(found.sample.rows))
+    found.seconds_per_record = (
+        (read - started) / max(1, len(groups)) + (time.monotonic() - read) / max(1, len(found.sample.rows))
+    )  # fmt: skip
     return found
 
 

@@ -140,8 +140,10 @@ def _chart(
         "font": {"color": "soft", "size": 12}, "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         "hoverlabel": {"bgcolor": "card", "bordercolor": "soft", "font": {"color": "ink"}},
     } | own  # fmt: skip
-    title = {"text": _literal(label), "standoff": 6, "font": {"size": 11}}
-    x_axis = line | {"showgrid": False, "linecolor": "soft", "showline": True, "title": title}
+    x_axis = line | {
+        "showgrid": False, "linecolor": "soft", "showline": True,
+        "title": {"text": _literal(label), "standoff": 6, "font": {"size": 11}},
+    }  # fmt: skip
     y_axis = line | {"gridcolor": "rule", "nticks": _MOST_TICKS, "rangemode": "tozero"}
     layout |= {"xaxis": x_axis | own.get("xaxis", {}), "yaxis": y_axis | own.get("yaxis", {})}
     for trace in traces:

@@ -53,8 +53,6 @@ def _make_funnel(facts: Facts) -> Markup | None:
     if facts.run is None:
         return None
     stages = [stage for stage in facts.run.stages if stage.counts == "records"]
-    num_in = next((stage.totals.num_in for stage in stages if stage.totals), 0)
-    steps = [(name, list(parts)) for name, parts in groupby(stages, key=attrgetter("step"))]
     rejects = [
         (stage.step, reason, count, stage.examples.get(reason, []))
         for stage in stages if stage.totals
@@ -65,8 +63,11 @@ def _make_funnel(facts: Facts) -> Markup | None:
         for key, title in (("by_dataset", "Sources"), ("by_language", "Languages"), ("by_speaker", "Speakers"))
         if facts.run.stats
     ]
-    return render("funnel.html", steps=steps, num_in=num_in, rejects=rejects, reasons=REASONS, remedies=REMEDIES,
-                  sums=sums)  # fmt: skip
+    return render(
+        "funnel.html", steps=[(name, list(parts)) for name, parts in groupby(stages, key=attrgetter("step"))],
+        num_in=next((stage.totals.num_in for stage in stages if stage.totals), 0), rejects=rejects, reasons=REASONS,
+        remedies=REMEDIES, sums=sums,
+    )  # fmt: skip
 
 
 def _largest(rows: dict[str, dict[str, Any]]) -> tuple[list[tuple[str, dict[str, Any]]], int]:
@@ -82,13 +83,13 @@ def _make_card(facts: Facts) -> Markup:
     versions: dict[str, Any] = {}
     for found in [stage.identity.get("versions") for stage in stages]:
         versions |= found if isinstance(found, dict) else {}
-    models = [
-        (stage.view.name, stage.identity[key])
-        for stage in stages for key in ("encoder", "codec") if key in stage.identity
-    ]  # fmt: skip
     files = [file for shard in facts.shards for file in shard.fields.values()]
     return render(
-        "card.html", facts=facts, record=facts.record, versions=sorted(versions.items()), models=models,
+        "card.html", facts=facts, record=facts.record, versions=sorted(versions.items()),
+        models=[
+            (stage.view.name, stage.identity[key])
+            for stage in stages for key in ("encoder", "codec") if key in stage.identity
+        ],
         devices=sorted({device for stage in stages if stage.view.pace for device in stage.view.pace.devices}),
         num_files=len(files),
         num_bytes=sum(file.size for file in files),

@@ -151,8 +151,10 @@ def _sample_dataset(
         codec.name: np.zeros((codec.num_codebooks, codec.codebook_size), np.int64) for codec in codecs
     }
     if codecs or measures is None or not measures.has_sound:
-        measured = sorted(places[n] for n in order[:_MEASURED])
-        _measure_cuts(sample, record, codecs, _read_cuts(sample, directory, by_index, measured))
+        _measure_cuts(
+            sample, record, codecs,
+            _read_cuts(sample, directory, by_index, sorted(places[n] for n in order[:_MEASURED])),
+        )  # fmt: skip
     of_all = {name: found for name, found in (measures.extremes if measures else {}).items() if found}
     worst = {
         name: [(shard, number) for _, shard, number in found]

@@ -50,8 +50,10 @@ def make_headline(facts: "Facts") -> list[tuple[str, str]]:
     """Return the few numbers above all sections, and what they are."""
     numbers: list[tuple[str, str]] = []
     if (record := facts.record) is not None:
-        numbers += [(f"{record.target_seconds / 3600:,.2f}", "hours of target audio"), (f"{record.num_cuts:,}", "cuts")]
-        numbers += [(f"{record.num_shards:,}", "shards")]
+        numbers += [
+            (f"{record.target_seconds / 3600:,.2f}", "hours of target audio"), (f"{record.num_cuts:,}", "cuts"),
+            (f"{record.num_shards:,}", "shards"),
+        ]  # fmt: skip
     if facts.run is not None and facts.run.stats:
         of_run = " of this run" if facts.has_other_cuts else ""
         for key, what in (("by_speaker", "speakers"), ("by_language", "languages")):

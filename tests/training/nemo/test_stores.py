@@ -214,10 +214,9 @@ def test_without_an_endpoint_a_line_says_so(store, monkeypatch):
             load(cfg | {"shard_seed": "trng"})
 
 
-def test_other_types_are_read_from_a_store(store, nemo_data, corpora):
-    """Manifests of a tar each, text, and lhotse's Shar by fields; a folder of these is refused, as it is not listed."""
+def test_other_types_are_read_from_a_store(store, corpora):
+    """Manifests of a tar each, and lhotse's Shar by fields; a folder of these is refused, as it is not listed."""
     store.upload(corpora.small, "small")
-    store.put("text.txt", (nemo_data / "text_0.txt").read_bytes())
     tars = {"type": "nemo_tarred", "tarred_audio_filepaths": store.url("audio_{0..2}.tar"),
             "manifest_filepath": store.url("manifest_{0..2}.json")}  # fmt: skip
     assert heard(flat(take(load({"input_cfg": [tars], "force_finite": True})))) == ALL
@@ -230,21 +229,24 @@ def test_other_types_are_read_from_a_store(store, nemo_data, corpora):
     assert {cut.supervisions[0].custom["number"]: cut.load_audio().shape for cut in found} == dict.fromkeys(
         range(100, 108), (1, 16000)
     )
-    text = {"type": "txt", "paths": store.url("text.txt")}
-    tokens = {"use_multimodal_sampling": True, "prompt_format": "plain", "force_finite": True}
-    cfg = {"batch_size": 2, "shard_seed": 1, "input_cfg": [text]} | tokens
-    texts = flat(take(get_dataloader(cfg, 0, 1, Letters(), dataset=AsIs())))
-    assert [one.text.strip() for one in texts] == [f"line {n}" for n in range(4)]
     with raises(ConfigError, "missing_input", "name the files by field"):
         load({"input_cfg": [{"type": "lhotse_shar", "shar_path": store.url("small")}]})
 
 
-@pytest.mark.parametrize("in_store", [False, True])
-def test_a_command_in_a_manifest_is_not_run(in_store, store, tmp_path):
+@pytest.mark.parametrize("kind", ["nemo", "nemo in a store", "share_gpt"])
+@pytest.mark.parametrize("store", [AIStoreStandIn], indirect=True, ids=["ais"])
+def test_a_command_in_a_manifest_is_not_run(kind, store, tmp_path):
     """It has the form of a URL, for which lhotse would run it."""
-    line = {"audio_filepath": f"pipe://x; touch {tmp_path}/run", "duration": 0.5, "text": "", "sampling_rate": 16000}
-    path = write_lines(tmp_path / "manifest.json", [line])
+    command = {"duration": 0.5, "sampling_rate": 16000, "id": "0"}
+    for key in ("audio_filepath", "sound"):
+        command[key] = f"pipe://x; touch {tmp_path}/run"
+    command |= {"text": "", "conversations": [{"from": "human", "value": "<sound>"}, {"from": "gpt", "value": "a"}]}
+    path = write_lines(tmp_path / "manifest.json", [command])
     store.put("commands.json", path.read_bytes())
+    entry = {"type": kind.split()[0], "manifest_filepath": store.url("commands.json") if "store" in kind else str(path)}
+    talk = {"audio_locator_tag": "A", "audio_placeholders": ["<sound>"], "token_equivalent_duration": 0.1}
+    plain = {"prompt_format": "plain", "use_multimodal_sampling": True, "force_finite": True, "batch_size": 1}
+    cfg = {"input_cfg": [entry | talk]} | plain if kind == "share_gpt" else {"input_cfg": [entry], "batch_size": 1}
     with raises(ConfigError, "bad_manifest", "is a command, which is not run"):
-        heard(flat(take(load({"manifest_filepath": store.url("commands.json") if in_store else str(path)}))))
+        take(get_dataloader(cfg | {"seed": 1, "shard_seed": 1}, 0, 1, Letters(), dataset=AsIs()))
     assert not (tmp_path / "run").exists()

@@ -28,7 +28,10 @@ from nemo.collections.common.data.lhotse.nemo_adapters import (
     LazyNeMoTarredIterator,
     expand_sharded_filepaths,
 )
-from nemo.collections.common.data.lhotse.text_adapters import TextExample
+from nemo.collections.common.data.lhotse.text_adapters import (
+    NeMoMultimodalConversationShareGPTJsonlAdapter,
+    TextExample,
+)
 from nemo.utils.data_utils import is_datastore_cache_shared
 from omegaconf import DictConfig, OmegaConf
 
@@ -47,7 +50,7 @@ from sharmill.sources.files import iterate_lines, open_lines
 from sharmill.training.nemo.classic import DIVIDED, TYPES, check_entry
 from sharmill.training.nemo.loader import PartitionedCuts
 from sharmill.training.nemo.settings import check_files, texts_in
-from sharmill.training.nemo.stores import copied, is_stored, version_of
+from sharmill.training.nemo.stores import copied, is_stored, refuse_command, version_of
 
 _Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
 # A tar whose name NeMo finds no number in, since it is not audio_N.tar.
@@ -187,9 +190,8 @@ class _ExampleSource(ShardSource):
         """Return NeMo's reader of tars; of one manifest of several, it knows which lines belong to which."""
         manifests, tars = (expand_sharded_filepaths(self._entry[key]) for key in TYPES["nemo_tarred"].files)
         named = {_NAME_OF_TAR.sub(r"audio_\1.tar", tar): tar for tar in tars}
-        files = {"manifest_filepath": self._entry["manifest_filepath"], "tarred_audio_filepaths": list(named)}
-        if len(manifests) == 1:
-            files["manifest_filepath"] = copied(manifests[0])
+        manifest = copied(manifests[0]) if len(manifests) == 1 else self._entry["manifest_filepath"]
+        files = {"manifest_filepath": manifest, "tarred_audio_filepaths": list(named)}
         try:
             tarred: LazyNeMoTarredIterator = self._parse(DictConfig(self._entry | files | {"shard_seed": 0}))[0].data
         except AssertionError as error:  # names of files, and how they belong together
@@ -239,6 +241,8 @@ class _ExampleSource(ShardSource):
         examples: CutSet = self._parse(DictConfig(self._entry | files | {"shard_seed": epoch * 65537 + shard}))[0]
         if isinstance(lines := examples.data, LazyNeMoIterator):
             lines.__class__, lines.source = _StoredManifest, LazyJsonlIterator(copied(lines.path))
+        elif isinstance(lines, NeMoMultimodalConversationShareGPTJsonlAdapter):
+            lines.__class__ = _ShareGpt
         return _ExampleShard(iter(examples))
 
 
@@ -271,6 +275,14 @@ class _StoredManifest(LazyNeMoIterator):
         if is_stored(audio_path):
             recording.sources = [_StoredAudio("url", source.channels, audio_path) for source in recording.sources]
         return recording
+
+
+class _ShareGpt(NeMoMultimodalConversationShareGPTJsonlAdapter):
+    """The conversations of a file, in which sounds may have URLs."""
+
+    def _resolve_cut_from_path(self, turn: dict[str, Any], manifest_path: str) -> Any:
+        refuse_command(turn["value"])
+        return super()._resolve_cut_from_path(turn, manifest_path)
 
 
 class _StoredAudio(AudioSource):
@@ -313,11 +325,9 @@ def open_listed(path: str) -> IO[bytes]:
         raise ConfigError(
             f"{path!r} is a command, which is not run to look at its lines: name a file", code="bad_config_value"
         )
-    if is_stored(path):
-        return open_lines(Path(copied(path)))
-    if "://" in path:
+    if "://" in path and not is_stored(path):
         return open_best(path, "rb")  # type: ignore[no-any-return]
-    return open_lines(Path(path))
+    return open_lines(Path(copied(path)))
 
 
 def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ from sharmill.training.nemo.settings import (
     sources_of,
     tag_names,
 )
+from sharmill.training.nemo.stores import refuse_command
 from sharmill.training.speech_text import ContextSpeechDataset
 
 _READER: Final = "shar_reader"
@@ -467,7 +468,9 @@ class _ReportingFilter:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for example in self._examples:
-            _refuse_commands(example)
+            for part in _parts_of(example):
+                for audio in getattr(getattr(part, "recording", None), "sources", ()):
+                    refuse_command(audio.source)
             if all(passes(example) for passes in self._predicates):
                 yield example
                 count, first, last = 0, {}, {}
@@ -485,16 +488,6 @@ class _ReportingFilter:
                     f"none of {count} examples in a row passes the filters: loosen min_duration, max_duration, "
                     "max_cer, min_context_speaker_similarity, the buckets or whatever drops them",
                     code="too_few_cuts",
-                )
-
-
-def _refuse_commands(example: Any) -> None:
-    """Raise ConfigError for audio that lhotse would run a command for: NeMo takes pipe:// in a manifest for a URL."""
-    for part in _parts_of(example):
-        for source in getattr(getattr(part, "recording", None), "sources", ()):
-            if source.type == "url" and source.source.startswith("pipe:"):
-                raise ConfigError(
-                    f"audio of the data is a command, which is not run: {source.source!r}", code="bad_manifest"
                 )
 
 

@@ -49,7 +49,7 @@ from sharmill.inspect.cuts import (
 from sharmill.pipeline import config_of_run, stages_of_run
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.page import write_page
-from sharmill.shar.layout import ShardRecord, read_dataset
+from sharmill.shar.layout import ShardRecord, open_directory, read_dataset
 from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 from sharmill.shar.sidecars import write_sidecars
 
@@ -253,22 +253,24 @@ def report(directory: Path, output: Path | None, models: dict[str, str]) -> None
 
 
 @click.command()
-@click.argument("dataset", type=click.Path(path_type=Path))
+@click.argument("source", metavar="DATASET|URL")
 @click.argument("cut_id", required=False)
 @click.option("--shard", "shard_index", type=click.IntRange(min=0), metavar="N", help="Show the table of a shard.")
 @click.option("--export", "folder", type=click.Path(path_type=Path), metavar="FOLDER",
               help="Write the cut, its audio and its codes to this folder.")  # fmt: skip
 @json_option
-def inspect(dataset: Path, cut_id: str | None, shard_index: int | None, folder: Path | None) -> None:
+def inspect(source: str, cut_id: str | None, shard_index: int | None, folder: Path | None) -> None:
     """Look at a dataset, a shard or a cut.
 
-    A cut is shown in full, with the shapes of its fields and a line of waveform; a shard is shown as a table.
+    A cut is shown in full, with the shapes of its fields and a line of waveform; a shard is shown as a table. Of a URL
+    (https://, s3://, gs:// or ais://) the files that are read are copied to ~/.cache/sharmill.
     """
     refuse(
         (cut_id is not None and shard_index is not None, "give the id of a cut or --shard, not both"),
         (folder is not None and cut_id is None, "--export writes a cut: give its id"),
         code="bad_usage",
     )
+    dataset = open_directory(source)
     if shard_index is not None:
         _show_shard(dataset, find_shard(dataset, shard_index))
     elif cut_id is not None:

@@ -129,6 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     except BrokenPipeError:
         # Click is interrupted, and nobody is left to read that.
         os._exit(SharmillError.exit_status)
+    except ConnectionError as error:
+        click.echo(f"Error: {printable_line(str(error))}", err=True)
+        sys.exit(SharmillError.exit_status)
 
 
 def _describe_wrong_use(error: click.ClickException) -> str:

@@ -62,7 +62,7 @@ from sharmill.pipeline import (
 )
 from sharmill.registry import require_package
 from sharmill.report.page import report_on_run
-from sharmill.shar.layout import DATASET_FILE
+from sharmill.shar.layout import DATASET_FILE, open_directory
 from sharmill.sources.nemo import NemoSource
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import INDEX, Report, encode_report, read_report
@@ -308,7 +308,7 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
 
 
 @click.command()
-@click.argument("arguments", nargs=-1, required=True, metavar="DATASET | CONFIG... [KEY=VALUE...]")
+@click.argument("arguments", nargs=-1, required=True, metavar="DATASET | URL | CONFIG... [KEY=VALUE...]")
 @click.option("--deep", is_flag=True, help="Decode every audio item as well.")
 @click.option("--recheck-codes", default="0", metavar="SHARE", help="Encode this share of the segments again: 0.1%.")
 @click.option("--codec-model", "models", multiple=True, metavar="CODEC=MODEL", callback=parse_pairs,
@@ -325,7 +325,8 @@ def validate(
 ) -> int:  # fmt: skip
     """Check a finished dataset.
 
-    DATASET is its directory; for a CONFIG it is that of the configuration, checked on the executor that this names.
+    DATASET is its directory, or its URL (https://, s3://, gs:// or ais://), whose files go through ~/.cache/sharmill;
+    for a CONFIG it is that of the configuration, checked on the executor that this names.
     Exit status 3 means errors; warnings alone leave it at 0.
     """
     if json_file is not None:
@@ -365,7 +366,7 @@ def validate(
     sources = tuple(NemoSource(manifest=manifest, audio_root=".") for manifest in against)
     accounts = ExpectedRecords(sources=sources, rejects=rejects, audio_roots=audio_roots) if against else None
     with tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch, ProgressListener() as listener:
-        stage = ValidateStage(Path(arguments[0]), RunDir(Path(scratch) / "run"), level, against=accounts)
+        stage = ValidateStage(open_directory(arguments[0]), RunDir(Path(scratch) / "run"), level, against=accounts)
         with run_alone(stage, workers=workers, listener=listener, resumes=False):
             report = stage.report()
     print_report(report)

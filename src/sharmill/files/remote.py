@@ -622,6 +622,7 @@ class RemoteFile(PosixPath):
     url: str
     cache: Cache
     xxh3: str
+    _copy: Copy | None = None
 
     @classmethod
     def of(cls, url: str, cache: Cache, xxh3: str = "") -> RemoteFile:
@@ -634,10 +635,16 @@ class RemoteFile(PosixPath):
         return getattr(self, "url", None) or super().__str__()
 
     def __fspath__(self) -> str:
+        if self._copy is not None:
+            return str(self._copy)
         with self._refused():
             copy = self.cache.get(self.url, self.xxh3)
         _opened.append(copy)
         return str(copy)
+
+    def hold(self) -> None:
+        """Copy the file, which is then not evicted as long as this path lives; raises as ``Cache.get``."""
+        self._copy = self.cache.get(self.url, self.xxh3)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the size, without copying the file; raises as opening it."""

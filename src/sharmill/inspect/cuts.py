@@ -118,7 +118,7 @@ def read_shard(directory: Path, shard: ShardRecord) -> Iterator[dict[str, Any]]:
 def _file(directory: Path, shard: ShardRecord, field: str) -> Path:
     if field not in shard.fields:
         raise DamagedShard(f"{directory}: the index names no {field} of shard {shard.index}")
-    return directory / shard.fields[field].file
+    return shard.fields[field].below(directory)
 
 
 def read_codes(item: Item) -> np.ndarray:

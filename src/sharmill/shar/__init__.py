@@ -31,12 +31,15 @@ def open_shar(
     sidecars: str | Path | None = None,
     on_damage: Literal["raise", "skip"] = "raise",
     max_damaged: int = 100,
+    cache_dir: str | None = None,
+    cache_gib: float = 100.0,
 ) -> "CutSet":
     """Open the cuts of a dataset, which are read lazily and a few shards at a time.
 
     Args:
-        dataset: a finished dataset directory, which is read through its index without listing folders; or a folder
-            with shards by lhotse's ``to_shar`` or the published context-Shar scripts, in the order of their numbers.
+        dataset: a finished dataset directory, which is read through its index without listing folders; or its URL, as
+            text: ``https://``, ``s3://``, ``gs://`` or ``ais://``; or a folder with shards by lhotse's ``to_shar`` or
+            the published context-Shar scripts, in the order of their numbers.
         fields: which of ``target_audio``, ``context_audio``, ``target_codes``, ``context_codes`` and what else the
             dataset has (in others' shards: of the fields there) to attach to the cuts; default: all that there are. The
             files of the others are not opened. A field is named by its attribute of a cut, such as ``target_codes``,
@@ -69,6 +72,9 @@ def open_shar(
             with ``tail="keep"`` only, since parts may then have different numbers of cuts.
             What is loaded later, such as audio without ``decode_threads``, raises where it is loaded all the same.
         max_damaged: cuts that each part may skip, over all epochs, before the damage is raised after all.
+        cache_dir: of a URL, the folder that shards are copied to ahead of their use, which all processes of a node
+            share; by default ``~/.cache/sharmill``. A copy has the checksum that the index says, or is damage.
+        cache_gib: the size of that folder in GiB. What was unused for longest is removed, but no shard that is open.
 
     Returns:
         A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too (unless others' shards have a
@@ -81,6 +87,7 @@ def open_shar(
     Raises:
         ConfigError: there is no dataset, not this field or codec in it, or an option makes no sense.
         DamagedShard: while iterating, where a file is not as it should be and is not skipped.
+        OSError: a server cannot be reached, also while iterating.
 
     Example:
         >>> for cut in open_shar("data/librispeech", ["target_codes", "context_codes"]):  # doctest: +SKIP
@@ -88,6 +95,7 @@ def open_shar(
     """
     from lhotse import CutSet
 
+    from sharmill.shar.layout import open_directory
     from sharmill.shar.reading.iteration import ReadOptions, SharReader
     from sharmill.shar.reading.shard_source import open_shard_source
 
@@ -106,5 +114,6 @@ def open_shar(
         on_damage=on_damage,
         max_damaged=max_damaged,
     )
-    folder = Path(dataset if sidecars is None else sidecars) if shuffle == "global" else None
-    return CutSet(SharReader(open_shard_source(Path(dataset), fields, codec, folder), options))
+    directory = open_directory(dataset, cache_dir, cache_gib)
+    folder = (directory if sidecars is None else Path(sidecars)) if shuffle == "global" else None
+    return CutSet(SharReader(open_shard_source(directory, fields, codec, folder), options))

@@ -16,9 +16,10 @@ from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar
 
 import msgspec
 
-from sharmill.config import Precision
-from sharmill.errors import ConfigError, DamagedShard, FatalError
+from sharmill.config import Precision, require
+from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord
 from sharmill.files.locks import LOCK_NAME, FolderLock
+from sharmill.files.remote import Cache, RemoteFile, check_url, is_url
 from sharmill.files.storage import (
     NOT_JSON,
     STAGING_NAME,
@@ -234,6 +235,12 @@ class FieldFile(msgspec.Struct, frozen=True):
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{self.file!r} lies outside the dataset")
 
+    def below(self, directory: Path) -> Path:
+        """Return the path of the file; of a dataset at a URL, only the content of this checksum is read."""
+        if isinstance(directory, RemoteFile):
+            return RemoteFile.of(f"{directory}/{self.file}", directory.cache, self.xxh3)
+        return directory / self.file
+
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files.
@@ -380,6 +387,35 @@ _MAX_BYTES: Final = 16 << 20
 
 T = TypeVar("T")
 _shard_decoder = msgspec.json.Decoder(ShardRecord)
+
+
+def open_directory(dataset: str | Path, cache_dir: str | None = None, cache_gib: float = 100.0) -> Path:
+    """Return the path of a dataset directory, which reads the files behind a URL from a cache.
+
+    Raises:
+        ConfigError: it is a URL at which there is no index, or that cannot be one of a dataset.
+        OSError: a server cannot be reached.
+    """
+    if isinstance(dataset, Path):
+        return dataset
+    if not is_url(dataset):
+        return Path(dataset)
+    try:
+        check_url(dataset, "dataset")
+        require(isinstance(cache_gib, (int, float)) and cache_gib > 0, f"cache_gib is {cache_gib!r}, and not above 0")
+    except ValueError as error:
+        raise ConfigError(str(error), code="bad_config_value") from error
+    directory = RemoteFile.of(dataset, Cache.at(cache_dir, cache_gib))
+    try:
+        for name in (DATASET_FILE, SHARDS_FILE):
+            directory.cache.refresh(str(directory / name))
+    except RejectRecord as reject:
+        raise ConfigError(
+            f"no dataset can be read at {directory}: {reject.detail}; one without an index (sharmill index) is read "
+            "from a disk only",
+            code="no_dataset",
+        ) from reject
+    return directory
 
 
 def read_dataset(directory: Path) -> DatasetRecord:

@@ -5,6 +5,7 @@ Shards are read strictly: anything but regular members in order up to an end mar
 have folders, links, devices and sparse files, which are passed over.
 """
 
+import errno
 import mmap
 import os
 import re
@@ -316,11 +317,13 @@ def open_field(path: Path, *, buffering: int = -1) -> BinaryIO:
     """Open a file of a shard for reading.
 
     Raises:
-        DamagedShard: it is not there, or not a regular file.
+        DamagedShard: it is not there, or not a regular file, or a server gives it otherwise than the index says.
     """
     try:
         return open_regular(path, buffering=buffering)
     except ValueError as error:
         raise DamagedShard(f"{path}: {error}") from error
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EREMOTEIO):
+            raise
         raise DamagedShard(f"{path}: {error.strerror}") from error

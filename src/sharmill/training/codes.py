@@ -19,7 +19,7 @@ from lhotse.array import TemporalArray
 from lhotse.cut import Cut, MixedCut, PaddingCut
 
 from sharmill.errors import refuse
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES, read_dataset
+from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES, open_directory, read_dataset
 from sharmill.shar.reading.cuts import SafeSource, TimeLastArray, check_claims
 
 # Sources of recordings whose data has been read; a file is where the audio came from, and nothing to load.
@@ -209,12 +209,12 @@ class CodecForm:
 
     @classmethod
     def of_dataset(cls, dataset: str | Path, codec: str | None = None, **ids: Any) -> CodecForm:
-        """Return the form of a codec of a dataset directory; ``codec`` may be left out where there is one.
+        """Return the form of a codec of a dataset directory or URL; ``codec`` may be left out where there is one.
 
         Raises:
             ConfigError: there is no finished dataset, or not this codec, or several to choose from.
         """
-        records = {record.name: record for record in read_dataset(Path(dataset)).codecs}
+        records = {record.name: record for record in read_dataset(open_directory(dataset)).codecs}
         names = ", ".join(records) or "none"
         refuse(
             (codec is None and not records,

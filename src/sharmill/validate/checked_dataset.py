@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
+from sharmill.files.remote import RemoteFile
 from sharmill.shar.layout import (
     DATASET_FILE,
     SHARDS_FILE,
@@ -94,7 +95,9 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
     if has_index:
         dataset = _read(directory, DATASET_FILE, read_dataset, findings)
         records = _read(directory, SHARDS_FILE, lambda folder: list(read_shards(folder)), findings)
-    found = records
+    found, is_remote = records, isinstance(directory, RemoteFile)
+    if found is None and is_remote:
+        found = []
     if found is None:
         try:
             found = find_shards(directory, complete=False)
@@ -111,6 +114,7 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
         (records is None, "whether shards are missing at the end: nothing tells how many there should be"),
         (dataset is None, f"the limits of contexts, and totals: there is no readable {DATASET_FILE}"),
         (dataset is None, "the range of codes and their frames to the last one: no codec is recorded"),
+        (is_remote, "stray files: a URL is not listed"),
         (not has_index, "stray files: nothing tells which files belong to the dataset"),
         (not is_own, "speaker tags, contexts and provenance of cuts: another tool wrote them, and promises nothing of "
                      "them"),
@@ -167,8 +171,8 @@ def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
     if subject.dataset is not None:
         for sentence in _disagreements(subject.dataset, subject.shards):
             yield Finding(code="wrong_totals", sentence=sentence, file=DATASET_FILE)
-    if not subject.has_index:
-        return  # nothing tells which files belong to a shard
+    if not subject.has_index or isinstance(subject.directory, RemoteFile):
+        return  # nothing tells which files belong to a shard, or a URL is not listed
     expected = {DATASET_FILE, SHARDS_FILE} | {file for shard in subject.shards for file in shard.files.values()}
     expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}
     folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}

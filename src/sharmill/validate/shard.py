@@ -32,6 +32,7 @@ from sharmill.audio.sound import Sound, measure_sound
 from sharmill.engine.plan import find_differences, show
 from sharmill.engine.stage import Advance, Output, Processor, Unit
 from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.files.remote import RemoteFile
 from sharmill.files.storage import Staging, checksum_stream, open_regular
 from sharmill.manifest import CONTEXT_KEYS
 from sharmill.models import Codec
@@ -167,6 +168,8 @@ class ValidateProcessor(Processor):
             if recorded is not None and field is not None and file != field.path(shard.index):
                 add("wrong_name", name, f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs")
             try:
+                if isinstance(path, RemoteFile):
+                    path.refresh()
                 with open_regular(path, buffering=0) as stream:
                     size = os.fstat(stream.fileno()).st_size
                     stats["files"] += 1
@@ -187,8 +190,8 @@ class ValidateProcessor(Processor):
             except (FileNotFoundError, NotADirectoryError, ValueError):
                 add("missing_file", name, "the file is not there", file)
             except OSError as error:
-                # What a damaged disk, or a lack of permission, answers.
-                if error.errno not in (errno.EIO, errno.EACCES, errno.EPERM):
+                # What a damaged disk, a lack of permission, or a server that breaks off answers.
+                if error.errno not in (errno.EIO, errno.EACCES, errno.EPERM, errno.EREMOTEIO):
                     raise
                 add("damaged", name, f"it cannot be read: {error.strerror}", file)
         return contents

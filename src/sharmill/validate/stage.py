@@ -23,6 +23,7 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import refuse
+from sharmill.files.remote import RemoteFile
 from sharmill.files.storage import checksum, load_record, read_records, write_atomic
 from sharmill.models import find_recorded_codec, load_recorded_codec
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
@@ -135,11 +136,13 @@ class ValidateStage(Stage):
             )
             for codec in subject.codecs:
                 find_recorded_codec(codec, models.get(codec.name), self.codec_options.get(codec.name, {}))
+        is_remote = isinstance(self.dataset_dir, RemoteFile)
         return {
-            "dataset_dir": identify_folder(self.dataset_dir, self.run_dir.path),
+            "dataset_dir": str(self.dataset_dir) if is_remote else identify_folder(self.dataset_dir, self.run_dir.path),
             "input": self._index(),
-            # Damage does not change the index: what was checked before may have changed since.
-            "files": _fingerprint(self.dataset_dir),
+            # Damage does not change the index: what was checked before may have changed since. A check of a URL is
+            # never resumed.
+            "files": "" if is_remote else _fingerprint(self.dataset_dir),
             "level": self.describe_level(),
             "versions": versions(),
         }

@@ -10,6 +10,7 @@ import pytest
 import torch
 from nemo.collections.common.data.lhotse import get_lhotse_dataloader_from_config
 from support.project import Project, ToyCodec, copy, raises, voice
+from support.stores import AIStoreStandIn
 from support.training import AsIs, Ids, Letters, flat, number, take
 
 import sharmill.training.nemo.input_type  # noqa: F401 - registers the type, as a script of NeMo's does
@@ -54,6 +55,20 @@ def test_audio_has_the_codecs_rate(tmp_path):
 
 def audio_entry(dataset, **options):
     return {"type": "sharmill", "dataset": str(dataset)} | options
+
+
+def test_a_dataset_in_a_store_makes_the_batches_that_it_makes_on_disk(corpora, tmp_path):
+    with AIStoreStandIn() as store:
+        store.upload(corpora.large, "large")
+        entry = corpora.entry("large") | {"dataset": store.url("large"), "cache_dir": str(tmp_path), "cache_gib": 1}
+        settings = {"batch_size": 4, "shuffle": True, "shard_seed": 7, "num_workers": 1, "shuffle_buffer_size": 4}
+        there, here = (
+            take(get_dataloader({"input_cfg": [one]} | settings, 0, 1, Letters()), 9)
+            for one in (entry, corpora.entry("large"))
+        )
+    assert [batch["ids"] for batch in there] == [batch["ids"] for batch in here]
+    assert all(torch.equal(a["target_codes"], b["target_codes"]) for a, b in zip(there, here, strict=True))
+    assert any(tmp_path.iterdir())
 
 
 def test_data_without_codes_come_as_audio(many):

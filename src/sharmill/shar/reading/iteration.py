@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import islice
@@ -10,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from lhotse.cut import Cut
 
-from sharmill.errors import ConfigError, DamagedShard, refuse
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
+from sharmill.files.remote import FETCHES_AT_ONCE, RemoteFile
 from sharmill.prefetch import prefetch
 from sharmill.shar.reading.cuts import POSITION, OpenShard, decode_audio
 from sharmill.shar.reading.shard_source import ReadableShard, ShardSource
@@ -34,6 +36,8 @@ _MAX_EMPTY_EPOCHS = 20
 # With shuffle="global": each has a file for every field.
 _OPEN_SHARDS = 64
 
+# Draws, blocks, items and slots of cuts.
+_Choice = tuple[list[int], list[int], list[int], list[int]]
 # A cut, or the damage because of which there is none, with its position, which padding has none of, and its shard.
 _Found = tuple[Position | None, Any, ReadableShard | DamagedShard]
 
@@ -340,8 +344,7 @@ class SharReader:
     def _read(self, epoch: int, known: EpochProgress, part: Part) -> Iterator[_Found]:
         permutation = self.order.permutation(epoch)
         limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
-        for group in known.groups_left(self.order, part):
-            draws, blocks, items, slots = self._choose(epoch, group, known, part, permutation)
+        for group, (draws, blocks, items, slots) in self._chosen(epoch, known, part, permutation):
             # One that is damaged is opened once. The one that was used last is closed last, with the last of its cuts.
             open_once = lru_cache(limit)(partial(_open, self._source, permutation, epoch))
             for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
@@ -355,9 +358,37 @@ class SharReader:
                     raise cut
                 yield Position(group, draw, block, item), cut, shard
 
-    def _choose(
-        self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray
-    ) -> tuple[list[int], list[int], list[int], list[int]]:
+    def _chosen(
+        self, epoch: int, known: EpochProgress, part: Part, permutation: np.ndarray
+    ) -> Iterator[tuple[int, _Choice]]:
+        """Yield the groups with what ``_choose`` finds; remote files are copied a group ahead of the one in use."""
+        groups = ((group, self._choose(epoch, group, known, part, permutation))
+                  for group in known.groups_left(self.order, part))  # fmt: skip
+        if not self._source.is_remote:
+            yield from groups
+            return
+
+        def copy(item: RemoteFile | tuple[int, _Choice]) -> RemoteFile | tuple[int, _Choice]:
+            if isinstance(item, RemoteFile):
+                # What is wrong with one file is said where its shard is opened.
+                with suppress(RejectRecord):
+                    item.cache.get(item.url, item.xxh3)
+            return item
+
+        def with_files() -> Iterator[RemoteFile | tuple[int, _Choice]]:
+            for group, choice in groups:
+                for slot in dict.fromkeys(choice[-1]):
+                    with suppress(DamagedShard):
+                        yield from self._source.remote_files(int(permutation[slot]))
+                yield group, choice
+
+        # Files weigh nothing and a group 1, so that the files of one more group are copied, or as many as threads.
+        copied = prefetch(
+            copy, with_files(), threads=FETCHES_AT_ONCE, ahead=1, weigh=lambda item: not isinstance(item, RemoteFile)
+        )
+        yield from (item for item in copied if not isinstance(item, RemoteFile))
+
+    def _choose(self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray) -> _Choice:
         """Return draws, blocks, items and slots of the cuts of a group that are left for a part, in order."""
         columns = []
         for slot in self.order.slots(group):

@@ -11,13 +11,15 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from sharmill.errors import ConfigError, DamagedShard
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.files.remote import RemoteFile
 from sharmill.files.storage import checksum_bytes
 from sharmill.shar.items import read_json_lines
 from sharmill.shar.layout import (
     CUTS,
     SHARDS_FILE,
     Field,
+    FieldFile,
     ShardRecord,
     codec_of_field,
     decode_shards,
@@ -52,6 +54,11 @@ class ShardFiles:
     sidecars: Mapping[str, list[Path]] = dataclasses.field(default_factory=dict)
     lines: list[bytes] | None = None
 
+    @property
+    def remote(self) -> list[RemoteFile]:
+        """The files that are behind URLs."""
+        return [path for path in (self.cuts, *self.fields.values()) if isinstance(path, RemoteFile)]
+
 
 class ReadableShard(Protocol):
     """An open shard, whose files stay open as long as it is referred to."""
@@ -67,10 +74,12 @@ class ShardSource(ABC):
         num_shards: how many there are.
         sequential: the cuts of a shard can be read in its own order only.
         needed: the fields without which a cut is left out.
+        is_remote: the files of shards are copied from a server before they are read.
     """
 
     num_shards: int
     sequential = False
+    is_remote = False
     needed: Sequence[str] = ()
 
     @property
@@ -90,6 +99,10 @@ class ShardSource(ABC):
     def num_cuts(self) -> int:
         return sum(self.count(shard) for shard in range(self.num_shards))
 
+    def remote_files(self, shard: int) -> list[RemoteFile]:
+        """Return the files of a shard that are behind URLs."""
+        return []
+
     @abstractmethod
     def open(self, shard: int, epoch: int) -> ReadableShard: ...
 
@@ -102,6 +115,14 @@ def open_shard_source(
     Raises:
         ConfigError: there are none, or not this field or codec; or there are no index files.
     """
+    if isinstance(directory, RemoteFile):
+        if sidecars is not None:
+            raise ConfigError(
+                f"shuffle='global' reads each cut by itself, and of {directory} whole shards are copied: use "
+                "shuffle=True, or copy the dataset to a disk",
+                code="bad_config_value",
+            )
+        return IndexedShardSource(directory, fields, codec)
     has_cuts = (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*"))
     if is_indexed(directory) or not has_cuts:
         return IndexedShardSource(directory, fields, codec, sidecars)
@@ -142,15 +163,26 @@ class CutSource(ShardSource):
             if codec_of_field(name) and (known := stored[name]) is not None and known.optional
         ]
 
+        self.is_remote = isinstance(directory, RemoteFile)
+
     @abstractmethod
     def files(self, shard: int) -> ShardFiles:
         """Return the files of a shard."""
+
+    def remote_files(self, shard: int) -> list[RemoteFile]:
+        return self.files(shard).remote
 
     def open(self, shard: int, epoch: int) -> ReadableShard:
         # Bins and sidecars need no lhotse, which this imports.
         from sharmill.shar.reading.cuts import OpenShard
 
-        return OpenShard(self.files(shard), foreign=self._foreign, needed=self.needed)
+        files = self.files(shard)
+        try:
+            for file in files.remote:
+                file.hold()
+        except RejectRecord as reject:
+            raise DamagedShard(f"shard {files.index}: {reject.detail}") from reject
+        return OpenShard(files, foreign=self._foreign, needed=self.needed)
 
 
 class _Line(msgspec.Struct):
@@ -166,7 +198,7 @@ class IndexedShardSource(CutSource):
     """A finished dataset: no folder is listed, however many shards there are.
 
     Of a dataset of sharmill's own only the numbers of cuts are read from ``shards.jsonl``, since the names of the files
-    follow from its layout.
+    follow from its layout. Behind a URL the checksums are read as well, by which its files are told from older ones.
     """
 
     def __init__(
@@ -220,7 +252,11 @@ class IndexedShardSource(CutSource):
         return self._dataset.num_cuts
 
     def files(self, shard: int) -> ShardFiles:
-        names = {attribute: self._file(name, shard) for attribute, name in (*self._fields.items(), (CUTS, CUTS))}
+        fields = (*self._fields.items(), (CUTS, CUTS))
+        if self.is_remote:
+            paths = {attribute: self._recorded(name, shard).below(self._directory) for attribute, name in fields}
+            return ShardFiles(shard, paths.pop(CUTS), paths, self.count(shard))
+        names = {attribute: self._file(name, shard) for attribute, name in fields}
         sidecars: dict[str, list[Path]] = {}
         if self._sidecars is not None:
             for attribute, file in names.items():
@@ -231,13 +267,16 @@ class IndexedShardSource(CutSource):
     def _file(self, name: str, shard: int) -> str:
         """Return the name of the file of a field."""
         if self._foreign:
-            file = self._records[shard].files.get(name)
-        else:
-            field = self._stored[name]
-            file = field.path(shard) if field else None
-        if file is None:
+            return self._recorded(name, shard).file
+        if (field := self._stored[name]) is None:
             raise self._damage(f"names no file of {name} of shard {shard}")
-        return file
+        return field.path(shard)
+
+    def _recorded(self, name: str, shard: int) -> FieldFile:
+        """Return what the index says of the file of a field."""
+        if name not in self._records[shard].fields:
+            raise self._damage(f"names no file of {name} of shard {shard}")
+        return self._records[shard].fields[name]
 
     def _damage(self, what: str) -> DamagedShard:
         return DamagedShard(f"{self._directory / SHARDS_FILE} {what}; sharmill validate {self._directory} tells all")

@@ -19,9 +19,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard, refuse
+from sharmill.files.remote import is_url
 from sharmill.registry import require_package
 from sharmill.shar.items import read_cuts
-from sharmill.shar.layout import DATASET_FILE, read_dataset
+from sharmill.shar.layout import DATASET_FILE, open_directory, read_dataset
 from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.buckets.batch_size import Bucket
 from sharmill.training.parallel import parallel_map
@@ -110,7 +111,7 @@ def read_lengths(
         ConfigError: there is no finished dataset nor a Shar of another tool, or no such tokenizer, or no cut is left.
         DamagedShard: a file of cuts is not as it should be.
     """
-    sources = [open_shard_source(Path(dataset), [], None) for dataset in datasets]
+    sources = [open_shard_source(open_directory(dataset), [], None) for dataset in datasets]
     shards = [source.files(number) for source in sources for number in range(source.num_shards)]
     files = [(shard.cuts, shard.count) for shard in shards]
     if tokenizer:
@@ -306,8 +307,8 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
     """Read the lengths of the data and describe their bins.
 
     Args:
-        sources: folders of datasets; or manifests, files of text, a YAML file of ``input_cfg`` or of a training, or a
-            list of manifests with weights.
+        sources: folders or URLs of datasets; or manifests, files of text, a YAML file of ``input_cfg`` or of a
+            training, or a list of manifests with weights.
 
     Raises:
         ConfigError: the options do not go together, or the data cannot be read.
@@ -323,9 +324,9 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
         code="bad_usage",
     )
     texts = [str(source) for source in sources]
-    if options.prompt_format is None and all(Path(text).is_dir() for text in texts):
+    if options.prompt_format is None and all(map(is_dataset, texts)):
         if options.token_bins and options.seconds_per_frame is None:
-            options = replace(options, seconds_per_frame=frame_shift([Path(text) for text in texts]))
+            options = replace(options, seconds_per_frame=frame_shift([open_directory(text) for text in texts]))
         lengths = read_lengths(
             texts, tokenizer=options.tokenizer, min_duration=options.min_duration, max_duration=options.max_duration,
             workers=options.workers,
@@ -342,6 +343,11 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
     frame, prompt_format = settings.get("token_equivalent_duration"), settings.get("prompt_format")
     options = replace(options, seconds_per_frame=frame, prompt_format=prompt_format)
     return report_bins(lengths, options, measure_total_length=settings.get("measure_total_length", True))
+
+
+def is_dataset(source: str) -> bool:
+    """Return True if a source is the folder of a dataset, or a URL that does not end as that of a file."""
+    return Path(source).is_dir() or (is_url(source) and not Path(source).suffix)
 
 
 def frame_shift(datasets: Sequence[Path]) -> float:

@@ -30,10 +30,10 @@ from nemo.utils import logging as nemo_logging
 from omegaconf import ListConfig
 
 from sharmill.errors import ConfigError, SharmillError, one_line, refuse
-from sharmill.shar.layout import DATASET_FILE
+from sharmill.shar.layout import DATASET_FILE, open_directory
 from sharmill.shar.reading.shard_source import open_shard_source
-from sharmill.training.buckets.bins import BinsOptions, Lengths, frame_shift
-from sharmill.training.nemo.classic import Settings, translate, type_of
+from sharmill.training.buckets.bins import BinsOptions, Lengths, frame_shift, is_dataset
+from sharmill.training.nemo.classic import Settings, entry_directory, translate, type_of
 from sharmill.training.nemo.input_type import count_lines, entry_files, entry_size, open_listed
 from sharmill.training.nemo.loader import cuts_of, get_dataloader
 from sharmill.training.nemo.settings import (
@@ -338,7 +338,7 @@ def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings
         resolve_format(prompt_format, "--prompt-format")
     if in_tokens and not all(kind == "group" or one.holds == "text" for kind, one in types.items()):
         frame = options.seconds_per_frame or settings.get("token_equivalent_duration")
-        own = [Path(source["dataset"]) for source in sources_of(settings) if source.get("type") == "sharmill"]
+        own = [entry_directory(source) for source in sources_of(settings) if source.get("type") == "sharmill"]
         settings["token_equivalent_duration"] = frame or frame_shift(own)
     loaded = load_nemo_tokenizer(options.tokenizer, prompt_format) if options.tokenizer else None
     prompt = ExamplePrompt(str(prompt_format), options.prompt, loaded) if options.prompt is not None else None
@@ -365,12 +365,13 @@ def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
             code="bad_usage",
         )  # fmt: skip
         return sections_of(settings)[names.index(str(section))] if several else settings
-    if all(Path(source).is_dir() for source in sources):
+    if all(map(is_dataset, sources)):
         entries = []
         for source in sources:
-            own = (Path(source) / DATASET_FILE).exists()
+            directory = open_directory(source)
+            own = (directory / DATASET_FILE).exists()
             entry = {"type": "sharmill", "dataset": source} if own else {"type": "lhotse_shar", "shar_path": source}
-            entries.append(entry | {"weight": open_shard_source(Path(source), [], None).num_cuts()})
+            entries.append(entry | {"weight": open_shard_source(directory, [], None).num_cuts()})
         return {"input_cfg": entries}
     kinds = {source: _kind_of(source) for source in sources}
     told = ", ".join(f"{source} ({kind})" for source, kind in kinds.items())

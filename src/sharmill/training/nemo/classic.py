@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import ConfigError, refuse
 from sharmill.registry import nearest
+from sharmill.shar.layout import open_directory
 
 Settings = dict[str, Any]
 
@@ -70,7 +72,7 @@ TYPES: Final[dict[str, EntryType]] = {
     "sharmill": EntryType(
         needs=("dataset",), holds="cuts", is_stream=True,
         takes=("fields", "codec", "decode_threads", "sidecars", "on_damage", "max_damaged", "speaker_tags", "seed",
-               "rank", "world_size", "whole_part"),
+               "cache_dir", "cache_gib", "rank", "world_size", "whole_part"),
     ),
     DIVIDED: EntryType(is_stream=True),
     "group": EntryType(needs=("input_cfg",), holds="cuts"),
@@ -116,6 +118,11 @@ TYPES: Final[dict[str, EntryType]] = {
 def type_of(entry: Mapping[str, Any]) -> EntryType:
     """Return the type of an entry, or of a group; the settings of a sampler have that of another package."""
     return TYPES.get(str(entry.get("type")), EntryType())
+
+
+def entry_directory(entry: Mapping[str, Any]) -> Path:
+    """Return the directory of the dataset of an entry of ``type: sharmill``; raises as ``open_directory``."""
+    return open_directory(entry["dataset"], entry.get("cache_dir"), entry.get("cache_gib", 100.0))
 
 
 def check_entry(entry: Settings, handed_down: Settings) -> None:

@@ -47,7 +47,7 @@ from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.shar.rebuild import find_shards
 from sharmill.sources.files import iterate_lines, open_lines
-from sharmill.training.nemo.classic import DIVIDED, TYPES, check_entry
+from sharmill.training.nemo.classic import DIVIDED, TYPES, check_entry, entry_directory
 from sharmill.training.nemo.loader import PartitionedCuts
 from sharmill.training.nemo.settings import check_files, texts_in
 from sharmill.training.nemo.stores import copied, is_stored, refuse_command, version_of
@@ -381,7 +381,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
         codec=options.get("codec"),
         decode_threads=options.get("decode_threads", 0),
         sidecars=options.get("sidecars"),
-        **{key: options[key] for key in ("on_damage", "max_damaged") if key in options},
+        **{key: options[key] for key in ("on_damage", "max_damaged", "cache_dir", "cache_gib") if key in options},
     )
     source = PartitionedCuts(open_reader, options)
     return CutSet(source).map(partial(_as_nemo_expects, speaker_tags=options.get("speaker_tags", "kept"))), True
@@ -395,13 +395,13 @@ def read_divided(entry: DictConfig) -> tuple[CutSet, bool]:
     return CutSet(source).map(_as_nemo_expects, apply_fn=None), True
 
 
-def _open_dataset(dataset: str, **options: Any) -> SharReader:
+def _open_dataset(dataset: str | Path, **options: Any) -> SharReader:
     return open_shar(dataset, **options).data
 
 
 def entry_size(entry: Mapping[str, Any]) -> int:
     """Return the number of examples of an entry as ``prepare_settings`` leaves it; filters may leave fewer."""
-    return len(open_examples(entry) if entry["type"] == DIVIDED else _open_dataset(entry["dataset"], fields=[]))
+    return len(open_examples(entry) if entry["type"] == DIVIDED else _open_dataset(entry_directory(entry), fields=[]))
 
 
 def _as_nemo_expects(cut: Any, speaker_tags: str = "kept") -> Any:

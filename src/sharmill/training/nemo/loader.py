@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -49,7 +48,7 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.loading import dataset_states, load_states
 from sharmill.shar.reading.state import merge_states
 from sharmill.training.codes import CodecForm, epoch_of
-from sharmill.training.nemo.classic import DIVIDED, Settings, type_of
+from sharmill.training.nemo.classic import DIVIDED, Settings, entry_directory, type_of
 from sharmill.training.nemo.settings import (
     check_files,
     check_tokenizer,
@@ -695,10 +694,11 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
             "your own",
             code="needs_dataset",
         )
-    records = [read_dataset(Path(source["dataset"])) for source in sources]
+    directories = [entry_directory(source) for source in sources]
+    records = [read_dataset(directory) for directory in directories]
     coded = [
-        CodecForm.of_dataset(source["dataset"], source.get("codec"))
-        for source, record in zip(sources, records, strict=True)
+        CodecForm.of_dataset(directory, source.get("codec"))
+        for source, record, directory in zip(sources, records, directories, strict=True)
         if record.codecs or source.get("codec") is not None
     ]
     with_context = {

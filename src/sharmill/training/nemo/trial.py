@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.files.host import new_process
 from sharmill.models.nemo_models import quiet_nemo
 from sharmill.shar.layout import TARGET_CODES, read_dataset
-from sharmill.training.nemo.classic import DIVIDED, Settings, ignored_keys
+from sharmill.training.nemo.classic import DIVIDED, Settings, entry_directory, ignored_keys
 from sharmill.training.nemo.loader import cuts_of, get_dataloader, merge_data_states, place_of
 from sharmill.training.nemo.settings import (
     is_map_style,
@@ -240,7 +239,7 @@ def _mistaken(prepared: Settings) -> Iterator[str]:
         coded = [
             _name(source) for source in sources_of(section) if source["type"] == "sharmill" and any(
                 field.endswith(TARGET_CODES) for field in
-                source.get("fields") or read_dataset(Path(source["dataset"])).fields
+                source.get("fields") or read_dataset(entry_directory(source)).fields
             )
         ]  # fmt: skip
         if section.get("perturb_speed") and coded:

@@ -1,7 +1,14 @@
 """Rows of the reader: the fields of a dataset as cuts, beside ``CutSet.from_shar`` on the same shards."""
 
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -21,6 +28,7 @@ from sharmill.shar.items import (
     temporal_array_json,
     write_cuts,
 )
+from sharmill.shar.rebuild import rebuild_index
 
 FRAME_SHIFT, CODEBOOKS = 0.02, 8
 AUDIO, CODES = ("target_audio", "context_audio"), ("target_codes", "context_codes")
@@ -133,3 +141,68 @@ def first_cut(folder: Path, tiny: bool) -> Case:
     """The time to the first cut, shuffled; of two cuts in each shard."""
     dataset = make_bare_dataset(folder, [2] * (10 if tiny else 10_000))
     return Case(amount=1, unit="starts", by="wall", ours=lambda: next(iter(open_shar(dataset, shuffle=True))) and None)
+
+
+_SERVE = """
+import os, sys, time
+from pathlib import Path
+from support.stores import S3Store
+with S3Store() as store:
+    store.upload(Path(sys.argv[1]), "data")
+    print(os.environ["AWS_ENDPOINT_URL"], flush=True)
+    sys.stdin.read()
+"""
+
+
+def serve(folder: Path, tiny: bool) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
+    """Put a dataset into S3, and return readings of it by us, by us from the disk, and by lhotse."""
+    num_cuts = make_shards(folder / "data", *((2, 8) if tiny else (16, 250)))
+    shutil.rmtree(folder / "data/codes_x")
+    deque(rebuild_index(folder / "data"), maxlen=0)
+    server = subprocess.Popen([sys.executable, "-c", _SERVE, folder / "data"], stdin=PIPE, stdout=PIPE, text=True)
+    atexit.register(server.communicate)
+    assert server.stdout is not None
+    keys = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "sharmill", "AWS_SECRET_ACCESS_KEY": "secret"}
+    os.environ.update(keys, AWS_ENDPOINT_URL=server.stdout.readline().strip())
+    files = {name: sorted((folder / "data" / FOLDERS[name]).iterdir()) for name in ("cuts", *AUDIO)}
+    urls = {name: [f"s3://bucket/{path.relative_to(folder)}" for path in paths] for name, paths in files.items()}
+
+    def read(cuts: Iterable[Any]) -> None:
+        assert sum(1 for _ in cuts) == num_cuts
+
+    def read_ours(place: str) -> None:
+        read(open_shar(place, AUDIO, cache_dir=str(folder / "cache")))
+
+    return (
+        lambda: read_ours("s3://bucket/data"),
+        lambda: read_ours(str(folder / "data")),
+        lambda: read(CutSet.from_shar(fields=urls)),
+    )
+
+
+@row("read audio from S3", baseline="lhotse's `from_shar` of `s3://`", group="further")
+def from_store(folder: Path, tiny: bool) -> Case:
+    """Audio as recordings that are not decoded, 16 shards of 250 cuts of moto's server here, the cache empty."""
+    ours, _, theirs = serve(folder, tiny)
+    num_cuts, empty = 16 if tiny else 4000, folder / "cache"
+    return Case(
+        amount=num_cuts, unit="cuts", by="wall", ours=ours, baseline=theirs,
+        before=lambda: shutil.rmtree(empty, ignore_errors=True),
+    )  # fmt: skip
+
+
+@row("read audio from S3, copied", baseline="the disk", group="further")
+def from_copies(folder: Path, tiny: bool) -> Case:
+    """The same where the cache has all shards already."""
+    ours, disk, _ = serve(folder, tiny)
+    return Case(amount=16 if tiny else 4000, unit="cuts", by="wall", ours=ours, baseline=disk)
+
+
+@row("read audio from S3, not copied", baseline="the disk", group="further")
+def from_empty(folder: Path, tiny: bool) -> Case:
+    """The same where the cache is empty."""
+    ours, disk, _ = serve(folder, tiny)
+    return Case(
+        amount=16 if tiny else 4000, unit="cuts", by="wall", ours=ours, baseline=disk,
+        before=lambda: shutil.rmtree(folder / "cache", ignore_errors=True),
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
-from sharmill.files.remote import Cache, RemoteFile, is_url, origin
+from sharmill.files.remote import Cache, RemoteFile, is_url
 from sharmill.manifest import MAX_PATH, Segment
 
 # A part of a URL's path goes up whatever query or parameter is behind it.
@@ -202,7 +202,7 @@ class AudioRoots:
             numbers.append(tuple(range(len(roots), len(roots) + len(paths))))
             roots += [AudioRoot.of(path) for path in paths]
         # A redirect may lead to the host of another root.
-        origins = frozenset(origin(root.url) for root in roots if root.url)
+        origins = frozenset(root.url for root in roots if root.url)
         return cls(tuple(roots), tuple(numbers), dataclasses.replace(cache or Cache.at(None), origins=origins))
 
     def check(self) -> None:

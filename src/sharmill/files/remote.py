@@ -180,7 +180,7 @@ class _Web:
             response.close()
             try:
                 place = urljoin(place, response.headers.get("Location", ""))
-                host = origin(place)
+                host = _origin(place)
             except ValueError as error:
                 raise RejectRecord("missing_audio", f"{url} redirects to what is no URL: {error}") from error
             if host not in self._origins:
@@ -324,7 +324,7 @@ _CLIENTS: Final[dict[str, Callable[[Collection[str]], Client]]] = {
 }
 
 
-def origin(url: str) -> str:
+def _origin(url: str) -> str:
     """Return scheme, host and port of a URL."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}".lower()
@@ -336,7 +336,7 @@ def request(url: str, call: Callable[[Client], Any], origins: Collection[str] = 
     Args:
         url: of one of the schemes that ``check_url`` names.
         call: what is asked of the client of the scheme.
-        origins: those that a redirect may lead to, beside that of the URL.
+        origins: URLs to whose hosts a redirect may lead, beside that of the URL.
 
     Raises:
         RejectRecord: missing_audio where the server does not give the file, unreadable_audio where it cuts it off or it
@@ -347,7 +347,7 @@ def request(url: str, call: Callable[[Client], Any], origins: Collection[str] = 
     scheme = urlsplit(url).scheme
     if scheme not in _CLIENTS:
         raise RejectRecord("outside_root", f"the URL {url[:200]!r} is not of {', '.join(_CLIENTS)}")
-    client = _CLIENTS[scheme]({origin(url), *origins})
+    client = _CLIENTS[scheme]({_origin(one) for one in (url, *origins)})
     # The client of Google's makes six tries itself, within a minute.
     stop = stop_after_attempt(2 if scheme == "gs" else _TRIES)
     tries = Retrying(retry=retry_if_exception_type(_PassingError), stop=stop, wait=_wait, reraise=True)
@@ -447,7 +447,7 @@ class Cache:
         folder: of the copies, which is made.
         max_bytes: of all copies together.
         scope: of one run, or empty: without a checksum, the copy that the run has fetched first stands for a URL.
-        origins: those that a redirect of a web server may lead to, beside that of the URL.
+        origins: URLs to whose hosts a redirect may lead, beside that of the URL.
     """
 
     folder: Path

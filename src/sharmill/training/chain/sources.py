@@ -20,7 +20,7 @@ import numpy as np
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import DamagedShard, RejectRecord, refuse
-from sharmill.files.remote import Cache, Client, RemoteFile, Version, is_url
+from sharmill.files.remote import Cache, RemoteFile, Version, is_url
 from sharmill.files.storage import checksum_bytes
 from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
@@ -144,8 +144,8 @@ class _Command:
 class _Opener(Cache):
     """Copies of what a list of WeNet names, to which the user's own call may let commands belong."""
 
-    def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
-        return super().ask(url, call) if is_url(url) else call(cast("Client", _Command()))
+    def ask(self, url: str, call: Callable[[Any], Any]) -> Any:
+        return super().ask(url, call) if is_url(url) else call(cast("Any", _Command()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ Every stage asks here, so that all of them agree on which file a path means. A r
 copied into the cache of the run, where every stage and rank finds the same copy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -108,7 +106,7 @@ class AudioRoot:
     url: str = ""
 
     @classmethod
-    def of(cls, path: str | Path | None) -> AudioRoot:
+    def of(cls, path: str | Path | None) -> "AudioRoot":
         """Make the root of a value of ``audio_root``: ``~`` is a home folder, and None is all folders."""
         if path is None:
             return cls(Path("/"), absolute_only=True)
@@ -193,7 +191,7 @@ class AudioRoots:
     cache: Cache
 
     @classmethod
-    def of(cls, audio_roots: Iterable[str | Path | Sequence[str] | None], cache: Cache | None = None) -> AudioRoots:
+    def of(cls, audio_roots: Iterable[str | Path | Sequence[str] | None], cache: Cache | None = None) -> "AudioRoots":
         """Make the roots of the values of ``audio_root``, one of each source, and of a cache, by default the user's."""
         roots: list[AudioRoot] = []
         numbers = []

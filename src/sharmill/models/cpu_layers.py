@@ -8,6 +8,7 @@ model with a layer that is not known here goes on with NeMo's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -106,10 +107,8 @@ def fit_hifigan_to_cpu(encoder: nn.Module) -> nn.Module:
     from nemo.collections.tts.modules.audio_codec_modules import CausalHiFiGANEncoder, HiFiGANEncoder
 
     if type(encoder) in (CausalHiFiGANEncoder, HiFiGANEncoder):
-        try:
+        with suppress(_UnknownLayer):
             return _HifiganEncoder(encoder, causal=type(encoder) is CausalHiFiGANEncoder)
-        except _UnknownLayer:
-            pass
     return encoder
 
 
@@ -214,13 +213,11 @@ def fit_titanet_to_cpu(model: EncDecSpeakerLabelModel) -> None:
     from nemo.collections.asr.parts.submodules.tdnn_attention import AttentivePoolLayer
 
     pooling = getattr(model.decoder, "_pooling", None)
-    try:
+    with suppress(_UnknownLayer):
         if type(model.encoder) is ConvASREncoder:
             model.encoder = _TitanetEncoder(model.encoder)
         if type(pooling) is AttentivePoolLayer:
             model.decoder._pooling = _AttentivePooling(pooling)
-    except _UnknownLayer:
-        return
 
 
 class _Block:

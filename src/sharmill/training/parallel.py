@@ -257,7 +257,7 @@ def _map_items(connection: Connection, function: bytes) -> None:
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
     fn: Callable[[Any], Any] | None = None
-    try:
+    with suppress(EOFError, ConnectionError):  # The parent died.
         while question := connection.recv_bytes():
             try:
                 # Here, since a module that cannot be imported is an error like any other.
@@ -266,8 +266,6 @@ def _map_items(connection: Connection, function: bytes) -> None:
             except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the result would have come
                 answer = _failure(error)
             connection.send_bytes(answer)
-    except (EOFError, ConnectionError):
-        return  # The parent died.
 
 
 def _failure(error: Exception) -> bytes:

@@ -4,8 +4,6 @@
 Their docstrings list the entries of a batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

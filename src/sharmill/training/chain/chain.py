@@ -77,8 +77,7 @@ def _names(example: Example) -> str:
 
 
 def map_examples(before: Before, fn: Function, options: Mapping[str, Any] | None = None) -> Examples:
-    for example, result in _results(before, fn, options):
-        yield Example(result, example.origins)
+    return (Example(result, example.origins) for example, result in _results(before, fn, options))
 
 
 def filter_examples(before: Before, keep: Function) -> Examples:

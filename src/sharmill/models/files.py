@@ -121,7 +121,6 @@ def _unreachable(name: str, why: str) -> ConfigError:
 
 _CONFIG: Final = "model_config.yaml"
 _WEIGHTS: Final = "model_weights.ckpt"
-_MEMBERS: Final = frozenset({_CONFIG, _WEIGHTS})
 # Weights hardly compress: what unpacks to much more than its file is no checkpoint, unless it is small.
 _MAX_RATIO: Final = 4
 _FREE_BYTES: Final = 1 << 30
@@ -217,7 +216,7 @@ def _read_archive(path: Path) -> dict[Any, Any]:
         ConfigError: it lacks something, or has too much.
     """
     config: dict[Any, Any] = {}
-    missing, size = set(_MEMBERS), 0
+    missing, size = {_CONFIG, _WEIGHTS}, 0
     limit = max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
     with tarfile.open(path) as archive:
         for number, member in enumerate(archive):

@@ -4,8 +4,6 @@ Codes are whole frames of one codec between begin and end. A batch gets a part o
 frames of the codec, the same for the same cut.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass
@@ -208,7 +206,7 @@ class CodecForm:
         )
 
     @classmethod
-    def of_dataset(cls, dataset: str | Path, codec: str | None = None, **ids: Any) -> CodecForm:
+    def of_dataset(cls, dataset: str | Path, codec: str | None = None, **ids: Any) -> "CodecForm":
         """Return the form of a codec of a dataset directory or URL; ``codec`` may be left out where there is one.
 
         Raises:

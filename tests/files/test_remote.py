@@ -1,9 +1,11 @@
 """Files behind URLs: what servers answer, copies in a cache of a limited size, and URLs as paths."""
 
 import dataclasses
+import multiprocessing
 import pickle
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -143,6 +145,28 @@ def test_what_killed_processes_leave_is_removed(web, tmp_path):
     left.write_bytes(DATA)
     assert cache.get(f"{web.url}/84/a.flac").read_bytes() == DATA
     assert not left.exists()
+
+
+def test_a_process_forked_in_mid_copy_holds_nobody_up(tmp_path):
+    children = []
+
+    def fork():
+        children.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+        children[-1].start()
+
+    with S3Store() as store:
+        store.put("a", DATA)
+        store.faults.append(Fault("a", methods="GET", call=fork, times=1))
+        cache, url = Cache(tmp_path / "copies", 1 << 40), store.url("a")
+        cache.get(url)
+        cache.path_of(url).unlink()
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(cache.get, url)
+            try:
+                assert again.result(timeout=20).read_bytes() == DATA
+            finally:
+                children[0].kill()
+                children[0].join()
 
 
 def test_a_path_that_is_a_url_is_read_as_a_file_is(web, tmp_path):

@@ -458,8 +458,9 @@ class Cache:
     @classmethod
     def at(cls, folder: str | Path | None, gib: float = 100.0, *, scope: str = "") -> Cache:
         """Return the cache in a folder, by default that of this user, with a limit in GiB."""
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sharmill"
-        return cls(home if folder is None else Path(folder).expanduser(), gib * (1 << 30), scope)
+        default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/sharmill"
+        # Unlike Path.expanduser, this leaves a user without a home folder alone.
+        return cls(Path(os.path.expanduser(folder or default)), gib * (1 << 30), scope)  # noqa: PTH111
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
@@ -489,11 +490,15 @@ class Cache:
         # Several threads and processes want a file at once.
         with open_stored(path.with_name(".lock"), append=True) as lock:
             _lock(lock, fcntl.LOCK_EX)
-            # What others have put in its place is fetched anew.
-            with suppress(FileNotFoundError, ConfigError):
-                return _hold(path, open_stored(path))
-            with stopping_errors(path):
-                return self._fetch(url, xxh3, path, min(max_bytes, self.max_bytes))
+            try:
+                # What others have put in its place is fetched anew.
+                with suppress(FileNotFoundError, ConfigError):
+                    return _hold(path, open_stored(path))
+                with stopping_errors(path):
+                    return self._fetch(url, xxh3, path, min(max_bytes, self.max_bytes))
+            finally:
+                # A process forked meanwhile has this file open too, and closing it here would leave it locked.
+                _lock(lock, fcntl.LOCK_UN)
 
     def refresh(self, url: str) -> Version:
         """Return the version of a remote file, and remove the copy of another one; raises as ``request``."""

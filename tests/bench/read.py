@@ -159,7 +159,10 @@ def serve(folder: Path, tiny: bool) -> tuple[Callable[[], None], Callable[[], No
     num_cuts = make_shards(folder / "data", *((2, 8) if tiny else (16, 250)))
     shutil.rmtree(folder / "data/codes_x")
     deque(rebuild_index(folder / "data"), maxlen=0)
-    server = subprocess.Popen([sys.executable, "-c", _SERVE, folder / "data"], stdin=PIPE, stdout=PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, folder / "data"], stdin=PIPE, stdout=PIPE, text=True,
+        cwd=Path(__file__).parents[1],  # that has the stores
+    )  # fmt: skip
     atexit.register(server.communicate)
     assert server.stdout is not None
     keys = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "sharmill", "AWS_SECRET_ACCESS_KEY": "secret"}

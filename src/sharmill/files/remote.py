@@ -241,11 +241,9 @@ class _Bucket:
         return self._files(url).cat_file(url, start=start, end=stop)
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
-        before = self.version(url)
-        if before.size > max_bytes:
-            raise RejectRecord("unreadable_audio", f"{url} has more than {max_bytes:,} bytes")
-        self._files(url).get_file(url, str(path))
-        return _compare(url, path, before, self.version(url))
+        with _unchanged(self, url, path, max_bytes) as version:
+            self._files(url).get_file(url, str(path))
+        return version
 
     def upload(self, path: Path, url: str) -> None:
         self._files(url).put_file(str(path), url)
@@ -270,13 +268,11 @@ class _AIStore:
         return self._object(url).get_reader(byte_range=f"bytes={start}-{stop - 1}").read_all()
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
-        before = self.version(url)
-        if before.size > max_bytes:
-            raise RejectRecord("unreadable_audio", f"{url} has more than {max_bytes:,} bytes")
-        for block in self._object(url).get_reader():
-            stream.write(block)
-        stream.flush()
-        return _compare(url, path, before, self.version(url))
+        with _unchanged(self, url, path, max_bytes) as version:
+            for block in self._object(url).get_reader():
+                stream.write(block)
+            stream.flush()
+        return version
 
     def upload(self, path: Path, url: str) -> None:
         self._object(url).get_writer().put_file(path)
@@ -302,17 +298,22 @@ def _missing_package(scheme: str) -> ConfigError:
     )
 
 
-def _compare(url: str, path: Path, before: Version, after: Version) -> Version:
-    """Return the version of a copy; raise an error that is tried again where it was cut off or changed meanwhile."""
-    size = path.stat().st_size
+@contextmanager
+def _unchanged(client: Client, url: str, path: Path, max_bytes: float) -> Iterator[Version]:
+    """Give the version of a file that is copied meanwhile; raise an error where it is too large.
+
+    An error that is tried again is raised where it was cut off or changed.
+    """
+    before = client.version(url)
+    if before.size > max_bytes:
+        raise RejectRecord("unreadable_audio", f"{url} has more than {max_bytes:,} bytes")
+    yield before
+    after, size = client.version(url), path.stat().st_size
     if before != after:
         raise _PassingError(ConnectionError(f"{url} was changed while it was copied"))
     if size != after.size:
-        cut = RejectRecord(
-            "unreadable_audio", f"{url} was cut off, {_TRIES} times: {size:,} of {after.size:,} bytes came"
-        )
-        raise _PassingError(cut)
-    return after
+        what = f"{url} was cut off, {_TRIES} times: {size:,} of {after.size:,} bytes came"
+        raise _PassingError(RejectRecord("unreadable_audio", what))
 
 
 _CLIENTS: Final[dict[str, Callable[[Collection[str]], Client]]] = {

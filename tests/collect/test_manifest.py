@@ -81,6 +81,15 @@ def test_a_table(speech, tmp_path):
     assert [reason for reason, _ in rejects(tmp_path / "m.json")] == ["missing_audio", "malformed"]
 
 
+def test_a_table_with_tabs_has_no_quoting(speech, tmp_path):
+    (speech / "v.tsv").write_text(
+        'audio_filepath\ttext\nanna/one.wav\t"I go.\nanna/two.flac\tHe said."\nno.wav\t"""x"""\n'
+    )
+    records = make(speech / "v.tsv", output=tmp_path / "m.json")
+    assert [record["text"] for record in records] == ['"I go.', 'He said."']
+    assert [reason for reason, _ in rejects(tmp_path / "m.json")] == ["missing_audio"]
+
+
 def test_a_manifest_is_completed(speech, tmp_path):
     manifest = write_lines(tmp_path / "in.json", [
         make_record(audio_filepath="anna/one.wav", duration=..., cer=0.1),

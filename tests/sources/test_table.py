@@ -2,13 +2,15 @@
 
 import csv
 import io
+import json
 
 import pytest
 from hypothesis import given, strategies as st
-from support.project import raises
+from support.project import raises, write_config as write_small_config
 from support.sources import read
 
 from sharmill.errors import ConfigError
+from sharmill.sources import Unreadable
 from sharmill.sources.table import TableSource
 
 
@@ -49,6 +51,28 @@ TABLES = {
         [{"audio_filepath": "a", "duration": 1.5, "offset": None, "channel": 1, "cer": 0.01, "year": "1984"},
          {"audio_filepath": "b", "duration": "2,5", "offset": "nan", "channel": "downmix", "cer": -3, "year": "1_0"}],
     ),
+    "tabs and no quoting": (
+        'path\tsentence\tup\na\t"I will go there.\t2\nb\tTomorrow, he said."\t2\nc\t""No""\t1\n',
+        {"delimiter": "\t", "columns": {"audio_filepath": "path", "text": "sentence"}},
+        [{"audio_filepath": "a", "text": '"I will go there.', "up": "2"},
+         {"audio_filepath": "b", "text": 'Tomorrow, he said."', "up": "2"},
+         {"audio_filepath": "c", "text": '""No""', "up": "1"}],
+    ),
+    "tabs and quoting": (
+        'audio_filepath\ttext\r\na\t"one\t""two""\r\nthree"\r\n',
+        {"delimiter": "\t", "quotes": True},
+        [{"audio_filepath": "a", "text": 'one\t"two"\r\nthree'}],
+    ),
+    "a byte order mark before quotes or under a header": (
+        '\ufeff"audio_filepath","text"\n"a.wav","said"\n',
+        {},
+        [{"audio_filepath": "a.wav", "text": "said"}],
+    ),
+    "letters that end lines elsewhere": (
+        "audio_filepath,text\na.wav,wait\x85 \u2028what\x0b\x1d\n",
+        {},
+        [{"audio_filepath": "a.wav", "text": "wait\x85 \u2028what\x0b\x1d"}],
+    ),
     "columns are renamed and others keep their names": (
         "path,text,sentence,x\na,raw,said,1\n",
         {"columns": {"audio_filepath": "path", "text": "sentence", "normalized_text": "sentence"}},
@@ -85,6 +109,51 @@ def test_what_cannot_be_a_table_is_refused_before_any_work(content, keys, code, 
         table(content, **keys).check()
 
 
+# What a quote that is a letter takes along in a table with quoting, and the rows that are records all the same.
+SWALLOWED = [
+    ('a,"I will go.,2\nb,The second,2\nc,Tomorrow he said.",1\nd,x,1\n', ["malformed", "b", "c", "d"]),
+    ('a,2,"I will go\nb,2,The second\nc,1,Tomorrow"\nd,1,x\n', ["malformed", "b", "c", "d"]),
+    ('a,2,"I will go\nb",2,The second\nc,1,x\n', ["malformed", 'b"', "c"]),
+    ('a,2,"never ends\nb,2,x\n', ["malformed", "b"]),
+]
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize(("content", "expected"), SWALLOWED)
+def test_a_quote_that_is_a_letter_takes_no_rows_along(content, expected, size, table):
+    rows = read(table("audio_filepath,text,up\n" + content), size)
+    assert [row.reason if isinstance(row, Unreadable) else row["audio_filepath"] for row in rows] == expected
+    assert "quotes" in rows[0].detail or "unexpected end" in rows[0].detail
+    assert rows[0].record == content.splitlines()[0]
+
+
+def test_rows_of_tables_are_all_accounted_for(audio_root, call, tmp_path):
+    rows = [
+        "audio_filepath\ttext\tspeaker",
+        'a.wav\t"Good day.\tanna',
+        "deep/c.flac\tNo.\tanna",
+        'b.wav\t"""No"""\tanna',
+    ]
+    path = tmp_path / "t.tsv"
+    path.write_text("\n".join([*rows, 'none.wav\tHe said."\tanna', "b.wav\tfour\tcells\there"]))
+    source = {"type": "table", "table": str(path), "delimiter": "\t", "audio_root": str(audio_root)}
+    config = write_small_config(tmp_path, path, audio_root, sources=[source], match=None, encode={"codecs": []})
+    status, said, told = call("run", config, "validate.against_sources=true")
+    stats = json.loads((tmp_path / "run/stats.json").read_bytes())
+    assert (status, stats["records_in"], stats["records_out"]) == (0, 5, 3), told
+    assert stats["rejects"] == {"malformed": 1, "missing_audio": 1}
+    assert "1 cells look as CSV quotes them" in said + told
+    status, said, told = call(
+        "validate", tmp_path / "dataset", "--against", path, "--rejects", tmp_path / "run/rejects.jsonl"
+    )
+    assert (status, "5 records of the manifests" in said + told) == (0, True), said + told
+    path.write_text(path.read_text() + "\nlost.wav\tNo.\tanna\n")
+    status, said, told = call(
+        "validate", tmp_path / "dataset", "--against", path, "--rejects", tmp_path / "run/rejects.jsonl"
+    )
+    assert (status, "lost_record" in said + told) == (3, True), said + told
+
+
 CELLS = st.text(st.sampled_from('ab ,"\n\r|é;'), max_size=5)
 
 
@@ -94,6 +163,6 @@ def test_every_table_that_csv_writes_is_read_back(rows, size, tmp_path_factory):
     stream = io.StringIO(newline="")
     csv.writer(stream).writerows([("audio_filepath", "text"), *rows])
     path.write_bytes(stream.getvalue().encode())
-    source = TableSource(table=str(path), audio_root="audio")
+    source = TableSource(table=str(path), audio_root="audio", quotes=True)
     found = [(row["audio_filepath"], row["text"]) for row in read(source, size)]
     assert found == [row for row in rows if "".join(row).strip(", \t")]

@@ -372,7 +372,8 @@ def _parse_list(context: click.Context, parameter: click.Parameter, text: str | 
 @click.option("--delimiter", metavar="CHARACTER", help="Of a table: what stands between cells (default: , or a tab).")
 @click.option("--header", metavar="NAME,...", callback=_parse_list,
               help="Of a table: names of the columns, where its first row has none.")  # fmt: skip
-@click.option("--no-quotes", is_flag=True, help="Of a table: quotes are letters.")
+@click.option("--quotes/--no-quotes", default=None,
+              help="Of a table: cells may stand in quotes (default: not with tabs or |).")  # fmt: skip
 @click.option("--column", "columns", multiple=True, metavar="KEY=COLUMN", callback=parse_pairs,
               help="Of a table: column of a key.")  # fmt: skip
 @click.option("--audio", metavar="TEMPLATE", help="Of a table: audio_filepath made of columns, as wavs/{id}.wav.")
@@ -425,6 +426,6 @@ def _source_keys(given: dict[str, Any]) -> dict[str, Any]:
     channel, delimiter = given["channel"], given["delimiter"]
     keys["channel"] = int(channel) if channel and channel.isdecimal() else channel
     keys["delimiter"] = "\t" if delimiter == "\\t" else delimiter
-    keys["quotes"] = False if given["no_quotes"] else None
+    keys["quotes"] = given["quotes"]
     keys["columns"] = given["columns"] or None
     return {key: value for key, value in keys.items() if value is not None}

@@ -64,6 +64,7 @@ from sharmill.registry import require_package
 from sharmill.report.page import report_on_run
 from sharmill.shar.layout import DATASET_FILE, open_directory
 from sharmill.sources.nemo import NemoSource
+from sharmill.sources.table import TableSource, delimiter_of
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import INDEX, Report, encode_report, read_report
 from sharmill.validate.stage import ValidateConfig, ValidateStage
@@ -313,7 +314,8 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
 @click.option("--recheck-codes", default="0", metavar="SHARE", help="Encode this share of the segments again: 0.1%.")
 @click.option("--codec-model", "models", multiple=True, metavar="CODEC=MODEL", callback=parse_pairs,
               help="Model of a codec, for --recheck-codes.")  # fmt: skip
-@click.option("--against", multiple=True, metavar="MANIFEST", help="Account for every record of this manifest.")
+@click.option("--against", multiple=True, metavar="MANIFEST",
+              help="Account for every record of this manifest, or table of a record's keys.")  # fmt: skip
 @click.option("--rejects", multiple=True, metavar="FILE", help="rejects.jsonl of the run directory, for --against.")
 @click.option("--audio-root", "audio_roots", multiple=True, metavar="DIR",
               help="What absolute paths in the manifests lie below, for --against.")  # fmt: skip
@@ -363,7 +365,12 @@ def validate(
     )
     _require_recheck(models, level)
     # Only the records are read, and --audio-root says what absolute paths are below.
-    sources = tuple(NemoSource(manifest=manifest, audio_root=".") for manifest in against)
+    sources = tuple(
+        TableSource(table=name, delimiter=delimiter_of(name), audio_root=".")
+        if name.lower().endswith((".csv", ".tsv"))
+        else NemoSource(manifest=name, audio_root=".")
+        for name in against
+    )
     accounts = ExpectedRecords(sources=sources, rejects=rejects, audio_roots=audio_roots) if against else None
     with tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch, ProgressListener() as listener:
         stage = ValidateStage(open_directory(arguments[0]), RunDir(Path(scratch) / "run"), level, against=accounts)
@@ -406,6 +413,8 @@ def print_result(result: DatasetResult) -> None:
             say(f"{share:.0%} of the records have no similar context: sharmill calibrate finds a fitting "
                 "match.min_similarity", style="yellow")  # fmt: skip
     for stage, outcome in result.stages:
+        for note in outcome.totals.notes if outcome.totals else ():
+            say(f"{stage.name}: {note}", style="yellow")
         for sentence in outcome.given_up[:_MAX_LINES]:
             say(f"{stage.name}: {sentence}", style="yellow")
         for error in list(outcome.failures.values())[:_MAX_LINES]:

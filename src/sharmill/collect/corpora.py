@@ -39,6 +39,7 @@ from sharmill.files.storage import stopping_errors
 from sharmill.manifest import write_lines
 from sharmill.registry import nearest
 from sharmill.sources.annotated import split_runs
+from sharmill.sources.files import split_lines
 
 # Errors of recipes about files that are not as they expect them: they have no classes of their own for it.
 _RECIPE_ERRORS: Final = (AssertionError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
@@ -196,7 +197,7 @@ def _read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str,
     if not files:
         raise ValueError("there is no hub5e_00/english with .sph files")
     utterances = []
-    for number, line in enumerate(texts.read_text("utf-8").splitlines(), start=1):
+    for number, line in enumerate(split_lines(texts.read_text("utf-8")), start=1):
         if line.startswith(";;") or "inter_segment_gap" in line.lower() or not line.strip():
             continue
         match = _STM_LINE.fullmatch(line.strip())
@@ -268,7 +269,7 @@ def _read_an4(directory: Path) -> dict[str, list[dict[str, Any]]]:
         lists = [directory / "etc" / f"an4_{split}.{kind}" for kind in ("fileids", "transcription")]
         if any(path.exists() for path in lists):
             files, lines = (
-                [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()] for path in lists
+                [line.strip() for line in split_lines(path.read_text("utf-8")) if line.strip()] for path in lists
             )
             splits[split] = [_an4_record(directory, file, line) for file, line in zip(files, lines, strict=True)]
     if not splits:

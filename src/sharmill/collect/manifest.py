@@ -42,13 +42,13 @@ from sharmill.files.storage import (
 )
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
 from sharmill.prepare.check import PrepareConfig, check_fields, parse_record, segment_times
-from sharmill.sources import Located, Source, record_text
+from sharmill.sources import Located, Noted, Source, record_text
 from sharmill.sources.files import expand_home, find_files, names_several, read_ends
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.lhotse import LhotseSource
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.speakers import UNDETERMINED
-from sharmill.sources.table import TableSource
+from sharmill.sources.table import TableSource, delimiter_of
 
 _RECORDS_PER_UNIT: Final = 1000
 # A record's own duration may differ by so many seconds from that of its audio.
@@ -292,7 +292,11 @@ class ManifestStage(Stage):
             "have no speaker: --speaker makes one of the path, as {path[0]}": total["records"] - total["with_speaker"],
             "are audio of several channels: --channel chooses one, or downmix their mean": total["of_several_channels"],
         }
-        notes = [f"{count} records {what}" for what, count in lacking.items() if count]
+        noted = Counter(note for commit in commits for note in Counter(commit.stats["notes"]).elements())
+        notes = [
+            *(f"{count:,} {note}" for note, count in sorted(noted.items())),
+            *(f"{count} records {what}" for what, count in lacking.items() if count),
+        ]
         if warnings:
             notes.append(
                 f"the recipe warns {len(warnings)} times, first: {warnings[0]} (see {destination.beside(LOG)})"
@@ -328,7 +332,9 @@ class Completion(Processor):
         rejects: list[Reject] = []
         counts = Counter[str](dict.fromkeys(("seconds", *_COUNTS), 0))
         vocabulary = Counter[str]()
+        notes = Counter[str]()
         for raw in self._inputs[number].source.read(unit.params["piece"]):
+            notes.update(raw.notes if isinstance(raw, Noted) else {})
             assert not isinstance(raw, Located), "tables and manifests name files"
             found: Any = record_text(raw).decode("utf-8", "replace")
             try:
@@ -347,7 +353,10 @@ class Completion(Processor):
         write_lines(staging.path(f"{part}.jsonl"), lines)
         staging.path(f"{part}.vocabulary.json").write_bytes(msgspec.json.encode(vocabulary))
         return Output(
-            files=[f"{part}.jsonl", f"{part}.vocabulary.json"], num_out=len(lines), rejects=rejects, stats=counts
+            files=[f"{part}.jsonl", f"{part}.vocabulary.json"],
+            num_out=len(lines),
+            rejects=rejects,
+            stats=counts | {"notes": notes},
         )
 
     def _complete(self, found: dict[str, Any], number: int) -> tuple[dict[str, Any], int]:
@@ -398,7 +407,7 @@ def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
     """Return the numbers of a manifest: records, hours, and how many have a text, a speaker, an unchosen channel."""
     counts = Counter[str]()
     for commit in commits:
-        counts.update({"records": commit.num_out, **commit.stats})
+        counts.update({"records": commit.num_out, **{key: commit.stats[key] for key in ("seconds", *_COUNTS)}})
     return {
         "records": counts["records"], "hours": round(counts["seconds"] / 3600, 6),
         **{name: counts[name] for name in _COUNTS},
@@ -456,7 +465,7 @@ def _make_source(source: str, options: ManifestOptions) -> Source:
         root = expand_home(options.audio_root) if options.audio_root else file.parent
         own = {"manifest": source}
         if kind is TableSource:
-            own = {"table": source, "delimiter": "\t" if file.suffix.lower() == ".tsv" else ","}
+            own = {"table": source, "delimiter": delimiter_of(file.name)}
     known = {entry.name for entry in fields(kind)}
     keys = {key: value for key, value in options.keys.items() if key in known}
     try:

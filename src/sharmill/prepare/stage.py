@@ -7,8 +7,8 @@ Duplicates and ambiguous ids over a whole input, and records that a finished dat
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,7 +60,7 @@ from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, pars
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.shar.items import read_utterances
 from sharmill.shar.layout import CUTS, ShardedDataset
-from sharmill.sources import Located, Piece, RawRecord, record_text
+from sharmill.sources import Located, Noted, Piece, RawRecord, record_text
 
 _DIMENSIONS = ("dataset", "language", "speaker")
 # A segment is known by 128 bits, which do not meet by chance.
@@ -93,6 +93,13 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
             duration = 0.0
         self._count(speaker if isinstance(speaker, str) else "", 1, 0, float(duration), 0.0)
 
+    def count_notes(self, raws: Iterable[RawRecord]) -> Iterator[RawRecord]:
+        """Yield raw records as they come, and count what their source notes with them."""
+        for raw in raws:
+            for note, count in raw.notes.items() if isinstance(raw, Noted) else ():
+                self._add("noted", note, count)
+            yield raw
+
     def move_to_rejected(self, utterance: Utterance) -> None:
         """Move a record that was counted as kept, and is a duplicate, to the rejected ones."""
         self._count(utterance.speaker, 0, -1, 0.0, -utterance.segment.duration)
@@ -109,8 +116,11 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         by = {f"by_{name}": {value: _report(*row) for value, row in sums.get(name, ())} for name in _DIMENSIONS}
         origins = {
             key: {value: int(row[0]) for value, row in sums.get(name, ())}
-            for key, name in (("tag_from", "tag"), ("duration_from", "duration"), ("nan_as_null", "nan_as_null"))
-        }
+            for key, name in (
+                ("tag_from", "tag"), ("duration_from", "duration"), ("nan_as_null", "nan_as_null"), ("noted", "noted")
+            )
+            if name in sums or name != "noted"
+        }  # fmt: skip
         return {**_report(*total), "rejects": dict(sorted(totals.rejects.items())), **origins, **by}
 
     def _count(self, tag: str, *numbers: float) -> None:
@@ -319,10 +329,9 @@ class PrepareStage(Stage):
             rejects=totals.rejects | found,
             hours=totals.hours - seconds / 3600,
         )
-        write_atomic(
-            self.run_dir.stats, msgspec.json.format(msgspec.json.encode(hours.report(result)), indent=2) + b"\n"
-        )
-        return result
+        stats = hours.report(result)
+        write_atomic(self.run_dir.stats, msgspec.json.format(msgspec.json.encode(stats), indent=2) + b"\n")
+        return replace(result, notes=[f"{count:,} {note}" for note, count in stats.get("noted", {}).items()])
 
     def products(self) -> list[Path]:
         return [prepared_manifest(self.config), self.run_dir.stats]
@@ -392,7 +401,8 @@ class PrepareProcessor(Processor):
         kept: list[Utterance] = []
         rejects: list[Reject] = []
         hours = HoursTable()
-        check, lines = partial(self._outcome, number), self.check.sources[number].read(unit.params["piece"])
+        lines = hours.count_notes(self.check.sources[number].read(unit.params["piece"]))
+        check = partial(self._outcome, number)
         outcomes: Iterator[tuple[Any, Utterance | RejectRecord]] = map(check, lines)
         if any(map(is_url, self.check.sources[number].named("audio_root"))):
             # Audio is fetched of several at once.

@@ -33,7 +33,7 @@ import itertools
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -93,6 +93,21 @@ class Located:
 
     record: bytes
     member: Member
+
+
+class Noted(bytes):
+    """One JSON text, as of any record, with what its source tells of the input around it.
+
+    Attributes:
+        notes: sentences without their subject's number, such as "captions are left out", and these numbers.
+    """
+
+    notes: Mapping[str, int]
+
+    def __new__(cls, record: bytes, notes: Mapping[str, int]) -> Self:
+        self = super().__new__(cls, record)
+        self.notes = notes
+        return self
 
 
 # Of a raw record as a source yields it.

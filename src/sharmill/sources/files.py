@@ -260,6 +260,14 @@ def decode_text(data: bytes, encoding: str, name: str) -> str:
         raise RejectRecord("malformed", f"{name} is not {encoding}; set encoding of the source") from error
 
 
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text, which end at a newline, a carriage return or both.
+
+    ``str.splitlines`` also ends them at characters that a cell, a word or a name may have, such as U+0085 or U+2028.
+    """
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
 def decode_json(data: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
     """Return the value of a JSON text; raise RejectRecord ``malformed``, whose sentence begins with ``problem``."""
     try:

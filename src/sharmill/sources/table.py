@@ -15,12 +15,23 @@ import msgspec
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.registry import nearest
-from sharmill.sources import EncodedSource, LineSource, RawRecord, Unreadable
+from sharmill.sources import EncodedSource, LineSource, Noted, RawRecord, Unreadable
 from sharmill.sources.files import bad_file, check_text, open_input
 from sharmill.sources.speakers import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
+# Tables with these delimiters are mostly written without quoting.
+_UNQUOTED: Final = "\t|"
+_QUOTED: Final = (
+    'cells look as CSV quotes them, with "" in quotes, and are kept as they stand; set quotes of the source to true if '
+    "the table was written so, or to false"
+)
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{1,2})?")
+
+
+def delimiter_of(name: str) -> str:
+    """Return the delimiter that the name of a table promises: a tab for ``.tsv``, else a comma."""
+    return "\t" if name.lower().endswith(".tsv") else ","
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +46,10 @@ class TableSource(LineSource, EncodedSource):
     """Character between the cells of a row: ``","``, ``"|"``, ``"\\t"`` (a tab) or another."""
     header: list[str] | None = None
     """Names of the columns of tables that do not name them; ``null``: the first row has the names."""
-    quotes: bool = True
-    """Cells may stand in double quotes, with delimiters and newlines in them. ``false``: quotes are letters."""
+    quotes: bool | None = None
+    """``true``: cells may stand in double quotes, with delimiters and newlines in them. ``false``: quotes are letters.
+    ``null`` is ``false`` where the delimiter is a tab or ``|``; elsewhere ``true``, but a cell with both is rejected as
+    ``malformed``."""
     columns: dict[str, str] = field(default_factory=dict)
     """Keys of records and the columns that they come from, ``{text: sentence}``. Other columns keep their names."""
     audio: str | None = None
@@ -84,7 +97,8 @@ class TableSource(LineSource, EncodedSource):
     def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield the rows of a file that are not blank from a place on, as cells, each with the place behind it."""
         names_columns = self.header is None and begin == 0
-        return itertools.islice(self._rows(self.files[number], begin), int(names_columns), None)
+        rows = self._rows(self.files[number], begin, len(self._columns_of(self.files[number])))
+        return itertools.islice(rows, int(names_columns), None)
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
         """Yield the rows of a run, with the names of the columns."""
@@ -109,7 +123,11 @@ class TableSource(LineSource, EncodedSource):
         for key in ("duration", "offset", "channel", *self.numbers):
             if key in record:
                 record[key] = _number(record[key])
-        return msgspec.json.encode(record)
+        encoded = msgspec.json.encode(record)
+        num_quoted = 0
+        if self.quotes is None and self.delimiter in _UNQUOTED:
+            num_quoted = sum(cell[:1] == '"' and '""' in cell for cell in row)
+        return Noted(encoded, {_QUOTED: num_quoted}) if num_quoted else encoded
 
     def shown(self, entry: tuple[list[str], list[str]]) -> str:
         """Return the cells of a row."""
@@ -121,26 +139,38 @@ class TableSource(LineSource, EncodedSource):
         _, row = next(self._rows(file), (0, [""]))
         if isinstance(row, Unreadable):
             raise bad_file(file, "table", f"has a first row that cannot be read: {row.detail}")
-        row[0] = row[0].removeprefix("\ufeff")
         return [name.strip() for name in row]
 
-    def _rows(self, file: Path, begin: int = 0) -> Iterator[tuple[int, list[str] | Unreadable]]:
+    def _rows(
+        self, file: Path, begin: int = 0, num_columns: int | None = None
+    ) -> Iterator[tuple[int, list[str] | Unreadable]]:
         """Yield (end, cells) of every row from a place on that is not blank.
 
-        A row that is no CSV is one line, and the next row begins behind it.
+        A row that is no CSV, or that goes over lines and has another number of cells than ``num_columns``, is one line,
+        and the next row begins behind it: so a quote that is a letter takes no further rows away.
         """
-        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE
+        has_quotes = self.delimiter not in _UNQUOTED if self.quotes is None else self.quotes
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
         is_left = True
         with open_input(file, "table") as stream:
             while is_left:
                 stream.seek(begin)
                 # What cannot be decoded becomes surrogates.
                 lines = (
-                    line.decode(self.encoding, "surrogateescape")
+                    line.decode(self.encoding, "surrogateescape").removeprefix("\ufeff")
                     for line in iter(functools.partial(stream.readline, _MAX_LINE_BYTES), b"")
                 )
                 try:
                     for cells in csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True):
+                        over_lines = [cell for cell in cells if "\n" in cell]
+                        if over_lines and (
+                            num_columns not in (None, len(cells))
+                            or (self.quotes is None and any(self.delimiter in cell for cell in over_lines))
+                        ):
+                            raise csv.Error(
+                                "a cell in quotes goes over lines, and may have taken rows along; set quotes of the "
+                                "source to false if quotes are letters, or to true if such cells are right"
+                            )
                         begin = stream.tell()
                         if row := self._checked(cells):
                             yield begin, row

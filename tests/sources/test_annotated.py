@@ -1,10 +1,11 @@
 """Long recordings with annotations beside them, in every form, and annotations that cannot be read."""
 
+import json
 import time
 
 import pytest
 from hypothesis import given, strategies as st
-from support.project import raises
+from support.project import raises, write_config, write_tone
 from support.sources import read
 
 from sharmill.errors import ConfigError
@@ -177,8 +178,86 @@ SRT = (
     "\ufeff1\r\n00:00:01,500 --> 00:00:03,000\r\n<i>Good</i>\r\nday.\r\n\r\n2\r\n01:00:00.000 --> 01:00:02.5\r\n"
     "{\\an8}Yes\r\n\r\n3\r\nno times\r\n\r\n00:00:09,000 --> 00:00:10,000\r\nWithout number\r\n"
 )
+RTTM_NAMES = "SPEAKER a 1 0 1 <NA> <NA> anna lee <NA> <NA>\nSPEAKER a 1 1 1 <NA> <NA> b\xa0c <NA> <NA>\n"
+ROLLING = """1
+00:00:00,480 --> 00:00:02,470
+ 
+there's iron they say
+
+2
+00:00:02,470 --> 00:00:02,480
+there's iron they say
+ 
+
+3
+00:00:02,480 --> 00:00:04,950
+there's iron they say
+in all our blood
+
+4
+00:00:04,950 --> 00:00:04,960
+in all our blood
+ 
+
+5
+00:00:04,960 --> 00:00:07,000
+in all our blood
+and a grain or two
+
+6
+00:00:09,000 --> 00:00:10,000
+and a grain or two
+"""  # noqa: W293
+VTT = """WEBVTT
+Kind: captions
+
+STYLE
+::cue {color: red}
+
+00:00.480 --> 00:02.470 align:start position:0%
+ 
+R&amp;B<00:00:00.900><c> iron</c><00:00:01.300><c.a> they</c>
+
+NOTE two
+lines
+
+name
+00:02.470 --> 00:02.480
+R&amp;B iron they
+
+00:02.480 --> 00:04.950
+R&amp;B iron they
+2020
+
+00:04.950 --> 00:04.960
+2020
+
+00:05.000 --> 00:06.000
+2020
+no &lt;i&gt;
+"""  # noqa: W293
+# People repeat themselves, captions overlap, come in any order, have numbers as texts, lack blank lines or have more.
+SPOKEN_TWICE = (
+    "1\n00:00:01,000 --> 00:00:02,000\nNo.\n2\n00:00:02,000 --> 00:00:03,000\nNo.\n\n3\n00:00:05,000 --> 00:00:06,000\n"
+    "No.\nWay\x85 \u2028out.\n\n\nin 1984\n\n4\n00:00:05,500 --> 00:00:07\n\n\n1984\n\n5\n\n"
+    "00:00:04,000 --> 00:00:03,000\nx\n"
+)
 # The form, files, keys of the source, and its records.
 READ = [
+    ("srt", {"a.srt": ROLLING}, {},
+     [("a.wav", 0.48, 1.99, None, "there's iron they say"), ("a.wav", 2.48, 2.47, None, "in all our blood"),
+      ("a.wav", 4.96, 2.04, None, "and a grain or two"), ("a.wav", 9.0, 1.0, None, "and a grain or two")]),
+    ("srt", {"a.vtt": VTT}, {"annotation_suffix": ".vtt"},
+     [("a.wav", 0.48, 1.99, None, "R&B iron they"), ("a.wav", 2.48, 2.47, None, "2020"),
+      ("a.wav", 5.0, 1.0, None, "no <i>")]),
+    ("srt", {"a.srt": SPOKEN_TWICE}, {},
+     [("a.wav", 1.0, 1.0, None, "No."), ("a.wav", 2.0, 1.0, None, "No."), ("a.wav", 4.0, -1.0, None, "x"),
+      ("a.wav", 5.0, 1.0, None, "No. Way\x85 \u2028out. in 1984"), ("a.wav", 5.5, 1.5, None, "1984")]),
+    ("ctm", {"a.ctm": "a 1 0 1 10\xa0000\x85s 0.9\na 1 2 1 two words 0.9\na 1 4 1 ok NA lex\n"}, {},
+     ["malformed", ("a.wav", 0.0, 1.0, None, "10\xa0000\x85s"), ("a.wav", 4.0, 1.0, None, "ok")]),
+    ("rttm", {"a.rttm": RTTM_NAMES}, {},
+     ["malformed", ("a.wav", 1.0, 1.0, "b\xa0c", None)]),
+    ("audacity", {"a.txt": "0\t1\twait\x85 \u2028what\n"}, {}, [("a.wav", 0.0, 1.0, None, "wait\x85 \u2028what")]),
     ("rttm", {"a/all.rttm": RTTM.replace("\n", "\r\n"), "a/m2.flac": b"", "b.rttm": RTTM}, {},
      [("m1.wav", 0.5, 2.0, "anna", None), ("m1.wav", 2.0, 1.0, "bob", None), ("m2.wav", 0.0, 1.25, "anna", None),
       ("a/m1.wav", 0.5, 2.0, "anna", None), ("a/m1.wav", 2.0, 1.0, "bob", None),
@@ -195,6 +274,22 @@ READ = [
      ["malformed", (ONE, 1.0, 0.75, "ES1.A", "That's it."), *["overlapped_speech"] * 2,
       (TWO, 0.5, 0.5, "ES2.A", "No")]),
 ]  # fmt: skip
+
+
+def test_captions_that_are_left_out_are_counted(call, tmp_path):
+    write_tone(tmp_path / "audio/a.wav", 12.0)
+    (tmp_path / "audio/a.srt").write_text(ROLLING)
+    source = {"type": "annotated", "annotations": "srt", "audio_root": str(tmp_path / "audio")}
+    config = write_config(tmp_path, tmp_path, tmp_path, sources=[source], match=None, encode={"codecs": []})
+    status, said, told = call("run", config)
+    stats = json.loads((tmp_path / "run/stats.json").read_bytes())
+    assert (status, stats["records_in"], stats["records_out"]) == (0, 4, 4)
+    assert stats["noted"] == {
+        "captions that only repeat the one before are left out": 2,
+        "lines of captions that only repeat the one before are left out": 2,
+    }
+    assert "2 captions that only repeat the one before are left out" in said + told
+    assert "2 captions that only repeat the one before" in (tmp_path / "run/report.html").read_text()
 
 
 FORMS = {"textgrid": "TextGrid", "audacity": "txt", "ami": "A.words.xml"}

@@ -5,10 +5,12 @@ import itertools
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeVar
 
@@ -17,8 +19,8 @@ import msgspec
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.storage import checksum
 from sharmill.registry import nearest
-from sharmill.sources import Unreadable
-from sharmill.sources.files import decode_text, expand_home, read_small
+from sharmill.sources import Noted, Unreadable, record_text
+from sharmill.sources.files import decode_text, expand_home, read_small, split_lines
 from sharmill.sources.folder import WalkedSource, path_from_text, path_to_text, walk_files
 from sharmill.sources.speakers import Template
 
@@ -32,10 +34,19 @@ Token = TypeVar("Token", str, float)
 
 # Two stretches that overlap by less only have rounded times.
 _MIN_OVERLAP: Final = 1e-3
-_CLOCK: Final = r"(\d{1,4}):(\d\d):(\d\d)[,.](\d{1,3})"
+_CLOCK: Final = r"(?:(\d{1,4}):)?(\d{1,2}):(\d\d)(?:[,.](\d{1,9}))?"
 _SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
 # A tag ends before the next one begins, or each of many that never end would be looked for to the end of the file.
-_SRT_STYLE: Final = re.compile(r"</?(?:[ibu]|font)\b[^<>]*>|\{\\[^{}]*\}")
+_SRT_STYLE: Final = re.compile(r"</?(?:[bciu]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
+# Blocks of WebVTT that are no captions.
+_VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
+# In seconds. Nothing is said in a shorter time, and no longer pause is between rolling captions.
+_SHORT_CAPTION: Final = 0.1
+_MOST_LINES: Final = 10
+# Not those of Unicode, which a word or a name may have.
+_BLANKS: Final = re.compile(r"[ \t\v\f]+")
+# Behind a word or the name of a speaker; anything else is a further part of it.
+_CONFIDENCE: Final = re.compile(r"|<?NA>?|[-+.\deE]+")
 _AMI_WORD: Final = re.compile(r"<w\b([^<>]*)>([^<]*)</w>")
 # Of a TextGrid, Praat itself takes numbers, texts and flags that stand alone, and skips all else, such as ``xmin =``.
 _TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
@@ -168,6 +179,7 @@ class AnnotatedSource(WalkedSource):
         form = _FORMATS[self.annotations]
         stretches: list[Stretch] = []
         items: list[bytes | Unreadable] = []
+        notes = Counter[str]()
         for name in names:
             stem = name[: -len(self._suffix)]
             shown = os.fsencode(os.path.join(folder, name)).decode("utf-8", "replace")  # noqa: PTH118
@@ -175,6 +187,8 @@ class AnnotatedSource(WalkedSource):
                 for found in form.parse(self._text(self._annotations / folder / name), self.tier, stem):
                     if isinstance(found, Unreadable):
                         items.append(Unreadable(found.reason, f"{shown}: {found.detail}", found.record[:_SHOWN]))
+                    elif isinstance(found, str):
+                        notes[found] += 1
                     else:
                         stretches.append(replace(found, recording=found.recording or stem))
             except RejectRecord as reject:
@@ -195,6 +209,9 @@ class AnnotatedSource(WalkedSource):
             if stretch.recording not in paths:
                 paths[stretch.recording] = self._path(folder, names[0], stretch.recording)
             items.append(_item(stretch, paths[stretch.recording], channels[stretch.recording], dropped))
+        first = next((number for number, item in enumerate(items) if isinstance(item, bytes)), None)
+        if notes and first is not None:
+            items[first] = Noted(record_text(items[first]), notes)
         return items
 
     def _text(self, file: Path) -> str:
@@ -270,7 +287,8 @@ class Stretch:
     glued: bool = False
 
 
-Parse = Callable[[str, str | None, str], Iterator[Stretch | Unreadable]]
+# A text is a note about what is left out.
+Parse = Callable[[str, str | None, str], Iterator[Stretch | Unreadable | str]]
 
 
 @dataclass(frozen=True)
@@ -293,7 +311,7 @@ def _parse_lines(parse: Callable[[str], Stretch | None], mistake: str) -> Parse:
     """Return the reader of a form with a stretch a line, as which ``parse`` reads one; None for another line."""
 
     def read(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
-        for line in filter(str.strip, text.splitlines()):
+        for line in filter(str.strip, split_lines(text)):
             try:
                 stretch = parse(line)
             except (ValueError, IndexError):
@@ -306,10 +324,12 @@ def _parse_lines(parse: Callable[[str], Stretch | None], mistake: str) -> Parse:
 
 
 def _parse_rttm(line: str) -> Stretch | None:
-    words = line.split()
+    words = _BLANKS.split(line.strip())
     # Other lines are about speakers, words and noises.
     if words[0] != "SPEAKER":
         return None
+    if not _CONFIDENCE.fullmatch("".join(words[8:9])):
+        raise ValueError("the name of the speaker has several words")
     start = _number(words[3])
     said, speaker = (None if word == "<NA>" else word for word in (words[5], words[7]))
     return Stretch(words[1], start, start + _number(words[4]), said, speaker, words[2])
@@ -318,8 +338,10 @@ def _parse_rttm(line: str) -> Stretch | None:
 def _parse_ctm(line: str) -> Stretch | None:
     if line.startswith(";;"):
         return None
-    words = line.split()
+    words = _BLANKS.split(line.strip())
     start = _number(words[2])
+    if not _CONFIDENCE.fullmatch("".join(words[5:6])):
+        raise ValueError("there are several words")
     return Stretch(words[0], start, start + _number(words[3]), words[4], None, words[1])
 
 
@@ -331,24 +353,70 @@ def _parse_audacity(line: str) -> Stretch | None:
     return Stretch("", _number(start), _number(end), "".join(label).strip())
 
 
-def _parse_srt(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
-    for block in re.split(r"\n[ \t]*\n", "\n".join(text.splitlines())):
-        lines = block.strip().split("\n")
-        times = next((number for number, line in enumerate(lines[:2]) if _SRT_TIMES.match(line)), None)
+def _parse_srt(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable | str]:
+    is_vtt = text.startswith("WEBVTT")
+    blocks = _split_captions(text, is_vtt=is_vtt)
+    captions: list[tuple[float, float, list[str]]] = []
+    for times, lines in blocks:
         if times is not None:
-            match = _SRT_TIMES.match(lines[times])
-            assert match is not None
-            said = _SRT_STYLE.sub("", " ".join(line.strip() for line in lines[times + 1 :]))
-            yield Stretch("", _clock(match.groups()[:4]), _clock(match.groups()[4:]), said.strip())
-        elif block.strip():
+            plain = (_SRT_STYLE.sub("", line) for line in lines)
+            said = (html.unescape(line).strip() if is_vtt else line.strip() for line in plain)
+            captions.append((_clock(times.groups()[:4]), _clock(times.groups()[4:]), list(filter(None, said))))
+        elif lines and not (is_vtt and lines[0].startswith(_VTT_BLOCKS) and len(blocks) > 1):
             yield Unreadable(
-                "malformed", "the block has no line of times, 00:00:01,000 --> 00:00:02,000", block.strip()
+                "malformed", "the block has no line of times, 00:00:01,000 --> 00:00:02,000", "\n".join(lines)
             )
+    yield from _drop_repeats(captions)
 
 
-def _clock(parts: Sequence[str]) -> float:
-    hours, minutes, seconds, fraction = parts
-    return int(hours) * 3600 + int(minutes) * 60 + int(seconds) + int(fraction.ljust(3, "0")) / 1000
+def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | None, list[str]]]:
+    """Return the times of each block, if it has some, and its further lines that are not blank, without its number.
+
+    A caption may have blank lines: one ends it only if a number, times or, in WebVTT, a name or a comment follows.
+    """
+    lines = ["", *map(str.strip, split_lines(text))]
+    rows = [(line, not before) for before, line in itertools.pairwise(lines) if line]
+    blocks: list[tuple[re.Match[str] | None, list[str]]] = [(None, [])]
+    for (line, is_apart), (following, follows_apart) in itertools.pairwise([*rows, ("", True)]):
+        times, said, is_number = _SRT_TIMES.match(line), blocks[-1][1], line.isdecimal()
+        is_name = is_number or (is_vtt and is_apart) if not follows_apart else is_number and is_apart and said
+        if is_name and _SRT_TIMES.match(following):
+            continue
+        if times or (is_apart and said and (is_number or (is_vtt and line.startswith(_VTT_BLOCKS)))):
+            blocks.append((times, []))
+        if not times:
+            blocks[-1][1].append(line)
+    return blocks
+
+
+def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[Stretch | str]:
+    """Yield the stretches of captions, (start, end, lines), with each line of rolling ones once, and notes.
+
+    A rolling caption repeats the last lines of the one before, and goes on, or lasts for a hundredth of a second only.
+    Speakers repeat themselves too, so lines are left out only if half of the captions of a file are rolling.
+    """
+    rows: list[tuple[float, float, list[str], int, bool]] = []
+    before: list[str] = []
+    last = -math.inf
+    for start, end, lines in sorted(captions, key=itemgetter(0, 1)):
+        sizes = range(min(len(before), len(lines), _MOST_LINES), 0, -1) if start < last + _SHORT_CAPTION else ()
+        repeated = next((size for size in sizes if before[-size:] == lines[:size]), 0)
+        is_short = 0 <= end - start < _SHORT_CAPTION
+        rows.append((start, end, lines, repeated, is_short))
+        before, last = before if is_short else lines, max(last, end)
+    num_rolling = sum(repeated > 0 and (is_short or repeated < len(lines)) for _, _, lines, repeated, is_short in rows)
+    for start, end, lines, repeated, is_short in rows:
+        dropped = repeated if 2 * num_rolling >= len(rows) - 1 or (is_short and repeated == len(lines)) else 0
+        if dropped < len(lines) or not lines:
+            yield from ["lines of captions that only repeat the one before are left out"] * dropped
+            yield Stretch("", start, end, " ".join(lines[dropped:]))
+        else:
+            yield "captions that only repeat the one before are left out"
+
+
+def _clock(parts: Sequence[str | None]) -> float:
+    hours, minutes, seconds, fraction = (part or "0" for part in parts)
+    return int(hours) * 3600 + int(minutes) * 60 + float(f"{seconds}.{fraction}")
 
 
 def _parse_textgrid(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:

@@ -25,6 +25,7 @@ REASONS: Final[dict[str, str]] = {
     "empty_audio": "the audio has no samples",
     "non_finite_audio": "the audio has NaN or infinite samples",
     "silent_audio": "the loudest sample of the audio is below -60 dB of full scale",
+    "over_full_scale": "the loudest sample of the audio is more than 24 dB above full scale, as in floats of integers",
     "changed_audio": "the audio file is not the one that an earlier stage has read",
     "duration_mismatch": "the manifest and the audio disagree about the duration",
     "unsupported_rate": "the sampling rate cannot be resampled or stored as asked",
@@ -60,6 +61,8 @@ REMEDIES: Final[dict[str, str]] = {
     "empty_audio": "copy these files again, or remove the records",
     "non_finite_audio": "make these files anew",
     "silent_audio": "copy these files again, or remove the records",
+    "over_full_scale": "set float_scale of the source to what is full scale in its files: 32768 where floats hold the "
+    "values of 16 bits, 8388608 of 24, 2147483648 of 32",
     "changed_audio": "restore the audio, or begin anew from prepare with --restart",
     "duration_mismatch": "correct duration and offset in the manifest, or raise prepare.duration_tolerance",
     "unsupported_rate": "set write.sampling_rate to a common rate",

@@ -35,6 +35,9 @@ _NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
 _MAX_ID: Final = 200
 # The speaker tag as the record had it, where the dataset has its language in another form.
 ORIGINAL_TAG: Final = "original_speaker"
+# By field, the key of a cut for the share of its samples that were beyond full scale and were clipped when they were
+# stored; only cuts with such samples have it.
+CLIPPED_KEYS: Final = {"target_audio": "clipped_in_writing", "context_audio": "context_clipped_in_writing"}
 # Of the speaker tag that NeMo's text-to-speech data carries.
 _TAG: Final = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS: Final = ("Language", "Dataset", "Speaker")

@@ -1,6 +1,7 @@
 """Segments of recordings: of files, of containers and of long recordings, and the forms of their samples."""
 
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -118,6 +119,33 @@ def test_a_segment_of_16_bits_is_stored_as_its_floats_are(tmp_path, format, rate
 
 def rejects(reason, *names):
     return pytest.raises(RejectRecord, match="(?s)" + "".join(f"(?=.*{name})" for name in (reason, *names)))
+
+
+@pytest.mark.parametrize(("subtype", "bits"), [("FLOAT", 16), ("DOUBLE", 24), ("DOUBLE", 32)])
+@pytest.mark.parametrize("place", [segment(0.0, 1.0, whole_file=True), segment(0.25, 0.5)])
+def test_floats_of_integers_are_rejected_or_scaled(subtype, bits, place, noise, tmp_path):
+    scale = 1 << bits - 1
+    write(tmp_path / "a.wav", container(noise.astype(np.float64) * scale, RATE, "WAV", subtype))
+    with rejects("over_full_scale", "float_scale"):
+        SegmentReader(AudioRoots.of([tmp_path])).read(place)
+    found = SegmentReader(AudioRoots.of([tmp_path], float_scales=[scale])).read(place).samples
+    np.testing.assert_array_equal(found, noise[round(place.offset * RATE) :][: len(found)])
+
+
+@pytest.mark.parametrize("subtype", ["PCM_16", "PCM_24", "ULAW"])
+def test_integers_have_no_float_scale(subtype, noise, tmp_path):
+    write(tmp_path / "a.wav", container(noise, RATE, "WAV", subtype))
+    scaled = SegmentReader(AudioRoots.of([tmp_path], float_scales=[32768])).read(segment(0.0, 1.0)).samples
+    np.testing.assert_array_equal(scaled, sf.read(tmp_path / "a.wav", dtype="float32")[0])
+
+
+@pytest.mark.parametrize(("peak", "is_kept"), [(3.0, True), (16.0, True), (16.1, False), (-16.1, False)])
+def test_floats_may_overshoot_by_24_db(peak, is_kept, noise, tmp_path):
+    noise[100] = peak
+    write(tmp_path / "a.wav", container(noise, RATE, "WAV", "FLOAT"))
+    with nullcontext() if is_kept else rejects("over_full_scale"):
+        found = SegmentReader(AudioRoots.of([tmp_path])).read(segment(0.0, 1.0))
+        np.testing.assert_array_equal(found.samples, noise)
 
 
 RECORD = {

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from lhotse import CutSet
+from support.audio import container
 from support.project import (
     ToyCodec,
     codec_stages,
@@ -19,6 +20,7 @@ from support.project import (
     voice,
 )
 
+from sharmill.audio.files import decode_bytes
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.stage import AssembleStage, EncodeStage, read_counts
 from sharmill.errors import ConfigError, FatalError
@@ -181,6 +183,20 @@ def shorten_metadata(path):
         for item in items:
             metadata = item.metadata | {"num_samples": item.metadata["num_samples"] - 1}
             writer.add(Item(item.cut_id, item.extension, item.data, metadata))
+
+
+def test_audio_at_the_scale_of_integers_is_not_encoded(project, config):
+    """Writing rejects it, but the dataset of another tool may have it."""
+    path = project.dataset / "target_audio/recording.000001.tar"
+    items = list(read_field(path))
+    with FieldWriter(path) as writer:
+        for item in items:
+            samples = 32768 * decode_bytes(item.data)[0]
+            writer.add(Item(item.cut_id, "wav", container(samples, 16000, "WAV", "FLOAT"), item.metadata))
+    reindex(project.dataset)
+    survey, stage, _ = codec_stages(config)
+    assert run(survey).ok
+    assert ["over_full_scale" in error for error in run_damaged(stage)[1]] == [True]
 
 
 @pytest.mark.parametrize("damage", ["flipped bit in the audio", "gone", "other metadata"])

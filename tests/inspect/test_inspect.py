@@ -187,6 +187,14 @@ def test_the_audio_is_that_of_the_codes_and_as_long_as_the_segment(looked_at, to
     assert "untrained" in out
 
 
+def test_decoding_counts_the_samples_that_it_clips(looked_at, toy, call, tmp_path):
+    with mock.patch.object(toy.return_value, "decode", lambda *args: 8 * DecodingToy().decode(*args)):
+        _, out, _ = call("decode", looked_at, "--cut", CUT, "-o", tmp_path / "x.wav")
+    clipped = np.count_nonzero(8 * levels(voice(1.125, pitch=170, seed=1)) > 1)
+    assert clipped > 0
+    assert f"{clipped:,} samples beyond full scale were clipped" in out
+
+
 def other_codec():
     codec = DecodingToy()
     codec.checksum = "another"

@@ -72,6 +72,16 @@ def add(project, name, pitch, seconds=3.5, **keys):
     return project.add(name, voice(seconds, pitch=pitch, seed=len(project.records)), **keys)
 
 
+def test_audio_over_full_scale_is_no_context(project):
+    """It would be the best context of each utterance that brings none."""
+    for name, pitch, keys in (("a.wav", 200, {}), ("b.wav", 330, {"context_audio_filepath": "huge.wav"})):
+        add(project, name, pitch, **keys)
+    project.add("huge.wav", voice(3.5, pitch=210) * 32768, subtype="FLOAT")
+    add(project, "c.wav", 500)
+    assert contexts(match(project, contexts="given")) == {"a.wav": "b.wav", "c.wav": "b.wav"}
+    assert reasons(project) == {"b.wav": "bad_context", "huge.wav": "over_full_scale"}
+
+
 def test_the_most_similar_utterance_of_the_group_is_the_context(project):
     for name, pitch in (("a.wav", 200), ("b.wav", 330), ("c.wav", 300), ("d.wav", 1100)):
         add(project, name, pitch)

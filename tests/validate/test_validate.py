@@ -7,7 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 from support import damage as do
-from support.project import Project, ToyCodec, check_dataset, copy, lines, raises, run, voice
+from support.audio import container
+from support.project import Project, ToyCodec, check_dataset, copy, lines, raises, reindex, run, voice
 
 from sharmill.errors import ConfigError
 from sharmill.shar.layout import read_dataset
@@ -101,6 +102,19 @@ def test_silent_and_clipped_audio_are_warnings_of_the_deep_level(project, tmp_pa
     assert {row["member"] for row in report.findings if row["field"] == "target_audio"} == {
         "cut-rec-quiet-0.00-1.00", "cut-rec-clipped-0.00-1.00",
     }  # fmt: skip
+
+
+def test_audio_at_the_scale_of_integers_is_an_error(project, tmp_path):
+    project.add_voices([0.5] * 2, "{}.wav")
+    project.write(match={"min_duration": 0.0}, write={"audio_format": "wav"})
+    do.change_item(do.TARGETS.replace("1", "0"), data=lambda _: container(voice(0.5) * 32768, 16000, "WAV", "FLOAT"))(
+        project.dataset
+    )
+    reindex(project.dataset)
+    assert found(project.dataset, tmp_path / "default") == set()
+    (row,) = check_dataset(project.dataset, tmp_path / "deep", deep=True).findings
+    assert (row["code"], row["severity"], row["field"]) == ("bad_audio", "error", "target_audio")
+    assert "over_full_scale" in row["sentence"]
 
 
 @pytest.mark.parametrize(("share", "is_found"), [(MAX_DIFFERENT_CODES * 0.8, False), (MAX_DIFFERENT_CODES * 1.5, True)])

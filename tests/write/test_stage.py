@@ -1,5 +1,6 @@
 """Stage 2: shards, what is stored of a segment, the order of the cuts, rejects, empty shards and datasets, restarts."""
 
+import dataclasses
 import os
 import shutil
 
@@ -8,12 +9,14 @@ import pytest
 import soundfile as sf
 from hypothesis import given, strategies as st
 from lhotse import CutSet
-from support.project import Project, lines, numbers, put, raises, run, shar_fields, snapshot, voice
+from support.project import Project, check_dataset, lines, numbers, put, raises, run, shar_fields, snapshot, voice
 
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
-from sharmill.errors import DeviceError, RejectRecord
+from sharmill.config import to_yaml
+from sharmill.engine.stage import RunDir
+from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.manifest import Segment
 from sharmill.match.groups import LINE
 from sharmill.match.stage import MatchStage, matched_manifest
@@ -174,6 +177,62 @@ def test_a_rank_that_does_not_see_the_audio_root_rejects_nothing(project):
         assert not stage.dir.rejects.exists()
     project.root.with_name("elsewhere").rename(project.root)
     assert run(WriteStage(config)).totals.num_out == 3
+
+
+@pytest.mark.parametrize("format", ["flac", "wav", "original"])
+def test_scaled_floats_are_stored_as_the_integers(project, format):
+    found = []
+    for gain, subtype, scale in ((1, "PCM_16", 1), (32768, "FLOAT", 32768)):
+        shutil.rmtree(project.folder, ignore_errors=True)
+        project.folder.mkdir()
+        project.records.clear()
+        for number in range(3):
+            project.add(f"{number}.wav", voice(0.5, seed=number) * gain, subtype=subtype)
+        source = {"manifest": str(project.folder / "small.json"), "audio_root": str(project.root), "float_scale": scale}
+        config = project.write(sources=[source], write={"audio_format": format})
+        found.append(snapshot(project.dataset))
+    assert found[0] == found[1]
+    other = dataclasses.replace(config, sources=[dataclasses.replace(config.sources[0], float_scale=1.0)])
+    with raises(ConfigError, "changed_plan", "float_scale"):
+        run(WriteStage(other))
+
+
+LOUD = np.where(np.arange(16000) % 160 < 8, 1.5, voice(1.0)).astype(np.float32)
+SQUARE = np.where(np.arange(16000) % 80 < 40, 32767, -32768).astype(np.int16)
+
+
+@pytest.mark.parametrize(
+    ("samples", "subtype", "write", "share"),
+    [
+        *((LOUD, "FLOAT", {"audio_format": format}, 0.05) for format in ("flac", "mp3", "opus")),
+        (np.stack([LOUD, LOUD], axis=1), "DOUBLE", {}, 0.05),
+        (SQUARE, "PCM_16", {"sampling_rate": 24000}, None),
+        (SQUARE, "PCM_16", {}, 0.0),
+        (LOUD.clip(-1, 1), "FLOAT", {}, 0.0),
+        (LOUD, "FLOAT", {"audio_format": "original"}, 0.0),
+    ],
+)
+def test_clipped_samples_are_counted(project, call, samples, subtype, write, share, tmp_path):
+    project.add("loud.wav", samples, subtype=subtype)
+    project.add("good.wav", voice(1.0))
+    source = {"manifest": str(project.folder / "small.json"), "audio_root": str(project.root), "channel": "downmix"}
+    config = project.write(sources=[source], write={"order": "manifest"} | write, match={"min_duration": 0.0})
+    loud, good = (cut["supervisions"][0]["custom"] for cut in lines(project.dataset / "cuts/cuts.000000.jsonl.gz"))
+    found = loud.get("clipped_in_writing", 0.0)
+    assert found == pytest.approx(share) if share is not None else 0.5 < found < 1
+    assert good.get("context_clipped_in_writing", 0.0) == found
+    assert {"context_clipped_in_writing", "clipped_in_writing"}.isdisjoint(loud.keys() & good.keys())
+    RunDir(project.run_dir).config.write_bytes(to_yaml(config))
+    note = f"write: samples beyond full scale were clipped in 2 cuts, {50 * found:.3g}% of all samples"
+    assert (note in call("status", project.run_dir)[1]) == bool(found)
+    assert call("report", project.run_dir, "-o", tmp_path / "x.html")[0] == 0
+    assert ("Samples were clipped in 1 cuts." in (tmp_path / "x.html").read_text()) == bool(found)
+    for deep in (False, True) if found else (False,):
+        report = check_dataset(project.dataset, tmp_path / f"check {deep}", deep=deep)
+        assert report.checked.get("items clipped in writing", 0) == (2 if found else 0)
+        places = [(row["code"], row["field"]) for row in report.findings]
+        assert places == [("clipped_audio", "target_audio"), ("clipped_audio", "context_audio")][: len(places)]
+        assert len(places) == (2 if found else 0)
 
 
 SAMPLES = voice(1.0)

@@ -426,6 +426,13 @@ def check_encoder(format: str, sampling_rate: int) -> None:
         raise ConfigError(problem, code="bad_config_value")
 
 
+def count_clipped(audio: np.ndarray) -> int:
+    """Return how many samples of ``audio`` (samples,) are beyond full scale, so that ``encode`` clips them."""
+    # The extremes tell that there are none, as mostly, in less time than a look at all samples.
+    has_any = audio.dtype != np.int16 and max(audio.max(initial=0), -audio.min(initial=0)) > 1
+    return int(np.count_nonzero(np.abs(audio) > 1)) if has_any else 0
+
+
 def encode(audio: np.ndarray, sampling_rate: int, format: str, compression: float | None = None) -> bytes:
     """Encode mono ``audio`` (samples,) as one of ``ENCODERS``: int16, or floats, which are clipped to [-1, 1].
 

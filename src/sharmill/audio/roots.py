@@ -99,20 +99,22 @@ class AudioRoot:
         path: the folder; of a URL there is none.
         absolute_only: paths relative to it are rejected: of ``audio_root: null``, where it is the root of all folders.
         url: without a slash at its end; empty for a folder.
+        float_scale: full scale of files below it that hold floats.
     """
 
     path: Path
     absolute_only: bool = False
     url: str = ""
+    float_scale: float = 1.0
 
     @classmethod
-    def of(cls, path: str | Path | None) -> "AudioRoot":
+    def of(cls, path: str | Path | None, float_scale: float = 1.0) -> "AudioRoot":
         """Make the root of a value of ``audio_root``: ``~`` is a home folder, and None is all folders."""
         if path is None:
-            return cls(Path("/"), absolute_only=True)
+            return cls(Path("/"), absolute_only=True, float_scale=float_scale)
         if is_url(str(path)):
-            return cls(Path(), url=str(path).rstrip("/"))
-        return cls(Path(os.path.expanduser(path)))  # noqa: PTH111
+            return cls(Path(), url=str(path).rstrip("/"), float_scale=float_scale)
+        return cls(Path(os.path.expanduser(path)), float_scale=float_scale)  # noqa: PTH111
 
     def check(self) -> None:
         """Raise ConfigError where the folder is not there, or has nothing in it; a URL is not asked for."""
@@ -191,14 +193,22 @@ class AudioRoots:
     cache: Cache
 
     @classmethod
-    def of(cls, audio_roots: Iterable[str | Path | Sequence[str] | None], cache: Cache | None = None) -> "AudioRoots":
-        """Make the roots of the values of ``audio_root``, one of each source, and of a cache, by default the user's."""
+    def of(
+        cls,
+        audio_roots: Iterable[str | Path | Sequence[str] | None],
+        cache: Cache | None = None,
+        float_scales: Iterable[float] = (),
+    ) -> "AudioRoots":
+        """Make the roots of the values of ``audio_root``, one of each source, and of a cache, by default the user's.
+
+        ``float_scales`` are those of the first sources; the scale of all others is 1.
+        """
         roots: list[AudioRoot] = []
         numbers = []
-        for value in audio_roots:
+        for value, float_scale in zip(audio_roots, itertools.chain(float_scales, itertools.repeat(1.0)), strict=False):
             paths = [value] if value is None or isinstance(value, (str, Path)) else value
             numbers.append(tuple(range(len(roots), len(roots) + len(paths))))
-            roots += [AudioRoot.of(path) for path in paths]
+            roots += [AudioRoot.of(path, float_scale) for path in paths]
         # A redirect may lead to the host of another root.
         origins = frozenset(root.url for root in roots if root.url)
         return cls(tuple(roots), tuple(numbers), dataclasses.replace(cache or Cache.at(None), origins=origins))
@@ -232,7 +242,8 @@ class AudioRoots:
         """Return the root of a record's audio, by its number, and the normalised path below it, links left as they are.
 
         A relative path is below the first folder of the source that has such a file, else below its first root. Of
-        equal roots the first one is returned, so that one file is one file in whichever source it is.
+        equal roots the first one is returned, so that one file is one file in whichever source it is; roots are not
+        equal if their float scales differ.
 
         Raises:
             RejectRecord: ``outside_root``, as ``normalise_path``, and where a symbolic link, or a quoted ``..`` below a
@@ -250,7 +261,10 @@ class AudioRoots:
             number = next((n for n in numbers if self.roots[n].has(relative)), number)
         found = self.roots[number]
         found.check_inside(relative)
-        return next(n for n, root in enumerate(self.roots) if root.real == found.real), relative
+        return next(
+            n for n, root in enumerate(self.roots)
+            if root.real == found.real and root.float_scale == found.float_scale
+        ), relative  # fmt: skip
 
     def locate(self, segment: Segment) -> Path:
         """Return where the file of a segment, or its container, lies, as ``obtain``.

@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
+import soundfile as sf
 import xxhash
 
 from sharmill.audio.arrow import UnreadableRows, open_rows, read_audio
@@ -31,6 +32,10 @@ from sharmill.manifest import AudioNotes, Member, Segment
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.
 SILENT_PEAK: Final = 1e-3
+# 24 dB above full scale. Speech overshoots by less: decoders of lossy formats by a few dB, float recordings by as much
+# as their gain was too high. Floats with the values of 16-bit integers are beyond it unless they are silent
+# (SILENT_PEAK * 32768 = 33), and those of more bits all the more. Integer formats never exceed 1.
+_HIGHEST_PEAK: Final = 16.0
 # A file that is copied as a whole may have pictures and notes of this size beside its samples.
 _MAX_FILE_BYTES: Final = 64 << 20
 # In memory, of rows of parquet files and of what is made of segments.
@@ -136,17 +141,20 @@ class SegmentReader:
                 open_recording(path, member, name) if data is None else open_bytes(AudioBytes(name, data))
             ) as recording:
                 checksum_once = cache(recording.source.checksum)
+                scale = self.roots.roots[segments[0].root].float_scale
+                is_scaled = scale != 1 and _holds_floats(recording)
                 for index in in_order:
                     try:
                         location = _locate(segments[index], path, recording.info)
                         # Before it is decoded, so that a foreign file takes no more memory than its record says.
                         if location.num_samples / location.info.sampling_rate > segments[index].duration:
                             self._check_length(segments[index], location)
-                        if may_copy(location):
+                        if not is_scaled and may_copy(location):
                             yield index, self._copy(segments[index], location, recording)
                         else:
                             count = None if location.is_whole_file else location.num_samples
                             samples = recording.read_stored(location.start, count, segments[index].channel)
+                            samples = samples / np.float32(scale) if is_scaled else samples
                             found = _checksum(segments[index], location, samples, checksum_once)
                             yield index, self._check(segments[index], location, samples, found)
                     except RejectRecord as reject:
@@ -188,8 +196,7 @@ class SegmentReader:
         if segment.notes.checksum not in ("", found):
             raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
         self._check_length(segment, location)
-        low, high = to_float(np.array([samples.min(), samples.max()]))
-        peak = max(float(high), -float(low))
+        peak = find_peak(samples)
         if peak < SILENT_PEAK:
             level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
             raise RejectRecord(
@@ -292,6 +299,30 @@ class SegmentsOnce(Generic[Made]):
                 self._kept[together[index]] = (data if is_alone else self._put(data)), made
             except RejectRecord as reject:
                 self._kept[together[index]] = reject
+
+
+def find_peak(samples: np.ndarray) -> float:
+    """Return the magnitude of the loudest of samples (samples,), full scale being 1.
+
+    Raises:
+        RejectRecord: ``over_full_scale`` if it is far more than 1, so that the samples are at another scale.
+    """
+    low, high = to_float(np.array([samples.min(), samples.max()]))
+    peak = max(float(high), -float(low))
+    if peak > _HIGHEST_PEAK:
+        raise RejectRecord(
+            "over_full_scale",
+            f"the loudest sample is {peak:,.0f} times full scale; if the file holds floats, set float_scale of the "
+            "source to what is full scale in it, such as 32768 for values of 16 bits",
+        )
+    return peak
+
+
+def _holds_floats(recording: Recording) -> bool:
+    """Return True if libsndfile finds floats in a recording, and no integers or compressed audio."""
+    with suppress(sf.LibsndfileError):
+        return sf.info(recording.source.stream()).subtype in ("FLOAT", "DOUBLE")
+    return False
 
 
 def _made_with(segment: Segment) -> Hashable:

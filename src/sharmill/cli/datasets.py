@@ -7,6 +7,7 @@ from typing import Any, Literal
 import click
 import yaml
 
+from sharmill.audio.decoder import count_clipped
 from sharmill.cli.command import (
     FAILED,
     OK,
@@ -331,6 +332,8 @@ def decode(dataset: Path, cut_id: str, output: Path, codec: str | None, context:
     decoder = load_decoder(record, models.get(record.name))
     samples, rate = decode_stored_codes(stored, described, record, decoder, context=context)
     export_audio(output, samples, rate)
+    if clipped := count_clipped(samples):
+        say(f"{clipped:,} samples beyond full scale were clipped", style="yellow")
     if not record.trained:
         say(f"the codec {record.name} is untrained: its codes mean nothing", style="yellow")
     say(f"wrote {output}: {len(samples) / rate:.3f} s at {rate} Hz")

@@ -72,8 +72,8 @@ from sharmill.validate.stage import ValidateConfig, ValidateStage
 T = TypeVar("T")
 _MAX_LINES = 10
 _MAX_CHARACTERS = 160
-_SHOWN_COUNTS = ("shards", "cuts", "files", "bytes", "items decoded", "seconds decoded", "segments encoded again",
-                 "codes compared", "codes that differ")  # fmt: skip
+_SHOWN_COUNTS = ("shards", "cuts", "items clipped in writing", "files", "bytes", "items decoded", "seconds decoded",
+                 "segments encoded again", "codes compared", "codes that differ")  # fmt: skip
 # A larger share of records without a similar context is worth a look at the threshold.
 _MUCH_LOST = 0.1
 _ACCOUNTS = ("records found as cuts", "records found among the rejects", "records not found")

@@ -23,6 +23,7 @@ from sharmill.cli.command import (
     print_json,
     print_table,
     say,
+    say_all,
     worst,
 )
 from sharmill.cli.progress import describe_amount, describe_rate
@@ -217,6 +218,7 @@ def _print_status(run: RunView, gpu_hour: float | None) -> None:
         if view.rejects:
             listed = ", ".join(f"{reason} {count}" for reason, count in Counter(view.rejects).most_common())
             say(f"{view.name} rejects: {listed}")
+        say_all(f"{view.name}: {note}" for note in view.notes)
     for stage in run.stages:
         failures = stage.dir.read_failures()
         for error in failures[:5]:

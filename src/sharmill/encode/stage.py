@@ -28,6 +28,7 @@ import xxhash
 
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import RESAMPLING_PACKAGES, resample
+from sharmill.audio.segments import find_peak
 from sharmill.config import Config
 from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.encode.survey import SurveyStage, hash_segment, seconds_of
@@ -481,10 +482,9 @@ class EncodeProcessor(AheadProcessor[_Begun]):
 def _load(item: Item, sampling_rate: int) -> np.ndarray:
     try:
         samples, rate = decode_bytes(item.data or b"")
+        find_peak(samples)
     except RejectRecord as error:
-        raise UnitFailed(
-            f"the stored audio of {item.cut_id} cannot be decoded: {error}", code="damaged_shard"
-        ) from error
+        raise UnitFailed(f"the stored audio of {item.cut_id} cannot be used: {error}", code="damaged_shard") from error
     promised = tuple((item.metadata or {}).get(key) for key in ("num_samples", "sampling_rate"))
     if (len(samples), rate) != promised:
         raise UnitFailed(

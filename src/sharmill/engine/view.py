@@ -64,7 +64,8 @@ class StageView:
     Costs are in ``cost_unit``; ``cost_done`` includes what is done of the units under way, and ``rate`` is how much all
     ranks do in a second. ``ranks`` are those that have not ended; ``rejects`` counts by reason. ``now`` is by the clock
     of the file system, as the times at which ranks wrote. ``late`` are units that take ten times as long as usual, and
-    ``longest_overdue`` is the time of one that takes twice as long.
+    ``longest_overdue`` is the time of one that takes twice as long. ``notes`` are sentences about the output of a
+    finished stage.
     """
 
     name: str
@@ -83,6 +84,7 @@ class StageView:
     pace: Pace | None = None
     late: list[LateUnit] = field(default_factory=list)
     longest_overdue: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def num_rejects(self) -> int:
@@ -152,6 +154,7 @@ def view_stage(
         pace=pace,
         late=[unit for unit in overdue if unit.seconds > max(60.0, 10.0 * unit.expected)],
         longest_overdue=max((unit.seconds for unit in overdue), default=0.0),
+        notes=totals.notes if totals else [],
     )
 
 

@@ -118,7 +118,7 @@ def segment_roots(config: Config) -> AudioRoots:
     match = config.find(MatchConfig)
     if match is not None and match.contexts_from_dataset:
         roots.append(config.append_to)
-    return AudioRoots.of(roots, config.cache)
+    return AudioRoots.of(roots, config.cache, [source.float_scale for source in config.sources])
 
 
 def write_candidates(path: Path, dataset: Path, root: int) -> int:

@@ -14,6 +14,7 @@ from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.config import NotNegative, Positive, Presence, StageSection, require
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import (
+    CLIPPED_KEYS,
     DURATION_FROM_HEADER,
     MAX_RECORD_BYTES,
     ORIGINAL_TAG,
@@ -40,7 +41,8 @@ from sharmill.sources import RawRecord, Source, Unreadable, record_text
 from sharmill.sources.files import decode_object
 from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule
 
-_NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, SOURCE_CUT_ID, "_skipme"}
+# The share that an earlier dataset has clipped is not the share that this one clips.
+_NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, *CLIPPED_KEYS.values(), SOURCE_CUT_ID, "_skipme"}
 # Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
 # 31 years: what claims to be longer is no duration, and must not swamp the sums.

@@ -342,7 +342,11 @@ class PrepareStage(Stage):
         return RecordCheck(
             config=prepare,
             filters=parse_filters(prepare.filters),
-            roots=AudioRoots.of((source.audio_root for source in self.config.sources), self.config.cache),
+            roots=AudioRoots.of(
+                (source.audio_root for source in self.config.sources),
+                self.config.cache,
+                (source.float_scale for source in self.config.sources),
+            ),
             sources=self.config.sources,
             speakers=[source.speaker_rule(self.config.name) for source in self.config.sources],
             group_key=make_speaker_key(self.config.speaker_key if self.config.has_contexts else "all"),
@@ -436,9 +440,16 @@ class PrepareProcessor(Processor):
             return record, reject
 
 
-def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, str]]:
-    """Return what identifies audio roots in the identity of a plan: folders, however they are spelt, and URLs."""
-    return [{"url": root.url} if root.url else identify_folder(root.path, run_dir) for root in roots.roots]
+def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
+    """Return what identifies audio roots in the identity of a plan: folders, however they are spelt, and URLs.
+
+    The scale of floats is named if it is not 1.
+    """
+    return [
+        ({"url": root.url} if root.url else identify_folder(root.path, run_dir))
+        | ({} if root.float_scale == 1 else {"float_scale": root.float_scale})
+        for root in roots.roots
+    ]
 
 
 def manifest_stem(config: Config) -> str:

@@ -39,6 +39,8 @@ _TITLES: Final = {
     "loudness_difference": ("Level of speech in contexts above that in their targets", "dB"),
     "peak": ("Loudest sample of targets", "dB of full scale"),
     "clipped": ("Clipping of targets", "share of the samples that are at full scale"),
+    "clipped_in_writing": ("Targets clipped in writing", "share of the samples that were beyond full scale"),
+    "context_clipped_in_writing": ("Contexts clipped in writing", "share of the samples that were beyond full scale"),
     "silence": ("Silence in targets", "share of the time, 40 dB below the loud parts"),
     "bandwidth": ("Bandwidth of targets", "kHz, up to which speech is heard"),
 }
@@ -129,6 +131,8 @@ def _draw(name: str, found: Histogram, label: str, color: int) -> tuple[Markup, 
     ]
     low, median, high = (show_number(found.quantile(share, scale)) for share in (0.05, 0.5, 0.95))
     note = f"Median {median}; nine in ten between {low} and {high} {scale.unit}".rstrip()
+    if name.endswith("clipped_in_writing"):
+        note = f"Samples were clipped in {found.total:,} cuts. {note}"
     if name == "clipped":
         share = 1 - found.counts[0] / found.total if not found.first else 1.0
         note = f"{share:.1%} of the targets have more than {scale.width:.2%} of their samples at full scale"

@@ -16,6 +16,7 @@ import numpy as np
 from sharmill.audio.sound import Sound
 from sharmill.errors import DamagedShard
 from sharmill.files.storage import NOT_JSON
+from sharmill.manifest import CLIPPED_KEYS
 
 _KEPT_EXTREMES: Final = 4
 # Of unpacked measures, which have some kilobytes: a damaged text of a run directory could unfold to gigabytes.
@@ -49,6 +50,7 @@ SCALES: Final = {
     "loudness_difference": Scale(-30.0, 30.0, 60, "dB"),
     "peak": Scale(-40.0, 0.0, 80, "dB"),
     "clipped": Scale(0.0, 0.02, 100, ""),
+    **dict.fromkeys(CLIPPED_KEYS.values(), Scale(0.0, 0.02, 100, "")),
     "bandwidth": Scale(0.0, 24.0, 96, "kHz"),
     "silence": Scale(0.0, 1.0, 50, ""),
 }
@@ -192,6 +194,7 @@ def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
         "duration": cut.get("duration"),
         "context_duration": custom.get("context_audio_duration"),
         "similarity": custom.get("context_speaker_similarity"),
+        **{name: custom.get(name) for name in CLIPPED_KEYS.values()},
     }
     values = {
         name: float(value)

@@ -38,7 +38,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Final, Self
+from typing import Annotated, Any, BinaryIO, ClassVar, Final, Self
 
 import msgspec
 
@@ -150,6 +150,9 @@ class Source(ABC):
     channel: Channel = None
     """Channel of audio that has several, from 0, or ``downmix`` for their mean. A record's own ``channel`` comes first.
     ``null`` rejects such audio where the record has none."""
+    float_scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Full scale of audio files that hold floats: 32768 if these are the values of 16-bit integers, 8388608 of 24 bits,
+    2147483648 of 32 bits. The samples of such files are divided by it; other files are not changed."""
 
     def __post_init__(self) -> None:
         for key in ("audio_root", *self.file_keys):

@@ -28,15 +28,17 @@ import xxhash
 from sharmill.audio.decoder import flac_header
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.resample import resample
+from sharmill.audio.segments import find_peak
 from sharmill.audio.sound import Sound, measure_sound
 from sharmill.engine.plan import find_differences, show
 from sharmill.engine.stage import Advance, Output, Processor, Unit
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.files.remote import RemoteFile
 from sharmill.files.storage import Staging, checksum_stream, open_regular
-from sharmill.manifest import CONTEXT_KEYS
+from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS
 from sharmill.models import Codec
 from sharmill.models.batches import pad
+from sharmill.shar.histograms import cut_values
 from sharmill.shar.items import (
     Item,
     array_from_bytes,
@@ -126,6 +128,7 @@ class ValidateProcessor(Processor):
         found += _check_items(shard, contents)
         cuts = contents.pop(CUTS, [])
         stats["cuts"] += len(cuts)
+        found += _find_clipped(shard, cuts, stats)
         if subject.dataset is not None and subject.is_own:
             found += check_contract(subject.dataset, shard, cuts, contents)
         else:
@@ -235,24 +238,39 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
                 yield shard.finding("wrong_totals", name, f"{found:.3f} s of audio, but {seconds[name]} s in the index")
 
 
+def _find_clipped(shard: Shard, cuts: list[dict[str, Any]], stats: dict[str, float]) -> Iterator[Finding]:
+    """Count the items that were clipped in writing, as their cuts say, and yield those with a large share of it."""
+    for cut in cuts:
+        values = cut_values(cut)
+        for field, name in CLIPPED_KEYS.items():
+            if share := values.get(name):
+                stats["items clipped in writing"] += 1
+                if share > MAX_CLIPPING_SHARE:
+                    yield shard.finding(
+                        "clipped_audio", field, f"{share:.2%} of its samples were clipped in writing",
+                        member=str(cut.get("id")),
+                    )  # fmt: skip
+
+
 def _measure_all(
     shard: Shard, contents: dict[str, list[Item]], found: list[Finding], stats: dict[str, float],
     finish: Callable[[Item], None],
 ) -> None:  # fmt: skip
     """Decode every audio item, and call ``finish`` with it; the same bytes once, be they target or context."""
-    reported = {(finding.field, finding.member) for finding in found if finding.code == "bad_audio"}
+    reported = {(finding.code, finding.field, finding.member) for finding in found}
     known: dict[str, _Measured] = {}
     for name, items in contents.items():
         for item in items:
             is_audio = item.data is not None and item.metadata is not None and "sampling_rate" in item.metadata
-            if not is_audio or (name, item.cut_id) in reported:
+            if not is_audio or ("bad_audio", name, item.cut_id) in reported:
                 continue
             key = xxhash.xxh3_128_hexdigest(item.data or b"")
             if key not in known:
                 known[key] = _measure(item.data or b"", stats)
             stats["items decoded"] += 1
             finish(item)
-            if problem := _sound_problem(item, known[key]):
+            problem = _sound_problem(item, known[key])
+            if problem and (problem[0], name, item.cut_id) not in reported:
                 found.append(shard.finding(problem[0], name, problem[1], member=item.cut_id))
 
 
@@ -260,6 +278,7 @@ def _measure(data: bytes, stats: dict[str, float]) -> _Measured:
     """Decode audio and measure its sound."""
     try:
         samples, rate = decode_bytes(data)
+        find_peak(samples)
     except RejectRecord as reject:
         return reject
     if _contradicts_md5(data, samples):

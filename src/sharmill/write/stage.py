@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 import numpy as np
 
-from sharmill.audio.decoder import check_encoder, encode, encoder_problem, to_float
+from sharmill.audio.decoder import check_encoder, count_clipped, encode, encoder_problem, to_float
 from sharmill.audio.resample import resample
 from sharmill.audio.segments import FileCopy, Location, SegmentAudio, SegmentReader, SegmentsOnce
 from sharmill.audio.sound import Sound
@@ -23,7 +23,7 @@ from sharmill.engine.plan import committed_files, count_planned
 from sharmill.engine.stage import Advance, Commit, Output, Processor, Stage, Totals, Unit, add_up, make_unit, versions
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.storage import Staging, map_stored_array, save_array
-from sharmill.manifest import CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
+from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.match.groups import index_lines, order_by_group, segment_roots
@@ -67,9 +67,10 @@ class WriteConfig(StageSection):
     each shard ends where the sum so far is closest to its share."""
     audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
     """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A
-    record that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. Opus and MP3
-    have libsndfile's variable bit rates: for speech at 16, 24 and 48 kHz about 28, 37 and 62 kbit/s (Opus) and 43,
-    55 and 68 kbit/s (MP3)."""
+    record that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. All other
+    FLAC and WAV have 16 bits: samples of more bits are rounded. Samples beyond full scale are clipped and counted. Opus
+    and MP3 have libsndfile's variable bit rates: for speech at 16, 24 and 48 kHz about 28, 37 and 62 kbit/s (Opus) and
+    43, 55 and 68 kbit/s (MP3)."""
     sampling_rate: Positive | None = None
     """Sampling rate of the stored audio, in Hz; ``null`` keeps the rate of each recording."""
     order: Literal["manifest", "speaker", "shuffle"] = "shuffle"
@@ -165,7 +166,7 @@ class WriteStage(Stage):
             match_devices=devices_of_match(self.config) if self.config.has_contexts else [],
         )
         self._dataset.write_index(record, shards)
-        return add_up(commits)
+        return replace(add_up(commits), notes=_describe_clipping(commits))
 
     def products(self) -> list[Path]:
         return self._dataset.index_files
@@ -198,6 +199,15 @@ class WriteStage(Stage):
             "min_similarity": min_similarity(match), "min_duration": match.min_duration,
             "max_duration": match.max_duration,
         }  # fmt: skip
+
+
+def _describe_clipping(commits: list[Commit]) -> list[str]:
+    """Return a sentence about the samples that were clipped, if there are any."""
+    cuts = sum(commit.stats.get("clipped_cuts", 0) for commit in commits)
+    clipped = sum(commit.stats.get("clipped_seconds", 0.0) for commit in commits)
+    seconds = sum(commit.stats["seconds"] + commit.stats["context_seconds"] for commit in commits)
+    share = f"{100 * clipped / (seconds or 1.0):.3g}% of all samples"
+    return [f"samples beyond full scale were clipped in {cuts:,} cuts, {share}"] if cuts else []
 
 
 def order_lines(lines: np.ndarray, order: Literal["manifest", "speaker", "shuffle"], seed: int) -> np.ndarray:
@@ -268,7 +278,7 @@ class WriteProcessor(Processor):
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []
         values: list[dict[str, float]] = []
-        seconds = {TARGET_AUDIO: 0.0, CONTEXT_AUDIO: 0.0}
+        seconds = {TARGET_AUDIO: 0.0, CONTEXT_AUDIO: 0.0, "clipped": 0.0}
         with ExitStack() as stack:
             writers = {
                 field: stack.enter_context(FieldWriter(staging.path(file)))
@@ -283,6 +293,9 @@ class WriteProcessor(Processor):
                 for field, (item, stored) in items.items():
                     writers[field].add(item)
                     seconds[field] += stored.num_samples / stored.sampling_rate
+                    if stored.num_clipped:
+                        utterance.custom[CLIPPED_KEYS[field]] = round(stored.num_clipped / stored.num_samples, 9)
+                        seconds["clipped"] += stored.num_clipped / stored.sampling_rate
                 target = items[TARGET_AUDIO][1]
                 cuts.append(cut_json(utterance, sampling_rate=target.sampling_rate, num_samples=target.num_samples))
                 sounds = {field: Sound.unpack(stored.sound) for field, (_, stored) in items.items() if stored.sound}
@@ -296,6 +309,8 @@ class WriteProcessor(Processor):
             stats={
                 "seconds": seconds[TARGET_AUDIO],
                 "context_seconds": seconds[CONTEXT_AUDIO],
+                "clipped_cuts": sum(not row.keys().isdisjoint(CLIPPED_KEYS.values()) for row in values),
+                "clipped_seconds": seconds["clipped"],
                 "cuts": CutMeasures.of(values, unit.index).pack(),
             },
         )
@@ -318,13 +333,15 @@ def input_manifest(config: Config) -> Path:
 class StoredAudio:
     """An audio file as it is stored: the extension for its format, and what a decoder gives for it.
 
-    ``sound`` has the measures of the segment's sound, packed, or is "" where they are not known.
+    ``sound`` has the measures of the segment's sound, packed, or is "" where they are not known. ``num_clipped``
+    samples were beyond full scale, and were clipped.
     """
 
     extension: str
     sampling_rate: int
     num_samples: int
     sound: str
+    num_clipped: int = 0
 
 
 def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> SegmentsOnce[StoredAudio]:
@@ -352,7 +369,9 @@ def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Se
             extension = info.format if info.common and not encoder_problem(info.format, rate) else _FALLBACK_FORMAT
         if problem := encoder_problem(extension, rate):
             raise RejectRecord("unsupported_rate", problem)
-        return encode(samples, rate, extension), StoredAudio(extension, rate, len(samples), found.notes.sound)
+        return encode(samples, rate, extension), StoredAudio(
+            extension, rate, len(samples), found.notes.sound, count_clipped(samples)
+        )
 
     return SegmentsOnce(reader, uses, store, may_copy)
 

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import FatalError, RejectRecord
-from sharmill.files.storage import open_stored
+from sharmill.files.storage import open_new, open_stored
 
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
 # The keys that may hold the transcript, the first one with any text first.
@@ -412,7 +412,7 @@ def kept_id(custom: dict[str, Any]) -> str | None:
 def write_lines(path: Path, lines: Iterable[bytes]) -> int:
     """Write lines to a plain file (not atomically: the caller stages and publishes it); return their number."""
     count = 0
-    with path.open("wb") as stream:
+    with open_new(path) as stream:
         for line in lines:
             stream.write(line + b"\n")
             count += 1

@@ -1,25 +1,50 @@
 """Links and files of others below run and dataset directories: nothing behind them is read, written or removed."""
 
 import os
+import re
 import shutil
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from support.project import copy, lines, make_voices, raises, snapshot, write_lines
+from support.project import (
+    REPOSITORY,
+    config_for,
+    copy,
+    lines,
+    make_record,
+    make_voices,
+    raises,
+    run_prepare,
+    snapshot,
+    write_lines,
+)
+from support.taken import TAKERS, state_of, take
 from support.toy_stage import ToyStage, run
 from support.web import serving
 
 from sharmill.engine.stage import RunDir
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.supervisor import logging_to, redirect_output
 from sharmill.files.remote import Cache
-from sharmill.files.storage import STAGING_NAME, Staging, open_stored, token_staging
+from sharmill.files.storage import STAGING_NAME, Staging, disk_errors, open_stored, token_staging
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.shar.layout import ShardedDataset, codec_fields, read_dataset
 from sharmill.shar.sidecars import write_sidecars
 
 CODES = "codes_a/target_codes"
+is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away, and act as another user")
+
+
+@pytest.fixture
+def web(tmp_path, monkeypatch):
+    """A server of one file."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.flac").write_bytes(b"audio")
+    with serving(tmp_path / "web") as server:
+        yield server
 
 
 def put_elsewhere(path: Path) -> Path:
@@ -51,10 +76,12 @@ def test_links_in_run_directory_and_output_are_refused(tmp_path, name, restart):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", ["link.log", "fifo.log"])
+@pytest.mark.parametrize("name", ["link.log", "fifo.log", "hard.log", "folder.log"])
 def test_logs_are_appended_to_files_alone(tmp_path, name):
     """A link that came after the folders were looked at."""
     (tmp_path / "mine").write_text("mine")
+    (tmp_path / "hard.log").hardlink_to(tmp_path / "mine")
+    (tmp_path / "folder.log").mkdir()
     (tmp_path / "link.log").symlink_to("mine")
     os.mkfifo(tmp_path / "fifo.log")
     log = tmp_path / name
@@ -75,19 +102,81 @@ def test_a_folder_that_becomes_a_link_while_ranks_are_at_work(tmp_path):
     assert list(behind.iterdir()) == []
 
 
-def test_a_link_in_the_place_of_a_copy_of_a_url_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    (tmp_path / "web").mkdir()
-    (tmp_path / "web/a.flac").write_bytes(b"audio")
-    (tmp_path / "secret").write_bytes(b"secret")
-    with serving(tmp_path / "web") as web:
-        cache = Cache(tmp_path / "copies", 1 << 20)
-        path = cache.path_of(f"{web.url}/a.flac")
-        path.parent.mkdir(parents=True)
-        path.symlink_to(tmp_path / "secret")
-        assert cache.get(f"{web.url}/a.flac").read_bytes() == b"audio"
-    assert not path.is_symlink()
-    assert (tmp_path / "secret").read_bytes() == b"secret"
+REFUSED_LOCKS = {kind: "damaged_run_dir" for kind in TAKERS if kind != "a file of another user's"}
+# By the names in a cache: the codes of the refusals of what may be there; all else is replaced, or taken as it is.
+IN_CACHES = {
+    "about-{}": {"a folder of another user's": "disk"},
+    "{}": {"a folder of another user's": "disk"},
+    ".lock": REFUSED_LOCKS,
+    "": {**dict.fromkeys(TAKERS, "foreign_output"), "a hard link": "disk", "a file of another user's": "disk"},
+}
+
+
+@is_root
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", TAKERS)
+@pytest.mark.parametrize("name", IN_CACHES)
+def test_nothing_is_written_through_what_lies_in_a_cache(web, tmp_path, name, kind):
+    cache = Cache(tmp_path / "copies", 1 << 20)
+    path = cache.path_of(f"{web.url}/a.flac")
+    take(path.parent / name.format(path.name), kind, tmp_path / "elsewhere")
+    before = state_of(tmp_path / "elsewhere")
+    if code := IN_CACHES[name].get(kind):
+        with pytest.raises(SharmillError) as caught, disk_errors(cache.folder):
+            cache.get(f"{web.url}/a.flac")
+        assert (caught.value.code, "\n" in str(caught.value)) == (code, False)
+    else:
+        cache.get(f"{web.url}/a.flac")
+    assert state_of(tmp_path / "elsewhere") == before
+
+
+def test_a_cache_as_a_whole_may_be_a_link(web, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "copies").symlink_to("disk")
+    assert Cache(tmp_path / "copies", 1 << 20).get(f"{web.url}/a.flac").read_bytes() == b"audio"
+    assert list((tmp_path / "disk").glob("*/about-*.flac"))
+
+
+@is_root
+def test_a_cache_that_another_user_keeps_to_himself_is_named():
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        cache = Cache(Path(folder), 1 << 20)
+        lock = cache.path_of("http://127.0.0.1/a.flac").with_name(".lock")
+        lock.parent.mkdir()
+        lock.touch()
+        os.seteuid(65534)
+        try:
+            with raises(FatalError, "disk", f"cannot write {lock.parent}"):
+                cache.get("http://127.0.0.1/a.flac")
+        finally:
+            os.seteuid(0)
+
+
+def test_a_run_writes_nothing_through_a_link_in_its_copies(web, tmp_path):
+    """What a server says of a version would come into a file of the user's."""
+    manifest = write_lines(tmp_path / "m.json", [make_record(audio_filepath="a.flac")])
+    config = config_for(tmp_path, [(manifest, web.url)], max_reject_fraction=1.0)
+    path = config.cache.path_of(f"{web.url}/a.flac")
+    take(path.with_name(f"about-{path.name}"), "a link to a file", tmp_path / "elsewhere")
+    run_prepare(config)
+    assert (path.read_bytes(), (tmp_path / "elsewhere/file").read_text()) == (b"audio", "mine")
+
+
+# Those functions, and files elsewhere: of a corpus that is made anew, of the kernel, and temporary ones.
+WRITE_THEMSELVES = ("files/", "demo/corpus.py", "models/memory.py", "training/buckets/")
+
+
+def test_all_modules_open_files_for_writing_by_those_functions():
+    """What opens a name itself would follow a link there: ``sharmill.files.storage`` has what does not."""
+    found = []
+    for path in (REPOSITORY / "src/sharmill").rglob("*.py"):
+        text, name = path.read_text(), path.relative_to(REPOSITORY / "src/sharmill").as_posix()
+        writes = re.findall(
+            r"\.write_(?:bytes|text)\(|open\([^()]*\"(?:[wa]b?\+?|r\+b?)\"|sf\.write\(str|np\.save\(\w*path", text
+        )
+        found += [f"{name}: {write}" for write in writes if not name.startswith(WRITE_THEMSELVES)]
+    assert found == []
 
 
 @pytest.fixture(scope="module")

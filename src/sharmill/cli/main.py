@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -73,6 +74,13 @@ class GroupedCommands(click.Group):
         if cmd_name not in ("bins", "tune-batch", "verify-resume") and quiet_option not in command.params:
             command.params.append(quiet_option)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; a full disk, a folder that this user may not write to and the like end it in one line."""
+        from sharmill.files.storage import disk_errors
+
+        with disk_errors(Path()):
+            return super().invoke(ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [CompletionItem(name, help=line) for name, (_, line) in _ALL.items() if name.startswith(incomplete)]

@@ -39,6 +39,7 @@ from sharmill.files.storage import (
     remove_asides,
     require_writable,
     write_atomic,
+    write_new,
 )
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
 from sharmill.prepare.check import PrepareConfig, check_fields, parse_record, segment_times
@@ -216,7 +217,7 @@ class ManifestStage(Stage):
                 self.options.corpus, directory, options.recipe_options, options.splits, folder,
                 min_segment=options.min_segment, download=options.download,
             )  # fmt: skip
-            (folder / _FOUND).write_bytes(msgspec.json.encode(found))
+            write_new(folder / _FOUND, msgspec.json.encode(found))
         inputs = self.inputs(folder)
         if not self.options.force:
             _refuse_existing(map(self.destination.of_split, {entry.split for entry in inputs}))
@@ -351,7 +352,7 @@ class Completion(Processor):
             advance(1.0)
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), lines)
-        staging.path(f"{part}.vocabulary.json").write_bytes(msgspec.json.encode(vocabulary))
+        write_new(staging.path(f"{part}.vocabulary.json"), msgspec.json.encode(vocabulary))
         return Output(
             files=[f"{part}.jsonl", f"{part}.vocabulary.json"],
             num_out=len(lines),

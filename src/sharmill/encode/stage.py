@@ -56,6 +56,7 @@ from sharmill.files.storage import (
     load_record,
     load_stored_array,
     map_stored_array,
+    open_new,
     open_stored,
     read_record,
     save_array,
@@ -627,7 +628,7 @@ def _write_codes(path: Path, codes: Sequence[np.ndarray], codebook_size: int) ->
     table["position"] = table.nbytes + np.concatenate([[0], np.cumsum([array.nbytes for array in codes])])
     table["xxh3"][:-1] = [xxhash.xxh3_64_intdigest(array.tobytes()) for array in codes]
     table["xxh3"][-1] = xxhash.xxh3_64_intdigest(table[:-1].tobytes() + table["position"][-1].tobytes())
-    with path.open("wb") as stream:
+    with open_new(path) as stream:
         stream.write(table.tobytes())
         for array in codes:
             stream.write(array.tobytes())

@@ -34,6 +34,7 @@ from sharmill.files.storage import (
     fsync,
     make_folder,
     read_stored,
+    refuse_strangers,
     remove,
     remove_asides,
     remove_at_once,
@@ -139,6 +140,7 @@ def release_cancelled(run_dir: RunDir) -> list[Path]:
     if not run_dir.reserved.exists():
         return []
     root, own = Path(os.fsdecode(read_stored(run_dir.reserved))), run_dir.read_id()
+    refuse_strangers(root, [root / STAGING_NAME])
     used = {folder for folder in _own_folders(root, run_dir) if any((root / folder).glob("*"))}
     _remove_plans(root, own)
     _keep(root, own, used)
@@ -269,6 +271,8 @@ def wait_for_plan(stage: Stage, patience: Patience) -> None:
         lambda: paths.read_token() == stage.token and all(folder.is_dir() for folder in folders),
         f"{stage.name}: the plan {stage.token}, or a folder of it,",
     )
+    for root in {stage.run_dir.path, stage.root}:
+        refuse_strangers(root, folders)
 
 
 def require_current(stage: Stage) -> None:

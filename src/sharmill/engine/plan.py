@@ -37,7 +37,9 @@ from sharmill.files.storage import (
     remove_at_once,
     remove_if_empty,
     stopping_errors,
+    token_staging,
     write_atomic,
+    write_new,
 )
 from sharmill.registry import STAGES
 
@@ -204,6 +206,7 @@ def _refuse_linked_folders(stage: Stage) -> None:
     for paths in (stage.dir, *stage.later()):
         own += [
             *paths.folders_of_ranks,
+            paths.path / STAGING_NAME,
             paths.identity,
             paths.units,
             paths.token_file,
@@ -212,7 +215,8 @@ def _refuse_linked_folders(stage: Stage) -> None:
             *paths.logs.glob("*"),
         ]
     refuse_strangers(run.path, own)
-    refuse_strangers(stage.root, (stage.root / name for name in (STAGING_NAME, *stage.folders)))
+    published = [stage.root / name for name in stage.folders]
+    refuse_strangers(stage.root, [token_staging(stage.root, stage.dir.token), *published])
 
 
 def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
@@ -238,9 +242,9 @@ def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
     token = f"{run_id}-{secrets.token_hex(8)}"
     with open_folder_atomic(stage.dir.plan) as aside:
         units = list(stage.plan(aside))
-        (aside / stage.dir.units.name).write_bytes(_lines.encode_lines(units))
-        (aside / stage.dir.identity.name).write_bytes(msgspec.json.encode(identity))
-        (aside / stage.dir.token_file.name).write_text(token)
+        write_new(aside / stage.dir.units.name, _lines.encode_lines(units))
+        write_new(aside / stage.dir.identity.name, msgspec.json.encode(identity))
+        write_new(aside / stage.dir.token_file.name, token.encode())
     stage.token = token
     return units
 

@@ -23,6 +23,7 @@ from sharmill.files.storage import (
     refuse_strangers,
     remove_asides,
     write_atomic,
+    write_new,
 )
 from sharmill.inspect.cuts import choose_codec
 from sharmill.manifest import CONTEXT_KEYS
@@ -196,7 +197,7 @@ class NemoCodes(Export):
             rows = [
                 None if cut is None else self._write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)
             ]
-            (aside / _LINES_FILE).write_bytes(msgspec.json.Encoder().encode_lines(rows))
+            write_new(aside / _LINES_FILE, msgspec.json.Encoder().encode_lines(rows))
 
     def finish(self) -> tuple[Path, int, float]:
         """Put the lines of all shards together, and check that there is one for each cut."""

@@ -29,7 +29,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fi
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.files.host import Process, interrupt
-from sharmill.files.storage import open_regular, stopping_errors
+from sharmill.files.storage import open_regular, refuse_strangers, stopping_errors, write_new
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner
     """
     found = {}
     try:
-        if lock.is_symlink():
-            raise _foreign(lock)
+        refuse_strangers(lock.parent, [lock])
         files = [path for path in lock.iterdir() if path.name.startswith("owner-")]
     except FileNotFoundError:
         return {}
@@ -217,7 +216,7 @@ class FolderLock:
             with suppress(FileExistsError):
                 self.path.mkdir()
                 self.path.chmod(mode & 0o777)
-            self._file.write_bytes(record)
+            write_new(self._file, record)
             self._file.chmod(mode & 0o666)
             if not self._find_others():
                 return True
@@ -234,7 +233,7 @@ class FolderLock:
         # Six times in a lease, or more often, since ``must_end`` is asked as well.
         while not self._leave.wait(min(5.0, self._lease_seconds / 6)):
             try:
-                os.utime(self._file)
+                os.utime(self._file, follow_symlinks=False)
                 if self.must_end():
                     interrupt()
                     return

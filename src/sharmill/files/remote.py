@@ -41,6 +41,7 @@ from sharmill.files.storage import (
     read_stored,
     refuse_strangers,
     stopping_errors,
+    write_unsynced,
 )
 
 if TYPE_CHECKING:
@@ -467,6 +468,7 @@ class Cache:
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
         """Return the cache of a run: in ``cache_dir``, which other runs use as well, or in the run directory."""
         if cache_dir is None:
+            refuse_strangers(Path(run_dir), [Path(run_dir) / "copies"])
             return cls.at(Path(run_dir) / "copies", gib)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))
 
@@ -485,11 +487,12 @@ class Cache:
             FatalError: the folder cannot be written, or what is in use is more than the cache may hold.
         """
         path = self.path_of(url, xxh3)
-        refuse_strangers(self.folder.parent, [path.parent])
-        with stopping_errors(path):
+        self._refuse_strangers(path)
+        with stopping_errors(path.parent):
             make_folder(path.parent)
+            lock = open_stored(path.with_name(".lock"), append=True)
         # Several threads and processes want a file at once.
-        with open_stored(path.with_name(".lock"), append=True) as lock:
+        with lock:
             _lock(lock, fcntl.LOCK_EX)
             try:
                 # What others have put in its place is fetched anew.
@@ -506,10 +509,15 @@ class Cache:
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
         with suppress(FileNotFoundError):
+            self._refuse_strangers(path)
             known = decode_stored(path, read_stored(path.with_name(f"about-{path.name}")), _About)
             if (known.size, known.tag) != found:
                 path.unlink(missing_ok=True)
         return found
+
+    def _refuse_strangers(self, path: Path) -> None:
+        # The user may have made the folder as a whole a link to another disk.
+        refuse_strangers(self.folder.parent, [path.parent], may_be_link=self.folder)
 
     def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
         """Return what a call of the client of a URL gives, as ``request``."""
@@ -537,7 +545,7 @@ class Cache:
             if xxh3 and checksum(aside) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
             self._make_room(aside.stat().st_size)
-            path.with_name(f"about-{path.name}").write_bytes(msgspec.json.encode(_About(*version)))
+            write_unsynced(path.with_name(f"about-{path.name}"), msgspec.json.encode(_About(*version)))
             # Fetched once more, here or on another node, the same version has the same time.
             os.utime(stream.fileno(), ns=(time.time_ns(), xxhash.xxh3_64_intdigest(repr(version).encode()) >> 4))
             aside.replace(path)
@@ -559,7 +567,9 @@ class Cache:
             for name in names:
                 with suppress(FileNotFoundError):
                     path = Path(folder, name)
-                    status = path.stat()
+                    status = path.lstat()
+                    if not stat.S_ISREG(status.st_mode):
+                        continue
                     # What a killed process left goes first.
                     found.append((0.0 if name.endswith(".tmp") else status.st_atime, status.st_size, path))
         total = sum(size for _, size, _ in found)

@@ -65,6 +65,8 @@ _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 # On NFS, of a file that another node has replaced, and of a folder with a file in it that is removed but still open.
 _MOVING_ERRNOS = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY})
+# A file in the place of a folder, a folder in that of a file, or a link or a FIFO in that of either.
+_IN_THE_WAY: Final = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 # Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
 WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 # Of hard links: another file system, one without them, a file of somebody else's, or one that has all it may have.
@@ -93,13 +95,15 @@ def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, hos
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn what a failing disk does to anything else, reading included, into a FatalError: around a whole run."""
+    """Turn what a failing disk does to anything else, reading included, into a FatalError: around a whole command."""
     try:
         yield
     except OSError as error:
-        if error.errno in STOPPING_ERRNOS | _MOVING_ERRNOS:
+        if error.errno in STOPPING_ERRNOS | _MOVING_ERRNOS | _IN_THE_WAY:
             place = error.filename or f"a file of {folder}"
             remedy = "see to the disk, then" if error.errno in STOPPING_ERRNOS else "another process was faster:"
+            if error.errno in _IN_THE_WAY:
+                remedy = "look at what is in the way there, move it away, and"
             raise FatalError(
                 f"cannot read or write {place}: {os.strerror(error.errno)}; {remedy} run the same command again",
                 code="disk",
@@ -138,7 +142,8 @@ def open_regular(
             raise ValueError("it is a link" if Path(path).is_symlink() else "links lead in a circle") from error
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError(f"it cannot be opened: {error.strerror}") from error
-        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device that is not there
+        # A socket, a device that is not there, or a folder that is to be written to.
+        if error.errno in (errno.ENXIO, errno.ENODEV, errno.EISDIR):
             raise NotRegularError(_NOT_REGULAR) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -155,16 +160,52 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
 
     Raises:
         FileNotFoundError: it is not there.
-        ConfigError: it is a link, not a regular file, or a stranger's.
+        ConfigError: it is a link, not a regular file, or a stranger's; where it is to be written to, also if it has a
+            second name (a hard link), which may be that of a file elsewhere.
     """
     try:
         stream = open_regular(path, follow_links=False, append=append, buffering=buffering)
-        if is_strangers(os.fstat(stream.fileno()), path.parent):
-            stream.close()
-            raise ValueError("it belongs to another user, and anybody may write to its folder")
+        status = os.fstat(stream.fileno())
+        problem = "it belongs to another user, and anybody may write to its folder"
+        if append and status.st_nlink > 1:
+            problem = "it has a second name (a hard link), and what is appended would be in both"
+        elif not is_strangers(status, path.parent):
+            return stream
+        stream.close()
+        raise ValueError(problem)
     except ValueError as error:
         raise damaged_file(path, str(error)) from error
-    return stream
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a new file for writing, under a name that this process alone writes to.
+
+    What has that name is removed first: it may be a link, or a second name of another file, and nothing is written
+    through it.
+    """
+    try:
+        return path.open("xb")
+    except FileExistsError:
+        path.unlink()
+        return path.open("xb")
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a new file, as ``open_new`` opens it."""
+    with open_new(path) as stream:
+        stream.write(data)
+
+
+def write_unsynced(path: Path, data: bytes) -> None:
+    """Publish ``data`` as ``path`` without fsync: what is only looked at, or made again after a loss of power."""
+    aside = path_aside(path)
+    try:
+        write_new(aside, data)
+        aside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def damaged_file(path: Path, what: str) -> ConfigError:
@@ -178,12 +219,14 @@ def damaged_file(path: Path, what: str) -> ConfigError:
 def is_strangers(status: os.stat_result, folder: Path) -> bool:
     """Return True if a thing in a folder belongs to another user whom nobody has let in: anybody may write there.
 
-    Who may write to a folder by its group is trusted, so that several users can work on one run.
+    Who may write to a folder by its group is trusted, so that several users can work on one run. So is the owner of a
+    file that was there when others could write, but not of a folder in one of this user's: links may come into it.
     """
     if status.st_uid in (os.geteuid(), 0):
         return False
     above = folder.stat()
-    return status.st_uid != above.st_uid and bool(above.st_mode & stat.S_IWOTH)
+    is_let_in = above.st_uid != os.geteuid() or bool(above.st_mode & stat.S_IWGRP) or not stat.S_ISDIR(status.st_mode)
+    return status.st_uid != above.st_uid and (bool(above.st_mode & stat.S_IWOTH) or not is_let_in)
 
 
 def checksum(path: Path) -> str:
@@ -275,7 +318,7 @@ def create_once(folder: Path, data: bytes) -> bytes:
     """Return the data that a folder was made with: these, unless there is one. Of several processes one makes it."""
     try:
         with open_folder_atomic(folder) as aside:
-            (aside / "data").write_bytes(data)
+            write_new(aside / "data", data)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
@@ -372,8 +415,11 @@ def require_private(folder: Path) -> None:
             raise ConfigError(f"{path} is a link or another user's: {folder} is not worked on", code="foreign_output")
 
 
-def refuse_strangers(root: Path, paths: Iterable[Path]) -> None:
-    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or a stranger's."""
+def refuse_strangers(root: Path, paths: Iterable[Path], *, may_be_link: Path | None = None) -> None:
+    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or a stranger's.
+
+    So it is if it is a FIFO, a socket or a device. One path may be a link, but no stranger's.
+    """
     seen: set[Path] = set()
     for path in paths:
         for part in (path, *path.parents):
@@ -386,14 +432,18 @@ def refuse_strangers(root: Path, paths: Iterable[Path]) -> None:
                 continue
             refuse(
                 (
-                    stat.S_ISLNK(status.st_mode),
+                    stat.S_ISLNK(status.st_mode) and part != may_be_link,
                     f"{part} is a link, and links inside {root} are not followed: put what it leads to there itself, "
                     "or let the directory as a whole be a link",
                 ),
                 (
                     is_strangers(status, part.parent),
-                    f"{part} belongs to another user, and anybody may write to {part.parent}: take away that "
-                    "permission (chmod o-w), look at what is there, and remove it or make it yours (chown)",
+                    f"{part} belongs to another user, whom {part.parent} does not let in by its group, or anybody may "
+                    "write there (chmod o-w): look at what is there, and remove it or make it yours (chown)",
+                ),
+                (
+                    stat.S_IFMT(status.st_mode) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK),
+                    f"{part} is neither a file nor a folder: remove it",
                 ),
                 code="foreign_output",
             )
@@ -593,7 +643,7 @@ def map_stored_array(path: Path) -> np.ndarray:
 
 def save_array(path: Path, array: np.ndarray) -> None:
     """Write an array as an ``.npy`` file. Where the disk is full, ``np.save`` raises an error that does not say so."""
-    with path.open("wb") as stream:
+    with open_new(path) as stream:
         write_array(stream, array.dtype, array.shape, [array])
 
 
@@ -680,6 +730,7 @@ class Staging:
         self._has_scratch = scratch is not None
 
     def __enter__(self) -> "Staging":
+        refuse_strangers(self.root, [self.folder.parent])
         with stopping_errors(self.folder):
             self.folder.mkdir()
         if self._has_scratch:

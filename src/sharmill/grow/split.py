@@ -43,6 +43,7 @@ from sharmill.files.storage import (
     remove,
     remove_asides,
     save_array,
+    write_new,
 )
 from sharmill.grow.join import SourceDataset, add_up_shards
 from sharmill.manifest import parse_speaker_tag
@@ -274,7 +275,7 @@ class SplitStage(Stage):
     def plan(self, folder: Path) -> Iterator[Unit]:
         table = SpeakerTable.read(self.part)
         splits = table.assign(self.shares, self.seed)
-        (folder / "speakers.json").write_bytes(msgspec.json.encode(
+        write_new(folder / "speakers.json", msgspec.json.encode(
             {name: len(np.unique(table.speaker_of[cuts])) for name, cuts in splits.items()}
         ))  # fmt: skip
         index = 0

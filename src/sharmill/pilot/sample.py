@@ -400,9 +400,11 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
         manifest.parent.mkdir(parents=True)
         if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
-            # What the pilot has fetched is not fetched again, but where a disk has no hard links.
+            # What the pilot has fetched is not fetched again, but where a disk has no hard links. A lock with a second
+            # name would be refused.
+            others = shutil.ignore_patterns(".lock")
             with suppress(shutil.Error):
-                shutil.copytree(copies, RunDir(Path(small.run_dir)).copies, copy_function=os.link)
+                shutil.copytree(copies, RunDir(Path(small.run_dir)).copies, ignore=others, copy_function=os.link)
         # Its lines are numbered as those of a manifest are.
         write_lines(manifest, (replace(one, index=number).to_json() for number, one in enumerate(utterances)))
         stages = [kind for kind in choose_stages(config) if kind not in (PrepareStage.kind, MatchStage.kind)]

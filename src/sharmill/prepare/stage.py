@@ -45,6 +45,7 @@ from sharmill.files.storage import (
     open_stored,
     save_array,
     write_atomic,
+    write_new,
 )
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
@@ -422,7 +423,7 @@ class PrepareProcessor(Processor):
         part = f"parts/{unit.index:06d}"
         write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
         save_array(staging.path(f"{part}.npy"), np.array([hash_utterance(one) for one in kept], dtype=HASH_FIELDS))
-        staging.path(f"{part}.stats.json").write_bytes(msgspec.json.encode(hours))
+        write_new(staging.path(f"{part}.stats.json"), msgspec.json.encode(hours))
         return Output(
             files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],
             num_out=len(kept),

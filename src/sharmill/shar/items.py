@@ -30,7 +30,7 @@ import numpy as np
 
 from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.files.storage import NOT_JSON
+from sharmill.files.storage import NOT_JSON, open_new
 from sharmill.manifest import (
     ORIGINAL_TAG,
     TYPED_KEYS,
@@ -69,7 +69,7 @@ def write_cuts(path: Path, cuts: Iterable[dict[str, Any]]) -> None:
 
 def write_cut_lines(path: Path, cuts: Iterable[bytes]) -> None:
     """Write cuts, each as JSON without a line end, as ``write_cuts`` does."""
-    with path.open("wb") as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
+    with open_new(path) as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
         lines.writelines(cut + b"\n" for cut in cuts)
 
 
@@ -202,7 +202,7 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
     """Writer of one tar field of one shard. Only leaving the ``with`` block without an error completes the archive."""
 
     def __init__(self, path: Path) -> None:
-        self._stream = path.open("wb")
+        self._stream = open_new(path)
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         with self._stream:

@@ -34,7 +34,7 @@ from sharmill.engine.plan import find_differences, show
 from sharmill.engine.stage import Advance, Output, Processor, Unit
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.files.remote import RemoteFile
-from sharmill.files.storage import Staging, checksum_stream, open_regular
+from sharmill.files.storage import Staging, checksum_stream, open_regular, write_new
 from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS
 from sharmill.models import Codec
 from sharmill.models.batches import pad
@@ -146,7 +146,7 @@ class ValidateProcessor(Processor):
         # Only ids are needed to find those that occur twice.
         rows = [row_of_cut(cut) if self._with_records else RecordRow(id=str(cut.get("id"))) for cut in cuts]
         for file, lines in ((findings, found), (records, rows)):
-            staging.path(file).write_bytes(msgspec.json.Encoder().encode_lines(lines))
+            write_new(staging.path(file), msgspec.json.Encoder().encode_lines(lines))
         return Output(
             files=[findings, records],
             num_out=unit.size,

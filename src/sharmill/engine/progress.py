@@ -23,7 +23,7 @@ from sharmill.config import MetricsConfig
 from sharmill.engine.stage import Commit, Unit
 from sharmill.errors import ConfigError
 from sharmill.files.host import Process
-from sharmill.files.storage import NOT_JSON, open_stored, write_unsynced
+from sharmill.files.storage import NOT_JSON, open_stored, path_aside, write_new
 
 BEATS_PER_LEASE = 8
 # A shared file system may show a record to other nodes half a minute later.
@@ -117,9 +117,13 @@ def peak_memory_mb() -> float:
 
 def _write(path: Path, record: RankProgress) -> bool:
     """Write a record, and return True if it could be written; a full disk is reported by the unit that meets it."""
+    aside = path_aside(path)
     try:
-        write_unsynced(path, msgspec.json.encode(record))
+        write_new(aside, msgspec.json.encode(record))
+        aside.replace(path)
     except OSError:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         return False
     return True
 

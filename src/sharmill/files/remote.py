@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, Protocol
@@ -41,7 +41,7 @@ from sharmill.files.storage import (
     read_stored,
     refuse_strangers,
     stopping_errors,
-    write_unsynced,
+    write_new,
 )
 
 if TYPE_CHECKING:
@@ -450,12 +450,14 @@ class Cache:
         max_bytes: of all copies together.
         scope: of one run, or empty: without a checksum, the copy that the run has fetched first stands for a URL.
         origins: URLs to whose hosts a redirect may lead, beside that of the URL.
+        is_of_run: the folder lies in a run directory, and must not be a link; the user may make any other one.
     """
 
     folder: Path
     max_bytes: float
     scope: str = ""
     origins: frozenset[str] = frozenset()
+    is_of_run: bool = False
 
     @classmethod
     def at(cls, folder: str | Path | None, gib: float = 100.0, *, scope: str = "") -> Cache:
@@ -468,8 +470,7 @@ class Cache:
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
         """Return the cache of a run: in ``cache_dir``, which other runs use as well, or in the run directory."""
         if cache_dir is None:
-            refuse_strangers(Path(run_dir), [Path(run_dir) / "copies"])
-            return cls.at(Path(run_dir) / "copies", gib)
+            return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))
 
     def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
@@ -516,8 +517,8 @@ class Cache:
         return found
 
     def _refuse_strangers(self, path: Path) -> None:
-        # The user may have made the folder as a whole a link to another disk.
-        refuse_strangers(self.folder.parent, [path.parent], may_be_link=self.folder)
+        may_be_link = None if self.is_of_run else self.folder
+        refuse_strangers(self.folder.parent, [path.parent], may_be_link=may_be_link)
 
     def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
         """Return what a call of the client of a URL gives, as ``request``."""
@@ -545,7 +546,7 @@ class Cache:
             if xxh3 and checksum(aside) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
             self._make_room(aside.stat().st_size)
-            write_unsynced(path.with_name(f"about-{path.name}"), msgspec.json.encode(_About(*version)))
+            write_new(path.with_name(f"about-{path.name}"), msgspec.json.encode(_About(*version)))
             # Fetched once more, here or on another node, the same version has the same time.
             os.utime(stream.fileno(), ns=(time.time_ns(), xxhash.xxh3_64_intdigest(repr(version).encode()) >> 4))
             aside.replace(path)

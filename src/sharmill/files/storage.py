@@ -196,18 +196,6 @@ def write_new(path: Path, data: bytes) -> None:
         stream.write(data)
 
 
-def write_unsynced(path: Path, data: bytes) -> None:
-    """Publish ``data`` as ``path`` without fsync: what is only looked at, or made again after a loss of power."""
-    aside = path_aside(path)
-    try:
-        write_new(aside, data)
-        aside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
-
-
 def damaged_file(path: Path, what: str) -> ConfigError:
     """Return the error of a file of a run directory that does not hold what sharmill writes there."""
     return ConfigError(

@@ -73,7 +73,8 @@ REMEDIES: Final[dict[str, str]] = {
     "duplicate_id": "remove records that are there twice",
     "already_there": "nothing: only new records are appended",
     "single_utterance_speaker": "choose a coarser speaker_key, so that groups have more than one utterance",
-    "no_similar_context": "set match.min_similarity to the threshold that sharmill calibrate finds",
+    "no_similar_context": "check that the speakers are right, then set match.min_similarity to the threshold that "
+    "sharmill calibrate finds",
     "only_copies": "give each speaker more than one recording, or remove the copies",
     "no_long_context": "lower match.min_duration",
     "bad_context": "correct the keys context_audio_..., loosen the limits of match, or set match.contexts to choose",

@@ -402,6 +402,7 @@ UNKNOWN = "| Language:en Dataset:s Speaker:unknown |"
     ("change", "shares", "code", "words"),
     [
         (do.change_supervision(do.CUTS, speaker=UNKNOWN), {"valid": 0.2}, "no_speaker", ["cut-rec-"]),
+        (do.change_supervision(do.CUTS, speaker="N/A"), {"valid": 0.2}, "no_speaker", ["cut-rec-"]),
         (shutil.rmtree, {"valid": 0.2}, "no_dataset", []),
         (Path.exists, {"valid": 0.0}, "bad_usage", ["valid"]),
         (Path.exists, {"valid": 1.0}, "bad_usage", ["valid"]),

@@ -1,5 +1,6 @@
 """The pilot of a small input: what it foretells is what a run then does."""
 
+import html
 import json
 from pathlib import Path
 
@@ -113,6 +114,26 @@ def test_near_copies_are_counted_and_kept_out_by_the_similarity_advised(tmp_path
     assert "recommended" not in out
     assert "copy" not in call("calibrate", path, "--no-rates", f"match.max_similarity={found.max_similarity}")[1]
     assert outcome(config).near_copies == 0
+
+
+def test_one_name_for_many_people_is_doubted_and_lowers_no_threshold(tmp_path, call):
+    """Ten voices in two recordings each, all under one name."""
+    project = Project(tmp_path)
+    for number in range(20):
+        samples = voice(1.5, pitch=120 + 40 * (number // 2), seed=number)
+        project.add(f"utt{number}.wav", samples, speaker="host")
+    config = project.configure(match={"min_duration": 1.0, "min_similarity": 0.999})
+    path = tmp_path / "config.yaml"
+    path.write_bytes(to_yaml(config))
+    said = " ".join(call("calibrate", path, "--no-rates")[1].split())
+    assert "100% of the records are in one speaker group: check that it is one person" in said
+    assert "set match.min_similarity=" not in said
+    assert outcome(config).advice.recommended is None
+    said = " ".join(call("run", path, "prepare")[1].split())
+    doubt = "100% of 20 utterances from 20 recordings have the speaker 'host': check that this is one person"
+    assert f"prepare: {doubt}" in said
+    call("report", config.run_dir)
+    assert doubt in html.unescape((Path(config.run_dir) / "report.html").read_text())
 
 
 def test_a_dataset_without_contexts_has_rejects_and_no_threshold(configured, call):

@@ -1,6 +1,7 @@
 """What becomes of good records: text, further keys, segments, filters, sources."""
 
 import json
+import math
 
 import pytest
 from support.project import config_for, make_record, raises, run_prepare, speaker_tag, write_lines
@@ -25,6 +26,17 @@ def test_the_language_of_a_tag_is_written_as_nemo_reads_it(prepare_records, tmp_
     assert written.endswith(" Speaker:a-b |")
     assert utterance.custom["original_speaker"] == written.replace("en_US", "en-US")
     assert cut_json(utterance, sampling_rate=16000, num_samples=16000)["supervisions"][0]["language"] == "en-US"
+
+
+@pytest.mark.parametrize("speaker", ["N/A", -1, math.nan, "| Language:N/A Dataset:None Speaker:unk |"])
+def test_a_placeholder_is_an_unknown_speaker_where_that_is_allowed(speaker, audio_root, tmp_path):
+    line = json.dumps(make_record(speaker=speaker, language="N/A", lang="de")).encode()
+    source = {"manifest": str(write_lines(tmp_path / "m.json", [line])), "audio_root": str(audio_root)}
+    prepared = run_prepare(config_for(tmp_path, [source], speaker_key="all"))
+    utterance = only(prepared)
+    assert utterance.speaker == "| Language:de Dataset:small Speaker:unknown |"
+    assert utterance.custom == {"lang": "de"}
+    assert prepared.stats["tag_from"] == {"none": 1}
 
 
 FURTHER = {

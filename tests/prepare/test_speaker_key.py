@@ -119,6 +119,12 @@ def test_a_record_without_a_key_is_rejected(spec, named):
     assert [name for name in named if name not in caught.value.detail] == []
 
 
+@pytest.mark.parametrize("path", ["unknown/1.wav", "None/1.wav"])
+def test_a_folder_named_by_a_placeholder_is_no_group(path):
+    with pytest.raises(RejectRecord, match=r"bad_speaker.*who is nobody"):
+        make_speaker_key(r"^(?P<voice>[^/]+)/")(path, "anna")
+
+
 @pytest.mark.parametrize(
     ("spec", "advice"),
     [

@@ -131,6 +131,17 @@ def test_the_records_are_the_same_in_all_forms_and_pieces(form, size, make, tmp_
     assert [text for part in reversed(parts) for text in part] == whole
 
 
+# The others have the names of speakers in those of files.
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(("folder", "wenet"))])
+def test_a_placeholder_is_no_speaker_in_any_source(form, corpus, tmp_path):
+    audio, records = corpus
+    (tmp_path / "input").mkdir()
+    entry = FORMS[form](tmp_path / "input", [records[0] | {"speaker": "N/A"}, *records[1:]], audio)
+    prepared = run_prepare(config_for(tmp_path, [entry], prepare={"unit_records": 2}))
+    assert [(reject["reason"], "'N/A'" in reject["detail"]) for reject in prepared.rejects] == [("bad_speaker", True)]
+    assert len(prepared.kept) == len(NAMES) - 1
+
+
 LINES = b"utt000 utt000 0 1\nutt001 utt001 %s\nutt002 utt002 0 1\nutt003 utt003 0 1\n"
 
 
@@ -144,6 +155,7 @@ BAD = [
     ("nemo_tarred", "manifest_1.json", b'"anna-1.flac"', b"null", "malformed", "audio_filepath is null", 1),
     ("nemo_tarred", "manifest_1.json", b'"text 1"', b"NaN", "malformed", "text is 'nan'", 1),
     ("nemo_tarred", "manifest_1.json", b'"text 1"', b'"a", "_skipme": "noise"', "skipped", "noise", 1),
+    ("nemo_tarred", "manifest_1.json", b'anna-1.flac"', b'x", "custom": {"_skipme": 1}', "skipped", "_skipme", 1),
     ("nemo_tarred", "manifest_1.json", rb'\{"audio_filepath": "anna', b'"anna', "malformed", "JSON", 1),
     ("nemo_tarred", "manifest_1.json", b'"anna-1', b'"../../anna-1', "missing_audio", "no member", 1),
     ("nemo_tarred", "audio_1.tar", b"ben-3", b"ben-4", "unreadable_audio", "is damaged at byte", 1),

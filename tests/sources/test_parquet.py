@@ -1,6 +1,7 @@
 """Parquet and Arrow files as sources: rows with audio in them and beside them, and files that cannot be read."""
 
 import datetime
+import decimal
 import json
 
 import numpy as np
@@ -159,8 +160,9 @@ class TestRecords:
         made.to_parquet(tmp_path / "hf.parquet", batch_size=3)
         made.save_to_disk(tmp_path / "saved", num_shards=2)
         pandas.read_parquet(tmp_path / "hf.parquet").to_parquet(tmp_path / "pandas.parquet")
-        expected = [{"text": f"t{n}", "sex": n % 2, "audio_name": f"{n}.flac"} for n in range(7)]
-        for pattern in ("hf.parquet", "pandas.parquet", "saved/*.arrow"):
+        # pandas leaves out what Hugging Face's metadata says of labels.
+        for pattern, names in (("hf.parquet", "fm"), ("pandas.parquet", [0, 1]), ("saved/*.arrow", "fm")):
+            expected = [{"text": f"t{n}", "sex": names[n % 2], "audio_name": f"{n}.flac"} for n in range(7)]
             source = source_of(tmp_path / pattern)
             source.check()
             found = read(source)
@@ -169,6 +171,56 @@ class TestRecords:
             root = (tmp_path / pattern).parent
             audio = [read_audio(root / raw.member.container, raw.member) for raw in found]
             assert audio == [row["bytes"] for row in made["audio"]]
+
+
+def labelled(features, **columns):
+    """A table with Hugging Face's metadata."""
+    table = pa.table({"audio": ["a.wav"] * len(next(iter(columns.values()))), **columns})
+    return table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+class TestTypedColumns:
+    @pytest.mark.parametrize("form", FORMS)
+    def test_labels_have_their_names(self, form, tmp_path):
+        features = {
+            "language": {"names": ["en", "pl"], "_type": "ClassLabel"},
+            "speaker_id": {"num_classes": 2, "names": ["anna", "N/A"], "id": None, "_type": "ClassLabel"},
+            "grade": {"num_classes": 9, "names": None, "_type": "ClassLabel"},
+            "text": {"dtype": "string", "_type": "Value"},
+            "words": [{"word": {"dtype": "string", "_type": "Value"}}],
+        }
+        rows = labelled(features, language=[1, 0, -1, None, 2], speaker_id=[0, 1, -1, 0, 0], grade=[3] * 5)
+        found = read(source_of(write(rows, tmp_path / "t", form), columns={"speaker": "speaker_id"}))
+        assert [json.loads(record_text(raw)) for raw in found[:4]] == [
+            {"audio_filepath": "a.wav", "grade": 3, **more}
+            for more in (
+                {"language": "pl", "speaker": "anna"}, {"language": "en", "speaker": "N/A"}, {}, {"speaker": "anna"},
+            )
+        ]  # fmt: skip
+        assert (found[4].reason, "'language'" in found[4].detail) == ("malformed", True)
+
+    def test_decimals_times_and_custom_are_kept_and_nulls_left_out(self, tmp_path):
+        columns = {
+            "offset": [decimal.Decimal("1.25")], "said": [datetime.time(1, 2, 3)], "text": pa.nulls(1),
+            "custom": [{"_skipme": True, "words": ["a"]}],
+        }  # fmt: skip
+        assert texts(source_of(write(labelled({}, **columns), tmp_path / "t"))) == [
+            {"audio_filepath": "a.wav", "offset": 1.25, "said": "01:02:03.000000",
+             "custom": {"_skipme": True, "words": ["a"]}},
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("features", [3, {"text": {"names": {"0": "en"}, "_type": "ClassLabel"}}])
+    def test_metadata_that_cannot_be_read_is_refused(self, features, tmp_path):
+        path = write(labelled(features, text=["a"]), tmp_path / "t")
+        with raises(ConfigError, "bad_manifest", "metadata under 'huggingface'"):
+            source_of(path).check()
+
+    @pytest.mark.parametrize("column", [[b"a"], [["a"]], [{"en": "a"}]], ids=["bytes", "list", "struct"])
+    @pytest.mark.parametrize("key", ["text", "speaker", "offset"])
+    def test_no_value_of_a_record_is_left_out_silently(self, key, column, tmp_path):
+        path = write(labelled({}, **{key: column}), tmp_path / "t")
+        with raises(ConfigError, "bad_config_value", f"{key}: the column '{key}'", "name another one under columns"):
+            source_of(path).check()
 
 
 class TestDamage:

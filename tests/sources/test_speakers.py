@@ -1,5 +1,7 @@
 """Speaker tags made of plain names and of templates."""
 
+import math
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -53,6 +55,7 @@ def test_what_is_no_template(template):
         ("{spk}", {"spk": 1.5}),
         ("{spk}", {"spk": 10**5000}),
         ("{spk}", {"spk": ["a"]}),
+        ("{spk:prefix}", {"spk": "unknown-0001"}),
         ("{spk:prefix}", {"spk": "-a"}),
         ("{path[3]}", {}),
         ("{path[-4]}", {}),
@@ -78,7 +81,13 @@ def test_a_field_without_a_value_and_a_bad_tag_are_bad_speakers(template, record
         (None, {"speaker": 84}, "| Language:und Dataset:small Speaker:84 |"),
         (None, {"speaker": " 84 ", "lang": "fr"}, "| Language:fr Dataset:small Speaker:84 |"),
         (None, {"speaker": "84", "language": "it", "lang": "fr"}, "| Language:it Dataset:small Speaker:84 |"),
-        (None, {"speaker": "84", "language": 3}, "| Language:und Dataset:small Speaker:84 |"),
+        (None, {"speaker": "84", "language": "N/A", "lang": "fr"}, "| Language:fr Dataset:small Speaker:84 |"),
+        (None, {"speaker": "84", "language": -1}, "| Language:und Dataset:small Speaker:84 |"),
+        (None, {"speaker": "84", "language": "nan"}, "| Language:nan Dataset:small Speaker:84 |"),
+        (None, {"speaker": "84", "language": math.nan}, "| Language:und Dataset:small Speaker:84 |"),
+        (None, {"speaker": "| Language:None Dataset:N/A Speaker:eva |"}, "| Language:und Dataset:small Speaker:eva |"),
+        (None, {"speaker": "| Language:en Dataset:X Speaker:N/A |"}, None),
+        (None, {"speaker": "| Language:en Dataset:X Speaker:Unknown Speaker |"}, None),
         (None, {"speaker": ""}, None),
         (None, {"speaker": None}, None),
         (None, {}, None),
@@ -88,6 +97,33 @@ def test_a_field_without_a_value_and_a_bad_tag_are_bad_speakers(template, record
 )
 def test_tag_of_a_record(template, record, tag):
     assert made(record, template) == tag
+
+
+NOBODY = [
+    "", " ", "-", "--", "?", "n/a", "N/A", "#N/A", "<NA>", "na", "NA", "None", "none", "NULL", "nan", "NaN", "nil",
+    "unknown", "Unknown Speaker", "UNK", "<unk>", "[unknown]", "spk_unknown", "undefined", "anonymous", "-1", "-1.0",
+    "\\N", -1, math.nan, None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NOBODY)
+def test_placeholders_are_no_speaker(value):
+    assert made({"speaker": value}) is None
+    with pytest.raises(RejectRecord, match="bad_speaker"):
+        made({"spk": value}, "{spk}")
+
+
+@pytest.mark.parametrize(
+    "value", ["Na", "Nan", "Nil", "Null", "nana", "Nona", "unknown_1", "speaker", "0", 0, "N", "\u674e"]
+)
+def test_names_that_are_like_placeholders_are_kept(value):
+    assert made({"speaker": value}).endswith(f" Speaker:{value} |")
+
+
+@pytest.mark.parametrize("record", [{"speaker": "a", "language": value} for value in (4, "4", False, ["en"], 1.5)])
+def test_a_language_that_is_no_text_is_malformed(record):
+    with pytest.raises(RejectRecord, match="malformed: language is"):
+        made(record)
 
 
 def test_a_tag_with_blanks_in_a_name():

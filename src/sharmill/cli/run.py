@@ -410,8 +410,8 @@ def print_result(result: DatasetResult) -> None:
             outcome.totals.num_in for _, outcome in result.stages if outcome.totals
         )
         if share > _MUCH_LOST:
-            say(f"{share:.0%} of the records have no similar context: sharmill calibrate finds a fitting "
-                "match.min_similarity", style="yellow")  # fmt: skip
+            say(f"{share:.0%} of the records have no similar context: check that the speakers are right; sharmill "
+                "calibrate finds a fitting match.min_similarity", style="yellow")  # fmt: skip
     for stage, outcome in result.stages:
         for note in outcome.totals.notes if outcome.totals else ():
             say(f"{stage.name}: {note}", style="yellow")

@@ -48,7 +48,7 @@ from sharmill.sources.files import expand_home, find_files, names_several, read_
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.lhotse import LhotseSource
 from sharmill.sources.nemo import NemoSource
-from sharmill.sources.speakers import UNDETERMINED
+from sharmill.sources.speakers import UNDETERMINED, find_tag
 from sharmill.sources.table import TableSource, delimiter_of
 
 _RECORDS_PER_UNIT: Final = 1000
@@ -345,7 +345,8 @@ class Completion(Processor):
                 rejects.append(Reject(ManifestStage.kind, reject.reason, reject.detail, found, source))
             else:
                 lines.append(msgspec.json.encode(record))
-                of_record = ("text" in record, "speaker" in record, channels > 1 and "channel" not in record)
+                has_speaker = self._rules[number].origin(record) != "none"
+                of_record = ("text" in record, has_speaker, channels > 1 and "channel" not in record)
                 counts.update({"seconds": record["duration"], **dict(zip(_COUNTS, of_record, strict=True))})
                 words = record.get("text", "").split()
                 vocabulary.update(words if self._options.of_words else "".join(words))
@@ -385,6 +386,9 @@ class Completion(Processor):
             made["text"] = text
         if tag is not None:
             made["speaker"] = str(tag)
+        elif find_tag(record.get("speaker")):
+            # One of no speaker, with all that it says beside that.
+            made["speaker"] = record["speaker"]
         elif rule.language != UNDETERMINED:
             # It would stand in the tag.
             made["lang"] = rule.language

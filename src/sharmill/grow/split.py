@@ -68,7 +68,7 @@ from sharmill.shar.layout import (
     write_shards,
 )
 from sharmill.sources.lhotse import Cut
-from sharmill.sources.speakers import NO_SPEAKER
+from sharmill.sources.speakers import is_missing
 from sharmill.write.fields import shard_record
 
 _decoder = msgspec.json.Decoder(Cut)
@@ -190,9 +190,9 @@ def _speaker(cut_id: str, speaker: str | int | None) -> str:
     try:
         tag = parse_speaker_tag(str(speaker or ""))
     except RejectRecord:
-        name = None if speaker is None else str(speaker)
+        name = None if is_missing(speaker) else str(speaker)
     else:
-        name = f"{tag.dataset} {tag.speaker}" if tag.speaker != NO_SPEAKER else None
+        name = None if is_missing(tag.speaker) else f"{tag.dataset} {tag.speaker}"
     if not name:
         raise ConfigError(
             f"the cut {cut_id} has no speaker, so that it cannot be split by speaker; give all records speakers",

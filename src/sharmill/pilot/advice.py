@@ -304,6 +304,17 @@ def advise(voices: Voices, max_wrong: float) -> Advice:
     return Advice(thresholds=thresholds, misplaced=misplaced, foreign=foreign, recommended=recommended, reason=reason)
 
 
+def keep_threshold(advice: Advice, least: float, largest: float) -> Advice:
+    """Return the advice for records of which a share is in one group, in doubt: none that lowers the threshold."""
+    if advice.recommended is None or advice.recommended.min_similarity >= least:
+        return advice
+    reason = (
+        f"{largest:.0%} of the records are in one speaker group: check that it is one person, and not a name that "
+        f"stands for many, before match.min_similarity is set below {least:g}"
+    )
+    return msgspec.structs.replace(advice, recommended=None, reason=reason)
+
+
 def _recommend(
     thresholds: Sequence[Threshold], max_wrong: float, num_matched: int, *, is_known: bool
 ) -> tuple[Threshold | None, str]:

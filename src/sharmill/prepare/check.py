@@ -39,7 +39,8 @@ from sharmill.shar.items import plain_value
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.sources import RawRecord, Source, Unreadable, record_text
 from sharmill.sources.files import decode_object
-from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule
+from sharmill.sources.nemo import skip_mark
+from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule, is_missing, names_no_language
 
 # The share that an earlier dataset has clipped is not the share that this one clips.
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, *CLIPPED_KEYS.values(), SOURCE_CUT_ID, "_skipme"}
@@ -152,7 +153,7 @@ class RecordCheck:
         Raises:
             RejectRecord: with the first reason found, cheap checks first.
         """
-        if mark := record.get("_skipme"):
+        if mark := skip_mark(record):
             reason = f": {mark[:200]}" if isinstance(mark, str) else ""
             raise RejectRecord("skipped", f"the record is marked with _skipme{reason}")
         check_fields(record)
@@ -215,7 +216,11 @@ class RecordCheck:
     def _tag(self, record: dict[str, Any], path: str, source: int) -> SpeakerTag:
         tag = self.speakers[source].make_tag(record, path, None if needs_speaker(self.group_key) else NO_SPEAKER)
         if tag is None:
-            raise RejectRecord("bad_speaker", "the record has no speaker, of which speaker_key makes groups")
+            raise RejectRecord(
+                "bad_speaker",
+                f"speaker is {str(record.get('speaker'))[:80]!r}, which names nobody, and speaker_key makes groups of "
+                "speakers",
+            )
         return tag
 
     def _check_duration(self, duration: float) -> None:
@@ -258,7 +263,12 @@ def _written(tag: SpeakerTag) -> tuple[str, str | None]:
 
 def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -> dict[str, Any]:
     """Return the keys of a record that have no attribute, with the channel that was chosen and the note on duration."""
-    custom = {key: value for key, value in record.items() if key not in _NOT_CUSTOM}
+    # Training code takes these keys for the language: a placeholder must not stand beside that of the tag.
+    custom = {
+        key: value
+        for key, value in record.items()
+        if key not in _NOT_CUSTOM and not (key in ("language", "lang") and names_no_language(value))
+    }
     if not (custom.get("normalized_text") or "").strip():
         # Training code takes it for the text wherever it is there at all.
         custom.pop("normalized_text", None)
@@ -310,7 +320,8 @@ def check_fields(record: dict[str, Any]) -> None:
         raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():
         value = record.get(key)
-        if value is None and key != "audio_filepath":
+        # pandas writes NaN for a speaker that is not there.
+        if (value is None and key != "audio_filepath") or (key == "speaker" and is_missing(value)):
             continue
         if isinstance(value, bool) or not isinstance(value, types):
             shown = "null" if value is None else f"{str(value)[:40]!r}, {_KINDS[type(value)]}"

@@ -12,6 +12,10 @@ from typing import Final
 
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.registry import nearest
+from sharmill.sources.speakers import is_missing
+
+_MOST: Final = 0.5
+_MANY_RECORDINGS: Final = 20
 
 SpeakerKey = Callable[[str, str], str]
 """(relative path of the audio, speaker name of the tag) -> key; may raise RejectRecord."""
@@ -43,8 +47,11 @@ class PathPattern:
                 raise RejectRecord(
                     "bad_speaker", f"the group {name!r} of {self.layout} takes no part in {audio_filepath!r}"
                 )
-        if not any(values.values()):
-            raise RejectRecord("bad_speaker", f"{self.layout} finds only empty values in {audio_filepath!r}")
+        if all(map(is_missing, values.values())):
+            raise RejectRecord(
+                "bad_speaker",
+                f"{self.layout} finds {', '.join(values.values())!r} in {audio_filepath!r}, who is nobody",
+            )
         key = self.separator.join(values.values())
         return key.lower() if self.fold_case else key
 
@@ -69,6 +76,11 @@ def _whole_corpus(audio_filepath: str, speaker: str) -> str:
 def needs_speaker(key: SpeakerKey) -> bool:
     """Return True if a key is made of the name of the speaker, so that a record without one has no group."""
     return key in (_speaker_of_tag, _speaker_in_any_case)
+
+
+def is_doubtful(share: float, num_recordings: int) -> bool:
+    """Return True if a speaker with a share of all records, from so many recordings, may be a name for many people."""
+    return share > _MOST and num_recordings >= _MANY_RECORDINGS
 
 
 def _layout(layout: str, pattern: str) -> PathPattern:

@@ -58,10 +58,11 @@ from sharmill.manifest import (
 )
 from sharmill.prefetch import prefetch
 from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, parse_filters, parse_record
-from sharmill.prepare.speaker_key import make_speaker_key
+from sharmill.prepare.speaker_key import is_doubtful, make_speaker_key
 from sharmill.shar.items import read_utterances
 from sharmill.shar.layout import CUTS, ShardedDataset
 from sharmill.sources import Located, Noted, Piece, RawRecord, record_text
+from sharmill.sources.speakers import is_missing
 
 _DIMENSIONS = ("dataset", "language", "speaker")
 # A segment is known by 128 bits, which do not meet by chance.
@@ -109,6 +110,17 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         for dimension, row in other.sums.items():
             for value, numbers in row.items():
                 self._add(dimension, value, *numbers)
+
+    def doubts(self, num_recordings: int) -> list[str]:
+        """Return a sentence about a speaker with most of the records that were kept, if there is one."""
+        kept = Counter({name: int(row[1]) for name, row in self.sums.get("speaker", {}).items()})
+        total = kept.total()
+        return [
+            f"{count / total:.0%} of {total:,} utterances from {num_recordings:,} recordings have the speaker "
+            f"{name[:80]!r}: check that this is one person, and not a name that stands for many"
+            for name, count in kept.most_common(1)
+            if not is_missing(name) and is_doubtful(count / max(1, total), num_recordings)
+        ]
 
     def report(self, totals: Totals) -> dict[str, Any]:
         """Return the content of ``stats.json``."""
@@ -323,7 +335,7 @@ class PrepareStage(Stage):
         hours = HoursTable()
         for commit in commits:
             hours.add(load_record(self.root / commit.files[2].name, HoursTable))
-        found, seconds = self._merge(commits, hours)
+        found, seconds, num_recordings = self._merge(commits, hours)
         result = Totals(
             num_in=totals.num_in,
             num_out=totals.num_out - found.total(),
@@ -332,7 +344,8 @@ class PrepareStage(Stage):
         )
         stats = hours.report(result)
         write_atomic(self.run_dir.stats, msgspec.json.format(msgspec.json.encode(stats), indent=2) + b"\n")
-        return replace(result, notes=[f"{count:,} {note}" for note, count in stats.get("noted", {}).items()])
+        noted = [f"{count:,} {note}" for note, count in stats.get("noted", {}).items()]
+        return replace(result, notes=noted + hours.doubts(num_recordings))
 
     def products(self) -> list[Path]:
         return [prepared_manifest(self.config), self.run_dir.stats]
@@ -353,14 +366,15 @@ class PrepareStage(Stage):
             group_key=make_speaker_key(self.config.speaker_key if self.config.has_contexts else "all"),
         )
 
-    def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[Counter[str], float]:
+    def _merge(self, commits: list[Commit], hours: HoursTable) -> tuple[Counter[str], float, int]:
         """Write the prepared manifest, and append the rejects of records that are elsewhere already to the others.
 
         Returns:
-            how many they are by reason, and their seconds.
+            how many they are by reason, their seconds, and how many recordings all records are from.
         """
         parts = (load_stored_array(self.root / commit.files[1].name) for commit in commits)
-        ids = Ids.of(np.concatenate([np.empty(0, HASH_FIELDS), *parts]))
+        hashes = np.concatenate([np.empty(0, HASH_FIELDS), *parts])
+        ids = Ids.of(hashes)
         known = KnownRecords(Path(self.config.append_to)) if self.config.append_to is not None else None
         found, seconds = Counter[str](), 0.0
         # The rejects of the units are merged anew before a stage is finalized once more.
@@ -387,7 +401,7 @@ class PrepareStage(Stage):
                 seconds += utterance.segment.duration
             rejects.flush()
             os.fsync(rejects.fileno())
-        return found, seconds
+        return found, seconds, len(np.unique(hashes["file"]))
 
     def _lines(self, commits: list[Commit]) -> Iterator[bytes]:
         for commit in commits:

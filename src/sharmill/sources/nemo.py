@@ -1,7 +1,7 @@
 """NeMo manifests: JSON lines, in one file or in numbered shards."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -37,6 +37,12 @@ class NemoSource(LineSource):
                 "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and "
                 "text",
             )
+
+
+def skip_mark(record: Mapping[str, Any]) -> Any:
+    """Return what marks a record to be left out, in the record or in its ``custom``, where NeMo looks; else None."""
+    custom = record.get("custom")
+    return record.get("_skipme") or (custom.get("_skipme") if isinstance(custom, dict) else None)
 
 
 def decode_json_object(data: bytes, name: str, keys: Sequence[str] = ()) -> tuple[dict[str, msgspec.Raw], list[Any]]:

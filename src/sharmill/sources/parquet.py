@@ -25,7 +25,11 @@ _MAX_GROUP_BYTES: Final = 2 << 30
 _ROWS_AT_ONCE: Final = 1000
 # Stands for the path of a row's audio beside the keys of its record, which can have any name but this.
 _NAME: Final = ""
-_NOT_TEXT: Final = object()
+_UNREADABLE: Final = object()
+# Keys that a record is understood by: a column of another type under one of these must not be left out.
+_USED_KEYS: Final = (
+    "text", "normalized_text", "speaker", "language", "lang", "offset", "duration", "channel", "_skipme", "custom",
+)  # fmt: skip
 # Names of Arrow's types.
 _TEXTS: Final = ("string", "large_string", "string_view")
 _BYTES: Final = ("binary", "large_binary", "binary_view")
@@ -56,28 +60,31 @@ class ParquetSource(ContainerSource, RunSource):
     def check(self) -> None:
         """Raise ConfigError where a file cannot be read, or lacks a column that the configuration names."""
         require_package("pyarrow")
-        wanted = {f"columns.{key}": column for key, column in self.columns.items()}
+        named = {f"columns.{key}": column for key, column in self.columns.items()}
+        mapped = {*self.columns, *self.columns.values(), self.audio}
         for file in self.files:
             rows = _open(file)
             names = rows.schema.names
+            wanted = named | {key: key for key in _USED_KEYS if key in names and key not in mapped}
             if len(set(names)) < len(names):
                 raise bad_file(file, "parquet", "has two columns of one name")
             refuse(
                 *(
                     (column not in names, f"{where}: {file} has no column {column!r}{nearest(column, names)}")
-                    for where, column in {"audio": self.audio, **wanted}.items()
+                    for where, column in {"audio": self.audio, **named}.items()
                 ),
                 code="unknown_key",
             )
-            kinds = {where: rows.schema.field(column).type for where, column in wanted.items()}
+            fields = {where: rows.schema.field(column) for where, column in wanted.items()}
             problem = _problem(rows.schema.field(self.audio).type)
             refuse(
                 *(
                     (
-                        not _is_plain(kind),
-                        f"{where}: the column {wanted[where]!r} of {file} is {kind}, not texts, numbers or dates",
+                        not _is_kept(column),
+                        f"{where}: the column {column.name!r} of {file} is {column.type}, not texts, numbers or dates; "
+                        "name another one under columns",
                     )
-                    for where, kind in kinds.items()
+                    for where, column in fields.items()
                 ),
                 (problem, f"audio: the column {self.audio!r} of {file} {problem}"),
             )
@@ -140,9 +147,10 @@ class ParquetSource(ContainerSource, RunSource):
     def _texts(self, file: Path, rows: RowFile, group: int, part: slice) -> list[dict[str, Any] | str]:
         """Return the keys of rows of a group without their audio, or the reason why a row cannot be read."""
         mapped = {*self.columns, *self.columns.values(), self.audio}
-        kept = [column.name for column in rows.schema if _is_plain(column.type) and column.name not in mapped]
+        schema, labels = rows.schema, _label_names(rows.schema)
+        kept = [column.name for column in schema if _is_kept(column) and column.name not in mapped]
         keys = {name: name for name in kept} | self.columns
-        kind = rows.schema.field(self.audio).type
+        kind = schema.field(self.audio).type
         if str(kind) in _TEXTS:
             keys[_NAME] = self.audio
         elif "path" in _fields(kind):
@@ -154,14 +162,14 @@ class ParquetSource(ContainerSource, RunSource):
             table = rows.read(group, list(dict.fromkeys(keys.values())))[part]
         except UnreadableRows as error:
             return [f"{file.name}: {error}"] * count
-        columns = {key: _values(table.column(name)) for key, name in keys.items() if key != _NAME}
+        columns = {key: _values(table.column(name), labels.get(name)) for key, name in keys.items() if key != _NAME}
         if _NAME in keys:
             columns[_NAME] = _values(_field(table.column(self.audio), "path"))
         found: list[dict[str, Any] | str] = []
         for values in zip(*columns.values(), strict=True):
             record = {key: value for key, value in zip(columns, values, strict=True) if value is not None}
-            bad = next((key for key, value in record.items() if value is _NOT_TEXT), None)
-            found.append(record if bad is None else f"the column {keys[bad]!r} is not UTF-8")
+            bad = next((key for key, value in record.items() if value is _UNREADABLE), None)
+            found.append(record if bad is None else f"the column {keys[bad]!r} is not UTF-8, or a label without a name")
         return found
 
     def _sizes(
@@ -188,9 +196,13 @@ class ParquetSource(ContainerSource, RunSource):
 def _open(file: Path) -> RowFile:
     read_ends(file, "parquet")
     try:
-        return open_rows(file)
+        rows = open_rows(file)
+        _label_names(rows.schema)
     except UnreadableRows as error:
         raise ConfigError(str(error), code="bad_manifest") from error
+    except msgspec.MsgspecError as error:
+        raise bad_file(file, "parquet", "has metadata under 'huggingface' that cannot be read; remove it") from error
+    return rows
 
 
 def _begins_with_bytes(file: Path, rows: RowFile, audio: str) -> bool:
@@ -205,23 +217,48 @@ def _begins_with_bytes(file: Path, rows: RowFile, audio: str) -> bool:
         return True
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Return the values of a column as JSON has them; ``_NOT_TEXT`` for a text that is not UTF-8."""
+def _label_names(schema: pa.Schema) -> dict[str, list[str]]:
+    """Return the names of labels by column, as Hugging Face's datasets note them in the metadata of a file.
+
+    Raises:
+        msgspec.MsgspecError: the metadata is none of theirs.
+    """
+    noted = msgspec.json.decode((schema.metadata or {}).get(b"huggingface", b"{}"), type=dict[str, Any])
+    info = msgspec.convert(noted.get("info") or {}, dict[str, Any])
+    features = msgspec.convert(info.get("features") or {}, dict[str, Any])
+    return {
+        column: msgspec.convert(feature["names"], list[str])
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and feature.get("names")
+    }
+
+
+def _values(column: pa.ChunkedArray, names: list[str] | None = None) -> list[Any]:
+    """Return the values of a column as JSON has them, those of labels by their ``names``.
+
+    ``_UNREADABLE`` stands for a text that is not UTF-8, and for a label that has no name.
+    """
     import pyarrow
 
     if pyarrow.types.is_temporal(column.type):
         column = column.cast(pyarrow.string())
+    elif pyarrow.types.is_decimal(column.type):
+        column = column.cast(pyarrow.float64())
     try:
-        return column.to_pylist()
+        values = column.to_pylist()
     except UnicodeDecodeError:
         return [_value(scalar) for scalar in column]
+    if names is None:
+        return values
+    of_labels: dict[Any, Any] = {None: None, -1: None, **dict(enumerate(names))}
+    return [of_labels.get(value, _UNREADABLE) for value in values]
 
 
 def _value(scalar: pa.Scalar) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return _NOT_TEXT
+        return _UNREADABLE
 
 
 def _problem(kind: pa.DataType) -> str | None:
@@ -254,10 +291,12 @@ def _fields(kind: pa.DataType) -> dict[str, pa.DataType]:
     return {field.name: field.type for field in kind} if pyarrow.types.is_struct(kind) else {}
 
 
-def _is_plain(kind: pa.DataType) -> bool:
-    """Return True for texts, numbers and dates."""
+def _is_kept(column: pa.Field) -> bool:
+    """Return True for texts, numbers, dates and times, and for ``custom``, in which NeMo looks for ``_skipme``."""
     from pyarrow import types
 
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-    return str(kind) in _TEXTS or is_number or types.is_timestamp(kind) or types.is_date(kind)
+    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
+    is_time = types.is_timestamp(kind) or types.is_date(kind) or types.is_time(kind)
+    is_custom = column.name == "custom" and types.is_struct(kind)
+    return str(kind) in _TEXTS or is_number or is_time or is_custom or types.is_null(kind)

@@ -1,11 +1,15 @@
 """Speaker tags of records: the tag that a record has, or one made of a plain name or of a template.
 
-A template is a text with fields that stand for keys of a record and for parts of its path.
+A template is a text with fields that stand for keys of a record and for parts of its path. Placeholders, such as
+``N/A``, are no values, whatever the source.
 """
 
+import math
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import xxhash
@@ -16,8 +20,46 @@ from sharmill.manifest import SpeakerTag, parse_speaker_tag
 # The language of ISO 639 for speech of which it is not known, and the speaker of a record that has none.
 UNDETERMINED: Final = "und"
 NO_SPEAKER: Final = "unknown"
+# Words for a value that is not known, as pandas, R, SQL, Python and corpora write it, in any case and among any marks;
+# and, of words with a blank between them, their form as a canonical name.
+_PLACEHOLDER: Final = re.compile(
+    r"n[/.]?a|nan|nil|null|(?:(?:speaker|spkr?)[\W_]*)?"
+    r"(?:none|unk|unknown|undefined|unspecified|unidentified|anonymous)(?:[\W_]*(?:speaker|spkr?))?(?:-[0-9a-f]{16})?|",
+    re.IGNORECASE,
+)
+_MARKS: Final = string.punctuation + string.whitespace + "\u2013\u2014\u2026"
+# Hugging Face's number for no label, and NULL in dumps of SQL.
+_PLACEHOLDERS_WITH_MARKS: Final = ("-1", "-1.0", r"\N")
+# With these letters the words are names of people, and the shortest are codes of languages: Nauruan, Min Nan.
+_NAMES: Final = ("Na", "Nan", "Nil", "Null")
+_LANGUAGE_CODE: Final = re.compile(r"\s*[a-z]{2,3}\s*")
+_LETTER: Final = re.compile(r"[^\W\d_]")
 _TAG: Final = re.compile(r"\s*\|(.*)\|\s*", re.DOTALL)
 _FIELD: Final = re.compile(r"\{(?P<key>[^{}\[\]:]+)(?:\[(?P<index>-?\d+)\])?(?P<prefix>:prefix)?\}")
+
+
+def is_missing(value: Any) -> bool:
+    """Return True if a value is none, or a placeholder that stands for none.
+
+    >>> [is_missing(value) for value in ("N/A", "<unk>", "-", "", -1, math.nan, None)]
+    [True, True, True, True, True, True, True]
+    >>> [is_missing(value) for value in ("84", "Nan", "nana", 0)]
+    [False, False, False, False]
+    """
+    if isinstance(value, str):
+        return _is_placeholder(value.strip())
+    return value is None or value == -1 or (isinstance(value, float) and math.isnan(value))
+
+
+def names_no_language(value: Any) -> bool:
+    """Return True if a value is missing, and no code of ISO 639 such as ``nan`` either."""
+    return is_missing(value) and not (isinstance(value, str) and _LANGUAGE_CODE.fullmatch(value))
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_placeholder(text: str) -> bool:
+    is_word = _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None
+    return (is_word and text not in _NAMES) or text in _PLACEHOLDERS_WITH_MARKS
 
 
 @dataclass(frozen=True)
@@ -47,7 +89,7 @@ class Template:
         if not self.text.strip():
             raise ValueError("the template is empty; leave the key out")
 
-    @property
+    @cached_property
     def keys(self) -> list[str]:
         """The keys of records that it takes."""
         return [field["key"] for field in _FIELD.finditer(self.text) if field["index"] is None]
@@ -105,36 +147,70 @@ class SpeakerRule:
         Raises:
             RejectRecord: ``bad_speaker``.
         """
-        origin, tag = self.origin(record), find_tag(record.get("speaker"))
-        if origin == "tag":
+        tag = find_tag(record.get("speaker"))
+        if tag and not self.template and _is_complete(tag):
             return tag
+        origin = self.origin(record)
         if origin == "none" and nameless is None:
             return None
-        name = nameless if origin == "none" else name_of(record.get("speaker"))
+        name = nameless
         if self.template:
-            try:
-                name = self.template.fill({**record, "speaker": tag.speaker} if tag else record, path)
-            except ValueError as error:
-                raise RejectRecord("bad_speaker", str(error)) from error
+            name = _fill(self.template, {**record, "speaker": tag.speaker} if tag else record, path)
+        elif origin != "none":
+            name = tag.speaker if tag else name_of(record["speaker"])
         if not name:
             raise RejectRecord("bad_speaker", f"speaker is {type(record['speaker']).__name__}, not a name")
-        languages = (record.get(key) for key in ("language", "lang"))
-        language = next((text for text in languages if isinstance(text, str) and text.strip()), self.language)
         return SpeakerTag(
-            tag.language if tag else canonical_name(language),
-            tag.dataset if tag else self.dataset,
+            self._find_language(record, tag),
+            self.dataset if tag is None or is_missing(tag.dataset) else tag.dataset,
             canonical_name(name),
             tag.further if tag else (),
         )
 
+    def _find_language(self, record: Mapping[str, Any], tag: SpeakerTag | None) -> str:
+        """Return the language of a tag, of its record, or else of the source.
+
+        Raises:
+            RejectRecord: ``malformed`` where it is given and is no text, such as the number of a label.
+        """
+        for value in (tag and tag.language, record.get("language"), record.get("lang")):
+            if names_no_language(value):
+                continue
+            if not (isinstance(value, str) and _LETTER.search(value)):
+                raise RejectRecord("malformed", f"language is {str(value)[:40]!r}, not a text such as 'en'")
+            return canonical_name(value)
+        return self.language
+
     def origin(self, record: Mapping[str, Any]) -> str:
         """Return what makes the tag of a record: ``template``, ``tag``, ``name`` (a plain one), or ``none``."""
-        speaker = record.get("speaker")
         if self.template:
             return "template"
-        if speaker is None or (isinstance(speaker, str) and not speaker.strip()):
+        speaker = record.get("speaker")
+        tag = find_tag(speaker)
+        if is_missing(tag.speaker if tag else speaker):
             return "none"
-        return "tag" if isinstance(speaker, str) and _TAG.fullmatch(speaker) else "name"
+        return "tag" if tag else "name"
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_complete(tag: SpeakerTag) -> bool:
+    """Return True if a tag has no placeholders, and its language is no number."""
+    has_placeholder = any(map(is_missing, (tag.language, tag.dataset, tag.speaker)))
+    return not has_placeholder and _LETTER.search(tag.language) is not None
+
+
+def _fill(template: Template, record: Mapping[str, Any], path: str) -> str:
+    """Return the name that a template makes; raise RejectRecord ``bad_speaker`` where it makes none."""
+    try:
+        name = template.fill(record, path)
+    except ValueError as error:
+        raise RejectRecord("bad_speaker", str(error)) from error
+    values = [*(record.get(key) for key in template.keys), name]
+    if (placeholder := next(filter(is_missing, values), None)) is not None:
+        raise RejectRecord(
+            "bad_speaker", f"the template {template.text!r} finds {str(placeholder)[:40]!r}, which names nobody"
+        )
+    return name
 
 
 def find_tag(speaker: Any) -> SpeakerTag | None:

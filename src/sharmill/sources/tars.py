@@ -36,7 +36,7 @@ from sharmill.sources.files import (
     read_head,
     refuse_compressed,
 )
-from sharmill.sources.nemo import NemoSource, decode_json_object
+from sharmill.sources.nemo import NemoSource, decode_json_object, skip_mark
 
 # Storage far away answers many at a time; each that waits for its turn takes 8 bytes a sample.
 _ARCHIVES_AT_ONCE: Final = 16
@@ -180,8 +180,9 @@ class NemoTarredSource(TarSource, LineSource):
 
         None where it names no member: the stage prepare rejects it as it is.
         """
-        record, (name, shard, mark) = decode_json_object(line, "the line", ("audio_filepath", "shard_id", "_skipme"))
-        if mark or not isinstance(name, str) or not name.strip():
+        keys = ("audio_filepath", "shard_id", "_skipme", "custom")
+        record, (name, shard, *marks) = decode_json_object(line, "the line", keys)
+        if skip_mark(dict(zip(keys[2:], marks, strict=True))) or not isinstance(name, str) or not name.strip():
             return None
         tars = self._pairs[manifest]
         if None in tars:

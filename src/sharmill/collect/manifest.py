@@ -345,8 +345,11 @@ class Completion(Processor):
                 rejects.append(Reject(ManifestStage.kind, reject.reason, reject.detail, found, source))
             else:
                 lines.append(msgspec.json.encode(record))
-                has_speaker = self._rules[number].origin(record) != "none"
-                of_record = ("text" in record, has_speaker, channels > 1 and "channel" not in record)
+                of_record = (
+                    "text" in record,
+                    self._rules[number].origin(record) != "none",
+                    channels > 1 and "channel" not in record,
+                )
                 counts.update({"seconds": record["duration"], **dict(zip(_COUNTS, of_record, strict=True))})
                 words = record.get("text", "").split()
                 vocabulary.update(words if self._options.of_words else "".join(words))

@@ -284,10 +284,11 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def advise(voices: Voices, max_wrong: float) -> Advice:
+def advise(voices: Voices, max_wrong: float, least: float = 0.0) -> Advice:
     """Return what each threshold does, and the lowest that surely lets through no more than a share of wrong speakers.
 
     From there it goes up as long as that costs next to nothing: a pilot does not see every error of the labels.
+    ``least`` is the present threshold where most records are in one group: none below it is recommended.
     """
     grid = np.arange(_STEPS) / _STEPS
     estimate = _estimate_wrong_speakers(voices, grid)
@@ -301,18 +302,13 @@ def advise(voices: Voices, max_wrong: float) -> Advice:
         for value, share, bound in zip(grid.tolist(), shares, bounds, strict=True)
     ]  # fmt: skip
     recommended, reason = _recommend(thresholds, max_wrong, int(voices.matched.sum()), is_known=estimate is not None)
+    if recommended is not None and recommended.min_similarity < least:
+        recommended = None
+        reason = (
+            "most of the records are in one speaker group: check that it is one person, and not a name for many, "
+            f"before match.min_similarity is set below {least:g}"
+        )
     return Advice(thresholds=thresholds, misplaced=misplaced, foreign=foreign, recommended=recommended, reason=reason)
-
-
-def keep_threshold(advice: Advice, least: float, largest: float) -> Advice:
-    """Return the advice for records of which a share is in one group, in doubt: none that lowers the threshold."""
-    if advice.recommended is None or advice.recommended.min_similarity >= least:
-        return advice
-    reason = (
-        f"{largest:.0%} of the records are in one speaker group: check that it is one person, and not a name that "
-        f"stands for many, before match.min_similarity is set below {least:g}"
-    )
-    return msgspec.structs.replace(advice, recommended=None, reason=reason)
 
 
 def _recommend(

@@ -34,7 +34,7 @@ from sharmill.match.embed import EmbeddedSegment
 from sharmill.match.groups import segment_roots
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.models.device import check_device
-from sharmill.pilot.advice import Voices, advise, keep_threshold
+from sharmill.pilot.advice import Voices, advise
 from sharmill.pilot.rates import AudioFormat, Calibration, RejectShare, SimilarityCounts, StageRate, measure_rates
 from sharmill.pipeline import choose_stages, make_stages, run_dataset
 from sharmill.prepare.check import RecordCheck, parse_record
@@ -237,10 +237,9 @@ def run_pilot(
             within_groups=_count_similarities(voices, voices.is_within),
             across_groups=_count_similarities(voices, voices.is_across),
         )
-        advice = advise(voices, max_wrong)
         largest = float(np.bincount(voices.groups, voices.weights).max(initial=0.0))
-        if is_doubtful(largest, len({one.segment.recording for one in records.utterances})):
-            advice = keep_threshold(advice, min_similarity(match), largest)
+        is_in_doubt = is_doubtful(largest, len({one.segment.recording for one in records.utterances}))
+        advice = advise(voices, max_wrong, min_similarity(match) if is_in_doubt else 0.0)
     copies = [one.context.similarity for one in records.utterances if one.context and _is_near_copy(one, one.context)]
     # Names as they were written, without values of the environment.
     hide_at = config.references.hide_at

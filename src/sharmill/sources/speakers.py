@@ -47,19 +47,15 @@ def is_missing(value: Any) -> bool:
     [False, False, False, False]
     """
     if isinstance(value, str):
-        return _is_placeholder(value.strip())
+        text = value.strip()
+        is_word = text not in _NAMES and _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None
+        return is_word or text in _PLACEHOLDERS_WITH_MARKS
     return value is None or value == -1 or (isinstance(value, float) and math.isnan(value))
 
 
 def names_no_language(value: Any) -> bool:
     """Return True if a value is missing, and no code of ISO 639 such as ``nan`` either."""
     return is_missing(value) and not (isinstance(value, str) and _LANGUAGE_CODE.fullmatch(value))
-
-
-@lru_cache(maxsize=1 << 12)
-def _is_placeholder(text: str) -> bool:
-    is_word = _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None
-    return (is_word and text not in _NAMES) or text in _PLACEHOLDERS_WITH_MARKS
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class Template:
             if field["prefix"] and text is not None:
                 text = re.split("[-_]", text, maxsplit=1)[0]
             if not text:
-                place = f"in the path {path!r}" if is_part else "in the record, or no text or whole number"
+                place = f"in the path {path!r}" if is_part else "in the record, or names nobody"
                 raise ValueError(f"the template takes {field[0]}, which is not {place}")
             return text
 
@@ -148,21 +144,25 @@ class SpeakerRule:
             RejectRecord: ``bad_speaker``.
         """
         tag = find_tag(record.get("speaker"))
-        if tag and not self.template and _is_complete(tag):
+        if tag and tag.language and tag.dataset and tag.speaker and not self.template:
             return tag
         origin = self.origin(record)
         if origin == "none" and nameless is None:
             return None
-        name = nameless
+        name = nameless if origin == "none" else tag.speaker if tag else name_of(record.get("speaker"))
         if self.template:
-            name = _fill(self.template, {**record, "speaker": tag.speaker} if tag else record, path)
-        elif origin != "none":
-            name = tag.speaker if tag else name_of(record["speaker"])
-        if not name:
-            raise RejectRecord("bad_speaker", f"speaker is {type(record['speaker']).__name__}, not a name")
+            values = {**record, "speaker": tag.speaker} if tag else record
+            known = {key: values[key] for key in self.template.keys if not is_missing(values.get(key))}
+            try:
+                name = self.template.fill(known, path)
+            except ValueError as error:
+                raise RejectRecord("bad_speaker", str(error)) from error
+        if name is None or (is_missing(name) and origin != "none"):
+            shown = repr(name) if name else type(record.get("speaker")).__name__
+            raise RejectRecord("bad_speaker", f"speaker is {shown}, which is no name")
         return SpeakerTag(
             self._find_language(record, tag),
-            self.dataset if tag is None or is_missing(tag.dataset) else tag.dataset,
+            (tag and tag.dataset) or self.dataset,
             canonical_name(name),
             tag.further if tag else (),
         )
@@ -192,29 +192,10 @@ class SpeakerRule:
         return "tag" if tag else "name"
 
 
-@lru_cache(maxsize=1 << 12)
-def _is_complete(tag: SpeakerTag) -> bool:
-    """Return True if a tag has no placeholders, and its language is no number."""
-    has_placeholder = any(map(is_missing, (tag.language, tag.dataset, tag.speaker)))
-    return not has_placeholder and _LETTER.search(tag.language) is not None
-
-
-def _fill(template: Template, record: Mapping[str, Any], path: str) -> str:
-    """Return the name that a template makes; raise RejectRecord ``bad_speaker`` where it makes none."""
-    try:
-        name = template.fill(record, path)
-    except ValueError as error:
-        raise RejectRecord("bad_speaker", str(error)) from error
-    values = [*(record.get(key) for key in template.keys), name]
-    if (placeholder := next(filter(is_missing, values), None)) is not None:
-        raise RejectRecord(
-            "bad_speaker", f"the template {template.text!r} finds {str(placeholder)[:40]!r}, which names nobody"
-        )
-    return name
-
-
 def find_tag(speaker: Any) -> SpeakerTag | None:
-    """Return the tag that a value is, with names that have blanks made canonical, or None for any other value.
+    """Return the tag that a value is, or None for any other value.
+
+    Names with blanks are made canonical, and placeholders are "".
 
     Raises:
         RejectRecord: ``bad_speaker`` where it begins and ends as a tag and is none.
@@ -223,14 +204,21 @@ def find_tag(speaker: Any) -> SpeakerTag | None:
     if match is None:
         return None
     try:
-        return parse_speaker_tag(speaker)
+        return _without_placeholders(parse_speaker_tag(speaker))
     except RejectRecord:
         # A name with a blank: each part goes on up to the next word with a colon.
         pairs = [part.partition(":") for part in re.split(r"(?<!\s)\s+(?=[^\s:]+:)", match[1].strip())]
         words = [f"{name}:{canonical_name(value)}" for name, colon, value in pairs if colon and value.strip()]
         if len(words) < len(pairs):
             raise
-        return parse_speaker_tag(f"| {' '.join(words)} |")
+        return _without_placeholders(parse_speaker_tag(f"| {' '.join(words)} |"))
+
+
+@lru_cache(maxsize=1 << 12)
+def _without_placeholders(tag: SpeakerTag) -> SpeakerTag:
+    language = "" if names_no_language(tag.language) else tag.language
+    dataset, speaker = ("" if is_missing(name) else name for name in (tag.dataset, tag.speaker))
+    return SpeakerTag(language, dataset, speaker, tag.further)
 
 
 def canonical_name(name: str) -> str:

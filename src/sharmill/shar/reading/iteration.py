@@ -1,6 +1,7 @@
 """The iterable in the CutSet of ``open_shar``: the cuts of this part in the order of the epoch, and its state."""
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,11 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 from lhotse.cut import Cut
+from torch.utils.data import get_worker_info
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.files.remote import FETCHES_AT_ONCE, RemoteFile
 from sharmill.prefetch import prefetch
 from sharmill.shar.reading.cuts import POSITION, OpenShard, decode_audio
+from sharmill.shar.reading.epochs import NextEpoch
 from sharmill.shar.reading.shard_source import ReadableShard, ShardSource
 from sharmill.shar.reading.state import (
     END,
@@ -117,6 +120,10 @@ class SharReader:
         self._source = source
         self._options = options
         self._epoch = 0
+        self._next_epoch = NextEpoch()
+        # The process in which an iteration began last, and whether a state was loaded there since.
+        self._process = os.getpid()
+        self._is_loaded = False
         self._start: Progress | None = None  # where an iteration begins, if not with a whole epoch
         self._running: Progress | None = None
         self._only_marked = False
@@ -134,17 +141,41 @@ class SharReader:
 
     def __iter__(self) -> Iterator[Cut]:
         part = self.part
+        self.begin_pass()
+        self._running = (self._start or Progress(self._identity, self._epoch)).for_part(part)
+        return self._iterate(self._running, part)
+
+    def begin_pass(self, *, anew: bool = False) -> None:
+        """Go to where the next iteration begins; ``state_dict`` tells of it from then on.
+
+        In a new worker process that is the epoch after the one that the loader's workers have begun last.
+
+        Args:
+            anew: also in a worker that goes on, which has not ended its epoch if the loader's iteration was left early.
+        """
         if self._pass_start is not None:
             self._go_on_from(self._pass_start)
         self._clear_marks()
-        self._running = (self._start or Progress(self._identity, self._epoch)).for_part(part)
-        return self._iterate(self._running, part)
+        self._running = None
+        if self._options.infinite:
+            return
+        if (anew or self._process != os.getpid()) and not self._is_loaded:
+            epoch = self._next_epoch.find(self._epoch)
+            if epoch != self._epoch:
+                self._go_to(epoch, self._start)
+        self._process, self._is_loaded = os.getpid(), False
+        self._next_epoch.set(self._epoch + (get_worker_info() is not None))
+
+    def end_pass(self) -> None:
+        """End the epoch of a finite reader, whether or not all of its cuts were read and marked."""
+        if self._running is not None and not self._options.infinite:
+            self._clear_marks()
+            self._running.take(END)
+            self._go_to(self._running.epoch + 1, self._running)
 
     @property
     def part(self) -> Part:
         """The part that an iteration begun here and now has: the rank's, or that of the worker that asks."""
-        from torch.utils.data import get_worker_info
-
         options, info = self._options, get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info and options.split_by_worker else (0, 1)
         return Part(options.rank * num_workers + worker, options.world_size * num_workers)
@@ -161,7 +192,8 @@ class SharReader:
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next to be iterated over, from its beginning."""
-        self._epoch, self._start, self._running = epoch, None, None
+        self._running = None
+        self._go_to(epoch)
         self._clear_marks()
 
     def count_only_marked(self) -> None:
@@ -207,16 +239,21 @@ class SharReader:
         It is small, a few numbers for each part; with ``count_only_marked`` it also names the cuts that were read and
         not marked.
         """
-        return self._progress().to_dict()
+        return {**self._progress().to_dict(), "infinite": self._options.infinite}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration go on from a state of this part, or from the merged states of all parts.
+
+        The state of a finite epoch that has ended begins the next one; but not in a worker, which waits for the others.
 
         Raises:
             ConfigError: it is the state of another dataset or order; or, when iterating, of another part.
         """
         progress = Progress.from_dict(state)
         check_identity(progress.identity, self._identity, "the saved state and this reader")
+        self._is_loaded = get_worker_info() is not None
+        if not self._is_loaded and progress.part == self.part:
+            progress.skip_ended(self.part)
         self._go_on_from(progress)
         self._clear_marks()
 
@@ -232,6 +269,13 @@ class SharReader:
 
     def _go_on_from(self, progress: Progress) -> None:
         self._start, self._running, self._epoch = progress, None, progress.epoch
+        self._next_epoch.set(self._epoch)
+
+    def _go_to(self, epoch: int, known: Progress | None = None) -> None:
+        """Go to the beginning of an epoch, or to what is left of it by what is known."""
+        later = {number: progress for number, progress in known.epochs.items() if number >= epoch} if known else {}
+        self._epoch, self._start = epoch, Progress(self._identity, epoch, None, later) if later else None
+        self._next_epoch.set(epoch)
 
     def _clear_marks(self) -> None:
         self._unmarked.clear()
@@ -278,9 +322,7 @@ class SharReader:
                             self.num_left_out - before, " or no ".join(self._source.needed))  # fmt: skip
             if not self._options.infinite:
                 # The next iteration is the next epoch; until it begins, the state tells of the end of this one.
-                self._epoch, self._start = progress.epoch + 1, None
-                if later := {epoch: known for epoch, known in progress.epochs.items() if epoch > progress.epoch}:
-                    self._start = Progress(progress.identity, self._epoch, None, later)
+                self._go_to(progress.epoch + 1, progress)
                 return
             if num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1):
                 raise ConfigError(

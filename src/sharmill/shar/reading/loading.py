@@ -52,6 +52,11 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         self._finish = finish
 
     def __iter__(self) -> Iterator[Any]:
+        # At once, since a loader may save the states of workers of which nothing was asked yet.
+        self._reader.begin_pass(anew=True)
+        return self._examples()
+
+    def _examples(self) -> Iterator[Any]:
         for made in self._cuts if self._pipeline is None else self._pipeline(self._cuts):
             consumed = list(_cuts_in(made))
             if not consumed:
@@ -62,11 +67,10 @@ class ResumableDataset(torch.utils.data.IterableDataset):
                 )
             self._reader.mark_consumed(consumed)
             yield made if self._finish is None else self._finish(made)
+        self._reader.end_pass()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one: needed before each epoch of a reader that is not infinite, since workers end
-        with their epoch and leave no trace here.
-        """
+        """Make ``epoch`` the next one, from its beginning; without it, each iteration of a loader is the next epoch."""
         self._reader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,9 +119,10 @@ def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     torchdata has no public way to them: the keys are those of its ``state_dict()``.
 
     Raises:
-        ConfigError: it is no state of such a loader, or its dataset has none.
+        ConfigError: it is no state of such a loader, its dataset has none, or workers have given more than it says.
     """
-    if "_snapshot" in state:
+    has_workers, is_finished = "_snapshot" in state, state.get("_iterator_finished")
+    if has_workers:
         workers = state["_snapshot"]["_worker_snapshots"].values()
         found = [worker["dataset_state"] for worker in workers]
     else:
@@ -126,7 +131,25 @@ def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         raise ConfigError(
             "this is not the state of a StatefulDataLoader whose dataset has a state of its own", code="wrong_state"
         )
-    return found
+    if has_workers and not is_finished and (steps := state.get("_steps_since_snapshot")):
+        raise ConfigError(
+            f"the state is from {steps} steps after a snapshot, and does not tell what the workers gave since: set "
+            "snapshot_every_n_steps=1 in the StatefulDataLoader, or save at its multiples (this state goes into the "
+            "load_state_dict of a loader with as many workers only)",
+            code="inexact_state",
+        )
+    # A snapshot is of the last step, before workers noticed that they had no more.
+    return [_ended(one) for one in found] if has_workers and is_finished else found
+
+
+def _ended(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a worker at the end of its pass, which no reader goes on with but an infinite one."""
+    if "readers" in state:
+        return {**state, "readers": [_ended(one) for one in state["readers"]]}
+    if state.get("infinite") or "epochs" not in state:
+        return state
+    later = {number: known for number, known in state["epochs"].items() if int(number) > state["epoch"]}
+    return {**state, "epoch": state["epoch"] + 1, "epochs": later}
 
 
 def _cuts_in(made: Any) -> Iterator[Cut]:

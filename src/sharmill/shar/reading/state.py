@@ -278,6 +278,13 @@ class Progress:
             self.epochs.setdefault(epoch, EpochProgress()).reached[self.part] = END
         self.epoch = first
 
+    def skip_ended(self, *parts: Part) -> None:
+        """Go on to the first epoch of which these parts have anything left."""
+        ends = dict.fromkeys(parts, END)
+        while (known := self.current()).reached.items() >= ends.items() and not known.unused:
+            del self.epochs[self.epoch]
+            self.epoch += 1
+
     def for_part(self, part: Part) -> "Progress":
         """Return a copy for the part that goes on with it."""
         if self.part not in (None, part):
@@ -383,6 +390,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged.epochs.setdefault(epoch, EpochProgress()).add(EpochProgress({progress.part: END}))
         for epoch, known in progress.epochs.items():
             merged.epochs.setdefault(epoch, EpochProgress()).add(known)
+    merged.skip_ended(*(Part(index, count) for index in range(count)))
     return merged.to_dict()
 
 

@@ -428,11 +428,17 @@ class Chain(torch.utils.data.IterableDataset):
         return self._with(others, step, _Turns(count, self._sources[0].options))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one: needed before each epoch of a DataLoader whose workers end with their epoch."""
+        """Make ``epoch`` the next one, from its beginning; without it, each iteration of a loader is the next epoch."""
         for source in self._sources:
             source.reader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        # At once, since a loader may save the states of workers of which nothing was asked yet.
+        for source in self._sources:
+            source.reader.begin_pass(anew=True)
+        return self._examples()
+
+    def _examples(self) -> Iterator[Any]:
         with closing(self._open()) as examples:
             for example in examples:
                 consume(example)

@@ -1,0 +1,59 @@
+"""The epoch that a loader's worker processes begin next.
+
+Workers are copies of a reader. Without persistent workers they end with their epoch, and what they know ends with them.
+So the number of the next epoch lies in memory that they share with the loader's process.
+"""
+
+import multiprocessing
+import os
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, Final
+
+from torch.utils.data import get_worker_info
+
+# More than a loader has on any machine.
+_MAX_WORKERS: Final = 1024
+
+
+class NextEpoch:
+    """The next epoch of a reader, for the process that made it and the workers of its loaders.
+
+    Every worker has a number of its own, so that no lock is needed. The workers of one iteration agree on its epoch,
+    whichever of them begins first: those that have begun are one epoch ahead of the others.
+    """
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._owner = os.getpid()
+        self._of_workers = RawArray("q", [epoch] * _MAX_WORKERS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Share the memory with a process that is being started; copy the number where it is pickled otherwise."""
+        if get_spawning_popen():
+            return object.__new__, (NextEpoch,), self.__dict__
+        return NextEpoch, (max(self._of_workers),)
+
+    def set(self, epoch: int) -> None:
+        """Set the epoch of this worker; outside of workers, of all."""
+        info, shared = get_worker_info(), self._of_workers
+        if not self._is_shared():
+            return
+        if info is not None:
+            shared[info.id] = epoch
+        if info is None or info.id == 0:
+            # A later loader may have more workers.
+            first = info.num_workers if info else 0
+            shared[first:] = [epoch] * (_MAX_WORKERS - first)
+
+    def find(self, known: int) -> int:
+        """Return the epoch that this process begins; ``known`` where it shares no memory with the others."""
+        if not self._is_shared():
+            return known
+        info = get_worker_info()
+        ahead = max(self._of_workers)
+        return ahead if info is None else max(self._of_workers[info.id], ahead - 1)
+
+    def _is_shared(self) -> bool:
+        """Return False in processes of other loaders, such as the ranks that a launcher forks."""
+        parent = multiprocessing.parent_process() if get_worker_info() else None
+        return self._owner == (parent.pid if parent else os.getpid())

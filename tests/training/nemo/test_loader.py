@@ -127,6 +127,16 @@ def test_estimating_buckets_leaves_all_ranks_in_the_first_epoch(corpora, num_wor
     assert len(first) == len(set(first))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_finite_epochs_are_whole_and_follow_each_other(corpora, num_workers):
+    settings = {"shuffle": True, "shard_seed": "randomized", "shuffle_buffer_size": 1, "num_workers": num_workers}
+    cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 2, "force_finite": True, "keep": "fail"} | settings
+    loader = get_dataloader(cfg, 0, 1, dataset=Ids())
+    epochs = [flat(take(loader)) for _ in range(3)]
+    assert [len(set(epoch)) for epoch in epochs] == [len(epoch) for epoch in epochs] == [24] * 3
+    assert len(set(map(tuple, epochs))) == 3
+
+
 def test_trng_gives_each_rank_an_order_of_its_own(corpora):
     settings = {"shuffle": True, "shard_seed": "trng", "num_workers": 2, "batch_size": 1, "shuffle_buffer_size": 1}
     found = [read(corpora, rank, 2, batches=24, keep="fail", **settings) for rank in (0, 1, 0)]

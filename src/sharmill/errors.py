@@ -27,7 +27,7 @@ REASONS: Final[dict[str, str]] = {
     "silent_audio": "the loudest sample of the audio is below -60 dB of full scale",
     "over_full_scale": "the loudest sample of the audio is more than 24 dB above full scale, as in floats of integers",
     "changed_audio": "the audio file is not the one that an earlier stage has read",
-    "duration_mismatch": "the manifest and the audio disagree about the duration",
+    "duration_mismatch": "the manifest or the header of the file disagrees with the audio about the duration",
     "unsupported_rate": "the sampling rate cannot be resampled or stored as asked",
     "unsupported_channels": "the audio has several channels and none is chosen, or not the one that is asked for",
     "outside_root": "the audio path leaves the audio root, or names a command, or a URL that is not below it",
@@ -64,7 +64,8 @@ REMEDIES: Final[dict[str, str]] = {
     "over_full_scale": "set float_scale of the source to what is full scale in its files: 32768 where floats hold the "
     "values of 16 bits, 8388608 of 24, 2147483648 of 32",
     "changed_audio": "restore the audio, or begin anew from prepare with --restart",
-    "duration_mismatch": "correct duration and offset in the manifest, or raise prepare.duration_tolerance",
+    "duration_mismatch": "correct duration and offset in the manifest, or raise prepare.duration_tolerance; copy or "
+    "convert files whose headers are wrong",
     "unsupported_rate": "set write.sampling_rate to a common rate",
     "unsupported_channels": "set channel of the source to a number or to downmix",
     "outside_root": "set audio_root in sources to the folder, or the URL, that holds all of the audio",

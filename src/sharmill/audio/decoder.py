@@ -11,16 +11,26 @@ import re
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import BinaryIO, Final
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, BinaryIO, Final, TypeVar
 
 import numpy as np
 import soundfile as sf
 import xxhash
 
+from sharmill.audio.extent import (
+    OGG_BEGIN,
+    STREAMED_BYTES,
+    count_mpeg_samples,
+    has_opus_rate,
+    is_single_ogg,
+)
 from sharmill.errors import ConfigError, RejectRecord
+
+T = TypeVar("T")
 
 MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
 MAX_SAMPLING_RATE: Final = 655350  # of FLAC
@@ -37,22 +47,21 @@ _OTHER_NAMES: Final = {"OPUS": "opus", "MPEG_LAYER_I": "mp1", "MPEG_LAYER_II": "
 # Subtypes without memory between samples: a seek lands on the same values as a decode from the start.
 _MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
 _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
-# Writers to a pipe leave 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) for a size that they cannot know.
-_STREAMED_BYTES: Final = 0x7FFF0000
 # libsndfile shortens a chunk that goes beyond the end of the file, and says so only in its log.
 _SHORTENED_CHUNK: Final = re.compile(
     r"^\s*(?:data|SSND|Data Size|Riff size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE
 )
-# Bit rates in kbit/s by index, and sampling rates, by the version bits of a frame header: MPEG 1, 2 and 2.5.
-_MPEG1_KBPS: Final = (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
-_MPEG2_KBPS: Final = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
-_RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
-_TRAILERS: Final = (b"TAG", b"APETAGEX", b"LYRICSBEGIN", b"ID3")
 # Of a page of Ogg.
 _HEADER_BYTES: Final = 27
 _SERIAL: Final = slice(14, 18)
 _CHECKSUM: Final = slice(22, 26)
 _REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
+
+_FLAC_BEGIN: Final = b"fLaC\0\0\0\x22"
+_OPUS_RATE: Final = 48000
+_MOST_KNOWN: Final = 1 << 16
+# By the identity of the bytes.
+_known: Final[dict[Hashable, Any]] = {}
 
 # Our name -> libsndfile's format and subtype, and the sampling rates that can be written (None: any).
 _ENCODINGS: Final[dict[str, tuple[str, str, tuple[int, ...] | None]]] = {
@@ -105,35 +114,50 @@ class AudioBytes:
     Args:
         name: what errors call it.
         data: an open file without a buffer, or bytes.
-        start: of the range in the file.
-        size: bytes of the range; by default all of the file.
+        start: of the range in the data.
+        size: bytes of the range; by default all of the data.
+        head: bytes in front of the range, in place of a header that is wrong.
     """
 
-    def __init__(self, name: str, data: BinaryIO | bytes | memoryview, start: int = 0, size: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        data: BinaryIO | bytes | memoryview,
+        start: int = 0,
+        size: int | None = None,
+        head: bytes = b"",
+    ) -> None:
         self.name = name
         self._data = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
         self._start = start
+        self._head = head
         # Of a whole file, whose position is the decoder's to move.
         self.descriptor = None if isinstance(self._data, bytes) or size is not None else self._data.fileno()
         if size is None:
             size = len(self._data) if isinstance(self._data, bytes) else os.fstat(self._data.fileno()).st_size
-        self.size = size
+        self.size = len(head) + size
+
+    def with_head(self, head: bytes, start: int, stop: int) -> "AudioBytes":
+        """Return the bytes from ``start`` to ``stop`` behind ``head``."""
+        return AudioBytes(self.name, self._data, self._start + start, stop - start, head)
 
     def read(self, start: int = 0, size: int | None = None) -> bytes:
         """Return bytes from ``start`` on, apart from the position of any decoder; fewer at the end."""
         size = min(self.size - start if size is None else size, self.size - start)
         if size <= 0:
             return b""
+        first = self._head[start : start + size]
+        position, size = self._start + max(0, start - len(self._head)), size - len(first)
         if isinstance(self._data, bytes):
-            return self._data[start : start + size]
-        descriptor, position = self._data.fileno(), self._start + start
+            return first + self._data[position : position + size]
+        descriptor = self._data.fileno()
         data = os.pread(descriptor, size, position)
         while 0 < len(data) < size:  # a read of more than 2 GiB comes in parts
             more = os.pread(descriptor, size - len(data), position + len(data))
             if not more:
                 break
             data += more
-        return data
+        return first + data if first else data
 
     @property
     def identity(self) -> Hashable:
@@ -141,7 +165,7 @@ class AudioBytes:
         if isinstance(self._data, bytes):
             return self.checksum()
         status = os.fstat(self._data.fileno())
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, self._start, self.size
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, self._start, self.size, self._head
 
     def checksum(self) -> str:
         """Return the checksum of all bytes, as ``files.storage.checksum``."""
@@ -152,7 +176,7 @@ class AudioBytes:
 
     def stream(self) -> BinaryIO:
         """Return a file object with a position of its own."""
-        return io.BytesIO(self._data) if isinstance(self._data, bytes) else io.BufferedReader(_Stream(self), 1 << 16)
+        return io.BytesIO(self.read()) if isinstance(self._data, bytes) else io.BufferedReader(_Stream(self), 1 << 16)
 
 
 class _Stream(io.RawIOBase):
@@ -232,7 +256,7 @@ class SndfileDecoder(Decoder):
     """An audio file that libsndfile has opened.
 
     Raises:
-        RejectRecord: unreadable_audio (libsndfile cannot open it, no length in the header).
+        RejectRecord: unreadable_audio (libsndfile cannot open it), duration_mismatch (it holds more than it states).
     """
 
     def __init__(self, source: AudioBytes) -> None:
@@ -245,20 +269,31 @@ class SndfileDecoder(Decoder):
             sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
         # Once: soundfile looks each up in its tables.
         num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
+        exact = kind == "FLAC" or subtype in _MEMORYLESS
+        common = True
+        # A demuxer of FFmpeg that reads all of the audio, where libsndfile reads a part of it.
+        self.demuxer = ""
+        # Places of the streams that lie one behind the other, of which libsndfile reads the first.
+        self.starts: list[int] = []
         if num_samples == _UNKNOWN_LENGTH:
-            raise RejectRecord("unreadable_audio", f"{source.name} was written to a pipe and does not state its length")
-        if subtype == "MPEG_LAYER_III":
-            num_samples = _count_mp3_samples(source.read, source.name, num_samples)
+            num_samples, exact, common = find_once(source, "length", lambda: _count_samples(source)), False, False
+        elif subtype.startswith("MPEG"):
+            estimate = num_samples
+            count = partial(count_mpeg_samples, source.read, source.size, source.name, estimate)
+            num_samples, self.starts = find_once(source, "frames", count)
+            self.demuxer = "mp3" if num_samples > estimate else ""
+        elif kind == "OGG":
+            odd_rate = sound.samplerate != _OPUS_RATE and not has_opus_rate(source.read(0, 256))
+            self.demuxer = "ogg" if odd_rate or not is_single_ogg(source.read, source.size) else ""
         # libsndfile takes several times as long for floats of them.
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
-        exact = kind == "FLAC" or subtype in _MEMORYLESS
         # Ogg states its length in its last page, so that it cannot be wrong by much.
-        if not exact and kind != "OGG" and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
+        if not exact and kind not in ("OGG", "FLAC") and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
             raise RejectRecord(
                 "unreadable_audio", f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
             )
         format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
-        self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
+        self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact, common)
         self._sound = sound
         self._sought = False
 
@@ -275,23 +310,97 @@ class SndfileDecoder(Decoder):
             return self._sound.read(num_samples, dtype=self._dtype)
 
     def check_end(self) -> None:
-        """Raise RejectRecord for what libsndfile repairs in silence: an early end, and lost pages in Ogg."""
+        """Raise RejectRecord for what libsndfile passes over: an early end, lost pages in Ogg, more than is stated."""
         name = self._source.name
         if self._sound.format == "OGG":
             stream = self._source.read()
             last = stream.rfind(b"OggS")
             size = _page_bytes(stream, last)
             cut_off = last >= 0 and (size == 0 or last + size > len(stream))
-            if not cut_off and not _is_intact(stream):
+            if stream.find(OGG_BEGIN, 1) >= 0:
+                raise RejectRecord("unreadable_audio", f"{name} has several Ogg streams under one serial number")
+            if not cut_off and not is_intact(stream):
                 raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
+        elif self._sound.format == "FLAC":
+            cut_off = False  # shows in decoding
+            if self.info.common and _has_unstated_flac(self._source.read(), self.info.num_samples):
+                raise RejectRecord("duration_mismatch", f"{name} holds more audio than its header states")
         else:
             sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
-            cut_off = any(found < declared < _STREAMED_BYTES for declared, found in sizes)
+            cut_off = any(found < declared < STREAMED_BYTES for declared, found in sizes)
         if cut_off:
             raise RejectRecord("duration_mismatch", f"{name} ends before its header says")
 
     def close(self) -> None:
         self._sound.close()
+
+
+class JoinedDecoder(Decoder):
+    """Parts of a file that are decoded one behind the other.
+
+    Raises:
+        RejectRecord: unreadable_audio (they differ in more than their lengths).
+    """
+
+    def __init__(self, name: str, parts: Sequence[Decoder]) -> None:
+        first, self._parts = parts[0].info, parts
+        self._left = [part.info.num_samples for part in parts]
+        self.info = replace(first, num_samples=sum(self._left), exact_seeks=False, common=False)
+        if len({(part.info.sampling_rate, part.info.channels, part.info.format) for part in parts}) > 1:
+            raise RejectRecord("unreadable_audio", f"{name} changes its sampling rate or channels on the way")
+
+    def read(self, num_samples: int) -> np.ndarray:
+        blocks = [self._parts[0].read(0)]
+        for number, part in enumerate(self._parts):
+            wanted = min(num_samples, self._left[number])
+            blocks.append(part.read(wanted))
+            num_samples -= wanted
+            self._left[number] -= len(blocks[-1])
+            if self._left[number]:  # the end of what is wanted, or damage, behind which nothing is in its place
+                break
+        return np.concatenate(blocks)
+
+    def check_end(self) -> None:
+        for part in self._parts:
+            part.check_end()
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+def _has_unstated_flac(data: bytes, num_samples: int) -> bool:
+    """Return True if FLAC has more than the samples that it states, or another FLAC behind it."""
+    if data.rfind(_FLAC_BEGIN) > 0:  # from the end, which takes a quarter of the time
+        return True
+    # Without a stated number libsndfile finds the sample behind the last one, if there is any.
+    unstated = data[:21] + bytes((data[21] & 0xF0,)) + bytes(4) + data[26:]
+    try:
+        with sf.SoundFile(io.BytesIO(unstated)) as sound:
+            sound.seek(num_samples)
+    except sf.LibsndfileError:
+        return False
+    return True
+
+
+def find_once(source: AudioBytes, what: str, find: Callable[[], T]) -> T:
+    """Return ``what`` as ``find`` finds it by reading a recording, or as it was found in the same bytes before."""
+    identity = what, source.identity
+    if identity not in _known:
+        _known[identity] = find()
+        if len(_known) > _MOST_KNOWN:
+            _known.pop(next(iter(_known)), None)
+    found: T = _known[identity]
+    return found
+
+
+def _count_samples(source: AudioBytes) -> int:
+    """Return the number of samples of a recording that does not state it, by decoding."""
+    with _rejecting(source.name), _ForwardSound(source.stream()) as sound:
+        counted = 0
+        while block := len(sound.read(_BLOCK_BYTES, dtype="int16")):
+            counted += block
+    return counted
 
 
 class _ForwardSound(sf.SoundFile):
@@ -313,47 +422,6 @@ def _rejecting(name: str) -> Iterator[None]:
         raise RejectRecord("unreadable_audio", f"{name}: {reason}") from None
 
 
-def _count_mp3_samples(read: Callable[..., bytes], name: str, estimate: int) -> int:
-    """Return the samples in an MP3: libsndfile's number where a Xing or Info frame states it, else counted.
-
-    Without such a frame libsndfile extrapolates from the size of the first: wrong by a frame or so at a
-    constant bit rate, by any factor at a variable one.
-    """
-    head = read(0, 10)
-    first = 0
-    if head[:3] == b"ID3" and len(head) == 10:  # 28-bit size, and a footer if flagged
-        size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
-        first = 10 + size + (10 if head[5] & 0x10 else 0)
-    if re.search(rb"(?s)(?:Xing|Info)...[\x01\x03\x05\x07\x09\x0b\x0d\x0f]", read(first, 256)):
-        return estimate
-    data = read(first).lstrip(b"\0")
-    position = counted = 0
-    while position + 4 <= len(data):
-        size, samples = _read_frame_header(data[position : position + 4])
-        if size == 0:
-            rest = data[position : position + 16]
-            if rest.startswith(_TRAILERS) or not any(rest):
-                break
-            raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
-        position += size
-        # The last frame may be incomplete.
-        counted += samples if position <= len(data) else 0
-    if counted > estimate:  # where libsndfile would stop
-        raise RejectRecord("unreadable_audio", f"{name}: MP3 of variable bit rate without a Xing frame")
-    return counted
-
-
-def _read_frame_header(header: bytes) -> tuple[int, int]:
-    """Return bytes and samples per channel of the layer III frame with this 4-byte header; (0, 0) if it is none."""
-    version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
-    kbps, rate = header[2] >> 4, (header[2] >> 2) & 3
-    if header[0] != 0xFF or header[1] < 0xE0 or version == 1 or layer != 1 or kbps in (0, 15) or rate == 3:
-        return 0, 0
-    samples, kbps_table = (1152, _MPEG1_KBPS) if version == 3 else (576, _MPEG2_KBPS)
-    padding = (header[2] >> 1) & 1
-    return samples // 8 * kbps_table[kbps - 1] * 1000 // _RATES[version][rate] + padding, samples
-
-
 def with_serial(stream: bytes, serial: int) -> bytes:
     """Return Ogg that libsndfile has written with ``serial`` as the serial number of all pages.
 
@@ -367,7 +435,7 @@ def with_serial(stream: bytes, serial: int) -> bytes:
     return b"".join(pages)
 
 
-def _is_intact(stream: bytes) -> bool:
+def is_intact(stream: bytes) -> bool:
     """Return True for pages with right checksums, end to end; something that is no Ogg may follow."""
     end = 0
     for page in _iterate_pages(stream):

@@ -1,4 +1,4 @@
-"""Decoding of what libsndfile does not know: AAC and ALAC, WMA, WebM, AMR, shorten.
+"""Decoding of what libsndfile does not read, or not all of: AAC and ALAC, WMA, WebM, AMR, shorten, chained Ogg.
 
 FFmpeg (PyAV) gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it
 never guesses, and playlists and the like never reach it. It opens nothing else.
@@ -11,8 +11,9 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,8 +27,12 @@ from sharmill.audio.decoder import (
     AudioBytes,
     AudioInfo,
     Decoder,
+    JoinedDecoder,
     SndfileDecoder,
+    find_once,
+    is_intact,
 )
+from sharmill.audio.extent import check_chunks, skip_tags
 from sharmill.errors import RejectRecord
 
 if TYPE_CHECKING:
@@ -39,11 +44,12 @@ _ALWAYS_ALLOWED_SAMPLES: Final = 10_000_000
 # Containers round times to milliseconds and more, and count the encoder's delay in different ways.
 _ROUNDED_SECONDS: Final = 0.25
 
+_ASF: Final = b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c"
 # FFmpeg's name of a demuxer -> bytes that its files have, and where.
 _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
     ("mov", 4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     ("matroska", 0, (b"\x1a\x45\xdf\xa3",)),
-    ("asf", 0, (b"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c",)),
+    ("asf", 0, (_ASF,)),
     ("amr", 0, (b"#!AMR\n", b"#!AMR-WB\n")),
     ("caf", 0, (b"caff",)),
     ("nistsphere", 0, (b"NIST_1A\n",)),
@@ -61,24 +67,30 @@ _OTHER_NAMES: Final = {
 # The decoders that may be used at all.
 _DECODERS: Final = (
     *("aac", "aac_latm", "alac", "amrnb", "amrwb", "wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"),
-    *("opus", "vorbis", "flac", "shorten", "mp2float", "mp3float", "ac3", "eac3"),
+    *("opus", "vorbis", "flac", "shorten", "mp2", "mp2float", "mp3float", "ac3", "eac3"),
     *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
 
-_MOST_KNOWN: Final = 1 << 16
-# By the identity of the bytes.
-_known: Final[dict[Hashable, AudioInfo]] = {}
-
 
 def open_decoder(source: AudioBytes) -> Decoder:
-    """Open an audio file with libsndfile if it knows the format, else with sph2pipe or FFmpeg.
+    """Open an audio file with libsndfile if it reads all of its audio, else with sph2pipe or FFmpeg.
 
     Raises:
-        RejectRecord: none of them reads it.
+        RejectRecord: none of them reads it, or the file holds more than its header states.
     """
     try:
-        return SndfileDecoder(source)
+        head, start, stop = check_chunks(source.read, source.size, source.name)
+        sound = SndfileDecoder(source.with_head(head, start, stop) if head else source)
+        if len(sound.starts) > 1:
+            sound.close()
+            ends = [*sound.starts[1:], source.size]
+            parts = [source.with_head(b"", *place) for place in zip(sound.starts, ends, strict=True)]
+            return JoinedDecoder(source.name, [open_decoder(part) for part in parts])
+        if not sound.demuxer:
+            if head:  # other readers believe the one of the file
+                sound.info = replace(sound.info, common=False)
+            return sound
     except RejectRecord as reject:
         if reject.reason != "unreadable_audio":
             raise
@@ -87,10 +99,16 @@ def open_decoder(source: AudioBytes) -> Decoder:
         is_sphere = head.startswith(b"NIST_1A\n")
         if is_sphere and re.search(rb"^sample_coding .*u-?law.*embedded-shorten", head, re.MULTILINE):
             return Sph2pipeDecoder(source)
-        demuxer = _recognise(source)
-        if demuxer is None:
+        recognised = _recognise(source)
+        if recognised is None:
             raise
-    return FfmpegDecoder(source, demuxer)
+        return FfmpegDecoder(source, recognised)
+    sound.close()
+    decoder = FfmpegDecoder(source, sound.demuxer)
+    found, least = decoder.info, sound.info
+    if found.num_samples / found.sampling_rate < least.num_samples / least.sampling_rate - _ROUNDED_SECONDS:
+        raise RejectRecord("duration_mismatch", f"{source.name} is damaged: FFmpeg passes over a part of it")
+    return decoder
 
 
 def _recognise(source: AudioBytes) -> str | None:
@@ -99,14 +117,12 @@ def _recognise(source: AudioBytes) -> str | None:
     for demuxer, position, signatures in _SIGNATURES:
         if any(head.startswith(signature, position) for signature in signatures):
             return demuxer
-    return "aac" if _is_adts(source, head) else None
+    return "aac" if _is_adts(source) else None
 
 
-def _is_adts(source: AudioBytes, head: bytes) -> bool:
+def _is_adts(source: AudioBytes) -> bool:
     """Return True where ADTS frames follow each other, be it behind an ID3 tag."""
-    position = 0
-    if head[:3] == b"ID3" and len(head) >= 10:
-        position = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(head[6:10], (21, 14, 7, 0), strict=True))
+    position = skip_tags(source.read, 0)
     for number in range(_ADTS_FRAMES):
         header = source.read(position, 7)
         if len(header) < 7:
@@ -119,18 +135,18 @@ def _is_adts(source: AudioBytes, head: bytes) -> bool:
 
 
 class FfmpegDecoder(Decoder):
-    """An audio file that FFmpeg has opened, decoded from its begin on; of several audio streams the first.
+    """An audio file that FFmpeg has opened, decoded from its begin on.
 
     Containers say only roughly how long they are. So all samples are decoded once to count them, and what was found is
     remembered.
 
     Raises:
-        RejectRecord: unreadable_audio (PyAV is not installed, no audio, a codec that is not allowed, damage),
-            duration_mismatch (the file is cut off), empty_audio.
+        RejectRecord: unreadable_audio (PyAV is not installed, no audio or several streams of it, a codec that is not
+            allowed, damage), duration_mismatch (the file is cut off, or another one follows in it), empty_audio.
     """
 
     def __init__(self, source: AudioBytes, demuxer: str) -> None:
-        self.info = _inspect(source, demuxer)
+        self.info = find_once(source, demuxer, lambda: _inspect(source, demuxer))
         self._container, stream = _open(source, demuxer)
         self._blocks = _decode(source, self._container, stream)
         self._next: np.ndarray | None = np.empty((0, self.info.channels), np.float32)
@@ -160,7 +176,7 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
     except ImportError:
         raise RejectRecord(
             "unreadable_audio",
-            f'{name} is audio that libsndfile does not read; pip install "sharmill[formats]" brings FFmpeg for it',
+            f'{name} is audio that libsndfile does not read as a whole; pip install "sharmill[formats]" brings FFmpeg',
         ) from None
     with _rejecting(name):
         container = av.open(
@@ -174,6 +190,10 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
     try:
         if not container.streams.audio:
             raise RejectRecord("unreadable_audio", f"{name} has no audio, only other streams")
+        if (number := len(container.streams.audio)) > 1:
+            raise RejectRecord(
+                "unreadable_audio", f"{name} has {number} audio streams; store each as a file of its own"
+            )
         stream = container.streams.audio[0]
         context: Any = stream.codec_context
         if context is None or context.name not in _DECODERS:
@@ -190,6 +210,8 @@ def _decode(
     source: AudioBytes, container: "av.container.InputContainer", stream: "av.AudioStream"
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the sampling rate and each block of samples, float32 (samples, channels)."""
+    from av.error import InvalidDataError
+
     name, size = source.name, source.size
     most = max(size * _MAX_SAMPLES_PER_BYTE, _ALWAYS_ALLOWED_SAMPLES)
     num_samples = sampling_rate = channels = 0
@@ -197,7 +219,13 @@ def _decode(
         for packet in container.demux(stream):
             if packet.is_corrupt:
                 raise RejectRecord("duration_mismatch", f"{name} is cut off or damaged")
-            for frame in packet.decode():
+            try:
+                frames = packet.decode()
+            except InvalidDataError:
+                if container.format.name != "mp3":  # tags between frames are packets
+                    raise
+                frames = []
+            for frame in frames:
                 rate, block = frame.sample_rate, _samples(frame)
                 if not MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
                     raise RejectRecord("unreadable_audio", f"{name} claims a sampling rate of {rate} Hz")
@@ -213,14 +241,15 @@ def _decode(
 
 
 def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
-    """Decode a recording to count its samples; those that were counted last are known.
+    """Decode a recording to count its samples.
 
     Raises:
         RejectRecord: empty_audio; duration_mismatch, where it ends before its container says; and as of the decoder.
     """
-    identity = source.identity
-    if (known := _known.get(identity)) is not None:
-        return known
+    if demuxer == "ogg" and not is_intact(source.read()):
+        raise RejectRecord("unreadable_audio", f"{source.name}: a page of the Ogg stream is damaged")
+    if _begins_again(source, demuxer):
+        raise RejectRecord("duration_mismatch", f"{source.name} holds another file behind its end")
     counted, rate, channels, claimed = 0, 1, 0, 0.0
     container, stream = _open(source, demuxer)
     with container:
@@ -239,11 +268,21 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     # Only SPHERE states a number of samples, which is exact.
     if counted / rate < claimed - (0.5 / rate if demuxer == "nistsphere" else _ROUNDED_SECONDS):
         raise RejectRecord("duration_mismatch", f"{source.name} ends before its header says")
-    info = AudioInfo(rate, counted, channels, _OTHER_NAMES.get(codec, codec), exact_seeks=False, common=False)
-    _known[identity] = info
-    if len(_known) > _MOST_KNOWN:
-        _known.pop(next(iter(_known)), None)
-    return info
+    return AudioInfo(rate, counted, channels, _OTHER_NAMES.get(codec, codec), exact_seeks=False, common=False)
+
+
+def _begins_again(source: AudioBytes, demuxer: str) -> bool:
+    """Return True if a second MP4 or ASF file is behind the first, which FFmpeg leaves out."""
+    begins, position = 0, 0
+    while demuxer in ("mov", "asf") and len(head := source.read(position, 24)) == 24:
+        size = int.from_bytes(head[:4], "big")
+        if demuxer == "asf":
+            size = int.from_bytes(head[16:], "little")
+        elif size == 1:
+            size = int.from_bytes(head[8:16], "big")
+        begins += head.startswith(_ASF) or head[4:8] == b"moov"
+        position += max(size, 8)
+    return begins > 1
 
 
 def _samples(frame: "av.AudioFrame") -> np.ndarray:

@@ -1,0 +1,220 @@
+"""The extent of a recording: whether the header of a file states all of the audio that the file holds.
+
+libsndfile believes headers. For each container that it reads, its header is compared with the file, without reading the
+audio if that is possible. Tags, padding and chunks of metadata behind the audio are no audio.
+"""
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from sharmill.errors import RejectRecord
+
+Read = Callable[[int, int], bytes]
+
+# Writers to a pipe leave 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) for a size that they cannot know.
+STREAMED_BYTES: Final = 0x7FFF0000
+_HEAD_BYTES: Final = 512
+_BLOCK_BYTES: Final = 1 << 20
+_TAGS: Final = (b"ID3", b"TAG", b"APET", b"LYRI")
+_ID3: Final = (b"ID3\2", b"ID3\3", b"ID3\4")
+_ID3_SHIFTS: Final = (21, 14, 7, 0)
+# Magic bytes -> the first chunk, the form of a chunk's header, and the name of the chunk of samples.
+_CHUNKS: Final = {
+    b"RIFF": (12, "<4sI", b"data"),
+    b"RF64": (12, "<4sI", b"data"),
+    b"RIFX": (12, ">4sI", b"data"),
+    b"FORM": (12, ">4sI", b"SSND"),
+    b"caff": (8, ">4sQ", b"data"),
+    b".snd": (0, ">4sI", b""),
+}
+_CHUNK_NAME: Final = re.compile(rb"[ -~]{4}")
+_UNKNOWN_BYTES: Final = 0xFFFFFFFF
+_MOST_BYTES: Final = 1 << 48  # beyond, it is the -1 of a writer that cannot know it
+# Bytes of a chunk of samples that has none: SSND has two numbers, data in CAF one.
+_EMPTY_BYTES: Final = 8
+# Chunks behind the samples that tools leave cut off.
+_METADATA: Final = (b"LIST", b"id3 ", b"ID3 ")
+# A first page of an Ogg stream: version 0, and its flag.
+OGG_BEGIN: Final = b"OggS\0\2"
+_OGG_SERIAL: Final = slice(14, 18)
+# A last page begins there: commonly, and at most.
+_TAIL_BYTES: Final = (1 << 13, 1 << 16)
+_OPUS_RATE: Final = re.compile(rb"(?s)OpusHead.{4}(.{4})")
+_OPUS_RATES: Final = (8000, 12000, 16000, 24000, 48000)
+_XING: Final = re.compile(rb"(?s)(?:Xing|Info)...([\x01\x03\x05\x07\x09\x0b\x0d\x0f])(.{4})(.{4})")
+_TAG_FRAME: Final = re.compile(rb"Xing|Info|VBRI")
+_HAS_BYTES: Final = 2
+# Bit rates of MPEG audio in kbit/s by index: of MPEG 1 or not, by layer; and sampling rates by the version bits.
+_FRAME_HEADER: Final = 4
+_LOW_KBPS: Final = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
+_KBPS: Final = {
+    (True, 1): range(32, 449, 32),
+    (True, 2): (32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
+    (True, 3): (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    (False, 1): (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
+    (False, 2): _LOW_KBPS,
+    (False, 3): _LOW_KBPS,
+}
+_RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
+
+
+def skip_tags(read: Read, position: int) -> int:
+    """Return the place behind the tags (ID3, APE, Lyrics3) and zeros that begin at a place, perhaps beyond the file."""
+    while head := read(position, 32):
+        if head.startswith(_ID3) and len(head) > 9:  # 28 bits of size, and a footer if flagged
+            size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:10], _ID3_SHIFTS, strict=True))
+            position += 10 + size + (head[5] & 0x10 and 10)
+        elif head.startswith(b"APETAGEX"):
+            position += 32 + int.from_bytes(head[12:16], "little")
+        elif head.startswith(b"LYRICSBEGIN"):
+            position += max(0, read(position, _BLOCK_BYTES).find(b"LYRICS200")) + 9
+        elif head.startswith(b"TAG"):
+            position += 128
+        elif head.startswith(b"\0"):
+            zeros = read(position, _BLOCK_BYTES)
+            position += len(zeros) - len(zeros.lstrip(b"\0"))
+        else:
+            break
+    return position
+
+
+def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
+    """Return how all samples of a file made of chunks, or an AU, are read if the header states less.
+
+    Returns:
+        A head by which libsndfile reads up to the end, and first and last byte of the samples to put behind it. The
+        head is empty if the file is read as it is, and for all other formats.
+
+    Raises:
+        RejectRecord: duration_mismatch, if something else than chunks and tags follows the samples.
+    """
+    magic = read(0, 4)
+    if magic not in _CHUNKS:
+        return b"", 0, 0
+    first, form, samples = _CHUNKS[magic]
+    found = (chunk for chunk in _chunks(read, size, first, form) if chunk[0] == samples)
+    _, start, stated = next(found, (b"", size, 0))
+    if magic == b".snd":
+        start, stated = struct.unpack(">II", read(4, 8).ljust(8))
+    elif magic == b"RF64" and stated == _UNKNOWN_BYTES:
+        stated = int.from_bytes(read(28, 8), "little")
+    end = start + stated
+    if end >= size and stated < _MOST_BYTES:
+        return b"", 0, 0
+    is_unknown = stated <= _EMPTY_BYTES or stated >= STREAMED_BYTES
+    # Sizes of 32 bits begin at 0 again beyond 4 GiB.
+    ends = (end + (turns << 32) for turns in range((size - end) >> 32, -1, -1))
+    stop = next((stop for stop in ends if _is_no_audio(read, size, stop, form, samples)), 0)
+    if stop == end:
+        return b"", 0, 0
+    if not stop and not is_unknown:
+        raise RejectRecord(
+            "duration_mismatch", f"{name} has {size - end:,} bytes behind the audio that its header states"
+        )
+    stop = stop or size
+    return _endless_head(magic, read(0, start), stop - start), start, stop
+
+
+def _endless_head(magic: bytes, head: bytes, num_bytes: int) -> bytes:
+    """Return what is in front of the samples, with sizes for which libsndfile reads up to the end of the file."""
+    if magic == b".snd":
+        return head[:8] + b"\xff" * 4 + head[12:]
+    if magic == b"caff":
+        return head[:-8] + struct.pack(">Q", num_bytes)
+    if magic == b"FORM":
+        return head[:-4] + bytes(4)
+    return struct.pack(_CHUNKS[magic][1], magic.replace(b"RF64", b"RIFF"), 8) + head[8:-4] + bytes(4)
+
+
+def _is_no_audio(read: Read, size: int, end: int, form: str, samples: bytes) -> bool:
+    """Return True if nothing but tags, padding and other chunks than that of the samples follows from a place on."""
+    for chunk, start, length in _chunks(read, size, end, form):
+        if chunk == samples or chunk in _CHUNKS or not _CHUNK_NAME.fullmatch(chunk):
+            return False
+        if start + length > size:
+            return chunk in _METADATA
+    return True
+
+
+def _chunks(read: Read, size: int, position: int, form: str) -> Iterator[tuple[bytes, int, int]]:
+    """Yield name, first byte and number of bytes of the chunks that follow from a place on; tags are passed over."""
+    header = struct.calcsize(form)
+    while position + header <= size:
+        chunk, length = struct.unpack(form, read(position, header))
+        if not _CHUNK_NAME.fullmatch(chunk) or chunk.startswith(_TAGS):
+            position, before = skip_tags(read, position), position
+            if position != before:
+                continue
+        position += header + length
+        yield chunk, position - length, length
+
+
+def is_single_ogg(read: Read, size: int) -> bool:
+    """Return True if an Ogg file is one stream, which libsndfile reads, by serial numbers of its first and last pages.
+
+    Streams of one serial number that lie one behind the other show in a look at all pages only.
+    """
+    head, last = read(0, _HEAD_BYTES), -1
+    for num_bytes in _TAIL_BYTES:
+        tail = read(max(0, size - num_bytes), num_bytes)
+        if (last := tail.rfind(b"OggS")) >= 0:
+            break
+    # A file that is cut off within the header of its last page has no serial number there.
+    return head.rfind(OGG_BEGIN) == 0 and last >= 0 and head[_OGG_SERIAL].startswith(tail[last:][_OGG_SERIAL])
+
+
+def has_opus_rate(head: bytes) -> bool:
+    """Return True if Opus states an input rate at which Opus decodes; libsndfile takes any other for the next one."""
+    found = _OPUS_RATE.search(head)
+    return found is None or int.from_bytes(found[1], "little") in _OPUS_RATES
+
+
+def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple[int, list[int]]:
+    """Return the samples in MPEG audio, and the places at which streams begin if several lie one behind the other.
+
+    The number is libsndfile's if a Xing or Info frame states it for all of the file, else counted. Without such a frame
+    libsndfile extrapolates from the size of the first: wrong by a frame or so at a constant bit rate, by any factor at
+    a variable one. A number above its own means that it reads a part only.
+    """
+    first = skip_tags(read, 0)
+    found = _XING.search(read(first, 256))
+    stated = int.from_bytes(found[3], "big") if found and found[1][0] & _HAS_BYTES else 0
+    if stated and skip_tags(read, first + stated) + _FRAME_HEADER > size:
+        return estimate, []
+    data = read(0, size)
+    position, counted, frames, last, starts = first, 0, 0, None, []
+    while position + _FRAME_HEADER <= size:
+        num_bytes, samples, kind = _read_frame_header(data[position : position + _FRAME_HEADER])
+        if num_bytes == 0:
+            position, before = skip_tags(read, position), position
+            if position == before and found:  # something else, which FFmpeg passes over
+                return estimate + 1, []
+            if position == before:
+                raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
+        elif kind != last or _TAG_FRAME.search(data, position + 13, position + 40):
+            starts.append(position)
+        position, last = position + num_bytes, kind
+        if num_bytes and position <= size:  # the last frame may be incomplete
+            counted += samples
+            frames += 1
+    is_stated = found and frames - 1 <= int.from_bytes(found[2], "big")
+    return (estimate if is_stated else counted), starts
+
+
+def _read_frame_header(header: bytes) -> tuple[int, int, tuple[int, int, int, bool] | None]:
+    """Return bytes, samples per channel and kind of the frame with this 4-byte header; (0, 0, None) if it is none.
+
+    Kind are version, layer, rate and mono or not: all that must not change.
+    """
+    if len(header) < _FRAME_HEADER or header[0] != 0xFF or header[1] < 0xE0:
+        return 0, 0, None
+    version, layer = (header[1] >> 3) & 3, 4 - ((header[1] >> 1) & 3)
+    kbps, rate = header[2] >> 4, (header[2] >> 2) & 3
+    if version == 1 or layer == 4 or kbps in (0, 15) or rate == 3:
+        return 0, 0, None
+    samples = 384 if layer == 1 else 576 if layer == 3 and version != 3 else 1152
+    slot, padding = 4 if layer == 1 else 1, (header[2] >> 1) & 1
+    size = samples // 8 * _KBPS[version == 3, layer][kbps - 1] * 1000 // _RATES[version][rate] // slot + padding
+    return size * slot, samples, (version, layer, rate, header[3] >> 6 == 3)

@@ -123,6 +123,26 @@ def test_records_of_a_cut(name, cuts):
     assert read(cuts(line, split=split)) == expected
 
 
+MARK = {"_skipme": True}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(
+    "line",
+    [
+        cut(supervision("a", 0.5, 1.0, custom={"_skipme": False}), custom=MARK),
+        cut(supervision("a", 0.5, 1.0, custom=MARK), supervision("b", 2.0, 1.0)),
+        cut(supervision("a", 0.5, 1.0, custom={"custom": MARK})),
+    ],
+    ids=["the cut", "one supervision of two", "in custom of custom"],
+)
+def test_marks_of_cuts_and_supervisions_are_obeyed(line, split, cuts):
+    rows = read(cuts(line, split=split))
+    assert isinstance(rows[0], Unreadable)
+    assert rows[0].reason == "skipped"
+    assert [row["utterance_id"] for row in rows[1:]] == ["b"] * (len(rows) - 1)
+
+
 def test_several_speakers_need_split(cuts):
     found = reason(cuts(cut(*TWO_SPEAKERS)))
     assert found[0] == "unsupported_cut"

@@ -42,6 +42,7 @@ from sharmill.sources.files import (
     expand_home,
     iterate_lines,
 )
+from sharmill.sources.nemo import skip_mark
 
 # The rest of a line says no more about what is wrong.
 _SHOWN_BYTES: Final = 4096
@@ -262,6 +263,7 @@ def _cut_record(cut: Cut, supervisions: list[Supervision], split: bool, chosen: 
     if cut.recording is None:
         raise RejectRecord("missing_field", "the cut has no recording")
     _refuse_several_speakers(supervisions, "split: true of the source makes a record of each")
+    _refuse_marked(cut, supervisions)
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
         if beyond > _MAX_BEYOND:
@@ -288,6 +290,13 @@ def _refuse_several_speakers(supervisions: Sequence[Supervision], remedy: str) -
         raise RejectRecord(
             "unsupported_cut", f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; {remedy}"
         )
+
+
+def _refuse_marked(cut: Cut, supervisions: Sequence[Supervision]) -> None:
+    """Raise RejectRecord where a cut or one of its supervisions is marked as records of NeMo are."""
+    customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
+    if any(skip_mark(custom or {}) for custom in customs):
+        raise RejectRecord("skipped", "the cut, or a supervision of it, is marked with _skipme")
 
 
 def _speech_record(further: Iterable[dict[str, Any]], supervisions: Sequence[Supervision], own: str) -> dict[str, Any]:
@@ -570,6 +579,7 @@ def _describe_cut(cut: Cut) -> dict[str, Any]:
     _refuse_several_speakers(
         cut.supervisions, "let lhotse make a cut of each (CutSet.trim_to_supervisions) before the Shar is written"
     )
+    _refuse_marked(cut, cut.supervisions)
     customs = [cut.custom or {}, *_common_keys([supervision.custom or {} for supervision in cut.supervisions])]
     record = _speech_record(customs, cut.supervisions, cut.id)
     # The audio that a segment was once taken from; what is stored is another file. Of a Shar made of a Shar, what is

@@ -413,7 +413,8 @@ class LineSource(RunSource, FileSource):
 
     def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
         """Yield the lines of a file from a place on, each with the place behind it; ConfigError where it is damaged."""
-        stream = self._open(self.files[number])
+        # Pieces may be read while further ones are looked for, which begins at the first line.
+        stream = self._open(self.files[number]) if begin else open_lines(self.files[number])
         stream.seek(begin)
         return iterate_stream(stream, self.files[number], self.file_key, begin)
 

@@ -20,6 +20,10 @@ from sharmill.files.storage import open_new, open_stored
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
 # The keys that may hold the transcript, the first one with any text first.
 TEXT_KEYS: Final = ("text", "normalized_text", "tts_text", "tts_text_normalized")
+# Seconds by which a part, such as a word of a segment, may go beyond the whole: times are rounded, and pauses divided.
+MAX_BEYOND: Final = 0.1
+# Digits of seconds, as lhotse has them.
+TIME_DIGITS: Final = 8
 # A line of more bytes is no record, and would be carried through all stages and into the dataset.
 MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_LINE_BYTES: Final = 64 << 20
@@ -31,6 +35,9 @@ MAX_PATH: Final = 4096
 DURATION_FROM_HEADER: Final = "duration_from_header"
 # The id that a cut had in its source, where that keeps ids.
 SOURCE_CUT_ID: Final = "source_cut_id"
+# Key of a record for the times of its words, phones and the like; see ``fit_alignments``. A cut has them as the
+# alignment of its supervision.
+ALIGNMENT: Final = "_alignment"
 _NOT_IN_IDS: Final = re.compile(r"[\s/\x00-\x1f\x7f]+")
 _MAX_ID: Final = 200
 # The speaker tag as the record had it, where the dataset has its language in another form.
@@ -75,6 +82,44 @@ Channel = int | Literal["downmix"] | None
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder()
+
+
+class _AlignmentItem(NamedTuple):
+    """A word, phone or the like with its time in seconds: an array in JSON, as lhotse writes it."""
+
+    symbol: str
+    start: float
+    duration: float
+    score: float | None = None
+
+
+def fit_alignments(alignments: Any, begin: float, start: float, end: float) -> dict[str, list[list[Any]]] | None:
+    """Return the alignments of a segment, ``{"word": [[symbol, start, duration, score], ...]}``, clipped to it.
+
+    Args:
+        alignments: JSON, in the same form or without scores.
+        begin: the time from which seconds are to count.
+        start, end: times of the segment.
+
+    Returns:
+        None if they have another form, or an item lies outside of the segment: the times of all count from another
+        place then.
+    """
+    try:
+        found = msgspec.convert(alignments, dict[str, list[_AlignmentItem]])
+    except msgspec.ValidationError:
+        return None
+    fitted: dict[str, list[list[Any]]] = {kind: [] for kind in found}
+    for kind, items in found.items():
+        for item in items:
+            times = (item.start, item.start + item.duration)
+            if not start - MAX_BEYOND <= times[0] <= times[1] <= end + MAX_BEYOND:
+                return None
+            first, last = (min(max(start, time), end) for time in times)
+            fitted[kind].append(
+                [item.symbol, round(first - begin, TIME_DIGITS), round(last - first, TIME_DIGITS), item.score]
+            )
+    return fitted
 
 
 @dataclass(frozen=True, slots=True)

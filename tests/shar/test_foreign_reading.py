@@ -10,6 +10,7 @@ from lhotse import CutSet, Fbank, MonoCut, MultiCut, Recording, SupervisionSegme
 from lhotse.array import Array, TemporalArray
 from lhotse.dataset import AudioSamples, K2SpeechRecognitionDataset
 from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
+from lhotse.supervision import AlignmentItem
 from support.project import DATA, raises, voice, write_tone
 
 from sharmill.audio.decoder import encode
@@ -38,6 +39,7 @@ def make_cuts(tone, folder, count=7):
         supervision = SupervisionSegment(
             f"sup-{number}", recording.id, 0.0, recording.duration, channel=[0, 1] if number == 3 else 0,
             text="größer", language="de", speaker="x" * 130, custom={"number": number, "nested": {"a": [1, None]}},
+            alignment={"word": [AlignmentItem("größer", 0.1, 0.2, 0.5)], "phone": []} if number else None,
         )  # fmt: skip
         kind = MultiCut if number == 3 else MonoCut
         cut = kind(
@@ -209,13 +211,15 @@ def test_supervisions_of_the_published_layout_begin_with_their_cuts(published):
                 "start": cut["start"],
                 "duration": cut["duration"],
             }
-            cut["supervisions"] = [{**keys, "channel": 0, "text": "x"}]
+            alignment = {"word": [["x", cut["start"] + 0.1, 0.2, None]]}
+            cut["supervisions"] = [{**keys, "channel": 0, "text": "x", "alignment": alignment}]
         path.write_bytes(gzip.compress("".join(json.dumps(cut) + "\n" for cut in lines).encode()))
     cuts = CutSet.from_cuts(open_shar(published))
     assert [cut.supervisions[0].start for cut in cuts] == [0.0] * 6
+    assert [cut.supervisions[0].alignment["word"][0].start for cut in cuts] == pytest.approx([0.1] * 6)
     assert all(len(cut.truncate(offset=0.2, duration=0.3).supervisions) == 1 for cut in cuts)
     # Without the codes, whose dimension -1 lhotse does not take.
-    audio = CutSet.from_cuts(open_shar(published, ["target_audio"]))
+    audio = CutSet.from_cuts(open_shar(published, ["target_audio"])).drop_alignments()
     batch = K2SpeechRecognitionDataset(input_strategy=AudioSamples())[audio]
     assert batch["supervisions"]["start_sample"].tolist() == [0] * 6
 

@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from support.sources import read
+from support.sources import read, read_raw
 
 from sharmill.sources import Unreadable
 from sharmill.sources.lhotse import LhotseSource
@@ -82,7 +82,7 @@ def test_a_cut_with_one_supervision(name, end, cuts):
     source.check()
     assert read(source) == [
         {"utterance_id": "s", "split": "a", "snr": 3, "speaker": "anna", "language": "English", "gender": "f",
-         "text": "S", "audio_filepath": "a.wav", "offset": 1.25, "duration": 3.0}
+         "text": "S", "source_offset": 7, "audio_filepath": "a.wav", "offset": 1.25, "duration": 3.0}
     ]  # fmt: skip
 
 
@@ -232,6 +232,18 @@ def test_channels(cuts):
     one, other = read(cuts(cut(*said, recording=both, type="MultiCut") | {"channel": [0, 1]}, split=True))
     assert one["channel"] == 1
     assert other.reason == "unsupported_channels"
+
+
+@pytest.mark.parametrize(("chosen", "text"), [(0, "A B"), (1, "B C"), ("downmix", "A B C")])
+def test_texts_are_those_of_the_chosen_channel(chosen, text, cuts):
+    both = recording(sources=stereo("both.wav"), channel_ids=[0, 1])
+    said = [supervision("a", 0.0, 1.0, channel=0), supervision("b", 1.0, 1.0, channel=[0, 1])]
+    said.append(supervision("c", 2.0, 1.0, channel=1))
+    (raw,) = read_raw(cuts(cut(*said, recording=both, type="MultiCut") | {"channel": [0, 1]}, channel=chosen))
+    named = (
+        [] if chosen == "downmix" else ["records have supervisions of other channels, which the dataset does not take"]
+    )
+    assert (json.loads(raw)["text"], list(getattr(raw, "notes", []))) == (text, named)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])

@@ -239,7 +239,9 @@ def _join_utterances(utterances: list[Any], least: float) -> list[Any]:
             seconds = max(part.end for part in run) - run[0].start
             if seconds >= least:
                 text = " ".join(part.text for part in run if part.text)
-                joined.append(replace(run[0], duration=round(seconds, 8), text=text))
+                # An alignment of the first utterance alone would be taken for that of the whole text.
+                whole = run[0] if len(run) == 1 else replace(run[0], alignment=None)
+                joined.append(replace(whole, duration=round(seconds, 8), text=text))
                 num_left -= len(run)
     if num_left:
         logging.warning("%d utterances are left out: joined they last less than %g s", num_left, least)

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from sharmill.errors import ConfigError, DamagedShard, FatalError, refuse
 from sharmill.export.run import Export
 from sharmill.files.storage import checksum, checksum_bytes, hash_text, open_atomic, write_atomic
+from sharmill.manifest import ALIGNMENT
 from sharmill.shar.items import ItemTable, decode_line, read_json_lines
 from sharmill.shar.layout import CUTS, audio_checksum
 from sharmill.shar.tar import END, write_member
@@ -235,4 +236,5 @@ class NemoTarred(Export):
             "speaker": said.get("speaker"),
         }
         further = {_OF_SOURCE.get(key, key): value for key, value in (said.get("custom") or {}).items()}
+        further |= {ALIGNMENT: said["alignment"]} if "alignment" in said else {}
         return {**typed, "lang": said.get("language"), **further, **typed}, data

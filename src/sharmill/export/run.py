@@ -26,7 +26,7 @@ from sharmill.files.storage import (
     write_new,
 )
 from sharmill.inspect.cuts import choose_codec
-from sharmill.manifest import CONTEXT_KEYS
+from sharmill.manifest import ALIGNMENT, CONTEXT_KEYS
 from sharmill.registry import EXPORTS
 from sharmill.shar.items import read_json_lines
 from sharmill.shar.layout import CONTEXT_CODES, CUTS, TARGET_CODES, audio_checksum, read_dataset, read_shards
@@ -263,5 +263,6 @@ class NemoCodes(Export):
             "text": supervision.text,
             "speaker": supervision.speaker,
             "language": supervision.language,
+            **({ALIGNMENT: supervision.alignment} if supervision.alignment else {}),
             **paths,
         }

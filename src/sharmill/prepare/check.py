@@ -14,6 +14,7 @@ from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.config import NotNegative, Positive, Presence, StageSection, require
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import (
+    ALIGNMENT,
     CLIPPED_KEYS,
     DURATION_FROM_HEADER,
     MAX_RECORD_BYTES,
@@ -28,6 +29,7 @@ from sharmill.manifest import (
     Segment,
     SpeakerTag,
     Utterance,
+    fit_alignments,
     kept_id,
     nemo_language,
     recording_id,
@@ -181,6 +183,12 @@ class RecordCheck:
             self._check_duration(duration)
         status, (speaker, original) = file.stat(), _written(tag)
         recording, custom = recording_id(path, channel), _further_keys(record, channel, no_duration)
+        if ALIGNMENT in custom:
+            seconds = min(duration, info.num_samples / info.sampling_rate - offset)
+            if (alignments := fit_alignments(custom[ALIGNMENT], 0.0, 0.0, seconds)) is None:
+                form = '{"word": [[symbol, start, duration], ...]}'
+                raise RejectRecord("malformed", f"{ALIGNMENT} is not of the form {form} within the segment")
+            custom[ALIGNMENT] = alignments
         if self.sources[source].keeps_ids:
             custom[SOURCE_CUT_ID] = record[SOURCE_CUT_ID]
         notes = AudioNotes(status.st_size if member is None else member.size, status.st_mtime_ns)

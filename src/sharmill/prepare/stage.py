@@ -98,7 +98,8 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
     def count_notes(self, raws: Iterable[RawRecord]) -> Iterator[RawRecord]:
         """Yield raw records as they come, and count what their source notes with them."""
         for raw in raws:
-            for note, count in raw.notes.items() if isinstance(raw, Noted) else ():
+            text = raw.record if isinstance(raw, Located) else raw
+            for note, count in text.notes.items() if isinstance(text, Noted) else ():
                 self._add("noted", note, count)
             yield raw
 

@@ -32,6 +32,7 @@ from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.files.storage import NOT_JSON, open_new
 from sharmill.manifest import (
+    ALIGNMENT,
     ORIGINAL_TAG,
     TYPED_KEYS,
     Segment,
@@ -553,7 +554,7 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
     duration = num_samples / sampling_rate
     source = {"type": "file", "channels": [0], "source": utterance.segment.audio_filepath}
     language = _language(utterance.speaker, str(utterance.custom.get(ORIGINAL_TAG, "")))
-    further = {key: plain_value(value) for key, value in utterance.further_keys().items()}
+    further = {key: plain_value(value) for key, value in utterance.further_keys().items() if key != ALIGNMENT}
     supervision = {
         "id": f"sup-{utterance.cut_id}",
         "recording_id": utterance.recording_id,
@@ -565,6 +566,7 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
         "speaker": utterance.speaker,
         # All manifest keys, for NeMo looks for some of them here.
         "custom": {**utterance.typed_keys(), "language": language, **further},
+        **({"alignment": utterance.custom[ALIGNMENT]} if ALIGNMENT in utterance.custom else {}),
     }
     return {
         "id": utterance.cut_id,
@@ -600,7 +602,8 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
     Raises:
         LookupError, TypeError, ValueError, AttributeError: the cut carries no record.
     """
-    custom = cut["supervisions"][0]["custom"]
+    supervision = cut["supervisions"][0]
+    custom = supervision["custom"]
     path, offset, duration, text, speaker = (custom[key] for key in TYPED_KEYS)
     stored, channel = cut["recording"]["id"], None
     recording = _with_suffix(recording_id(path), stored)
@@ -608,11 +611,12 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
     if "channel" in custom and recording != stored:
         channel = custom["channel"]
         recording = _with_suffix(recording_id(path, channel), stored)
+    alignment = {ALIGNMENT: supervision["alignment"]} if "alignment" in supervision else {}
     return Utterance(
         Segment(0, path, offset, duration, False, channel=channel),
         text,
         speaker,
-        custom={key: value for key, value in custom.items() if key not in TYPED_KEYS},
+        custom={key: value for key, value in custom.items() if key not in TYPED_KEYS} | alignment,
         recording_id=recording,
         cut_id=_with_suffix(kept_id(custom) or segment_id(recording, offset, duration), cut["id"]),
     )

@@ -18,6 +18,7 @@ import msgspec
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.storage import checksum
+from sharmill.manifest import TIME_DIGITS
 from sharmill.registry import nearest
 from sharmill.sources import Noted, Unreadable, record_text
 from sharmill.sources.files import decode_text, expand_home, read_small, split_lines
@@ -28,7 +29,6 @@ from sharmill.sources.speakers import Template
 _MAX_ANNOTATION_BYTES: Final = 64 << 20
 # Words with longer pauses between them are of two segments.
 _MAX_GAP: Final = 0.5
-_DIGITS: Final = 8
 _SHOWN: Final = 1000
 Token = TypeVar("Token", str, float)
 
@@ -247,8 +247,8 @@ def _item(
         return Unreadable("overlapped_speech", "another speaker speaks during the segment", shown)
     if channels is None:
         return Unreadable("malformed", f"the recording has channels that are no numbers, as {stretch.channel!r}", shown)
-    record: dict[str, Any] = {"audio_filepath": path, "offset": round(stretch.start, _DIGITS)}
-    record["duration"] = round(stretch.end - stretch.start, _DIGITS)
+    record: dict[str, Any] = {"audio_filepath": path, "offset": round(stretch.start, TIME_DIGITS)}
+    record["duration"] = round(stretch.end - stretch.start, TIME_DIGITS)
     further = {"channel": channels[stretch.channel], "speaker": stretch.speaker, "text": stretch.text}
     return msgspec.json.encode(record | {key: value for key, value in further.items() if value is not None})
 

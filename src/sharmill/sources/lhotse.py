@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
@@ -18,7 +19,17 @@ import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.files.storage import checksum, checksum_bytes
-from sharmill.manifest import CONTEXT_KEYS, DURATION_FROM_HEADER, SOURCE_CUT_ID, Channel, Member
+from sharmill.manifest import (
+    ALIGNMENT,
+    CONTEXT_KEYS,
+    DURATION_FROM_HEADER,
+    MAX_BEYOND,
+    SOURCE_CUT_ID,
+    TIME_DIGITS,
+    Channel,
+    Member,
+    fit_alignments,
+)
 from sharmill.registry import nearest
 from sharmill.shar.items import NO_DATA, ItemTable, salvage_lines
 from sharmill.shar.layout import (
@@ -33,7 +44,7 @@ from sharmill.shar.layout import (
     read_shards,
 )
 from sharmill.shar.rebuild import find_foreign_shards
-from sharmill.sources import ContainerSource, LineSource, Located, RawRecord, RunSource, Unreadable
+from sharmill.sources import ContainerSource, LineSource, Located, Noted, RawRecord, RunSource, Unreadable
 from sharmill.sources.files import (
     KeyedLines,
     check_json_lines,
@@ -51,10 +62,12 @@ T = TypeVar("T")
 _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 # A float holds it exactly.
 _Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
-# Seconds by which a supervision may go beyond its cut; one of a window of a recording goes on far beyond it.
-_MAX_BEYOND: Final = 0.1
-# lhotse has eight digits, too.
-_DIGITS: Final = 8
+# Custom keys with these names do not describe the audio of the record, or are sharmill's own.
+_OF_AUDIO: Final = frozenset({"audio_filepath", "offset", "duration", "channel", ALIGNMENT})
+# A note, behind the number of records.
+_NOT_CARRIED: Final = "records have {}, which the dataset does not take"
+_SHOWN_NAME: Final = 80
+_SEVERAL_VALUES: Final = "several values of {}"
 # Types of sources of a recording that are no files, and the reason and the sentence of the reject.
 _NO_FILES: Final = {
     "command": ("outside_root", "the audio is the output of a command, which is never run"),
@@ -129,16 +142,15 @@ class LhotseSource(LineSource):
     def record(self, entry: Any) -> bytes:
         """Return the record of a cut, of a supervision or of a recording."""
         line, cut, supervisions = entry
+        lost: set[str] = set()
         if self.cuts is not None:
             if cut is None:
                 cut = _decode(line, *_CUT)
                 supervisions = cut.supervisions
-            record = _cut_record(cut, supervisions, self.split, self.channel)
         elif self.supervisions is None:
             recording = _decode(line, *_RECORDING)
             channels = [channel for part in recording.sources for channel in part.channels]
-            audio = _audio(recording, 0.0, recording.seconds, channels, self.channel)
-            record = {"utterance_id": recording.id} | audio | {SOURCE_CUT_ID: recording.id}
+            cut = Cut(recording.id, duration=recording.seconds, channel=channels, recording=recording)
         else:
             one = _decode(line, *_SUPERVISION)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
@@ -146,12 +158,12 @@ class LhotseSource(LineSource):
             if len(found) != 1:
                 number = "several recordings have" if found else "no recording has"
                 raise RejectRecord("malformed", f"{number} the id {one.recording_id[:80]!r} of the supervision")
-            recording = _decode(found[0], *_RECORDING)
-            audio = _audio(recording, one.start, one.duration, _listed(one.channel), self.channel)
-            record = _speech_record([one.custom or {}], [one], one.id) | audio | {SOURCE_CUT_ID: one.id}
+            supervisions = [one]
+            cut = Cut(one.id, duration=math.inf, recording=_decode(found[0], *_RECORDING))
+        record = _cut_record(cut, supervisions, self.split or self.supervisions is not None, self.channel, lost)
         if not self.keep_ids:
             del record[SOURCE_CUT_ID]
-        return _encode(record, line)
+        return _encode(record, line, lost)
 
     def shown(self, entry: Any) -> str:
         """Return the begin of a line."""
@@ -188,6 +200,7 @@ class _AudioPart(msgspec.Struct):
     type: str
     source: Any
     channels: list[int]
+    video: Any = None
 
 
 class _Recording(msgspec.Struct):
@@ -207,7 +220,10 @@ class _Recording(msgspec.Struct):
 
 
 class Supervision(msgspec.Struct):
-    """A line of a SupervisionSet, or a supervision of a cut; ``start`` in seconds of the recording, or of the cut."""
+    """A line of a SupervisionSet, or a supervision of a cut; ``start`` in seconds of the recording, or of the cut.
+
+    The times of ``alignment`` are those of the recording in both.
+    """
 
     id: str
     recording_id: str
@@ -219,6 +235,7 @@ class Supervision(msgspec.Struct):
     speaker: str | int | None = None
     gender: str | None = None
     custom: dict[str, Any] | None = None
+    alignment: Any = None
 
 
 class Cut(msgspec.Struct):
@@ -231,6 +248,7 @@ class Cut(msgspec.Struct):
     channel: int | list[int] = 0
     supervisions: list[Supervision] = []
     recording: _Recording | None = None
+    features: Any = None
     custom: dict[str, Any] | None = None
 
 
@@ -250,23 +268,30 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
         raise
 
 
-def _encode(record: dict[str, Any], line: bytes) -> bytes:
-    """Encode the record of a line, with its NaN and Infinity, which prepare counts."""
+def _encode(record: dict[str, Any], line: bytes, lost: Iterable[str]) -> bytes:
+    """Encode the record of a line, with its NaN and Infinity, which prepare counts, and notes of what it has not."""
     is_strict = b"NaN" not in line and b"Infinity" not in line
-    return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
+    encoded = msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
+    notes = {_NOT_CARRIED.format(name[:_SHOWN_NAME]): 1 for name in lost}
+    return Noted(encoded, notes) if notes else encoded
 
 
-def _cut_record(cut: Cut, supervisions: list[Supervision], split: bool, chosen: Channel) -> dict[str, Any]:
-    """Return the record of some supervisions of a cut; with ``split`` that of the only one."""
+def _cut_record(
+    cut: Cut, supervisions: list[Supervision], split: bool, chosen: Channel, lost: set[str]
+) -> dict[str, Any]:
+    """Return the record of some supervisions of a cut, with ``split`` that of the only one; see ``_speech_record``."""
     if cut.type not in ("MonoCut", "MultiCut", "Cut"):
         raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
     if cut.recording is None:
         raise RejectRecord("missing_field", "the cut has no recording")
+    if not split:
+        supervisions = _find_heard(cut, chosen, lost)
     _refuse_several_speakers(supervisions, "split: true of the source makes a record of each")
     _refuse_marked(cut, supervisions)
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
-        if beyond > _MAX_BEYOND:
+        # The supervision of a window of a recording may go far beyond it.
+        if beyond > MAX_BEYOND:
             raise RejectRecord(
                 "duration_mismatch",
                 f"the supervision {supervision.id[:80]} goes {beyond:.3g} s beyond its cut, so that its text would not "
@@ -277,10 +302,20 @@ def _cut_record(cut: Cut, supervisions: list[Supervision], split: bool, chosen: 
         start = max(0.0, supervisions[0].start)
         end = min(cut.duration, supervisions[0].start + supervisions[0].duration)
         channels = _listed(supervisions[0].channel)
-    further = [cut.custom or {}, *_common_keys([supervision.custom or {} for supervision in supervisions])]
     own = supervisions[0].id if len(supervisions) == 1 else cut.id
     audio = _audio(cut.recording, cut.start + start, end - start, channels, chosen)
-    return _speech_record(further, supervisions, own) | audio | {SOURCE_CUT_ID: own if split else cut.id}
+    record = _speech_record(cut, supervisions, own, cut.start + start, lost)
+    return record | audio | {SOURCE_CUT_ID: own if split else cut.id}
+
+
+def _find_heard(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
+    """Return the supervisions of a cut, of a MultiCut those in the channel that is chosen; name others in ``lost``."""
+    if not isinstance(chosen, int) or not isinstance(cut.channel, list) or len(cut.channel) == 1:
+        return cut.supervisions
+    heard = [supervision for supervision in cut.supervisions if chosen in _listed(supervision.channel)]
+    if len(heard) < len(cut.supervisions):
+        lost.add("supervisions of other channels")
+    return heard
 
 
 def _refuse_several_speakers(supervisions: Sequence[Supervision], remedy: str) -> None:
@@ -299,28 +334,80 @@ def _refuse_marked(cut: Cut, supervisions: Sequence[Supervision]) -> None:
         raise RejectRecord("skipped", "the cut, or a supervision of it, is marked with _skipme")
 
 
-def _speech_record(further: Iterable[dict[str, Any]], supervisions: Sequence[Supervision], own: str) -> dict[str, Any]:
-    """Return the keys of a record that do not concern its audio; ``own`` is its id, ``further`` has custom keys."""
-    record: dict[str, Any] = {"utterance_id": own}
-    for custom in further:
-        record |= {
-            key: value
-            for key, value in custom.items()
-            if key not in frozenset({"audio_filepath", "offset", "duration", "channel"}) and not _is_data(value)
-        }
-    for key in ("speaker", "language", "gender"):
-        values = {getattr(supervision, key) for supervision in supervisions}
-        if len(values) == 1 and (value := values.pop()) is not None:
-            record[key] = value
+def _speech_record(
+    cut: Cut, supervisions: Sequence[Supervision], own: str, start: float, lost: set[str]
+) -> dict[str, Any]:
+    """Return the keys of a record that do not concern its audio.
+
+    Keys of the supervisions' ``custom`` replace those of the cut's, and their attributes replace both.
+
+    Args:
+        cut: gives the record.
+        supervisions: those of the record.
+        own: id of the record.
+        start: seconds of the recording at which the record begins.
+        lost: names of what the record does not carry, to which this function adds.
+    """
+    sources = cut.recording.sources if cut.recording else []
+    lost |= {"video"} if any(part.video for part in sources) else set()
+    lost |= {"features"} if cut.features else set()
+    attributes = [
+        {key: value for key in ("speaker", "language", "gender") if (value := getattr(supervision, key)) is not None}
+        for supervision in supervisions
+    ]
     ordered = sorted(supervisions, key=lambda supervision: supervision.start)
     texts = [supervision.text for supervision in ordered if supervision.text is not None]
-    return record | ({"text": " ".join(texts)} if texts else {})
+    layers = [
+        cut.custom or {},
+        _common_keys([supervision.custom or {} for supervision in supervisions], lost),
+        _common_keys(attributes, lost),
+        {"text": " ".join(texts)} if texts else {},
+    ]
+    record: dict[str, Any] = {}
+    for layer in layers:
+        kept = {key: value for key, value in layer.items() if key not in _OF_AUDIO and not _is_data(value)}
+        lost |= layer.keys() - kept.keys() - _OF_AUDIO
+        lost |= {_SEVERAL_VALUES.format(key) for key in kept.keys() & record.keys() if kept[key] != record[key]}
+        record |= kept
+    # The audio that a segment was once taken from, which is another file if it was stored since. Of a Shar made of a
+    # Shar, what is known of the first one stays.
+    for custom in layers[:2]:
+        for key in ("audio_filepath", "offset", "channel"):
+            if key in custom:
+                record.setdefault(f"source_{key}", custom[key])
+    aligned = [supervision for supervision in ordered if supervision.alignment]
+    if alignments := _make_alignments(aligned, cut.start, start, lost):
+        record[ALIGNMENT] = alignments
+    return {"utterance_id": own} | record
 
 
-def _common_keys(customs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the keys that all have with one value."""
-    first, *others = customs or [{}]
-    return [{key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}]
+def _make_alignments(
+    supervisions: Iterable[Supervision], cut_start: float, start: float, lost: set[str]
+) -> dict[str, list[Any]]:
+    """Return the alignments of supervisions of a cut, in seconds from the start of their record.
+
+    lhotse counts their times from the start of the recording, also in cuts, and does not shift them when it stores cuts
+    as new recordings. So the alignment of a supervision is taken only if all of it lies within the supervision.
+    """
+    made: dict[str, list[Any]] = {}
+    for supervision in supervisions:
+        begin = cut_start + supervision.start
+        alignments = fit_alignments(supervision.alignment, start, begin, begin + supervision.duration)
+        if alignments is None:
+            lost.add("an alignment that lies outside of its segment or is not in lhotse's form")
+        for kind, items in (alignments or {}).items():
+            made.setdefault(kind, []).extend(items)
+    return made if any(made.values()) else {}
+
+
+def _common_keys(mappings: list[dict[str, Any]], lost: set[str]) -> dict[str, Any]:
+    """Return the keys that all mappings have with one value; add the names of the others to ``lost``."""
+    first, *others = mappings or [{}]
+    if not others:
+        return first
+    common = {key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}
+    lost |= {_SEVERAL_VALUES.format(key) for key in set(chain(*mappings)) - common.keys() - _OF_AUDIO}
+    return common
 
 
 def _is_data(value: Any) -> bool:
@@ -363,8 +450,8 @@ def _audio(
     if abs(start) * recording.sampling_rate >= 0.5 or (
         abs(duration * recording.sampling_rate - recording.num_samples) >= 0.5
     ):
-        record["offset"] = round(start, _DIGITS)
-    record["duration"] = round(duration, _DIGITS)
+        record["offset"] = round(start, TIME_DIGITS)
+    record["duration"] = round(duration, TIME_DIGITS)
     if len(part.channels) > 1:
         record["channel"] = index
     return record
@@ -471,7 +558,7 @@ class LhotseSharSource(ContainerSource, RunSource):
             damage = DamagedShard(f"{shard.files[CUTS]} has {len(lines)} cuts, and there should be {count}")
             lines = []
         path = self.folder / shard.files[self._field]
-        audio = _ShardAudio(path, self.container(path))
+        audio = _ShardAudio(path, self.container(path), shard.files.keys() - {CUTS, self._field})
         yield from ((audio, line) for line in lines[begin:end])
         for number in range(max(begin, len(lines)), end):
             yield Unreadable("malformed", f"the cut cannot be read: {damage}", f"{shard.files[CUTS]} line {number + 1}")
@@ -481,16 +568,16 @@ class LhotseSharSource(ContainerSource, RunSource):
         audio, line = entry
         record: dict[str, Any] = {}
         try:
-            cut = _decode(line, *_CUT)
-            record = _describe_cut(cut) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
+            cut, lost = _decode(line, *_CUT), set(audio.other_fields)
+            record = _describe_cut(cut, self.channel, lost) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
             record["audio_filepath"] = f"{audio.container}/{cut.id}"
             name, recording, place = audio.find(cut.id)
             record["audio_filepath"] = f"{audio.container}/{name}"
             record = _place_cut(cut, recording) | record
         except RejectRecord as reject:
-            text = _encode(record, line) if record else line
+            text = _encode(record, line, ()) if record else line
             return Unreadable(reject.reason, reject.detail, text.decode("utf-8", "replace"))
-        return Located(_encode(record, line), Member(audio.container, "bytes", *place))
+        return Located(_encode(record, line, lost), Member(audio.container, "bytes", *place))
 
     @cached_property
     def _shards(self) -> list[ShardRecord]:
@@ -529,11 +616,13 @@ class _ShardAudio:
 
     Args:
         container: the path of the archive below the audio root.
+        other_fields: names of the shard's fields that have neither the cuts nor the audio.
     """
 
-    def __init__(self, path: Path, container: str) -> None:
+    def __init__(self, path: Path, container: str, other_fields: set[str]) -> None:
         self._name = path.name
         self.container = container
+        self.other_fields = other_fields
         self._of_cut: dict[str, list[int]] = {}
         try:
             self._table: ItemTable | RejectRecord = ItemTable(path, salvage=True)
@@ -568,26 +657,23 @@ class _ShardAudio:
         return names[found[0]], recording, self._table.place(found[0])
 
 
-def _describe_cut(cut: Cut) -> dict[str, Any]:
-    """Return the keys of a cut's record but those of the stored audio.
+def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
+    """Return the keys of a cut's record but those of the stored audio; ``lost`` has names of what it does not carry.
 
     Where the audio was taken from is in ``source_audio_filepath``, ``source_offset`` and ``source_channel``.
 
     Raises:
         RejectRecord: its supervisions do not make one record.
     """
+    channels = _listed(cut.channel)
+    # A number of the source counts the channels that are stored.
+    channel = channels[chosen] if isinstance(chosen, int) and chosen < len(channels) else None
+    supervisions = _find_heard(cut, channel, lost)
     _refuse_several_speakers(
-        cut.supervisions, "let lhotse make a cut of each (CutSet.trim_to_supervisions) before the Shar is written"
+        supervisions, "let lhotse make a cut of each (CutSet.trim_to_supervisions) before the Shar is written"
     )
-    _refuse_marked(cut, cut.supervisions)
-    customs = [cut.custom or {}, *_common_keys([supervision.custom or {} for supervision in cut.supervisions])]
-    record = _speech_record(customs, cut.supervisions, cut.id)
-    # The audio that a segment was once taken from; what is stored is another file. Of a Shar made of a Shar, what is
-    # known of the first one stays.
-    for key in ("audio_filepath", "offset", "channel"):
-        for custom in customs:
-            if key in custom:
-                record.setdefault(f"source_{key}", custom[key])
+    _refuse_marked(cut, supervisions)
+    record = _speech_record(cut, supervisions, cut.id, cut.start, lost)
     sources = cut.recording.sources if cut.recording else []
     path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None
     # An absolute path says something about a machine, and nothing about the data.

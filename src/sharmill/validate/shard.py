@@ -35,7 +35,7 @@ from sharmill.engine.stage import Advance, Output, Processor, Unit
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.files.remote import RemoteFile
 from sharmill.files.storage import Staging, checksum_stream, open_regular, write_new
-from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS
+from sharmill.manifest import ALIGNMENT, CLIPPED_KEYS, CONTEXT_KEYS, fit_alignments
 from sharmill.models import Codec
 from sharmill.models.batches import pad
 from sharmill.shar.histograms import cut_values
@@ -446,6 +446,8 @@ def _check_cut(may_have_contexts: bool, cut: dict[str, Any], audio: Item) -> Non
     is_below = not path.startswith("/") and (".." not in path or ".." not in PurePosixPath(path).parts)
     _require(is_below, f"its record is of {path!r}, which is not below an audio root")
     _require(isinstance(utterance.text, str), f"the text of its record is {utterance.text!r}")
+    alignments = fit_alignments(utterance.custom.get(ALIGNMENT, {}), 0.0, 0.0, cut["duration"])
+    _require(alignments is not None, "its alignment lies outside of it, or is not in lhotse's form")
     _require_equal(
         "the cut", cut,
         cut_json(utterance, sampling_rate=target["sampling_rate"], num_samples=target["num_samples"]),

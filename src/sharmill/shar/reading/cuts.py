@@ -1,7 +1,7 @@
 """Cuts of an open shard, each with its item of the chosen fields, as lhotse's objects: its own, in a tenth of the time.
 
 What looks as sharmill and lhotse usually write it is put together directly. Whatever has further keys (features,
-alignments, transforms, video) is left to lhotse's own functions.
+transforms, video) is left to lhotse's own functions.
 
 Audio in memory is decoded where it is loaded, and only as far as its bytes and its record go: a FLAC of some kilobytes
 can hold hours of silence. The limits are those of ``sharmill.audio``, which decodes the recordings that a dataset is
@@ -27,6 +27,7 @@ from lhotse.array import Array, TemporalArray
 from lhotse.audio import AudioLoadingError, DurationMismatchError
 from lhotse.cut import Cut
 from lhotse.serialization import deserialize_custom_field, deserialize_item
+from lhotse.supervision import AlignmentItem
 from lhotse.utils import compute_num_samples
 from miniaudio import ffi, lib
 
@@ -64,7 +65,7 @@ _SUPERVISION_DEFAULTS = {
     "channel": 0, "text": None, "language": None, "speaker": None, "gender": None, "custom": None, "alignment": None,
 }  # fmt: skip
 _SUPERVISION_NEEDS = frozenset({"id", "recording_id", "start", "duration"})
-_SUPERVISION_KEYS = _SUPERVISION_NEEDS | _SUPERVISION_DEFAULTS.keys() - {"alignment"}
+_SUPERVISION_KEYS = _SUPERVISION_NEEDS | _SUPERVISION_DEFAULTS.keys()
 _RECORDING_KEYS = frozenset({"id", "sources", "sampling_rate", "num_samples", "duration", "channel_ids"})
 _SOURCE_KEYS = frozenset({"type", "channels", "source"})
 _ARRAY_KEYS = frozenset({"storage_type", "storage_path", "storage_key", "shape"})
@@ -174,6 +175,9 @@ def _make_supervision(values: dict[str, Any]) -> SupervisionSegment:
         return SupervisionSegment.from_dict(values)
     merged = _SUPERVISION_DEFAULTS | values
     _make_custom(merged["custom"])
+    if (alignments := merged["alignment"]) is not None:
+        made = {kind: list(map(AlignmentItem.deserialize, items)) for kind, items in alignments.items()}
+        merged["alignment"] = made
     return make(SupervisionSegment, merged)
 
 
@@ -485,6 +489,9 @@ def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
     target = custom.get(TARGET_AUDIO)
     if isinstance(target, Recording) and _lasts(target.duration, cut.duration):
         for supervision in cut.supervisions:
+            # lhotse counts the times of alignments from the start of the recording, and the cut is one now.
+            for kind, items in (supervision.alignment or {}).items():
+                supervision.alignment[kind] = [item.with_offset(-cut.start) for item in items]
             # That of the cut itself, which lhotse has rounded, where it counts from the beginning of the cut.
             if cut.start > 0 and math.isclose(supervision.start, cut.start, abs_tol=1e-3):
                 supervision.start = 0.0

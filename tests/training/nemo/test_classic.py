@@ -92,6 +92,18 @@ def test_buckets_come_one_after_the_other_in_a_fixed_order(page):
         assert len(set(flat(map(texts, batches[9 * epoch : 9 * epoch + 9])))) == 32
 
 
+@pytest.mark.parametrize(
+    ("keys", "mixed"),
+    [({"batch_duration": 3}, True), ({"batch_size": 3, "use_lhotse": True}, True),
+     ({"batch_duration": 3, "use_lhotse": False}, False), ({"batch_size": 3}, False)],
+)  # fmt: skip
+def test_buckets_come_in_turn_without_lhotse_keys_alone(page, caplog, keys, mixed):
+    batches = take(load(page("model.train_ds.bucketing_strategy=fixed_order"), **keys), 40)
+    assert (max(map(len, buckets_of(batches))) > 1) == mixed
+    told = "fixed_order has no effect, and the manifests" if mixed else "fixed_order reads an epoch of one manifest"
+    assert sum(told in record.message for record in caplog.records) == 1
+
+
 @pytest.mark.parametrize("strategy", ["synced_randomized", "fully_randomized"])
 def test_the_order_of_buckets_is_drawn_for_each_epoch(page, strategy):
     """On both ranks in step, or on each for itself."""

@@ -120,6 +120,8 @@ REFUSED = [
     ({"input_cfg": ["data/libritts"]}, "bad_config_value", ["input_cfg is a list"]),
     ({"input_cfg": [OURS | {"type": "sharmil"}], "shuffle": True}, "unknown_name", ["did you mean 'sharmill'"]),
     ({"input_cfg": [{"dataset": "d"}]}, "unknown_name", ["input_cfg", "None"]),
+    ({"input_cfg": [OURS | {"weight": 0}]}, "bad_config_value", ["weight is a number above 0, not 0"]),
+    ({"reweight_temperature": [0.5, 1.0]}, "bad_config_value", ["reweight_temperature", "each of 1 levels"]),
     ({"input_cfg": [{"type": "sharmill"}]}, "missing_key", ["dataset"]),
     (
         {"input_cfg": [{"type": "group", "wieght": 0.5, "input_cfg": [OURS]}]},
@@ -188,6 +190,42 @@ def test_taken(given, expected):
 def test_refused(given, code, names):
     with raises(ConfigError, code, *names):
         prepare_settings(given if "multi_config" in given else SECTION | given, 0, 2)
+
+
+# What is set, and what the one line about it says.
+TOLD = [
+    ({"trim_silence": True, "max_utts": 5}, "ignored: trim_silence, max_utts; docs/training.md says what to use"),
+    ({"max_open_streams": 2}, "ignored: max_open_streams"),
+    ({"manifest_filepath": "m.json"}, "input_cfg is read, and manifest_filepath is not"),
+    (
+        {"input_cfg": None, "cuts_path": "c", "manifest_filepath": "m"},
+        "cuts_path is read, and manifest_filepath is not",
+    ),
+    ({"tarred_shard_strategy": "scatter"}, "tarred_shard_strategy: scatter is read as shard_seed: randomized"),
+    ({"tarred_shard_strategy": "scatter", "shard_seed": 4}, "tarred_shard_strategy: scatter is read as shard_seed: 4"),
+    ({"bucketing_strategy": "synced_randomized"}, "bucketing_strategy: synced_randomized has no effect"),
+    ({"bucketing_strategy": "fully_randomized"}, "lets each rank draw buckets, if there are any, by itself"),
+    (
+        {"bucketing_batch_size": [4, 2], "batch_duration": 9},
+        "ignored: bucketing_batch_size, since batch_duration sizes",
+    ),
+    ({"bucketing_batch_size": [4, 2], "max_duration": 8.0}, "in batches of [4, 2] from buckets of up to [4.0, 8.0] s"),
+    ({"use_semi_sorted_batching": True}, "use_semi_sorted_batching is read as use_bucketing: true"),
+    ({"use_semi_sorted_batching": True, "shard_seed": 1} | MAP_STYLE, "use_semi_sorted_batching sorts whole epochs"),
+]
+
+
+@pytest.mark.parametrize(("given", "line"), TOLD)
+def test_a_key_that_is_read_otherwise_says_so_in_a_line(given, line, caplog):
+    prepare_settings(SECTION | given, 0, 1)
+    assert sum(line in record.message for record in caplog.records) == 1
+
+
+def test_keys_that_datasets_and_examples_do_not_obey_are_named(corpora, caplog):
+    cfg = {"input_cfg": [corpora.entry("small")], "batch_size": 1, "text_field": "answer", "max_tps": 12}
+    get_dataloader(cfg, 0, 1, dataset=AsIs())
+    for line in ("text_field: answer is not for type sharmill", "max_tps has no effect without a tokenizer"):
+        assert sum(line in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
@@ -309,6 +347,12 @@ def test_lists_of_manifests_with_weights(manifests):
     assert [one["weight"] for one in group["input_cfg"]] == [3, 1]
     (group,) = settled(manifest_filepath=[[a], [b]], bucketing_weights=[2, 3], batch_size=1)["input_cfg"]
     assert [one["weight"] for one in group["input_cfg"]] == [6, 3]
+
+
+def test_strings_and_directories_are_no_buckets(manifests, tmp_path):
+    """Four buckets as ``num_buckets`` says, and not one for each of two manifests."""
+    keys = {"bucketing_batch_size": 2, "num_buckets": 4, "max_duration": 8.0}
+    assert settled(manifest_filepath=[*manifests], **keys)["bucket_batch_size"] == [8, 6, 4, 2]
 
 
 def test_lists_of_tarred_manifests(manifests):

@@ -35,7 +35,9 @@ def test_the_doctor_says_who_reads_what(corpora):
 def test_the_doctor_names_what_stops_a_resume_and_what_costs(corpora):
     cfg = {"input_cfg": [corpora.entry("large")]} | SETTINGS
     assert "every rank reads all of it in an order of its own" in advice(cfg | {"shard_seed": "trng"})
-    assert "ignored: trim_silence" in advice(cfg | {"trim_silence": True})
+    said = advice(cfg | {"trim_silence": True, "tarred_shard_strategy": "scatter", "text_field": "answer"})
+    for line in ("ignored: trim_silence", "tarred_shard_strategy: scatter is read", "text_field: answer is not for"):
+        assert said.count(f"\nadvice: {line}") == 1
     assert "cannot be resumed: resumable=True is for streaming without end" in advice(cfg | {"shard_seed": "trng"})
     assert "map style: the main process of every rank reads all manifests" in advice(cfg | {"force_map_dataset": True})
     buckets = {"bucket_duration_bins": [1.0, 2.0, 50.0], "batch_duration": 4.0, "bucket_buffer_size": 8}

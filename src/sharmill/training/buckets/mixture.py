@@ -194,7 +194,7 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
         if not entry.get("input_cfg"):
             yield share * part, entry
             continue
-        for inner, leaf in _leaves(entry["input_cfg"], share * part, below):
+        for inner, leaf in _leaves(entry["input_cfg"], share * part, entry.get("reweight_temperature", below)):
             yield inner, {**entry, "input_cfg": [leaf]}
 
 

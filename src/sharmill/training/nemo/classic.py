@@ -143,8 +143,10 @@ def check_entry(entry: Settings, handed_down: Settings) -> None:
     for key in TYPES[kind].needs:
         if entry.get(key) is None and handed_down.get(key) is None:
             raise ConfigError(f"input_cfg: {subject} needs {key}", code="missing_key")
-    tags, seed = entry.get("speaker_tags", "kept"), entry.get("shard_seed", 0)
+    tags, seed, weight = entry.get("speaker_tags", "kept"), entry.get("shard_seed", 0), entry.get("weight")
     refuse(
+        (weight is not None and not (isinstance(weight, (int, float)) and 0 < weight < math.inf),
+         f"input_cfg: weight is a number above 0, not {weight!r}"),
         (kind == "sharmill" and entry.get("slice_length") is not None,
          "slice_length is not for datasets of sharmill: their order is shuffled as a whole"),
         (tags not in ("kept", "nemo"), f"input_cfg: speaker_tags is kept or nemo, not {tags!r}"),
@@ -168,11 +170,13 @@ FATES: Final[dict[str, str]] = {
     "target_path": "`target_paths` of `txt_pair`",
     "bucketing_batch_size": "`bucket_batch_size`, and `batch_size` is dropped; of a whole number n and k buckets "
     "[k·n, …, 2·n, n]; without `bucket_duration_bins`, the buckets are k equal ranges from `min_duration` to "
-    "`max_duration`, k being the number of manifests or else `num_buckets`; if it is not set, a list of lists "
-    "of manifests has buckets of `batch_size`",
+    "`max_duration`, k being the number of manifests in a list of lists, or else `num_buckets`; if it is not set, a "
+    "list of lists has buckets of `batch_size`; ignored beside `batch_duration`, `batch_tokens` and "
+    "`bucket_batch_size`, which size the batches",
     "bucketing_weights": "passes over each manifest in an epoch",
-    "bucketing_strategy": "a list of lists of manifests: an epoch of each in turn, in an order that is fixed, or drawn "
-    "by all ranks or each; else batches draw their buckets, in step or (`fully_randomized`) apart",
+    "bucketing_strategy": "a list of lists of manifests without Lhotse's keys, or with `use_lhotse: false`: an epoch "
+    "of each in turn, in an order that is fixed, or drawn by all ranks or each. Else the data are mixed by weight, and "
+    "batches draw their buckets in step, or with `fully_randomized` and without `use_lhotse: true` apart",
     "tarred_shard_strategy": "`scatter`: `shard_seed: randomized`, `replicate`: `shard_seed: trng`, unless set",
     "use_semi_sorted_batching": "NeMo's sampler in map style; for streams `use_bucketing`, with 1 / "
     "`randomization_factor` buckets unless `num_buckets` is set",
@@ -197,6 +201,7 @@ FATES: Final[dict[str, str]] = {
     "is_tarred": "ignored: `tarred_audio_filepaths` says it",
     "labels": "ignored: the tokenizer's",
     "manifest_parse_func": "ignored: use `type` of an entry",
+    "max_open_streams": "ignored: each entry has one file open at a time, and a limit would leave entries out",
     "max_utts": "ignored",
     "normalize": "ignored: texts are taken as they are",
     "normalize_transcripts": "ignored: texts are taken as they are",
@@ -214,9 +219,11 @@ FATES: Final[dict[str, str]] = {
     "use_start_end_token": "ignored: the dataset class's",
 }
 
-# With these, batches are sized otherwise than by a fixed number of examples of each bucket.
-_OTHER_BATCHES: Final = (
-    "batch_duration", "batch_tokens", "bucket_duration_bins", "num_buckets", "use_bucketing", "use_multimodal_sampling",
+_SIZES: Final = ("bucket_batch_size", "batch_duration", "batch_tokens")
+# Keys by which NeMo's Lhotse loader makes batches, and its classic loaders do not.
+_OF_LHOTSE: Final = (
+    *_SIZES, "bucket_buffer_size", "bucket_duration_bins", "num_buckets", "num_cuts_for_bins_estimate",
+    "quadratic_duration", "use_bucketing", "use_multimodal_sampling",
 )  # fmt: skip
 
 # Keys of settings that name data themselves, and the type of entry that is made of each; the first one counts.
@@ -229,7 +236,8 @@ _PATHS: Final = {
 def translate(section: Settings) -> str | None:
     """Put the settings of one sampler into the form of NeMo's Lhotse loader.
 
-    All data are entries of ``input_cfg`` then, each of one manifest. What is ignored is named in one warning.
+    All data are entries of ``input_cfg`` then, each of one manifest. A warning names each key that is read as something
+    else, and another one those that are ignored.
 
     Returns:
         The strategy by which the entries are to be taken one after the other, each with its ``batch_size``; None if
@@ -238,43 +246,52 @@ def translate(section: Settings) -> str | None:
     Raises:
         ConfigError: a value that has no counterpart.
     """
+    from nemo.collections.common.data.lhotse.cutset import count_input_cfg_levels
+
     _rename(section)
-    manifests, bucketed = _as_entries(section)
-    in_turn = _translate_buckets(section, manifests, bucketed=bucketed)
+    depth = count_input_cfg_levels(section)
+    if not depth and section.pop("reweight_temperature", None) is not None:
+        log.warning("ignored: reweight_temperature, which is for the levels of input_cfg")
+    temperature = section.get("reweight_temperature")
+    refuse(
+        (isinstance(temperature, list) and len(temperature) != depth,
+         f"reweight_temperature is a number, or a number for each of {depth} levels of input_cfg, not {temperature!r}"),
+    )  # fmt: skip
+    in_turn = _translate_buckets(section, _as_entries(section))
     _translate_2d(section)
     strategy, seeds = section.pop("tarred_shard_strategy", None), {"scatter": "randomized", "replicate": "trng"}
     if strategy is not None:
-        if strategy not in [*seeds]:
-            raise ConfigError(
-                f"tarred_shard_strategy is scatter or replicate, not {strategy!r}", code="bad_config_value"
-            )
-        section.setdefault("shard_seed", seeds[strategy])
+        refuse((strategy not in [*seeds], f"tarred_shard_strategy is scatter or replicate, not {strategy!r}"))
+        seed = section.setdefault("shard_seed", seeds[strategy])
+        log.warning("tarred_shard_strategy: %s is read as shard_seed: %s", strategy, seed)
     entries = section.get("input_cfg")
     if isinstance(entries, list):
         section["input_cfg"] = [_translate_entry(entry) if isinstance(entry, dict) else entry for entry in entries]
+    if isinstance(temperature, list):
+        temperature += [1.0] * (count_input_cfg_levels(section) - depth)  # lists have become groups
     drop_ignored(section)
     return in_turn
 
 
-def ignored_keys(section: Settings) -> list[str]:
-    """Return the classic keys of settings that mean nothing here."""
-    return [key for key in section if FATES.get(key, "").startswith("ignored")]
+def is_read_by_lhotse(section: Settings) -> bool:
+    """Return True if a sampler's settings ask for Lhotse dataloading: by ``use_lhotse``, or else by a Lhotse key."""
+    asked = section.get("use_lhotse")
+    return any(map(section.get, _OF_LHOTSE)) if asked is None else bool(asked)
 
 
 def drop_ignored(section: Settings) -> None:
     """Drop the classic keys that mean nothing here, and name them in one warning."""
-    found = ignored_keys(section)
+    found = [key for key in section if FATES.get(key, "").startswith("ignored")]
     for key in found:
         del section[key]
     if found:
-        log.warning("the loader ignores %s: see the table of classic keys in docs/training.md", ", ".join(found))
+        log.warning("ignored: %s; docs/training.md says what to use instead", ", ".join(found))
 
 
 def _rename(settings: Settings) -> None:
     for old, new in _RENAMED.items():
         if old in settings:
-            if new in settings:
-                raise ConfigError(f"{old} and {new} are the same setting: keep one", code="bad_config_value")
+            refuse((new in settings, f"{old} and {new} are the same setting: keep one"))
             settings[new] = settings.pop(old)
 
 
@@ -290,6 +307,7 @@ def _translate_entry(entry: Settings) -> Settings:
         entry["audio_locator_tag"] = f"[{tag[0]}]"  # what YAML makes of [audio]
     if type_of(entry).needs == ("input_cfg",) and kind != "group" and entry.get("input_cfg") is None:
         _as_entries(entry)
+        entry.setdefault("reweight_temperature", None)
     elif kind in ("nemo", "nemo_tarred", "lhotse", "lhotse_shar"):
         return _split_lists(entry, None)
     if isinstance(inner := entry.get("input_cfg"), list):
@@ -297,23 +315,27 @@ def _translate_entry(entry: Settings) -> Settings:
     return entry
 
 
-def _as_entries(section: Settings) -> tuple[list[Settings], bool]:
+def _as_entries(section: Settings) -> list[Settings]:
     """Make entries of the paths that settings name themselves.
 
     Returns:
-        The entries of a list of manifests, and True if each is a list of its own, as NeMo's buckets are.
+        The entries of NeMo's buckets: of a list of manifests, each in a list of its own; else none.
     """
     weights = section.pop("bucketing_weights", None)
     paths = {key: section.pop(key) for key in _PATHS if section.get(key) is not None}
-    if section.get("input_cfg") is not None or not paths:
-        if weights is not None:
-            raise ConfigError(
-                f"bucketing_weights belong to a list of manifests, not {weights!r}; entries of input_cfg have a weight",
-                code="bad_config_value",
-            )
-        return [], False
-    kind, key = next((kind, key) for key, kind in _PATHS.items() if key in paths)
-    names = TYPES[kind].files or (key,)
+    by_entries = section.get("input_cfg") is not None
+    kind, key = next(((kind, key) for key, kind in _PATHS.items() if key in paths), ("", ""))
+    names = () if by_entries else type_of({"type": kind}).files or (key,)
+    if unread := [name for name in paths if name not in names]:
+        log.warning("%s is read, and %s is not", "input_cfg" if by_entries else key, ", ".join(unread))
+    if by_entries or not paths:
+        refuse(
+            (weights is not None,
+             f"bucketing_weights belong to a list of manifests, not {weights!r}; entries of input_cfg have a weight"),
+        )  # fmt: skip
+        return []
+    if weights is not None:
+        log.warning("bucketing_weights: %s are passes over each manifest in an epoch", weights)
     entry: Settings = {"type": kind} | {name: paths[name] for name in names if name in paths}
     for name, value in entry.items():
         if name in _TARRED and isinstance(value, str) and "," in value and "{" not in value:
@@ -321,8 +343,8 @@ def _as_entries(section: Settings) -> tuple[list[Settings], bool]:
     listed = entry.get("manifest_filepath")
     made = _split_lists(entry, weights)
     section["input_cfg"] = [made]
-    manifests: list[Settings] = made.get("input_cfg", [])
-    return manifests, bool(manifests) and all(isinstance(item, list) and len(item) == 1 for item in listed or ())
+    bucketed = isinstance(listed, list) and all(isinstance(item, list) and len(item) == 1 for item in listed)
+    return made.get("input_cfg", []) if bucketed else []
 
 
 def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
@@ -354,10 +376,10 @@ def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
     for number, item in enumerate(listed):
         path, *weight = item if isinstance(item, list) else [item]
         weighted = len(weight) <= 1 and all(isinstance(one, (int, float)) for one in weight)
-        if not isinstance(path, str) or not weighted:
-            raise ConfigError(
-                f"{key} is a path, or a list of paths or of [path, weight], not {item!r}", code="bad_config_value"
-            )
+        refuse(
+            (not isinstance(path, str) or not weighted,
+             f"{key} is a path, or a list of paths or of [path, weight], not {item!r}"),
+        )  # fmt: skip
         one = {**inner, key: path}
         if tars is not None:
             names = tars[number] if isinstance(tars[number], list) else [tars[number]]
@@ -373,22 +395,46 @@ def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
     if len(made) == 1:
         del made[0]["weight"]
         return {**made[0], **outer}
-    return {"type": "group", **outer, "input_cfg": made}
+    # NeMo weights a list as it is said, whatever the temperature of input_cfg.
+    return {"type": "group", **outer, "reweight_temperature": None, "input_cfg": made}
 
 
-def _translate_buckets(section: Settings, manifests: Sequence[Settings], *, bucketed: bool) -> str | None:
-    """Make buckets of NeMo's Lhotse loader of the classic keys; return the strategy of buckets taken in turn."""
-    strategy, sizes = section.get("bucketing_strategy"), section.pop("bucketing_batch_size", None)
-    if strategy not in (None, "fixed_order", "synced_randomized", "fully_randomized"):
-        raise ConfigError(
-            f"bucketing_strategy is fixed_order, synced_randomized or fully_randomized, not {strategy!r}",
-            code="bad_config_value",
-        )
-    in_turn: str | None = section.pop("bucketing_strategy", None) if bucketed else None
-    if strategy == "fixed_order" and in_turn is None:
-        log.warning("the loader ignores bucketing_strategy: fixed_order, which is for a manifest_filepath of lists")
-    size = section.get("batch_size")
-    if bucketed and in_turn is None and sizes is None and size and not any(map(section.get, _OTHER_BATCHES)):
+def _translate_strategy(section: Settings, manifests: Sequence[Settings]) -> str | None:
+    """Return the ``bucketing_strategy`` if NeMo's buckets are read in its order; say in one warning what it does.
+
+    Raises:
+        ConfigError: there is no such strategy.
+    """
+    strategy: str | None = section.pop("bucketing_strategy", None)
+    refuse(
+        (strategy not in (None, "fixed_order", "synced_randomized", "fully_randomized"),
+         f"bucketing_strategy is fixed_order, synced_randomized or fully_randomized, not {strategy!r}"),
+    )  # fmt: skip
+    in_turn = bool(manifests) and not is_read_by_lhotse(section)
+    told = "reads an epoch of one manifest after the other: use_lhotse: true mixes them by weight"
+    if not in_turn:
+        told = "has no effect"
+        if strategy == "fully_randomized" and not section.get("use_lhotse"):
+            section["bucketing_strategy"], told = strategy, "lets each rank draw buckets, if there are any, by itself"
+        if manifests:
+            told += ", and the manifests are mixed by weight: use_lhotse: false reads one after the other"
+    if strategy is not None:
+        log.warning("bucketing_strategy: %s %s", strategy, told)
+    return strategy if in_turn else None
+
+
+def _translate_buckets(section: Settings, manifests: Sequence[Settings]) -> str | None:
+    """Make buckets of NeMo's Lhotse loader of the classic keys; return the strategy of buckets taken in turn.
+
+    Args:
+        manifests: the entries of NeMo's buckets, which Lhotse dataloading does not tell apart.
+    """
+    in_turn, sizes = _translate_strategy(section, manifests), section.pop("bucketing_batch_size", None)
+    size, others = section.get("batch_size"), [key for key in _OF_LHOTSE if section.get(key)]
+    if sizes is not None and in_turn is None and (used := [key for key in others if key in _SIZES]):
+        log.warning("ignored: bucketing_batch_size, since %s sizes the batches", used[0])
+        sizes = None
+    elif manifests and in_turn is None and sizes is None and size and not others and not section.get("use_lhotse"):
         if math.isinf(section.get("max_duration") or math.inf):
             log.warning("batches mix the buckets of manifest_filepath: set max_duration, and they will not")
         else:
@@ -397,33 +443,31 @@ def _translate_buckets(section: Settings, manifests: Sequence[Settings], *, buck
         return in_turn
     count = len(section.get("bucket_duration_bins") or ()) or len(manifests) or section.get("num_buckets", 0)
     if isinstance(sizes, int):
-        if count < 1:
-            raise ConfigError(
-                f"bucketing_batch_size needs bucket_duration_bins or num_buckets, not {sizes!r}",
-                code="bad_config_value",
-            )
+        refuse((count < 1, f"bucketing_batch_size needs bucket_duration_bins or num_buckets, not {sizes!r}"))
         sizes = [sizes * (count - number) for number in range(count)]
     if in_turn is not None:
-        if len(sizes) != len(manifests):
-            raise ConfigError(
-                f"bucketing_batch_size has as many numbers as there are manifests, {len(manifests)}, not {sizes!r}",
-                code="bad_config_value",
-            )
+        refuse(
+            (len(sizes) != len(manifests),
+             f"bucketing_batch_size has as many numbers as there are manifests, {len(manifests)}, not {sizes!r}"),
+        )  # fmt: skip
         for entry, size in zip(manifests, sizes, strict=True):
             entry["batch_size"] = size
         return in_turn
     if section.get("bucket_duration_bins") is None:
         longest: Any = section.get("max_duration")
         shortest = max(0.0, section.get("min_duration") or 0.0)
-        if longest is None or math.isinf(longest):
-            raise ConfigError(
-                f"bucketing_batch_size needs bucket_duration_bins or max_duration, not {sizes!r}",
-                code="bad_config_value",
-            )
+        refuse(
+            (longest is None or math.isinf(longest),
+             f"bucketing_batch_size needs bucket_duration_bins or max_duration, not {sizes!r}"),
+        )  # fmt: skip
         step = (longest - shortest) / len(sizes)
         section["bucket_duration_bins"] = [round(shortest + step * (n + 1), 3) for n in range(len(sizes))]
     section |= {"bucket_batch_size": sizes, "num_buckets": len(sizes)}
     section.pop("batch_size", None)
+    log.warning(
+        "examples come in batches of %s from buckets of up to %s s, and longer ones never",
+        section["bucket_batch_size"], section["bucket_duration_bins"],
+    )  # fmt: skip
     return None
 
 
@@ -438,12 +482,12 @@ def _translate_2d(section: Settings) -> None:
     multimodal = section.get("use_multimodal_sampling", False)
     limit = section.get("batch_tokens" if multimodal else "batch_duration")
     quadratic = section.get("quadratic_factor" if multimodal else "quadratic_duration")
-    if limit is None and section.get("batch_size") is None:
-        raise ConfigError(
-            "bucket_duration_bins of two dimensions need bucket_batch_size, which sharmill tune-batch finds, or "
-            "batch_duration (batch_tokens with use_multimodal_sampling)",
-            code="missing_key",
-        )
+    refuse(
+        (limit is None and section.get("batch_size") is None,
+         "bucket_duration_bins of two dimensions need bucket_batch_size, which sharmill tune-batch finds, or "
+         "batch_duration (batch_tokens with use_multimodal_sampling)"),
+        code="missing_key",
+    )  # fmt: skip
     sizes = []
     for bound in bins:
         length = sum(bound) if multimodal and section.get("measure_total_length", True) else bound[0]

@@ -9,6 +9,7 @@ than readers are read with less work.
 """
 
 import copy
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,8 @@ from sharmill.training.nemo.classic import DIVIDED, TYPES, check_entry, entry_di
 from sharmill.training.nemo.loader import PartitionedCuts
 from sharmill.training.nemo.settings import check_files, texts_in
 from sharmill.training.nemo.stores import copied, is_stored, refuse_command, version_of
+
+log = logging.getLogger(__name__)
 
 _Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
 # A tar whose name NeMo finds no number in, since it is not audio_N.tar.
@@ -374,6 +377,9 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     """
     options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
     check_entry(options, {})
+    for key, default in {"text_field": "text", "lang_field": "lang"}.items():
+        if (field := options.get(key, default)) != default:
+            log.warning("%s: %s is not for type sharmill, whose cuts have the text and language of prepare", key, field)
     open_reader = partial(
         _open_dataset,
         options["dataset"],

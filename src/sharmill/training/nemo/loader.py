@@ -178,8 +178,7 @@ class PartitionedCuts:
 
 # With these an example of a reader becomes several, or is read at another time than its neighbours.
 _INEXACT = (
-    "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "max_open_streams",
-    "concurrent_bucketing", "noise_path",
+    "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "concurrent_bucketing", "noise_path",
 )  # fmt: skip
 
 

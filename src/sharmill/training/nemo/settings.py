@@ -216,6 +216,9 @@ def check_tokenizer(sections: Sequence[Settings], tokenizer: Any) -> None:
     """Raise ConfigError where settings count tokens that no tokenizer makes."""
     for section in sections:
         counted = tokenizer is not None and section.get("pretokenize", True)
+        limits = [key for key in ("min_tps", "max_tps", "min_tpt", "max_tpt") if section.get(key) is not None]
+        if limits and not counted:
+            log.warning("%s has no effect without a tokenizer, or with pretokenize: false", ", ".join(limits))
         refuse(
             (section.get("prompt_format") is not None and not hasattr(tokenizer, "text_to_ids"),
              "prompt_format needs a tokenizer of NeMo, one with text_to_ids"),
@@ -322,6 +325,8 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     in_turn = None
     for section in sections_of(settings):
         check_types(section)
+        if section is not settings:
+            section["use_lhotse"] = True  # NeMo's classic loaders know no multi_config
         in_turn = translate(section) or in_turn
     drop_ignored(settings)
     _check_keys(settings)
@@ -363,10 +368,11 @@ def _take_in_turn(settings: Settings, strategy: str) -> Settings:
     Raises:
         ConfigError: it is not known where an epoch of a bucket ends.
     """
-    if settings.get("multi_config") or is_map_style(settings) or not all(map(is_divisible, sources_of(settings))):
+    if is_map_style(settings) or not all(map(is_divisible, sources_of(settings))):
         raise ConfigError(
-            f"bucketing_strategy: {strategy} takes one manifest after the other of one sampler, as a stream: set "
-            "force_iterable_dataset: true, without multi_config, pipes, slice_length and extra_fields; or leave it out",
+            f"bucketing_strategy: {strategy} takes one manifest after the other, as a stream: set "
+            "force_iterable_dataset: true, without pipes, slice_length and extra_fields; or leave it out, or set "
+            "use_lhotse: true",
             code="bad_config_value",
         )
     (group,) = settings.pop("input_cfg")
@@ -385,6 +391,8 @@ def _translate_semi_sorted(section: Settings, settings: Settings) -> None:
     if not section.pop("use_semi_sorted_batching", False):
         return
     map_style = is_map_style(section)
+    how = "sorts whole epochs, as with force_finite: true" if map_style else "is read as use_bucketing: true"
+    log.warning("use_semi_sorted_batching %s", how)
     refuse(
         (not is_number(factor) or factor < 0, f"randomization_factor is a number of at least 0, not {factor!r}"),
         (map_style and section.get("batch_size") is None, "use_semi_sorted_batching needs batch_size"),

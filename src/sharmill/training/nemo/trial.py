@@ -3,10 +3,12 @@
 A trial makes the first batches of a rank in this process, or those of all ranks in fresh ones.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -18,7 +20,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.files.host import new_process
 from sharmill.models.nemo_models import quiet_nemo
 from sharmill.shar.layout import TARGET_CODES, read_dataset
-from sharmill.training.nemo.classic import DIVIDED, Settings, entry_directory, ignored_keys
+from sharmill.training.nemo.classic import DIVIDED, Settings, entry_directory, is_read_by_lhotse
 from sharmill.training.nemo.loader import cuts_of, get_dataloader, merge_data_states, place_of
 from sharmill.training.nemo.settings import (
     is_map_style,
@@ -152,9 +154,17 @@ def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str 
     Raises:
         ConfigError: the loader refuses the settings.
     """
-    for section in sections_of(settings):
-        if ignored := ignored_keys(section):
-            yield f"advice: ignored: {', '.join(ignored)}"
+    log, warnings = logging.getLogger("sharmill.training.nemo"), BufferingHandler(capacity=1_000_000)
+    log.addHandler(warnings)  # in place of standard error, since each loader of the trial warns anew
+    try:
+        yield from _examine(settings, warnings.buffer, ranks=ranks, num_batches=num_batches, tokenizer=tokenizer)
+    finally:
+        log.removeHandler(warnings)
+
+
+def _examine(
+    settings: Settings, warnings: list[logging.LogRecord], *, ranks: int, num_batches: int, tokenizer: str | None
+) -> Iterator[str]:
     prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
     workers = max(1, int(prepared.get("num_workers", 0)))
     map_style = any(is_map_style(section) for section in sections_of(prepared))
@@ -178,6 +188,8 @@ def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str 
             raise
         yield f"advice: cannot be resumed: {error}"
         loader = _open_loader(settings, 0, ranks, tokenizer)
+    for sentence in dict.fromkeys(record.getMessage() for record in warnings):
+        yield f"advice: {sentence}"
     batches = list(islice(loader, num_batches))
     yield from _filling(batches)
     if 0 < len(batches) < num_batches:
@@ -207,6 +219,7 @@ def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | N
     whole.pop("canonical", None)
     for section in sections_of(whole):
         section |= {
+            "use_lhotse": is_read_by_lhotse(section),  # without regard to the keys that are changed here
             "force_map_dataset": False, "force_iterable_dataset": True, "drop_last": False,
             "concatenate_samples": False, "use_bucketing": False,  # without estimates of few examples
         }  # fmt: skip

@@ -291,7 +291,7 @@ DAMAGED = [
     audio("a WAV from a pipe, of unknown size", OUTPUT, lambda: odd.wav(data_size=0xFFFFFFFF)),
     audio("a FLAC that claims 60 s", "match/duration_mismatch", lambda: odd.flac_claiming(960_000), duration=60.0),
     audio("a FLAC that claims 2^36 samples", "prepare/duration_mismatch", lambda: odd.flac_claiming(2**36 - 1)),
-    audio("a FLAC of unknown length", "prepare/unreadable_audio", lambda: odd.flac_claiming(0)),
+    audio("a FLAC of unknown length", OUTPUT, lambda: odd.flac_claiming(0)),
     audio("a text file", "prepare/unreadable_audio", lambda: b"this is no audio\n" * 100),
     audio("an HTML page", "prepare/unreadable_audio", lambda: b"<!DOCTYPE html><title>404</title>" * 20),
     audio("a zip archive", "prepare/unreadable_audio", lambda: b"PK\3\4" + odd.wav()),

@@ -34,6 +34,7 @@ _UNKNOWN_BYTES: Final = 0xFFFFFFFF
 _MOST_BYTES: Final = 1 << 48  # beyond, it is the -1 of a writer that cannot know it
 # Bytes of a chunk of samples that has none: SSND has two numbers, data in CAF one.
 _EMPTY_BYTES: Final = 8
+_GARBAGE_BYTES: Final = 512
 # Chunks behind the samples that tools leave cut off.
 _METADATA: Final = (b"LIST", b"id3 ", b"ID3 ")
 # A first page of an Ogg stream: version 0, and its flag.
@@ -101,7 +102,8 @@ def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
     elif magic == b"RF64" and stated == _UNKNOWN_BYTES:
         stated = int.from_bytes(read(28, 8), "little")
     end = start + stated
-    if end >= size and stated < _MOST_BYTES:
+    # So little is no speech, whatever it is.
+    if stated < _MOST_BYTES and size - end <= min(_GARBAGE_BYTES, stated // 100):
         return b"", 0, 0
     is_unknown = stated <= _EMPTY_BYTES or stated >= STREAMED_BYTES
     # Sizes of 32 bits begin at 0 again beyond 4 GiB.
@@ -131,7 +133,7 @@ def _endless_head(magic: bytes, head: bytes, num_bytes: int) -> bytes:
 def _is_no_audio(read: Read, size: int, end: int, form: str, samples: bytes) -> bool:
     """Return True if nothing but tags, padding and other chunks than that of the samples follows from a place on."""
     for chunk, start, length in _chunks(read, size, end, form):
-        if chunk == samples or chunk in _CHUNKS or not _CHUNK_NAME.fullmatch(chunk):
+        if chunk == samples or chunk in _CHUNKS:
             return False
         if start + length > size:
             return chunk in _METADATA

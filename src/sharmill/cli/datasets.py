@@ -424,11 +424,10 @@ def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto
 
 def _source_keys(given: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of sources, as a configuration has them, that options stand for."""
-    keys = {key: given[key] for key in ("speaker", "language", "dataset", "text_root", "encoding", "audio")}
+    keys = {key: given[key] for key in ("speaker", "language", "dataset", "text_root", "encoding", "audio", "quotes")}
     keys |= {key: list(given[key]) or None for key in ("audio_suffixes", "text_suffixes", "numbers", "header")}
     channel, delimiter = given["channel"], given["delimiter"]
     keys["channel"] = int(channel) if channel and channel.isdecimal() else channel
     keys["delimiter"] = "\t" if delimiter == "\\t" else delimiter
-    keys["quotes"] = given["quotes"]
     keys["columns"] = given["columns"] or None
     return {key: value for key, value in keys.items() if value is not None}

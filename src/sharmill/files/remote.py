@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     import requests
 
 FETCHES_AT_ONCE: Final = 8
-# More than a day of speech at 16 kHz in WAV.
-MAX_BYTES_OF_AUDIO: Final = 4 << 30
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BLOCK_BYTES: Final = 1 << 20
 _CONNECT_SECONDS: Final = 10.0
@@ -80,17 +78,17 @@ def check_url(url: str, key: str) -> None:
     """Raise ValueError where a URL cannot be a value of ``key``: of another scheme, with a password or a query."""
     try:
         parts = urlsplit(url)
-        problem = "needs a host" if not parts.hostname else None
     except ValueError as error:
         raise ValueError(f"{key} {url!r} is no URL: {error}") from error
-    if parts.scheme not in _CLIENTS:
-        problem = f"must begin with {', '.join(f'{scheme}://' for scheme in _CLIENTS)}"
-    elif parts.username is not None or parts.password is not None:
-        problem = "must not have a password, which would be stored; put it into ~/.netrc"
-    elif parts.query or parts.fragment or "?" in url or "#" in url:
-        problem = "must end before '?' and '#'"
-    if problem is not None:
-        raise ValueError(f"the URL of {key}, {url!r}, {problem}")
+    for is_wrong, problem in (
+        (parts.scheme not in _CLIENTS, f"must begin with {', '.join(f'{scheme}://' for scheme in _CLIENTS)}"),
+        (parts.username is not None or parts.password is not None,
+         "must not have a password, which would be stored; put it into ~/.netrc"),
+        ("?" in url or "#" in url, "must end before '?' and '#'"),
+        (not parts.hostname, "needs a host"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise ValueError(f"the URL of {key}, {url!r}, {problem}")
 
 
 class Version(NamedTuple):
@@ -424,13 +422,6 @@ def _explained(url: str, error: Exception) -> Exception:
     return _PassingError(ConnectionError(f"cannot fetch {url}: {error or kind}"))
 
 
-class _About(msgspec.Struct):
-    """The version that a copy is of."""
-
-    size: int
-    tag: str
-
-
 class Copy(PosixPath):
     """The path of a copy in a cache, which is not evicted as long as this object lives."""
 
@@ -511,8 +502,8 @@ class Cache:
         path = self.path_of(url)
         with suppress(FileNotFoundError):
             self._refuse_strangers(path)
-            known = decode_stored(path, read_stored(path.with_name(f"about-{path.name}")), _About)
-            if (known.size, known.tag) != found:
+            known = decode_stored(path, read_stored(path.with_name(f"about-{path.name}")), dict[str, Any])
+            if known != found._asdict():
                 path.unlink(missing_ok=True)
         return found
 
@@ -546,7 +537,7 @@ class Cache:
             if xxh3 and checksum(aside) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
             self._make_room(aside.stat().st_size)
-            write_new(path.with_name(f"about-{path.name}"), msgspec.json.encode(_About(*version)))
+            write_new(path.with_name(f"about-{path.name}"), msgspec.json.encode(version._asdict()))
             # Fetched once more, here or on another node, the same version has the same time.
             os.utime(stream.fileno(), ns=(time.time_ns(), xxhash.xxh3_64_intdigest(repr(version).encode()) >> 4))
             aside.replace(path)

@@ -789,14 +789,9 @@ class Staging:
         Raises:
             ConfigError: it is a link or a stranger's: what was the run's own when it was planned was replaced since.
         """
-        refuse_strangers(self.root, folder.parents)
+        refuse_strangers(self.root, [folder])
         flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if folder != self.root else 0)
-        try:
-            descriptor = os.open(folder, flags)
-        except OSError as error:
-            if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                refuse_strangers(self.root, [folder])
-            raise
+        descriptor = os.open(folder, flags)
         stack.callback(os.close, descriptor)
         if is_strangers(os.fstat(descriptor), folder.parent):
             refuse_strangers(self.root, [folder])

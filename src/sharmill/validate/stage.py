@@ -214,14 +214,16 @@ class ValidateStage(Stage):
         for name, number in checked.items():
             if name.startswith("unchecked "):
                 yield f"{number:.0f} {name.removeprefix('unchecked ')}: nothing is known of such data"
-        if not self.level.deep:
-            yield "samples, silence and clipping: audio was not decoded (--deep)"
-        if not self.level.recheck_share:
-            yield "whether the codes are those of the audio: none was encoded again (--recheck-codes)"
-        elif not checked.get("segments encoded again"):
-            yield "whether the codes are those of the audio: no segment fell in the sample, raise --recheck-codes"
-        if self.against is None:
-            yield "completeness: the dataset was not compared with its manifests (--against)"
+        none_sampled = self.level.recheck_share and not checked.get("segments encoded again")
+        causes = (
+            (not self.level.deep, "samples, silence and clipping: audio was not decoded (--deep)"),
+            (not self.level.recheck_share,
+             "whether the codes are those of the audio: none was encoded again (--recheck-codes)"),
+            (none_sampled,
+             "whether the codes are those of the audio: no segment fell in the sample, raise --recheck-codes"),
+            (self.against is None, "completeness: the dataset was not compared with its manifests (--against)"),
+        )  # fmt: skip
+        yield from (phrase for is_so, phrase in causes if is_so)
 
 
 def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:

@@ -176,8 +176,9 @@ def _make_supervision(values: dict[str, Any]) -> SupervisionSegment:
     merged = _SUPERVISION_DEFAULTS | values
     _make_custom(merged["custom"])
     if (alignments := merged["alignment"]) is not None:
-        made = {kind: list(map(AlignmentItem.deserialize, items)) for kind, items in alignments.items()}
-        merged["alignment"] = made
+        merged["alignment"] = {
+            kind: list(map(AlignmentItem.deserialize, items)) for kind, items in alignments.items()
+        }
     return make(SupervisionSegment, merged)
 
 

@@ -264,7 +264,7 @@ class SharReader:
         for epoch, _, _, block, item in list(self._unmarked):
             known = progress.epochs.setdefault(epoch, EpochProgress())
             known.unused.setdefault(block, set()).add(item)
-        progress.begin_with_first_epoch()
+        progress.go_back_to(min([progress.epoch, *progress.epochs]))
         return progress
 
     def _go_on_from(self, progress: Progress) -> None:

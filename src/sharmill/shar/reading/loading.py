@@ -122,11 +122,8 @@ def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         ConfigError: it is no state of such a loader, its dataset has none, or workers have given more than it says.
     """
     has_workers, is_finished = "_snapshot" in state, state.get("_iterator_finished")
-    if has_workers:
-        workers = state["_snapshot"]["_worker_snapshots"].values()
-        found = [worker["dataset_state"] for worker in workers]
-    else:
-        found = [state.get("dataset_state")]
+    workers = state["_snapshot"]["_worker_snapshots"].values() if has_workers else [state]
+    found = [worker.get("dataset_state") for worker in workers]
     if not found or any(not isinstance(one, Mapping) for one in found):
         raise ConfigError(
             "this is not the state of a StatefulDataLoader whose dataset has a state of its own", code="wrong_state"

@@ -266,11 +266,8 @@ class IndexedShardSource(CutSource):
 
     def _file(self, name: str, shard: int) -> str:
         """Return the name of the file of a field."""
-        if self._foreign:
-            return self._recorded(name, shard).file
-        if (field := self._stored[name]) is None:
-            raise self._damage(f"names no file of {name} of shard {shard}")
-        return field.path(shard)
+        field = self._stored[name]
+        return self._recorded(name, shard).file if self._foreign or field is None else field.path(shard)
 
     def _recorded(self, name: str, shard: int) -> FieldFile:
         """Return what the index says of the file of a field."""

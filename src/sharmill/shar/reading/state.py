@@ -270,10 +270,9 @@ class Progress:
             if not items:
                 del known.unused[position.block]
 
-    def begin_with_first_epoch(self) -> None:
-        """Go back to the first epoch of which anything is known; this part has read those between to their ends."""
+    def go_back_to(self, first: int) -> None:
+        """Go back to an earlier epoch; this part has read it, and those behind it, to their ends."""
         assert self.part is not None
-        first = min([self.epoch, *self.epochs])
         for epoch in range(first, self.epoch):
             self.epochs.setdefault(epoch, EpochProgress()).reached[self.part] = END
         self.epoch = first
@@ -379,15 +378,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f"part {odd[0]} is missing, there twice, or that of a reader with another number of parts",
             code="wrong_state",
         )
-    identity = parts[0].identity
-    for progress in parts[1:]:
-        check_identity(progress.identity, identity, "the states of two parts")
-    merged = Progress(identity, epoch=min(progress.epoch for progress in parts))
-    merged.num_damaged = sum(progress.num_damaged for progress in parts)
+    merged = Progress(
+        parts[0].identity,
+        min(progress.epoch for progress in parts),
+        num_damaged=sum(progress.num_damaged for progress in parts),
+    )
     for progress in parts:
-        assert progress.part is not None
-        for epoch in range(merged.epoch, progress.epoch):
-            merged.epochs.setdefault(epoch, EpochProgress()).add(EpochProgress({progress.part: END}))
+        check_identity(progress.identity, merged.identity, "the states of two parts")
+        progress.go_back_to(merged.epoch)
         for epoch, known in progress.epochs.items():
             merged.epochs.setdefault(epoch, EpochProgress()).add(known)
     merged.skip_ended(*(Part(index, count) for index in range(count)))

@@ -274,14 +274,15 @@ class Utterance:
         root, whole_file, index, recording, cut, size, checksum, own_context, modified = map(record.pop, OWN_KEYS)
         channel, member = (record.pop(key, None) for key in PLACE_KEYS)
         notes = AudioNotes(size, int(modified[0]), checksum, *modified[2:3])
-        segment = Segment(root, path, offset, duration, whole_file, notes, channel, _member(member))
+        place = Member(*member) if member else None
+        segment = Segment(root, path, offset, duration, whole_file, notes, channel, place)
         context = None
         if own_context is not None:
             path, offset, duration, context_text, similarity, context_recording = map(record.pop, CONTEXT_KEYS[:-2])
             normalized_text, context_channel = (record.pop(key, None) for key in CONTEXT_KEYS[-2:])
             context_root, context_whole_file, context_size, context_checksum, *context_member = own_context
             notes = AudioNotes(context_size, int(modified[1]), context_checksum, *modified[3:])
-            place = _member(context_member[0] if context_member else None)
+            place = Member(*context_member[0]) if context_member else None
             other = Segment(context_root, path, offset, duration, context_whole_file, notes, context_channel, place)
             context = Context(other, context_recording, context_text, similarity, normalized_text)
         return cls(segment, text, speaker, record, index, recording, cut, context)
@@ -290,10 +291,6 @@ class Utterance:
 def _own_context(context: Segment) -> tuple[Any, ...]:
     own = (context.root, context.whole_file, context.notes.size, context.notes.checksum)
     return own if context.member is None else (*own, context.member)
-
-
-def _member(value: list[Any] | None) -> Member | None:
-    return None if value is None else Member(*value)
 
 
 def _own_times(target: AudioNotes, context: AudioNotes) -> tuple[str, ...]:

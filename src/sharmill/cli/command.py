@@ -195,8 +195,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
     others = [argument for argument in arguments if not is_override(argument)]
     paths = [argument for argument in others if argument.endswith((".yaml", ".yml"))]
     names = [argument for argument in others if argument not in paths]
-    if not paths:
-        raise ConfigError(f"no configuration among {' '.join(arguments)}: name a .yaml file", code="bad_usage")
+    refuse((not paths, f"no configuration among {' '.join(arguments)}: name a .yaml file"), code="bad_usage")
     return paths, overrides, names
 
 
@@ -214,10 +213,7 @@ def load_configs(
     """
     paths, overrides, names = split_arguments(arguments)
     taken, more = ("one configuration", [*names, *paths[1:]]) if single else ("configurations", names)
-    if more:
-        raise ConfigError(
-            f"'{command}' takes {taken}, and no names of stages: leave out {', '.join(more)}", code="bad_usage"
-        )
+    refuse((more, f"'{command}' takes {taken}, and no names of stages: leave out {', '.join(more)}"), code="bad_usage")
     return [load_config(path, [*overrides, *options]) for path in paths]
 
 

@@ -77,8 +77,7 @@ def append(arguments: tuple[str, ...], copy: bool) -> int:
         if status != OK:
             return status
     else:
-        if len(arguments) != 2:
-            raise ConfigError("'append' takes one configuration, or two datasets", code="bad_usage")
+        refuse((len(arguments) != 2, "'append' takes one configuration, or two datasets"), code="bad_usage")
         dataset, new = arguments
     appended = append_dataset(dataset, new, copy=copy)
     say(appended.describe(dataset, new))
@@ -97,8 +96,7 @@ def merge(datasets: tuple[str, ...], copy: bool, name: str | None) -> None:
     OUT is a new dataset directory with the shards of all DATASETs, in order. These stay as they are.
     """
     *sources, out = datasets
-    if len(sources) < 2:
-        raise ConfigError("'merge' takes two datasets or more, and then the new directory", code="bad_usage")
+    refuse((len(sources) < 2, "'merge' takes two datasets or more, and then the new directory"), code="bad_usage")
     merged = merge_datasets(sources, out, copy=copy, name=name)
     record = merged.record
     say(
@@ -128,8 +126,7 @@ def split(
     Writes OUT/train, OUT/valid and OUT/test, datasets whose audio and codes are copied. DATASET stays as it is.
     """
     shares = {name: _parse_share(name, text) for name, text in (("valid", valid), ("test", test)) if text is not None}
-    if not shares:
-        raise ConfigError("say how much goes into --valid or --test, as in --valid 1%", code="bad_usage")
+    refuse((not shares, "say how much goes into --valid or --test, as in --valid 1%"), code="bad_usage")
     with ProgressListener() as listener:
         splits = split_dataset(
             dataset, out, shares, seed=seed, shard_size=shard_size, workers=workers, listener=listener, restart=restart
@@ -325,8 +322,10 @@ def decode(dataset: Path, cut_id: str, output: Path, codec: str | None, context:
     """Turn the codes of a cut into audio that can be listened to."""
     described = read_dataset(dataset)
     record = choose_codec(described, codec)
-    if models.keys() - {record.name}:
-        raise ConfigError(f"--codec-model is for {record.name}: write {record.name}=MODEL", code="bad_usage")
+    refuse(
+        (models.keys() - {record.name}, f"--codec-model is for {record.name}: write {record.name}=MODEL"),
+        code="bad_usage",
+    )
     stored = find_cut(dataset, cut_id)
     say(f"loading the codec {record.name}", style="dim")
     decoder = load_decoder(record, models.get(record.name))

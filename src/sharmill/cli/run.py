@@ -179,9 +179,7 @@ def run_configs(
         )  # fmt: skip
         report = result.report
         if report is not None:
-            print_report(report)
-            if json_file is not None:
-                write_atomic(Path(json_file), encode_report(report))
+            print_report(report, json_file)
         paths = _result_paths(result)
         print_pairs((name, plain(path, style="bold" if name == "next" else "")) for name, path in paths.items())
         status = FAILED if not result.ok else FINDINGS if result.num_errors else OK
@@ -242,8 +240,7 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
     """
     if path is None:
         return None
-    if restart or len(configs) > 1:
-        raise ConfigError("--redo is for one configuration, and without --restart", code="bad_usage")
+    refuse((restart or len(configs) > 1, "--redo is for one configuration, and without --restart"), code="bad_usage")
     return read_report(Path(path))
 
 
@@ -332,28 +329,28 @@ def validate(
     Exit status 3 means errors; warnings alone leave it at 0.
     """
     if json_file is not None:
-        if Path(json_file).is_dir():
-            raise ConfigError(f"--json {json_file} is a folder; name a file", code="bad_usage")
+        refuse((Path(json_file).is_dir(), f"--json {json_file} is a folder; name a file"), code="bad_usage")
         require_writable(Path(json_file).parent)
     try:
         level = ValidateConfig(deep=deep, recheck_codes=recheck_codes, codec_models=models)
     except ValueError as error:
         raise ConfigError(f"--recheck-codes {recheck_codes}: {error}", code="bad_usage") from error
     if arguments[0].endswith((".yaml", ".yml")):
-        if against or rejects or audio_roots:
-            raise ConfigError(
+        refuse(
+            (
+                against or rejects or audio_roots,
                 "--against, --rejects and --audio-root are for a dataset directory; a configuration knows its own: "
                 "validate.against_sources=true",
-                code="bad_usage",
-            )
+            ),
+            code="bad_usage",
+        )
         given = {f"validate.codec_models.{codec}": model for codec, model in models.items()} | {
             "validate.deep": "true" if deep else "",
             "validate.recheck_codes": recheck_codes if level.recheck_share else "",
             "executor.workers": "" if workers == "auto" else str(workers),
         }
         configs = load_configs("validate", arguments, [f"{key}={value}" for key, value in given.items() if value])
-        if json_file is not None and len(configs) > 1:
-            raise ConfigError("--json is for one configuration", code="bad_usage")
+        refuse((json_file is not None and len(configs) > 1, "--json is for one configuration"), code="bad_usage")
         for config in configs:
             _require_recheck(models, config.section(ValidateConfig))
         return worst(status for status, _ in run_configs(configs, ["validate"], json_file=json_file))
@@ -376,16 +373,13 @@ def validate(
         stage = ValidateStage(open_directory(arguments[0]), RunDir(Path(scratch) / "run"), level, against=accounts)
         with run_alone(stage, workers=workers, listener=listener, resumes=False):
             report = stage.report()
-    print_report(report)
-    if json_file is not None:
-        write_atomic(Path(json_file), encode_report(report))
+    print_report(report, json_file)
     return FINDINGS if report.errors else OK
 
 
 def _require_recheck(models: dict[str, str], level: ValidateConfig) -> None:
     """Raise ConfigError where models are named and nothing is encoded again."""
-    if models and not level.recheck_share:
-        raise ConfigError("--codec-model goes with --recheck-codes", code="bad_usage")
+    refuse((models and not level.recheck_share, "--codec-model goes with --recheck-codes"), code="bad_usage")
 
 
 def print_result(result: DatasetResult) -> None:
@@ -413,9 +407,8 @@ def print_result(result: DatasetResult) -> None:
             say(f"{share:.0%} of the records have no similar context: check that the speakers are right; sharmill "
                 "calibrate finds a fitting match.min_similarity", style="yellow")  # fmt: skip
     for stage, outcome in result.stages:
-        for note in outcome.totals.notes if outcome.totals else ():
-            say(f"{stage.name}: {note}", style="yellow")
-        for sentence in outcome.given_up[:_MAX_LINES]:
+        notes = outcome.totals.notes if outcome.totals else []
+        for sentence in (*notes, *outcome.given_up[:_MAX_LINES]):
             say(f"{stage.name}: {sentence}", style="yellow")
         for error in list(outcome.failures.values())[:_MAX_LINES]:
             say(f"{stage.name}: unit {error.index} failed: {error.message}", style="red")
@@ -456,8 +449,11 @@ def _accounts(stage: Stage, outcome: StageResult) -> list[str | Text]:
     ]  # fmt: skip
 
 
-def print_report(report: Report) -> None:
-    """Print findings by kind with the first examples, and what was checked, what could not be, and what mends it."""
+def print_report(report: Report, json_file: str | None = None) -> None:
+    """Print findings by kind with the first examples, and what was checked, what could not be, and what mends it.
+
+    The whole report goes to ``json_file``.
+    """
     shown = (name for name in report.checked if name.startswith("cuts without "))
     names = [*(name for name in _SHOWN_COUNTS if name in report.checked), *shown]
     checked = ", ".join(f"{report.checked[name]:,.0f} {name}" for name in names)
@@ -484,6 +480,8 @@ def print_report(report: Report) -> None:
         units = Counter(unit.stage for unit in report.units_to_repeat)
         listed = ", ".join(stage if stage == INDEX else f"{count} of {stage}" for stage, count in units.items())
         say(f"to be done again by --redo: {listed}")
+    if json_file is not None:
+        write_atomic(Path(json_file), encode_report(report))
 
 
 log = logging.getLogger(__name__)
@@ -558,8 +556,7 @@ def submit(
     """
     paths, overrides, names = split_arguments(arguments)
     stages = None if names == ["all"] else [resolve_stage(name) for name in names]
-    if not names:
-        raise ConfigError("name a stage, or 'all'", code="bad_usage")
+    refuse((not names, "name a stage, or 'all'"), code="bad_usage")
     if cluster == "debug":
         overrides.append("executor.workers=1")
     configs = [load_config(path, overrides) for path in paths]
@@ -568,10 +565,13 @@ def submit(
         return _conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over))
     require_package("submitit")
     _warn_of_umask()
-    if dry_run and named is not None:
-        raise ConfigError(
-            "--dry-run shows what is left to do; with --redo that would have to be taken back first", code="bad_usage"
-        )
+    refuse(
+        (
+            dry_run and named is not None,
+            "--dry-run shows what is left to do; with --redo that would have to be taken back first",
+        ),
+        code="bad_usage",
+    )
     loaded = load_typed(ClusterProfile, profile) if profile else ClusterProfile()
     if loaded.max_parallel_all is not None:
         # Each has an equal share of the ranks that run at once.

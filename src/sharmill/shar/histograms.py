@@ -87,8 +87,7 @@ class Histogram(msgspec.Struct):
         if not other.counts:
             return
         if not self.counts:
-            self.first, self.counts = other.first, list(other.counts)
-            return
+            self.first = other.first
         # In place, and without an array: 100,000 of some ten bins each are added up to one.
         if other.first < self.first:
             self.counts[:0] = [0] * (self.first - other.first)

@@ -213,11 +213,9 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
     def add(self, item: Item) -> None:
         """Append the pair of members of one cut: data first, its metadata next, as lhotse reads them."""
         if item.data is None:
-            write_member(self._stream, f"{item.cut_id}.{NO_DATA}", b"")
-            write_member(self._stream, f"{item.cut_id}.{_NO_METADATA}", b"")
+            self._add(item.cut_id, NO_DATA, b"", b"")
         else:
-            write_member(self._stream, f"{item.cut_id}.{item.extension}", item.data)
-            write_member(self._stream, f"{item.cut_id}.json", _encoder.encode(item.metadata) + b"\n")
+            self._add(item.cut_id, item.extension, item.data, _encoder.encode(item.metadata) + b"\n")
 
     def copy(self, table: "ItemTable", number: int) -> None:
         """Append the pair of members of an item of another archive as they are.
@@ -225,7 +223,9 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
         Raises:
             DamagedShard: the two do not belong together.
         """
-        cut_id, extension, data, metadata = table.raw(number)
+        self._add(*table.raw(number))
+
+    def _add(self, cut_id: str, extension: str, data: bytes, metadata: bytes) -> None:
         write_member(self._stream, f"{cut_id}.{extension}", data)
         write_member(self._stream, f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}", metadata)
 

@@ -176,9 +176,7 @@ def _make_supervision(values: dict[str, Any]) -> SupervisionSegment:
     merged = _SUPERVISION_DEFAULTS | values
     _make_custom(merged["custom"])
     if (alignments := merged["alignment"]) is not None:
-        merged["alignment"] = {
-            kind: list(map(AlignmentItem.deserialize, items)) for kind, items in alignments.items()
-        }
+        merged["alignment"] = {kind: list(map(AlignmentItem.deserialize, items)) for kind, items in alignments.items()}
     return make(SupervisionSegment, merged)
 
 

@@ -123,7 +123,7 @@ def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """
     has_workers, is_finished = "_snapshot" in state, state.get("_iterator_finished")
     workers = state["_snapshot"]["_worker_snapshots"].values() if has_workers else [state]
-    found = [worker.get("dataset_state") for worker in workers]
+    found: list[Any] = [worker.get("dataset_state") for worker in workers]
     if not found or any(not isinstance(one, Mapping) for one in found):
         raise ConfigError(
             "this is not the state of a StatefulDataLoader whose dataset has a state of its own", code="wrong_state"

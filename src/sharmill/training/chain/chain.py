@@ -390,12 +390,11 @@ class Chain(torch.utils.data.IterableDataset):
         for size in sizes:
             at_least(1, "a size of bucket", size)
         numbers = all(isinstance(bound, Real) for bound in bounds)
-        if not numbers or len(sizes) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)):
-            raise ConfigError(
-                f"bucket has bounds {list(bounds)} and sizes {list(sizes)}: bounds are numbers that rise, and there is "
-                "one size more",
-                code="bad_config_value",
-            )
+        refuse((
+            not numbers or len(sizes) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)),
+            f"bucket has bounds {list(bounds)} and sizes {list(sizes)}: bounds are numbers that rise, and there is one "
+            "size more",
+        ))  # fmt: skip
         return self._then(bucket_examples, bounds=bounds, sizes=sizes, length=length)
 
     def zip(self, *others: Chain) -> Chain:
@@ -452,12 +451,14 @@ class Chain(torch.utils.data.IterableDataset):
         Raises:
             ConfigError: a function of ``apply`` may hold examples back.
         """
-        if not self._is_exact:
-            raise ConfigError(
+        refuse(
+            (
+                not self._is_exact,
                 "a chain with apply(f) cannot be resumed, since f may hold examples back: give apply(f, exact=True) if "
                 "it does not, or use a DataLoader without a state",
-                code="inexact_state",
-            )
+            ),
+            code="inexact_state",
+        )
         return {"readers": [source.reader.state_dict() for source in self._sources]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -471,10 +472,8 @@ class Chain(torch.utils.data.IterableDataset):
     def _with(self, others: Sequence[Chain], step: Callable[..., Examples], *further: _Source) -> Chain:
         sources = [source for chain in (self, *others) for source in chain._sources]
         ranks = {(source.options.rank, source.options.world_size) for source in sources}
-        if len(set(map(id, sources))) < len(sources):
-            raise ConfigError("a chain cannot be joined with itself: make another one", code="bad_config_value")
-        if len(ranks) > 1:
-            raise ConfigError("chains that are joined have the same rank and world_size", code="split_wrong")
+        refuse((len(set(map(id, sources))) < len(sources), "a chain cannot be joined with itself: make another one"))
+        refuse((len(ranks) > 1, "chains that are joined have the same rank and world_size"), code="split_wrong")
         chain = copy.copy(self)
         chain._sources = (*sources, *further)
         chain._open = partial(step, [*(one._open for one in (self, *others)), *(one.examples for one in further)])

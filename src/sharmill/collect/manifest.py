@@ -51,7 +51,6 @@ from sharmill.sources.nemo import NemoSource
 from sharmill.sources.speakers import UNDETERMINED, find_tag
 from sharmill.sources.table import TableSource, delimiter_of
 
-_RECORDS_PER_UNIT: Final = 1000
 # A record's own duration may differ by so many seconds from that of its audio.
 _TOLERANCE: Final = PrepareConfig().duration_tolerance
 # Segments of one recording follow one another.
@@ -212,10 +211,10 @@ class ManifestStage(Stage):
 
     def plan(self, folder: Path) -> Iterator[Unit]:
         if self.options.corpus is not None:
-            options, directory = self.options, Path(str(self.given[0].audio_root))
+            options = self.options
             found = run_recipe(
-                self.options.corpus, directory, options.recipe_options, options.splits, folder,
-                min_segment=options.min_segment, download=options.download,
+                self.options.corpus, Path(str(self.given[0].audio_root)), options.recipe_options, options.splits,
+                folder, min_segment=options.min_segment, download=options.download,
             )  # fmt: skip
             write_new(folder / _FOUND, msgspec.json.encode(found))
         inputs = self.inputs(folder)
@@ -224,7 +223,7 @@ class ManifestStage(Stage):
         index = 0
         for number, entry in enumerate(inputs):
             before = index
-            for piece in entry.source.pieces(_RECORDS_PER_UNIT):
+            for piece in entry.source.pieces(1000):
                 yield make_unit(
                     index, cost=float(piece.num_records), size=piece.num_records,
                     params={"input": number, "piece": piece.params},
@@ -345,12 +344,12 @@ class Completion(Processor):
                 rejects.append(Reject(ManifestStage.kind, reject.reason, reject.detail, found, source))
             else:
                 lines.append(msgspec.json.encode(record))
-                of_record = (
-                    "text" in record,
-                    self._rules[number].origin(record) != "none",
-                    channels > 1 and "channel" not in record,
-                )
-                counts.update({"seconds": record["duration"], **dict(zip(_COUNTS, of_record, strict=True))})
+                counts.update({
+                    "seconds": record["duration"],
+                    "with_text": "text" in record,
+                    "with_speaker": self._rules[number].origin(record) != "none",
+                    "of_several_channels": channels > 1 and "channel" not in record,
+                })  # fmt: skip
                 words = record.get("text", "").split()
                 vocabulary.update(words if self._options.of_words else "".join(words))
             advance(1.0)

@@ -43,8 +43,6 @@ from sharmill.prepare.stage import PrepareStage, prepared_manifest
 from sharmill.sources import Located, Piece, RawRecord
 from sharmill.validate.stage import ValidateConfig
 
-# The similarity of copies of an utterance; another one by the same speaker is hardly ever so similar.
-_NEAR_COPY = 0.98
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 
@@ -331,7 +329,8 @@ def _is_near_copy(utterance: Utterance, context: Context) -> bool:
     """Return True if a context sounds like the utterance itself, stored with loss or at another level."""
     # An MP3 has up to a tenth of a second more.
     is_as_long = abs(utterance.segment.duration - context.segment.duration) <= 0.1
-    return is_as_long and context.similarity >= _NEAR_COPY and utterance.text.split() == context.text.split()
+    # Another one by the same speaker is hardly ever so similar.
+    return is_as_long and context.similarity >= 0.98 and utterance.text.split() == context.text.split()
 
 
 def _number(names: Iterable[str]) -> np.ndarray:

@@ -68,8 +68,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_NUMBER = r"[+-]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?i:inf))"
-_COMPARISON = re.compile(rf"\s*(<=|>=|==|!=|<|>)\s*({_NUMBER})\s*")
+_COMPARISON = re.compile(r"\s*(<=|>=|==|!=|<|>)\s*([+-]?(?:(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|(?i:inf)))\s*")
 
 
 @dataclass(frozen=True, kw_only=True)

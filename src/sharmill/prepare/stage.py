@@ -7,7 +7,7 @@ Duplicates and ambiguous ids over a whole input, and records that a finished dat
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,13 +95,10 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
             duration = 0.0
         self._count(speaker if isinstance(speaker, str) else "", 1, 0, float(duration), 0.0)
 
-    def count_notes(self, raws: Iterable[RawRecord]) -> Iterator[RawRecord]:
-        """Yield raw records as they come, and count what their source notes with them."""
-        for raw in raws:
-            text = raw.record if isinstance(raw, Located) else raw
-            for note, count in text.notes.items() if isinstance(text, Noted) else ():
-                self._add("noted", note, count)
-            yield raw
+    def count_notes(self, record: bytes) -> None:
+        """Count what the source of a record notes with it."""
+        for note, count in record.notes.items() if isinstance(record, Noted) else ():
+            self._add("noted", note, count)
 
     def move_to_rejected(self, utterance: Utterance) -> None:
         """Move a record that was counted as kept, and is a duplicate, to the rejected ones."""
@@ -421,13 +418,13 @@ class PrepareProcessor(Processor):
         kept: list[Utterance] = []
         rejects: list[Reject] = []
         hours = HoursTable()
-        lines = hours.count_notes(self.check.sources[number].read(unit.params["piece"]))
-        check = partial(self._outcome, number)
-        outcomes: Iterator[tuple[Any, Utterance | RejectRecord]] = map(check, lines)
+        check, lines = partial(self._outcome, number), self.check.sources[number].read(unit.params["piece"])
+        outcomes: Iterator[tuple[bytes, Any, Utterance | RejectRecord]] = map(check, lines)
         if any(map(is_url, self.check.sources[number].named("audio_root"))):
             # Audio is fetched of several at once.
             outcomes = prefetch(check, lines, threads=FETCHES_AT_ONCE, ahead=4 * FETCHES_AT_ONCE)
-        for record, found in outcomes:
+        for text, record, found in outcomes:
+            hours.count_notes(text)
             if isinstance(found, RejectRecord):
                 rejects.append(Reject(PrepareStage.kind, found.reason, found.detail, record, number))
                 hours.count_rejected(record)
@@ -446,14 +443,15 @@ class PrepareProcessor(Processor):
             stats={"seconds": sum(utterance.segment.duration for utterance in kept)},
         )
 
-    def _outcome(self, source: int, line: RawRecord) -> tuple[Any, Utterance | RejectRecord]:
-        """Return a record with what the checks make of it."""
-        record: Any = record_text(line).decode("utf-8", "replace")
+    def _outcome(self, source: int, line: RawRecord) -> tuple[bytes, Any, Utterance | RejectRecord]:
+        """Return the text of a record, the record, and what the checks make of it."""
+        text = record_text(line)
+        record: Any = text.decode("utf-8", "replace")
         try:
             record = parse_record(line)
-            return record, self.check(record, source, line.member if isinstance(line, Located) else None)
+            return text, record, self.check(record, source, line.member if isinstance(line, Located) else None)
         except RejectRecord as reject:
-            return record, reject
+            return text, record, reject
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:

@@ -25,10 +25,6 @@ from sharmill.sources.files import decode_text, expand_home, read_small, split_l
 from sharmill.sources.folder import WalkedSource, path_from_text, path_to_text, walk_files
 from sharmill.sources.speakers import Template
 
-# Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
-_MAX_ANNOTATION_BYTES: Final = 64 << 20
-# Words with longer pauses between them are of two segments.
-_MAX_GAP: Final = 0.5
 _SHOWN: Final = 1000
 Token = TypeVar("Token", str, float)
 
@@ -42,7 +38,6 @@ _SRT_STYLE: Final = re.compile(r"</?(?:[bciu]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.
 _VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
 # In seconds. Nothing is said in a shorter time, and no longer pause is between rolling captions.
 _SHORT_CAPTION: Final = 0.1
-_MOST_LINES: Final = 10
 # Not those of Unicode, which a word or a name may have.
 _BLANKS: Final = re.compile(r"[ \t\v\f]+")
 # Behind a word or the name of a speaker; anything else is a further part of it.
@@ -195,27 +190,25 @@ class AnnotatedSource(WalkedSource):
                 items.append(Unreadable(reject.reason, reject.detail, shown))
             except ValueError as error:
                 items.append(Unreadable("malformed", f"{shown}: {error}", shown))
-        gap = _MAX_GAP if self.max_gap is None and form.words else self.max_gap
+        gap = 0.5 if self.max_gap is None and form.words else self.max_gap
         if gap is not None:
             stretches = join_stretches(stretches, gap, self.max_duration)
         stretches.sort(key=lambda part: (part.recording, part.start, part.end, part.channel, part.speaker or ""))
         overlapped = find_overlaps(stretches) if self.overlap == "drop" else [False] * len(stretches)
-        named: dict[str, dict[str, None]] = {}
-        for stretch in stretches:
-            named.setdefault(stretch.recording, {})[stretch.channel] = None
-        channels = {recording: _number_channels(list(names)) for recording, names in named.items()}
-        paths: dict[str, str | RejectRecord] = {}
-        for stretch, dropped in zip(stretches, overlapped, strict=True):
-            if stretch.recording not in paths:
-                paths[stretch.recording] = self._path(folder, names[0], stretch.recording)
-            items.append(_item(stretch, paths[stretch.recording], channels[stretch.recording], dropped))
+        marked = zip(stretches, overlapped, strict=True)
+        for recording, found_in in itertools.groupby(marked, lambda pair: pair[0].recording):
+            pairs = list(found_in)
+            channels = _number_channels(list({stretch.channel for stretch, _ in pairs}))
+            path = self._path(folder, names[0], recording)
+            items += [_item(stretch, path, channels, dropped) for stretch, dropped in pairs]
         first = next((number for number, item in enumerate(items) if isinstance(item, bytes)), None)
         if notes and first is not None:
             items[first] = Noted(record_text(items[first]), notes)
         return items
 
     def _text(self, file: Path) -> str:
-        data = read_small(file, _MAX_ANNOTATION_BYTES)
+        # Some hours of annotations, or a corpus in one RTTM.
+        data = read_small(file, 64 << 20)
         return decode_text(data, "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else self.encoding, file.name)
 
     def _path(self, folder: str, name: str, recording: str) -> str | RejectRecord:
@@ -247,8 +240,11 @@ def _item(
         return Unreadable("overlapped_speech", "another speaker speaks during the segment", shown)
     if channels is None:
         return Unreadable("malformed", f"the recording has channels that are no numbers, as {stretch.channel!r}", shown)
-    record: dict[str, Any] = {"audio_filepath": path, "offset": round(stretch.start, TIME_DIGITS)}
-    record["duration"] = round(stretch.end - stretch.start, TIME_DIGITS)
+    record = {
+        "audio_filepath": path,
+        "offset": round(stretch.start, TIME_DIGITS),
+        "duration": round(stretch.end - stretch.start, TIME_DIGITS),
+    }
     further = {"channel": channels[stretch.channel], "speaker": stretch.speaker, "text": stretch.text}
     return msgspec.json.encode(record | {key: value for key, value in further.items() if value is not None})
 
@@ -316,9 +312,9 @@ def _parse_lines(parse: Callable[[str], Stretch | None], mistake: str) -> Parse:
                 stretch = parse(line)
             except (ValueError, IndexError):
                 yield Unreadable("malformed", mistake, line)
-                continue
-            if stretch is not None:
-                yield stretch
+            else:
+                if stretch is not None:
+                    yield stretch
 
     return read
 
@@ -399,7 +395,7 @@ def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[St
     before: list[str] = []
     last = -math.inf
     for start, end, lines in sorted(captions, key=itemgetter(0, 1)):
-        sizes = range(min(len(before), len(lines), _MOST_LINES), 0, -1) if start < last + _SHORT_CAPTION else ()
+        sizes = range(min(len(before), len(lines), 10), 0, -1) if start < last + _SHORT_CAPTION else ()
         repeated = next((size for size in sizes if before[-size:] == lines[:size]), 0)
         is_short = 0 <= end - start < _SHORT_CAPTION
         rows.append((start, end, lines, repeated, is_short))

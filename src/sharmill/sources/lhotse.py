@@ -55,8 +55,6 @@ from sharmill.sources.files import (
 )
 from sharmill.sources.nemo import skip_mark
 
-# The rest of a line says no more about what is wrong.
-_SHOWN_BYTES: Final = 4096
 T = TypeVar("T")
 # Finite: a custom key alone may be NaN.
 _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
@@ -64,9 +62,6 @@ _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 _Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
 # Custom keys with these names do not describe the audio of the record, or are sharmill's own.
 _OF_AUDIO: Final = frozenset({"audio_filepath", "offset", "duration", "channel", ALIGNMENT})
-# A note, behind the number of records.
-_NOT_CARRIED: Final = "records have {}, which the dataset does not take"
-_SHOWN_NAME: Final = 80
 _SEVERAL_VALUES: Final = "several values of {}"
 # Types of sources of a recording that are no files, and the reason and the sentence of the reject.
 _NO_FILES: Final = {
@@ -131,13 +126,11 @@ class LhotseSource(LineSource):
 
     def split_line(self, line: bytes) -> list[Any]:
         """Return a line and, with ``split``, its cut with one of the supervisions."""
-        if not self.split:
-            return [(line, None, [])]
-        try:
-            cut = _decode(line, *_CUT)
-        except RejectRecord:
-            return [(line, None, [])]
-        return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
+        if self.split:
+            with suppress(RejectRecord):  # of which ``record`` tells
+                cut = _decode(line, *_CUT)
+                return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
+        return [(line, None, [])]
 
     def record(self, entry: Any) -> bytes:
         """Return the record of a cut, of a supervision or of a recording."""
@@ -167,7 +160,7 @@ class LhotseSource(LineSource):
 
     def shown(self, entry: Any) -> str:
         """Return the begin of a line."""
-        return entry[0][:_SHOWN_BYTES].decode("utf-8", "replace")
+        return entry[0][:4096].decode("utf-8", "replace")
 
     @cached_property
     def _recordings(self) -> KeyedLines:
@@ -179,10 +172,9 @@ class _Named(msgspec.Struct):
 
 
 def _recording_id(line: bytes) -> bytes | None:
-    try:
+    with suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
         return msgspec.json.decode(line, type=_Named).id.encode()
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None
+    return None
 
 
 def _mistaken(key: str, first: dict[str, Any]) -> str | None:
@@ -272,7 +264,7 @@ def _encode(record: dict[str, Any], line: bytes, lost: Iterable[str]) -> bytes:
     """Encode the record of a line, with its NaN and Infinity, which prepare counts, and notes of what it has not."""
     is_strict = b"NaN" not in line and b"Infinity" not in line
     encoded = msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
-    notes = {_NOT_CARRIED.format(name[:_SHOWN_NAME]): 1 for name in lost}
+    notes = {f"records have {name[:80]}, which the dataset does not take": 1 for name in lost}
     return Noted(encoded, notes) if notes else encoded
 
 
@@ -280,14 +272,11 @@ def _cut_record(
     cut: Cut, supervisions: list[Supervision], split: bool, chosen: Channel, lost: set[str]
 ) -> dict[str, Any]:
     """Return the record of some supervisions of a cut, with ``split`` that of the only one; see ``_speech_record``."""
-    if cut.type not in ("MonoCut", "MultiCut", "Cut"):
-        raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
-    if cut.recording is None:
-        raise RejectRecord("missing_field", "the cut has no recording")
     if not split:
         supervisions = _find_heard(cut, chosen, lost)
-    _refuse_several_speakers(supervisions, "split: true of the source makes a record of each")
-    _refuse_marked(cut, supervisions)
+    _check_speech(cut, supervisions)
+    if cut.recording is None:
+        raise RejectRecord("missing_field", "the cut has no recording")
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
         # The supervision of a window of a recording may go far beyond it.
@@ -318,17 +307,17 @@ def _find_heard(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
     return heard
 
 
-def _refuse_several_speakers(supervisions: Sequence[Supervision], remedy: str) -> None:
-    """Raise RejectRecord where the supervisions of a cut are of several speakers."""
+def _check_speech(cut: Cut, supervisions: Sequence[Supervision]) -> None:
+    """Raise RejectRecord where a cut is not of one recording and speaker, or is marked as records of NeMo are."""
+    if cut.type not in ("MonoCut", "MultiCut", "Cut"):
+        raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
     speakers = {supervision.speaker for supervision in supervisions}
     if len(speakers) > 1:
         raise RejectRecord(
-            "unsupported_cut", f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; {remedy}"
+            "unsupported_cut",
+            f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; split: true of the source "
+            "makes a record of each, and lhotse's CutSet.trim_to_supervisions, before a Shar is written, a cut",
         )
-
-
-def _refuse_marked(cut: Cut, supervisions: Sequence[Supervision]) -> None:
-    """Raise RejectRecord where a cut or one of its supervisions is marked as records of NeMo are."""
     customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
     if any(skip_mark(custom or {}) for custom in customs):
         raise RejectRecord("skipped", "the cut, or a supervision of it, is marked with _skipme")
@@ -371,20 +360,16 @@ def _speech_record(
         record |= kept
     # The audio that a segment was once taken from, which is another file if it was stored since. Of a Shar made of a
     # Shar, what is known of the first one stays.
-    for custom in layers[:2]:
-        for key in ("audio_filepath", "offset", "channel"):
-            if key in custom:
-                record.setdefault(f"source_{key}", custom[key])
-    aligned = [supervision for supervision in ordered if supervision.alignment]
-    if alignments := _make_alignments(aligned, cut.start, start, lost):
-        record[ALIGNMENT] = alignments
-    return {"utterance_id": own} | record
+    custom = layers[1] | layers[0]
+    taken_from = {f"source_{key}": custom[key] for key in ("audio_filepath", "offset", "channel") if key in custom}
+    record |= {key: value for key, value in taken_from.items() if key not in record}
+    return {"utterance_id": own} | record | _make_alignments(ordered, cut.start, start, lost)
 
 
 def _make_alignments(
     supervisions: Iterable[Supervision], cut_start: float, start: float, lost: set[str]
-) -> dict[str, list[Any]]:
-    """Return the alignments of supervisions of a cut, in seconds from the start of their record.
+) -> dict[str, dict[str, list[Any]]]:
+    """Return the key of a record with the alignments of its supervisions, in seconds from its start, if it has some.
 
     lhotse counts their times from the start of the recording, also in cuts, and does not shift them when it stores cuts
     as new recordings. So the alignment of a supervision is taken only if all of it lies within the supervision.
@@ -392,19 +377,17 @@ def _make_alignments(
     made: dict[str, list[Any]] = {}
     for supervision in supervisions:
         begin = cut_start + supervision.start
-        alignments = fit_alignments(supervision.alignment, start, begin, begin + supervision.duration)
+        alignments = fit_alignments(supervision.alignment or {}, start, begin, begin + supervision.duration)
         if alignments is None:
             lost.add("an alignment that lies outside of its segment or is not in lhotse's form")
         for kind, items in (alignments or {}).items():
             made.setdefault(kind, []).extend(items)
-    return made if any(made.values()) else {}
+    return {ALIGNMENT: made} if any(made.values()) else {}
 
 
 def _common_keys(mappings: list[dict[str, Any]], lost: set[str]) -> dict[str, Any]:
     """Return the keys that all mappings have with one value; add the names of the others to ``lost``."""
     first, *others = mappings or [{}]
-    if not others:
-        return first
     common = {key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}
     lost |= {_SEVERAL_VALUES.format(key) for key in set(chain(*mappings)) - common.keys() - _OF_AUDIO}
     return common
@@ -442,10 +425,8 @@ def _audio(
     part, index = _part(recording, channels, channel)
     if part.type in _NO_FILES:
         raise RejectRecord(*_NO_FILES[part.type])
-    if part.type not in ("file", "url"):
-        raise RejectRecord("malformed", f"the audio is of the type {part.type[:40]!r}, which is unknown")
-    if not isinstance(part.source, str):
-        raise RejectRecord("malformed", "the source of the audio is no path")
+    if part.type not in ("file", "url") or not isinstance(part.source, str):
+        raise RejectRecord("malformed", f"the audio is of the type {part.type[:40]!r}, and no path of a file or URL")
     record: dict[str, Any] = {"audio_filepath": part.source}
     if abs(start) * recording.sampling_rate >= 0.5 or (
         abs(duration * recording.sampling_rate - recording.num_samples) >= 0.5
@@ -669,10 +650,7 @@ def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
     # A number of the source counts the channels that are stored.
     channel = channels[chosen] if isinstance(chosen, int) and chosen < len(channels) else None
     supervisions = _find_heard(cut, channel, lost)
-    _refuse_several_speakers(
-        supervisions, "let lhotse make a cut of each (CutSet.trim_to_supervisions) before the Shar is written"
-    )
-    _refuse_marked(cut, supervisions)
+    _check_speech(cut, supervisions)
     record = _speech_record(cut, supervisions, cut.id, cut.start, lost)
     sources = cut.recording.sources if cut.recording else []
     path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None
@@ -688,8 +666,6 @@ def _place_cut(cut: Cut, recording: _Recording) -> dict[str, Any]:
     Raises:
         RejectRecord: the cut does not lie within the audio, or the audio would have to be changed.
     """
-    if cut.type not in ("MonoCut", "MultiCut"):
-        raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not the audio of one recording")
     if recording.transforms:
         raise RejectRecord(
             "unsupported_cut",

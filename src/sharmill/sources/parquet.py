@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # Every rank that reads a row of a group has the audio of all of its rows in memory.
 _MAX_GROUP_BYTES: Final = 2 << 30
-_ROWS_AT_ONCE: Final = 1000
 # Stands for the path of a row's audio beside the keys of its record, which can have any name but this.
 _NAME: Final = ""
 _UNREADABLE: Final = object()
@@ -106,7 +105,7 @@ class ParquetSource(ContainerSource, RunSource):
 
     def records(self) -> Iterator[RawRecord]:
         """Yield the texts of all records; audio is read only where nothing else tells if there is any."""
-        for piece in self.pieces(_ROWS_AT_ONCE):
+        for piece in self.pieces(1000):
             for span in piece.params["spans"]:
                 yield from self.entries(*span, with_audio=False)
 

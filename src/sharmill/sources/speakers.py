@@ -28,12 +28,8 @@ _PLACEHOLDER: Final = re.compile(
     re.IGNORECASE,
 )
 _MARKS: Final = string.punctuation + string.whitespace + "\u2013\u2014\u2026"
-# Hugging Face's number for no label, and NULL in dumps of SQL.
-_PLACEHOLDERS_WITH_MARKS: Final = ("-1", "-1.0", r"\N")
-# With these letters the words are names of people, and the shortest are codes of languages: Nauruan, Min Nan.
-_NAMES: Final = ("Na", "Nan", "Nil", "Null")
+# The shortest placeholders are such codes, too: of Nauruan and Min Nan.
 _LANGUAGE_CODE: Final = re.compile(r"\s*[a-z]{2,3}\s*")
-_LETTER: Final = re.compile(r"[^\W\d_]")
 _TAG: Final = re.compile(r"\s*\|(.*)\|\s*", re.DOTALL)
 _FIELD: Final = re.compile(r"\{(?P<key>[^{}\[\]:]+)(?:\[(?P<index>-?\d+)\])?(?P<prefix>:prefix)?\}")
 
@@ -48,8 +44,11 @@ def is_missing(value: Any) -> bool:
     """
     if isinstance(value, str):
         text = value.strip()
-        is_word = text not in _NAMES and _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None
-        return is_word or text in _PLACEHOLDERS_WITH_MARKS
+        # With these letters the words are names of people.
+        is_name = text in ("Na", "Nan", "Nil", "Null")
+        # Hugging Face's number for no label, and NULL in dumps of SQL.
+        is_mark = text in ("-1", "-1.0", r"\N")
+        return is_mark or (not is_name and _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None)
     return value is None or value == -1 or (isinstance(value, float) and math.isnan(value))
 
 
@@ -176,7 +175,7 @@ class SpeakerRule:
         for value in (tag and tag.language, record.get("language"), record.get("lang")):
             if names_no_language(value):
                 continue
-            if not (isinstance(value, str) and _LETTER.search(value)):
+            if not (isinstance(value, str) and any(map(str.isalpha, value))):
                 raise RejectRecord("malformed", f"language is {str(value)[:40]!r}, not a text such as 'en'")
             return canonical_name(value)
         return self.language

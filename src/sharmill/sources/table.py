@@ -124,9 +124,8 @@ class TableSource(LineSource, EncodedSource):
             if key in record:
                 record[key] = _number(record[key])
         encoded = msgspec.json.encode(record)
-        num_quoted = 0
-        if self.quotes is None and self.delimiter in _UNQUOTED:
-            num_quoted = sum(cell[:1] == '"' and '""' in cell for cell in row)
+        is_in_doubt = self.quotes is None and self.delimiter in _UNQUOTED
+        num_quoted = sum(cell[:1] == '"' and '""' in cell for cell in row) if is_in_doubt else 0
         return Noted(encoded, {_QUOTED: num_quoted}) if num_quoted else encoded
 
     def shown(self, entry: tuple[list[str], list[str]]) -> str:
@@ -151,9 +150,8 @@ class TableSource(LineSource, EncodedSource):
         """
         has_quotes = self.delimiter not in _UNQUOTED if self.quotes is None else self.quotes
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
-        is_left = True
         with open_input(file, "table") as stream:
-            while is_left:
+            while True:
                 stream.seek(begin)
                 # What cannot be decoded becomes surrogates.
                 lines = (
@@ -174,7 +172,7 @@ class TableSource(LineSource, EncodedSource):
                         begin = stream.tell()
                         if row := self._checked(cells):
                             yield begin, row
-                    is_left = False
+                    return
                 except csv.Error as error:
                     stream.seek(begin)
                     line = stream.readline(_MAX_LINE_BYTES)

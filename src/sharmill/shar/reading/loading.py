@@ -130,7 +130,7 @@ def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         )
     if has_workers and not is_finished and (steps := state.get("_steps_since_snapshot")):
         raise ConfigError(
-            f"the state is from {steps} steps after a snapshot, and does not tell what the workers gave since: set "
+            f"the state does not tell what the workers gave since the last snapshot (steps since: {steps}): set "
             "snapshot_every_n_steps=1 in the StatefulDataLoader, or save at its multiples (this state goes into the "
             "load_state_dict of a loader with as many workers only)",
             code="inexact_state",

@@ -11,11 +11,10 @@ import re
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, BinaryIO, Final, TypeVar
+from dataclasses import dataclass, field
+from typing import BinaryIO, Final
 
 import numpy as np
 import soundfile as sf
@@ -25,12 +24,9 @@ from sharmill.audio.extent import (
     OGG_BEGIN,
     STREAMED_BYTES,
     count_mpeg_samples,
-    has_opus_rate,
-    is_single_ogg,
+    is_plain_ogg,
 )
 from sharmill.errors import ConfigError, RejectRecord
-
-T = TypeVar("T")
 
 MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
 MAX_SAMPLING_RATE: Final = 655350  # of FLAC
@@ -58,10 +54,6 @@ _CHECKSUM: Final = slice(22, 26)
 _REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 _FLAC_BEGIN: Final = b"fLaC\0\0\0\x22"
-_OPUS_RATE: Final = 48000
-_MOST_KNOWN: Final = 1 << 16
-# By the identity of the bytes.
-_known: Final[dict[Hashable, Any]] = {}
 
 # Our name -> libsndfile's format and subtype, and the sampling rates that can be written (None: any).
 _ENCODINGS: Final[dict[str, tuple[str, str, tuple[int, ...] | None]]] = {
@@ -270,21 +262,17 @@ class SndfileDecoder(Decoder):
         # Once: soundfile looks each up in its tables.
         num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
         exact = kind == "FLAC" or subtype in _MEMORYLESS
-        common = True
         # A demuxer of FFmpeg that reads all of the audio, where libsndfile reads a part of it.
         self.demuxer = ""
         # Places of the streams that lie one behind the other, of which libsndfile reads the first.
         self.starts: list[int] = []
         if num_samples == _UNKNOWN_LENGTH:
-            num_samples, exact, common = find_once(source, "length", lambda: _count_samples(source)), False, False
+            num_samples, self.demuxer = 0, "flac"
         elif subtype.startswith("MPEG"):
-            estimate = num_samples
-            count = partial(count_mpeg_samples, source.read, source.size, source.name, estimate)
-            num_samples, self.starts = find_once(source, "frames", count)
-            self.demuxer = "mp3" if num_samples > estimate else ""
-        elif kind == "OGG":
-            odd_rate = sound.samplerate != _OPUS_RATE and not has_opus_rate(source.read(0, 256))
-            self.demuxer = "ogg" if odd_rate or not is_single_ogg(source.read, source.size) else ""
+            num_samples, self.starts = count_mpeg_samples(source.read, source.size, source.name, sound.frames)
+            self.demuxer = "mp3" if num_samples > sound.frames or len(self.starts) > 1 else ""
+        elif kind == "OGG" and not is_plain_ogg(source.read, source.size, sound.samplerate):
+            self.demuxer = "ogg"
         # libsndfile takes several times as long for floats of them.
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
         # Ogg states its length in its last page, so that it cannot be wrong by much.
@@ -293,7 +281,7 @@ class SndfileDecoder(Decoder):
                 "unreadable_audio", f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
             )
         format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
-        self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact, common)
+        self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
         self._sought = False
 
@@ -323,7 +311,7 @@ class SndfileDecoder(Decoder):
                 raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
         elif self._sound.format == "FLAC":
             cut_off = False  # shows in decoding
-            if self.info.common and _has_unstated_flac(self._source.read(), self.info.num_samples):
+            if _has_unstated_flac(self._source.read(), self.info.num_samples):
                 raise RejectRecord("duration_mismatch", f"{name} holds more audio than its header states")
         else:
             sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
@@ -333,40 +321,6 @@ class SndfileDecoder(Decoder):
 
     def close(self) -> None:
         self._sound.close()
-
-
-class JoinedDecoder(Decoder):
-    """Parts of a file that are decoded one behind the other.
-
-    Raises:
-        RejectRecord: unreadable_audio (they differ in more than their lengths).
-    """
-
-    def __init__(self, name: str, parts: Sequence[Decoder]) -> None:
-        first, self._parts = parts[0].info, parts
-        self._left = [part.info.num_samples for part in parts]
-        self.info = replace(first, num_samples=sum(self._left), exact_seeks=False, common=False)
-        if len({(part.info.sampling_rate, part.info.channels, part.info.format) for part in parts}) > 1:
-            raise RejectRecord("unreadable_audio", f"{name} changes its sampling rate or channels on the way")
-
-    def read(self, num_samples: int) -> np.ndarray:
-        blocks = [self._parts[0].read(0)]
-        for number, part in enumerate(self._parts):
-            wanted = min(num_samples, self._left[number])
-            blocks.append(part.read(wanted))
-            num_samples -= wanted
-            self._left[number] -= len(blocks[-1])
-            if self._left[number]:  # the end of what is wanted, or damage, behind which nothing is in its place
-                break
-        return np.concatenate(blocks)
-
-    def check_end(self) -> None:
-        for part in self._parts:
-            part.check_end()
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
 
 
 def _has_unstated_flac(data: bytes, num_samples: int) -> bool:
@@ -381,26 +335,6 @@ def _has_unstated_flac(data: bytes, num_samples: int) -> bool:
     except sf.LibsndfileError:
         return False
     return True
-
-
-def find_once(source: AudioBytes, what: str, find: Callable[[], T]) -> T:
-    """Return ``what`` as ``find`` finds it by reading a recording, or as it was found in the same bytes before."""
-    identity = what, source.identity
-    if identity not in _known:
-        _known[identity] = find()
-        if len(_known) > _MOST_KNOWN:
-            _known.pop(next(iter(_known)), None)
-    found: T = _known[identity]
-    return found
-
-
-def _count_samples(source: AudioBytes) -> int:
-    """Return the number of samples of a recording that does not state it, by decoding."""
-    with _rejecting(source.name), _ForwardSound(source.stream()) as sound:
-        counted = 0
-        while block := len(sound.read(_BLOCK_BYTES, dtype="int16")):
-            counted += block
-    return counted
 
 
 class _ForwardSound(sf.SoundFile):

@@ -40,23 +40,17 @@ _METADATA: Final = (b"LIST", b"id3 ", b"ID3 ")
 # A first page of an Ogg stream: version 0, and its flag.
 OGG_BEGIN: Final = b"OggS\0\2"
 _OGG_SERIAL: Final = slice(14, 18)
-# A last page begins there: commonly, and at most.
-_TAIL_BYTES: Final = (1 << 13, 1 << 16)
+_MOST_PAGE_BYTES: Final = 1 << 16
 _OPUS_RATE: Final = re.compile(rb"(?s)OpusHead.{4}(.{4})")
-_OPUS_RATES: Final = (8000, 12000, 16000, 24000, 48000)
-_XING: Final = re.compile(rb"(?s)(?:Xing|Info)...([\x01\x03\x05\x07\x09\x0b\x0d\x0f])(.{4})(.{4})")
+_FULL_OPUS_RATE: Final = 48000
+# With the flags of a number of frames and one of bytes.
+_XING: Final = re.compile(rb"(?s)(?:Xing|Info)...[\x03\x07\x0b\x0f].{4}(.{4})")
 _TAG_FRAME: Final = re.compile(rb"Xing|Info|VBRI")
-_HAS_BYTES: Final = 2
-# Bit rates of MPEG audio in kbit/s by index: of MPEG 1 or not, by layer; and sampling rates by the version bits.
+# Of MPEG 1 or not bit rates in kbit/s of layer III by index, and sampling rates by the version bits.
 _FRAME_HEADER: Final = 4
-_LOW_KBPS: Final = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160)
 _KBPS: Final = {
-    (True, 1): range(32, 449, 32),
-    (True, 2): (32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
-    (True, 3): (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
-    (False, 1): (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
-    (False, 2): _LOW_KBPS,
-    (False, 3): _LOW_KBPS,
+    True: (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    False: (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
 }
 _RATES: Final = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
 
@@ -125,8 +119,6 @@ def _endless_head(magic: bytes, head: bytes, num_bytes: int) -> bytes:
         return head[:8] + b"\xff" * 4 + head[12:]
     if magic == b"caff":
         return head[:-8] + struct.pack(">Q", num_bytes)
-    if magic == b"FORM":
-        return head[:-4] + bytes(4)
     return struct.pack(_CHUNKS[magic][1], magic.replace(b"RF64", b"RIFF"), 8) + head[8:-4] + bytes(4)
 
 
@@ -153,28 +145,24 @@ def _chunks(read: Read, size: int, position: int, form: str) -> Iterator[tuple[b
         yield chunk, position - length, length
 
 
-def is_single_ogg(read: Read, size: int) -> bool:
-    """Return True if an Ogg file is one stream, which libsndfile reads, by serial numbers of its first and last pages.
+def is_plain_ogg(read: Read, size: int, sampling_rate: int) -> bool:
+    """Return True if libsndfile, which states ``sampling_rate``, reads all of an Ogg file at the right rate.
 
-    Streams of one serial number that lie one behind the other show in a look at all pages only.
+    It reads one stream, which shows in the serial numbers of the first and last pages; streams of one serial number
+    that lie one behind the other show in a look at all pages only. It takes an input rate of Opus at which Opus does
+    not decode for the next one.
     """
-    head, last = read(0, _HEAD_BYTES), -1
-    for num_bytes in _TAIL_BYTES:
-        tail = read(max(0, size - num_bytes), num_bytes)
-        if (last := tail.rfind(b"OggS")) >= 0:
-            break
+    head, tail = read(0, _HEAD_BYTES), read(max(0, size - _MOST_PAGE_BYTES), _MOST_PAGE_BYTES)
+    opus = _OPUS_RATE.search(head)
+    if opus and sampling_rate not in (_FULL_OPUS_RATE, int.from_bytes(opus[1], "little")):
+        return False
+    last = tail.rfind(b"OggS")
     # A file that is cut off within the header of its last page has no serial number there.
     return head.rfind(OGG_BEGIN) == 0 and last >= 0 and head[_OGG_SERIAL].startswith(tail[last:][_OGG_SERIAL])
 
 
-def has_opus_rate(head: bytes) -> bool:
-    """Return True if Opus states an input rate at which Opus decodes; libsndfile takes any other for the next one."""
-    found = _OPUS_RATE.search(head)
-    return found is None or int.from_bytes(found[1], "little") in _OPUS_RATES
-
-
 def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple[int, list[int]]:
-    """Return the samples in MPEG audio, and the places at which streams begin if several lie one behind the other.
+    """Return the samples in an MP3, and the places at which streams begin if several lie one behind the other.
 
     The number is libsndfile's if a Xing or Info frame states it for all of the file, else counted. Without such a frame
     libsndfile extrapolates from the size of the first: wrong by a frame or so at a constant bit rate, by any factor at
@@ -182,41 +170,34 @@ def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple
     """
     first = skip_tags(read, 0)
     found = _XING.search(read(first, 256))
-    stated = int.from_bytes(found[3], "big") if found and found[1][0] & _HAS_BYTES else 0
-    if stated and skip_tags(read, first + stated) + _FRAME_HEADER > size:
+    if found and skip_tags(read, first + int.from_bytes(found[1], "big")) + _FRAME_HEADER > size:
         return estimate, []
-    data = read(0, size)
-    position, counted, frames, last, starts = first, 0, 0, None, []
+    data, position, counted, last, starts = read(0, size), first, 0, b"", []
     while position + _FRAME_HEADER <= size:
         num_bytes, samples, kind = _read_frame_header(data[position : position + _FRAME_HEADER])
         if num_bytes == 0:
             position, before = skip_tags(read, position), position
-            if position == before and found:  # something else, which FFmpeg passes over
-                return estimate + 1, []
-            if position == before:
-                raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
-        elif kind != last or _TAG_FRAME.search(data, position + 13, position + 40):
+            if position != before:
+                continue
+            if found:  # something else, which FFmpeg passes over
+                break
+            raise RejectRecord("unreadable_audio", f"{name}: no MPEG frame where one should begin")
+        if kind != last or _TAG_FRAME.search(data, position + 13, position + 40):
             starts.append(position)
         position, last = position + num_bytes, kind
-        if num_bytes and position <= size:  # the last frame may be incomplete
-            counted += samples
-            frames += 1
-    is_stated = found and frames - 1 <= int.from_bytes(found[2], "big")
-    return (estimate if is_stated else counted), starts
+        counted += samples if position <= size else 0  # the last frame may be incomplete
+    return (max(counted, estimate + 1) if found else counted), starts
 
 
-def _read_frame_header(header: bytes) -> tuple[int, int, tuple[int, int, int, bool] | None]:
-    """Return bytes, samples per channel and kind of the frame with this 4-byte header; (0, 0, None) if it is none.
+def _read_frame_header(header: bytes) -> tuple[int, int, bytes]:
+    """Return bytes, samples per channel and kind of the layer III frame with this 4-byte header; 0 bytes if it is none.
 
-    Kind are version, layer, rate and mono or not: all that must not change.
+    Kind are version, rate and mono or not: all that must not change.
     """
-    if len(header) < _FRAME_HEADER or header[0] != 0xFF or header[1] < 0xE0:
-        return 0, 0, None
-    version, layer = (header[1] >> 3) & 3, 4 - ((header[1] >> 1) & 3)
+    version, layer = (header[1] >> 3) & 3, (header[1] >> 1) & 3
     kbps, rate = header[2] >> 4, (header[2] >> 2) & 3
-    if version == 1 or layer == 4 or kbps in (0, 15) or rate == 3:
-        return 0, 0, None
-    samples = 384 if layer == 1 else 576 if layer == 3 and version != 3 else 1152
-    slot, padding = 4 if layer == 1 else 1, (header[2] >> 1) & 1
-    size = samples // 8 * _KBPS[version == 3, layer][kbps - 1] * 1000 // _RATES[version][rate] // slot + padding
-    return size * slot, samples, (version, layer, rate, header[3] >> 6 == 3)
+    if header[0] != 0xFF or header[1] < 0xE0 or version == 1 or layer != 1 or kbps in (0, 15) or rate == 3:
+        return 0, 0, b""
+    samples = 1152 if version == 3 else 576
+    size = samples // 8 * _KBPS[version == 3][kbps - 1] * 1000 // _RATES[version][rate] + ((header[2] >> 1) & 1)
+    return size, samples, bytes((version, rate, header[3] >> 6 == 3))

@@ -1,4 +1,4 @@
-"""Decoding of what libsndfile does not read, or not all of: AAC and ALAC, WMA, WebM, AMR, shorten, chained Ogg.
+"""Decoding of what libsndfile does not read, or not all of: AAC, ALAC, WMA, WebM, AMR, shorten, joined MP3s, chained Ogg.
 
 FFmpeg (PyAV) gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it
 never guesses, and playlists and the like never reach it. It opens nothing else.
@@ -11,10 +11,11 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,9 +28,7 @@ from sharmill.audio.decoder import (
     AudioBytes,
     AudioInfo,
     Decoder,
-    JoinedDecoder,
     SndfileDecoder,
-    find_once,
     is_intact,
 )
 from sharmill.audio.extent import check_chunks, skip_tags
@@ -56,6 +55,9 @@ _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
 )
 _ADTS_FRAMES: Final = 3
 _HEAD_BYTES: Final = 1 << 16
+_MOST_KNOWN: Final = 1 << 16
+# By demuxer and the identity of the bytes.
+_known: Final[dict[Hashable, AudioInfo]] = {}
 
 # FFmpeg's name of a codec -> ours, where they differ.
 _OTHER_NAMES: Final = {
@@ -82,11 +84,6 @@ def open_decoder(source: AudioBytes) -> Decoder:
     try:
         head, start, stop = check_chunks(source.read, source.size, source.name)
         sound = SndfileDecoder(source.with_head(head, start, stop) if head else source)
-        if len(sound.starts) > 1:
-            sound.close()
-            ends = [*sound.starts[1:], source.size]
-            parts = [source.with_head(b"", *place) for place in zip(sound.starts, ends, strict=True)]
-            return JoinedDecoder(source.name, [open_decoder(part) for part in parts])
         if not sound.demuxer:
             if head:  # other readers believe the one of the file
                 sound.info = replace(sound.info, common=False)
@@ -104,9 +101,10 @@ def open_decoder(source: AudioBytes) -> Decoder:
             raise
         return FfmpegDecoder(source, recognised)
     sound.close()
-    decoder = FfmpegDecoder(source, sound.demuxer)
+    decoder = FfmpegDecoder(source, sound.demuxer, sound.starts)
     found, least = decoder.info, sound.info
-    if found.num_samples / found.sampling_rate < least.num_samples / least.sampling_rate - _ROUNDED_SECONDS:
+    rounded = _ROUNDED_SECONDS * max(1, len(sound.starts))
+    if found.num_samples / found.sampling_rate < least.num_samples / least.sampling_rate - rounded:
         raise RejectRecord("duration_mismatch", f"{source.name} is damaged: FFmpeg passes over a part of it")
     return decoder
 
@@ -140,15 +138,23 @@ class FfmpegDecoder(Decoder):
     Containers say only roughly how long they are. So all samples are decoded once to count them, and what was found is
     remembered.
 
+    Args:
+        demuxer: FFmpeg's name of it.
+        starts: places of streams that lie one behind the other.
+
     Raises:
         RejectRecord: unreadable_audio (PyAV is not installed, no audio or several streams of it, a codec that is not
-            allowed, damage), duration_mismatch (the file is cut off, or another one follows in it), empty_audio.
+            allowed, damage, streams that differ), duration_mismatch (the file is cut off, or another one follows in
+            it), empty_audio.
     """
 
-    def __init__(self, source: AudioBytes, demuxer: str) -> None:
-        self.info = find_once(source, demuxer, lambda: _inspect(source, demuxer))
-        self._container, stream = _open(source, demuxer)
-        self._blocks = _decode(source, self._container, stream)
+    def __init__(self, source: AudioBytes, demuxer: str, starts: Sequence[int] = ()) -> None:
+        parts = [source.with_head(b"", *place) for place in pairwise([*(starts or [0]), source.size])]
+        found = [_inspect_once(part, demuxer) for part in parts]
+        self.info = replace(found[0], num_samples=sum(info.num_samples for info in found))
+        if len({(info.sampling_rate, info.channels, info.format) for info in found}) > 1:
+            raise RejectRecord("unreadable_audio", f"{source.name} changes its sampling rate or channels on the way")
+        self._blocks = (block for part in parts for block in _decode(part, *_open(part, demuxer)))
         self._next: np.ndarray | None = np.empty((0, self.info.channels), np.float32)
 
     def read(self, num_samples: int) -> np.ndarray:
@@ -165,7 +171,7 @@ class FfmpegDecoder(Decoder):
         return samples[:, 0] if self.info.channels == 1 else samples
 
     def close(self) -> None:
-        self._container.close()
+        self._blocks.close()
 
 
 def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContainer, av.AudioStream]":
@@ -209,13 +215,13 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
 def _decode(
     source: AudioBytes, container: "av.container.InputContainer", stream: "av.AudioStream"
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the sampling rate and each block of samples, float32 (samples, channels)."""
+    """Yield the sampling rate and each block of samples, float32 (samples, channels); then close the file."""
     from av.error import InvalidDataError
 
     name, size = source.name, source.size
     most = max(size * _MAX_SAMPLES_PER_BYTE, _ALWAYS_ALLOWED_SAMPLES)
     num_samples = sampling_rate = channels = 0
-    with _rejecting(name):
+    with container, _rejecting(name):
         for packet in container.demux(stream):
             if packet.is_corrupt:
                 raise RejectRecord("duration_mismatch", f"{name} is cut off or damaged")
@@ -240,6 +246,16 @@ def _decode(
                     yield rate, block
 
 
+def _inspect_once(source: AudioBytes, demuxer: str) -> AudioInfo:
+    """Return what ``_inspect`` finds, or has found in the same bytes before."""
+    identity = demuxer, source.identity
+    if identity not in _known:
+        _known[identity] = _inspect(source, demuxer)
+        if len(_known) > _MOST_KNOWN:
+            _known.pop(next(iter(_known)), None)
+    return _known[identity]
+
+
 def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     """Decode a recording to count its samples.
 
@@ -252,17 +268,16 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
         raise RejectRecord("duration_mismatch", f"{source.name} holds another file behind its end")
     counted, rate, channels, claimed = 0, 1, 0, 0.0
     container, stream = _open(source, demuxer)
-    with container:
-        codec = stream.codec_context.codec.canonical_name
-        for sampling_rate, block in _decode(source, container, stream):
-            counted += len(block)
-            rate, channels = sampling_rate, block.shape[1]
-        # Of other containers FFmpeg estimates it from the size.
-        if demuxer in ("mov", "matroska", "nistsphere"):
-            if stream.duration is not None and stream.time_base is not None:
-                claimed = float(stream.duration * stream.time_base)
-            elif len(container.streams) == 1:
-                claimed = (container.duration or 0) / 1_000_000
+    codec = stream.codec_context.codec.canonical_name
+    # Of other containers FFmpeg estimates it from the size.
+    if demuxer in ("mov", "matroska", "nistsphere"):
+        if stream.duration is not None and stream.time_base is not None:
+            claimed = float(stream.duration * stream.time_base)
+        elif len(container.streams) == 1:
+            claimed = (container.duration or 0) / 1_000_000
+    for sampling_rate, block in _decode(source, container, stream):
+        counted += len(block)
+        rate, channels = sampling_rate, block.shape[1]
     if not counted:
         raise RejectRecord("empty_audio", f"{source.name} has no samples")
     # Only SPHERE states a number of samples, which is exact.

@@ -39,9 +39,9 @@ _NO_SAMPLES: Final = np.empty(0, dtype=np.float32)
 def probe(path: str | os.PathLike[str], *, whole: bool = False) -> AudioInfo:
     """Read the header of an audio file; any number of channels.
 
-    An MP3 is read as a whole, to count its frames, unless its first frame states the length of the file. FLAC without
-    a length, and what FFmpeg decodes, are decoded once, to count their samples. With ``whole`` WAV, AIFF and AU that
-    end before their headers say are refused.
+    An MP3 is read as a whole, to count its frames, unless its first frame states the length of the file. Files
+    that FFmpeg decodes are decoded once, to count their samples. With ``whole`` WAV, AIFF and AU that end before their
+    headers say are refused.
 
     Raises:
         RejectRecord: missing_audio, empty_audio, unreadable_audio (not a regular file, no permission, not audio),

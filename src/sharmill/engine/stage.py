@@ -320,6 +320,12 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     memory_mb: float = 0.0
     memory_asked_mb: float = 0.0
 
+    def __post_init__(self) -> None:
+        # Stages add these up; a damaged ledger may hold anything, and is refused when it is read.
+        for key, value in self.stats.items():
+            if ("seconds" in key or "clipped" in key) and not isinstance(value, (int, float)):
+                raise ValueError(f"stats: {key} is not a number")
+
     @property
     def num_rejected(self) -> int:
         return sum(self.rejects.values())

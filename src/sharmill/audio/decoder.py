@@ -22,6 +22,7 @@ import xxhash
 
 from sharmill.audio.extent import (
     OGG_BEGIN,
+    OGG_SERIAL,
     STREAMED_BYTES,
     count_mpeg_samples,
     is_plain_ogg,
@@ -49,7 +50,6 @@ _SHORTENED_CHUNK: Final = re.compile(
 )
 # Of a page of Ogg.
 _HEADER_BYTES: Final = 27
-_SERIAL: Final = slice(14, 18)
 _CHECKSUM: Final = slice(22, 26)
 _REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
@@ -363,7 +363,7 @@ def with_serial(stream: bytes, serial: int) -> bytes:
     """
     pages = [bytearray(page) for page in _iterate_pages(stream)]
     for page in pages:
-        page[_SERIAL] = struct.pack("<I", serial)
+        page[OGG_SERIAL] = struct.pack("<I", serial)
         page[_CHECKSUM] = _checksum_of(page)
     assert sum(map(len, pages)) == len(stream), "libsndfile writes whole pages"
     return b"".join(pages)

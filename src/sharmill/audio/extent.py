@@ -39,7 +39,7 @@ _GARBAGE_BYTES: Final = 512
 _METADATA: Final = (b"LIST", b"id3 ", b"ID3 ")
 # A first page of an Ogg stream: version 0, and its flag.
 OGG_BEGIN: Final = b"OggS\0\2"
-_OGG_SERIAL: Final = slice(14, 18)
+OGG_SERIAL: Final = slice(14, 18)
 _MOST_PAGE_BYTES: Final = 1 << 16
 _OPUS_RATE: Final = re.compile(rb"(?s)OpusHead.{4}(.{4})")
 _FULL_OPUS_RATE: Final = 48000
@@ -158,7 +158,7 @@ def is_plain_ogg(read: Read, size: int, sampling_rate: int) -> bool:
         return False
     last = tail.rfind(b"OggS")
     # A file that is cut off within the header of its last page has no serial number there.
-    return head.rfind(OGG_BEGIN) == 0 and last >= 0 and head[_OGG_SERIAL].startswith(tail[last:][_OGG_SERIAL])
+    return head.rfind(OGG_BEGIN) == 0 and last >= 0 and head[OGG_SERIAL].startswith(tail[last:][OGG_SERIAL])
 
 
 def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple[int, list[int]]:

@@ -23,6 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from tarfile import TarError
@@ -48,6 +49,8 @@ _LANGUAGES: Final = {
     "french": "fr", "german": "de", "italian": "it", "japanese": "ja", "korean": "ko", "mandarin": "zh", "polish": "pl",
     "portuguese": "pt", "russian": "ru", "spanish": "es",
 }  # fmt: skip
+# Seconds without a byte after which a server of a corpus is given up.
+_NETWORK_TIMEOUT: Final = 60.0
 # Name of the file that has the warnings of a recipe.
 RECIPE_LOG: Final = "recipe.log"
 # NeMo's name of a part of Fisher, and LDC's names of its audio and of its texts.
@@ -57,15 +60,21 @@ _FISHER: Final = (
 )
 # Text of an utterance that is left out, and that no joined utterances go over.
 _LEFT_OUT: Final = "(("
+# Splits of Fisher, by tenths of its recordings.
+_FISHER_SPLITS: Final = (*["train"] * 8, "validation", "test")
 # In texts of Fisher: tags such as [laughter], and <noise> of its second transcriber; and signs, of which none stays.
 _FISHER_TAG: Final = re.compile(r"\[+[^\]]*\]+|<[^>]*>")
 _FISHER_SIGNS: Final = str.maketrans(dict.fromkeys('()*;:"!&{},.-?'))
 # The texts of HUB5 for scoring: recording, channel, speaker, begin, end, labels, text, with marks of asides and of
 # hesitations.
+_HUB5_TEXTS: Final = "hub5e00.english.000405.stm"
 _STM_LINE: Final = re.compile(r"(\S+)\s+([AB])\s+(\S+)\s+([\d.]+)\s+([\d.]+)\s+(?:<[^>]*>)?(.*)")
+_STM_HESITATION: Final = re.compile(r"\(%(?:hesitation|uh|ah)\)")
+_STM_MARK: Final = re.compile(r"<[be]_aside>|[()-]")
 _LIBRI_PARTS: Final = (
     "dev-clean", "dev-other", "test-clean", "test-other", "train-clean-100", "train-clean-360", "train-other-500",
 )  # fmt: skip
+_AN4_LINE: Final = re.compile(r"(.*)\(([^()\s]+)\)\s*")
 
 
 def _forgive_headers() -> None:
@@ -146,8 +155,7 @@ def _read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, A
         logging.warning("%d utterances are left out: noises only, or uncertain, in (( ))", num_left)
         utterances = [utterance for utterance in utterances if utterance.text]
     names = sorted(recording.id for recording in recordings)
-    by_tenths = (*["train"] * 8, "validation", "test")
-    splits = {name: by_tenths[10 * number // len(names)] for number, name in enumerate(names)}
+    splits = {name: _FISHER_SPLITS[10 * number // len(names)] for number, name in enumerate(names)}
     return {
         split: {
             "recordings": RecordingSet.from_recordings(part for part in recordings if splits[part.id] == split),
@@ -181,7 +189,7 @@ def _read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str,
     from lhotse.recipes.eval2000 import prepare_eval2000
 
     _forgive_headers()
-    texts = next(iter(sorted(directory.rglob("hub5e00.english.000405.stm"))), None)
+    texts = next(iter(sorted(directory.rglob(_HUB5_TEXTS))), None)
     if texts is None or transcript_path is not None:
         with tempfile.TemporaryDirectory(prefix="sharmill-hub5-") as scratch:
             return prepare_eval2000(directory, scratch, transcript_path, absolute_paths=True)
@@ -196,7 +204,7 @@ def _read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str,
         if match is None:
             raise ValueError(f"line {number} of {texts} is no utterance of STM: {line[:80]!r}")
         recording, channel, speaker, start, end, text = match.groups()
-        text = re.sub(r"<[be]_aside>|[()-]", "", re.sub(r"\(%(?:hesitation|uh|ah)\)", "uh", text.lower()))
+        text = _STM_MARK.sub("", _STM_HESITATION.sub("uh", text.lower()))
         text = _LEFT_OUT if "ignore_time_segment_" in text else " ".join(text.split())
         utterances.append(
             SupervisionSegment(
@@ -274,7 +282,7 @@ def _read_an4(directory: Path) -> dict[str, list[dict[str, Any]]]:
 def _an4_record(directory: Path, file: str, line: str) -> dict[str, Any]:
     """Return the record of a file, and of the line with its text, such as ``<s> R U B OUT </s> (an251-fash-b)``."""
     path = file.removesuffix(".sph")
-    name, match = path.rpartition("/")[2], re.fullmatch(r"(.*)\(([^()\s]+)\)\s*", line)
+    name, match = path.rpartition("/")[2], _AN4_LINE.fullmatch(line)
     if match is None or match[2] != name:
         raise ValueError(f"the line {line[:80]!r} of a transcription does not end in ({name}), as the fileids do")
     speaker = name.partition("-")[2].partition("-")[0]
@@ -313,25 +321,14 @@ class Corpus:
     read: Callable[..., dict[str, Any]] | None = field(default=None, compare=False)
 
 
+_libritts = partial(Corpus, language="en", adapt=_parts_of_libritts, parts=_LIBRI_PARTS)
 # Under the names of lhotse's recipes.
 CORPORA: Final = {
     corpus.recipe: corpus
     for corpus in (
         Corpus(recipe="librispeech", dataset="LibriSpeech", language="en", parts=_LIBRI_PARTS),
-        *(
-            Corpus(
-                recipe=recipe,
-                dataset=dataset,
-                language="en",
-                parts=_LIBRI_PARTS,
-                folder=folder,
-                adapt=_parts_of_libritts,
-            )
-            for recipe, dataset, folder in (
-                ("libritts", "LibriTTS", "LibriTTS"),
-                ("librittsr", "LibriTTS-R", "LibriTTS_R"),
-            )
-        ),
+        _libritts(recipe="libritts", dataset="LibriTTS", folder="LibriTTS"),
+        _libritts(recipe="librittsr", dataset="LibriTTS-R", folder="LibriTTS_R"),
         Corpus(recipe="hifitts", dataset="HiFiTTS", language="en", read=_read_hifitts),
         Corpus(
             recipe="vctk",
@@ -593,8 +590,7 @@ def _download(corpus: Corpus, download: Callable[..., Any], directory: Path, opt
     Raises:
         FatalError: the network or the disk fails, or an archive is damaged.
     """
-    # Seconds without a byte after which a server is given up.
-    socket.setdefaulttimeout(60.0)
+    socket.setdefaulttimeout(_NETWORK_TIMEOUT)
     try:
         with stopping_errors(directory):
             return Path(download(directory, **options)) / corpus.folder

@@ -14,6 +14,9 @@ from sharmill.errors import ConfigError, RejectRecord
 from sharmill.registry import nearest
 from sharmill.sources.speakers import is_missing
 
+_MOST: Final = 0.5
+_MANY_RECORDINGS: Final = 20
+
 SpeakerKey = Callable[[str, str], str]
 """(relative path of the audio, speaker name of the tag) -> key; may raise RejectRecord."""
 
@@ -77,7 +80,7 @@ def needs_speaker(key: SpeakerKey) -> bool:
 
 def is_doubtful(share: float, num_recordings: int) -> bool:
     """Return True if a speaker with a share of all records, from so many recordings, may be a name for many people."""
-    return share > 0.5 and num_recordings >= 20
+    return share > _MOST and num_recordings >= _MANY_RECORDINGS
 
 
 def _layout(layout: str, pattern: str) -> PathPattern:

@@ -43,6 +43,8 @@ _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
 # A file with a longer line is none of lines, and would be read into memory as a whole.
 _MAX_LINE_BYTES: Final = 64 << 20
+# So many lines of a file in gzip tell if it can have records.
+_FIRST_LINES: Final = 20
 _GZIP: Final = b"\x1f\x8b"
 _BOMS: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
@@ -95,13 +97,7 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Path
     files: list[Path] = []
     for pattern in patterns:
         if is_url(pattern):
-            if "*" in pattern:
-                raise ConfigError(
-                    f"{pattern} has *, and files behind URLs are not looked for; name them by a range such as "
-                    "{0..63}",
-                    code="bad_config_value",
-                )
-            files += [RemoteFile.of(name, cache or Cache.at(None)) for name in expand_shards(pattern)]
+            files += [RemoteFile.of(name, cache or Cache.at(None)) for name in _expand_url(pattern)]
             continue
         for name in expand_shards(str(expand_home(pattern))):
             # A file may be called like a pattern.
@@ -118,6 +114,15 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Path
                 f"the patterns up to {pattern} name more than {_MAX_FILES:,} files", code="bad_config_value"
             )
     return files
+
+
+def _expand_url(pattern: str) -> list[str]:
+    if "*" in pattern:
+        raise ConfigError(
+            f"{pattern} has *, and files behind URLs are not looked for; name them by a range such as {{0..63}}",
+            code="bad_config_value",
+        )
+    return expand_shards(pattern)
 
 
 def names_several(pattern: str) -> bool:
@@ -367,8 +372,7 @@ def check_json_lines(
     head, tail = read_ends(path, kind, compressed)
     is_packed = head.startswith(_GZIP)
     if is_packed:
-        # So many lines tell if it can have records.
-        head = b"\n".join(line for _, line in itertools.islice(iterate_lines(path, kind), 20))
+        head = b"\n".join(line for _, line in itertools.islice(iterate_lines(path, kind), _FIRST_LINES))
     if (problem := _problem(head, remedy)) is not None:
         raise bad_file(path, kind, problem)
     objects = (found for line in head.splitlines() if isinstance(found := _parse(line), dict))
@@ -407,7 +411,8 @@ def _problem(head: bytes, remedy: str) -> str | None:
     # A bad line is a reject; where no line at all begins like a record, the file is of another kind.
     if any(line.startswith(b"{") for line in lines):
         return None
-    looks_like = "a table (CSV or TSV)" if re.search(rb"[,\t;|]", lines[0]) else "plain text"
+    marks = (b",", b"\t", b";", b"|")
+    looks_like = "a table (CSV or TSV)" if any(mark in lines[0] for mark in marks) else "plain text"
     return f"is {looks_like}, not lines of JSON; {remedy}"
 
 

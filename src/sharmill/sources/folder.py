@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import msgspec
 import xxhash
@@ -13,6 +13,9 @@ import xxhash
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.sources import EncodedSource, RunSource, Unreadable
 from sharmill.sources.files import decode_text, expand_home, read_small
+
+# A text is read as a whole; a larger one is none of an utterance.
+_MAX_TEXT_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +130,7 @@ class FolderSource(WalkedSource):
         record = {"audio_filepath": path}
         text = self._text_of(*entry)
         if text is not None:
-            # A larger one is none of an utterance.
-            record["text"] = decode_text(read_small(text, 1 << 20), self.encoding, text.name).strip()
+            record["text"] = decode_text(read_small(text, _MAX_TEXT_BYTES), self.encoding, text.name).strip()
         return msgspec.json.encode(record)
 
     def shown(self, entry: tuple[str, str]) -> str:

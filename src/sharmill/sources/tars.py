@@ -42,6 +42,8 @@ from sharmill.sources.nemo import NemoSource, decode_json_object, skip_mark
 _ARCHIVES_AT_ONCE: Final = 16
 # Runs of samples, which are read from their begin.
 _SAMPLES_PER_RUN: Final = 1000
+# A text is read as a whole; a larger one is none of an utterance.
+_MAX_TEXT_BYTES: Final = 16 << 20
 
 
 def clean_name(name: str) -> str:
@@ -188,7 +190,8 @@ class NemoTarredSource(TarSource, LineSource):
         if shard is None:
             raise RejectRecord("missing_field", "the record has no shard_id, which says in which archive its audio is")
         if type(shard) is not int or shard not in tars:  # of JSON's true Python makes 1
-            raise RejectRecord("missing_audio", f"tars names no archive of the record's shard_id, {str(shard)[:40]}")
+            shown = str(shard)[:40]
+            raise RejectRecord("missing_audio", f"tars names no archive of the record's shard_id, {shown}")
         return tars[shard], name, record
 
     @cached_property
@@ -526,16 +529,19 @@ class WenetSource(_SampleSource, LineSource):
                 return list(path.refresh())
             return None
 
+        paths = [archive.path.name for archive in self.archives]
         sizes = prefetch(measure, self.archives, threads=_ARCHIVES_AT_ONCE, ahead=_ARCHIVES_AT_ONCE)
-        return zip((archive.path.name for archive in self.archives), sizes, strict=True)
+        return zip(paths, sizes, strict=True)
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
         """Yield runs of lines, or of samples."""
-        return (LineSource if self.data_type == "raw" else _SampleSource).runs(self, size)
+        kind = LineSource if self.data_type == "raw" else _SampleSource
+        return kind.runs(self, size)
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
         """Yield the lines of a run, or the records of its samples."""
-        return (LineSource if self.data_type == "raw" else _SampleSource).entries(self, place, begin, end)
+        kind = LineSource if self.data_type == "raw" else _SampleSource
+        return kind.entries(self, place, begin, end)
 
     @cached_property
     def archives(self) -> list[Archive]:
@@ -587,7 +593,7 @@ class WenetSource(_SampleSource, LineSource):
         )
 
 
-def read_part(stream: BinaryIO, member: TarMember, most: int = 16 << 20) -> bytes:
+def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) -> bytes:
     """Return the bytes of a member of an archive, by default those of a text.
 
     Raises:
@@ -602,7 +608,8 @@ def read_part(stream: BinaryIO, member: TarMember, most: int = 16 << 20) -> byte
 
 def _read_text(stream: BinaryIO, member: TarMember, encoding: str) -> msgspec.Raw:
     """Return a text in an archive as JSON; raise RejectRecord ``malformed`` where it is not in ``encoding``."""
-    return _raw_text(decode_text(read_part(stream, member), encoding, repr(member.name[-100:])).strip())
+    text = decode_text(read_part(stream, member), encoding, repr(member.name[-100:])).strip()
+    return _raw_text(text)
 
 
 def _raw_text(value: str) -> msgspec.Raw:

@@ -36,6 +36,12 @@ _SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
 _SRT_STYLE: Final = re.compile(r"</?(?:[bciu]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
 # Blocks of WebVTT that are no captions.
 _VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
+# Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
+_MAX_ANNOTATION_BYTES: Final = 64 << 20
+# Words with longer pauses between them, in seconds, are of two segments.
+_MAX_GAP: Final = 0.5
+# A rolling caption has no more lines.
+_MOST_LINES: Final = 10
 # In seconds. Nothing is said in a shorter time, and no longer pause is between rolling captions.
 _SHORT_CAPTION: Final = 0.1
 # Not those of Unicode, which a word or a name may have.
@@ -190,7 +196,7 @@ class AnnotatedSource(WalkedSource):
                 items.append(Unreadable(reject.reason, reject.detail, shown))
             except ValueError as error:
                 items.append(Unreadable("malformed", f"{shown}: {error}", shown))
-        gap = 0.5 if self.max_gap is None and form.words else self.max_gap
+        gap = _MAX_GAP if self.max_gap is None and form.words else self.max_gap
         if gap is not None:
             stretches = join_stretches(stretches, gap, self.max_duration)
         stretches.sort(key=lambda part: (part.recording, part.start, part.end, part.channel, part.speaker or ""))
@@ -207,8 +213,7 @@ class AnnotatedSource(WalkedSource):
         return items
 
     def _text(self, file: Path) -> str:
-        # Some hours of annotations, or a corpus in one RTTM.
-        data = read_small(file, 64 << 20)
+        data = read_small(file, _MAX_ANNOTATION_BYTES)
         return decode_text(data, "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else self.encoding, file.name)
 
     def _path(self, folder: str, name: str, recording: str) -> str | RejectRecord:
@@ -395,7 +400,7 @@ def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[St
     before: list[str] = []
     last = -math.inf
     for start, end, lines in sorted(captions, key=itemgetter(0, 1)):
-        sizes = range(min(len(before), len(lines), 10), 0, -1) if start < last + _SHORT_CAPTION else ()
+        sizes = range(min(len(before), len(lines), _MOST_LINES), 0, -1) if start < last + _SHORT_CAPTION else ()
         repeated = next((size for size in sizes if before[-size:] == lines[:size]), 0)
         is_short = 0 <= end - start < _SHORT_CAPTION
         rows.append((start, end, lines, repeated, is_short))

@@ -271,7 +271,7 @@ def wait_for_plan(stage: Stage, patience: Patience) -> None:
         lambda: paths.read_token() == stage.token and all(folder.is_dir() for folder in folders),
         f"{stage.name}: the plan {stage.token}, or a folder of it,",
     )
-    for root in {stage.run_dir.path, stage.root}:
+    for root in dict.fromkeys((stage.run_dir.path, stage.root)):
         refuse_strangers(root, folders)
 
 

@@ -459,7 +459,7 @@ def remove(*paths: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    for folder in {path.parent for path in paths}:
+    for folder in dict.fromkeys(path.parent for path in paths):
         if folder.is_dir():
             fsync(folder)
 
@@ -729,7 +729,7 @@ class Staging:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for folder in {self.folder, self.written_in}:
+        for folder in dict.fromkeys((self.folder, self.written_in)):
             shutil.rmtree(folder, ignore_errors=True)
 
     def write_errors(self, errnos: frozenset[int] = STOPPING_ERRNOS) -> AbstractContextManager[None]:
@@ -775,7 +775,7 @@ class Staging:
     def clear(self) -> None:
         """Remove the files that an attempt has not published."""
         with suppress(OSError):
-            for folder in {self.folder, self.written_in}:
+            for folder in dict.fromkeys((self.folder, self.written_in)):
                 for path in folder.iterdir():
                     path.unlink()
 

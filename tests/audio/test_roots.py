@@ -5,7 +5,7 @@ from support.project import raises
 
 from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
-from sharmill.files.remote import Cache
+from sharmill.files.cache import Cache
 from sharmill.manifest import Segment
 
 ROOTS = ("/link", "/data", "https://host/speech")

@@ -16,7 +16,8 @@ from tenacity import wait_none
 
 import sharmill.files.remote as module
 from sharmill.errors import ConfigError, FatalError, RejectRecord
-from sharmill.files.remote import Cache, RemoteFile, check_url, request
+from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.remote import check_url, request
 from sharmill.files.storage import checksum_bytes
 
 DATA = bytes(range(256)) * 64

@@ -27,7 +27,7 @@ from support.web import serving
 from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.supervisor import logging_to, redirect_output
-from sharmill.files.remote import Cache
+from sharmill.files.cache import Cache
 from sharmill.files.storage import STAGING_NAME, Staging, disk_errors, open_stored, token_staging
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.shar.layout import ShardedDataset, codec_fields, read_dataset

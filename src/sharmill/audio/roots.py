@@ -19,7 +19,8 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
-from sharmill.files.remote import Cache, RemoteFile, is_url
+from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.remote import is_url
 from sharmill.manifest import MAX_PATH, Segment
 
 # A part of a URL's path goes up whatever query or parameter is behind it.

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, cast
 
 import msgspec
 
-from sharmill.files.remote import Cache
+from sharmill.files.cache import Cache
 from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS
 
 Precision = Literal["fp32", "tf32", "bf16"]

@@ -1,48 +1,26 @@
-"""Files behind URLs: of web servers (https), S3 (s3), Google Cloud Storage (gs) and AIStore (ais), and copies of them.
+"""Files behind URLs: of web servers (https), S3 (s3), Google Cloud Storage (gs) and AIStore (ais).
 
 The scheme of a URL chooses the client. What a server says of one file is a ``RejectRecord``; what it says of itself, or
 no answer at all, is an ``OSError`` after some tries; what is missing on this machine (a package, an endpoint,
 credentials) is a ``ConfigError``.
-
-A ``Cache`` keeps copies in a folder up to a size. The processes of a node share it: a copy is written aside and
-renamed, and a lock of the kernel on it, which ends with its process, says that it is in use. A ``RemoteFile`` is a path
-whose file is copied where it is opened, so that all that reads files reads URLs.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import math
 import os
 import re
-import stat
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path, PosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, Protocol
 from urllib.parse import urljoin, urlsplit
 
-import msgspec
-import xxhash
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from sharmill.errors import ConfigError, FatalError, RejectRecord
-from sharmill.files.storage import (
-    checksum,
-    decode_stored,
-    make_folder,
-    open_stored,
-    path_aside,
-    read_stored,
-    refuse_strangers,
-    stopping_errors,
-    write_new,
-)
+from sharmill.errors import ConfigError, RejectRecord
 
 if TYPE_CHECKING:
     import aistore
@@ -60,13 +38,6 @@ _TRIES: Final = 4
 _PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "ais": "aistore"}
 _wait = wait_exponential(multiplier=0.5, max=10)
 _BUSY: Final = frozenset({408, 429})
-_SECONDS_OF_USE: Final = 60.0
-# Each process looks at what is there after so much of the limit, and leaves room for what others bring meanwhile.
-_SWEPT_AFTER: Final = 1 / 64
-_KEPT_SHARE: Final = 0.75
-# Libraries tell archives and packed files by their extensions.
-_EXTENSIONS: Final = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}\Z")
-_COPY: Final = re.compile(r"[0-9a-f]{32}" + _EXTENSIONS.pattern)
 
 
 def is_url(path: str) -> bool:
@@ -420,267 +391,3 @@ def _explained(url: str, error: Exception) -> Exception:
     if status in (401, 403):
         return _refused(url, error)
     return _PassingError(ConnectionError(f"cannot fetch {url}: {error or kind}"))
-
-
-class Copy(PosixPath):
-    """The path of a copy in a cache, which is not evicted as long as this object lives."""
-
-    stream: BinaryIO
-
-
-# Bytes that this process has brought into the cache of a folder since it was swept.
-_unswept: Final[dict[Path, float]] = {}
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Copies of remote files in a folder, of a limited size: those unused for longest are evicted, none in use.
-
-    Args:
-        folder: of the copies, which is made.
-        max_bytes: of all copies together.
-        scope: of one run, or empty: without a checksum, the copy that the run has fetched first stands for a URL.
-        origins: URLs to whose hosts a redirect may lead, beside that of the URL.
-        is_of_run: the folder lies in a run directory, and must not be a link; the user may make any other one.
-    """
-
-    folder: Path
-    max_bytes: float
-    scope: str = ""
-    origins: frozenset[str] = frozenset()
-    is_of_run: bool = False
-
-    @classmethod
-    def at(cls, folder: str | Path | None, gib: float = 100.0, *, scope: str = "") -> Cache:
-        """Return the cache in a folder, by default that of this user, with a limit in GiB."""
-        default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/sharmill"
-        # Unlike Path.expanduser, this leaves a user without a home folder alone.
-        return cls(Path(os.path.expanduser(folder or default)), gib * (1 << 30), scope)  # noqa: PTH111
-
-    @classmethod
-    def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run: in ``cache_dir``, which other runs use as well, or in the run directory."""
-        if cache_dir is None:
-            return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
-        return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))
-
-    def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
-        """Return the copy of a URL, fetched where it is not there yet.
-
-        Args:
-            url: of one of the schemes that ``check_url`` names.
-            xxh3: the checksum that the copy must have; without, the copy that is there stands for the URL.
-            max_bytes: a larger file is refused.
-
-        Raises:
-            RejectRecord: as ``request``; also unreadable_audio where the checksum is another one.
-            OSError: as ``request``.
-            ConfigError: as ``request``; also where the folder is a link, a stranger's, or on a disk without locks.
-            FatalError: the folder cannot be written, or what is in use is more than the cache may hold.
-        """
-        path = self.path_of(url, xxh3)
-        self._refuse_strangers(path)
-        with stopping_errors(path.parent):
-            make_folder(path.parent)
-            lock = open_stored(path.with_name(".lock"), append=True)
-        # Several threads and processes want a file at once.
-        with lock:
-            _lock(lock, fcntl.LOCK_EX)
-            try:
-                # What others have put in its place is fetched anew.
-                with suppress(FileNotFoundError, ConfigError):
-                    return _hold(path, open_stored(path))
-                with stopping_errors(path):
-                    return self._fetch(url, xxh3, path, min(max_bytes, self.max_bytes))
-            finally:
-                # A process forked meanwhile has this file open too, and closing it here would leave it locked.
-                _lock(lock, fcntl.LOCK_UN)
-
-    def refresh(self, url: str) -> Version:
-        """Return the version of a remote file, and remove the copy of another one; raises as ``request``."""
-        found: Version = self.ask(url, lambda client: client.version(url))
-        path = self.path_of(url)
-        with suppress(FileNotFoundError):
-            self._refuse_strangers(path)
-            known = decode_stored(path, read_stored(path.with_name(f"about-{path.name}")), dict[str, Any])
-            if known != found._asdict():
-                path.unlink(missing_ok=True)
-        return found
-
-    def _refuse_strangers(self, path: Path) -> None:
-        may_be_link = None if self.is_of_run else self.folder
-        refuse_strangers(self.folder.parent, [path.parent], may_be_link=may_be_link)
-
-    def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
-        """Return what a call of the client of a URL gives, as ``request``."""
-        return request(url, call, self.origins)
-
-    def path_of(self, url: str, xxh3: str = "") -> Path:
-        """Return where the copy of a URL is, or would be."""
-        name = xxhash.xxh3_128_hexdigest(f"{url}\n{xxh3 or self.scope}".encode())
-        return self.folder / name[:3] / f"{name}{_EXTENSIONS.search(url)[0]}"  # type: ignore[index]  # it finds nothing
-
-    def _fetch(self, url: str, xxh3: str, path: Path, max_bytes: float) -> Copy:
-        aside = path_aside(path)
-        stream = aside.open("x+b")
-        try:
-            _lock(stream, fcntl.LOCK_SH)
-
-            def download(client: Client) -> Version:
-                stream.seek(0)
-                stream.truncate()
-                return client.download(url, stream, aside, max_bytes)
-
-            version: Version = self.ask(url, download)
-            stream.flush()
-            os.fsync(stream.fileno())
-            if xxh3 and checksum(aside) != xxh3:
-                raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
-            self._make_room(aside.stat().st_size)
-            write_new(path.with_name(f"about-{path.name}"), msgspec.json.encode(version._asdict()))
-            # Fetched once more, here or on another node, the same version has the same time.
-            os.utime(stream.fileno(), ns=(time.time_ns(), xxhash.xxh3_64_intdigest(repr(version).encode()) >> 4))
-            aside.replace(path)
-            return _hold(path, stream)
-        except BaseException:
-            stream.close()
-            raise
-        finally:
-            aside.unlink(missing_ok=True)
-
-    def _make_room(self, size: int) -> None:
-        """Evict copies where this process has brought so much that the limit may be passed."""
-        _unswept[self.folder] = _unswept.get(self.folder, self.max_bytes) + size
-        if _unswept[self.folder] < self.max_bytes * _SWEPT_AFTER:
-            return
-        _unswept[self.folder] = 0
-        found = []
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                with suppress(FileNotFoundError):
-                    path = Path(folder, name)
-                    status = path.lstat()
-                    if not stat.S_ISREG(status.st_mode):
-                        continue
-                    # What a killed process left goes first.
-                    found.append((0.0 if name.endswith(".tmp") else status.st_atime, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for time_used, size, path in sorted(found):
-            is_copy = _COPY.fullmatch(path.name)
-            if (not time_used or (is_copy and total > self.max_bytes * _KEPT_SHARE)) and _evict(path):
-                total -= size
-        if total > self.max_bytes:
-            raise FatalError(
-                f"the files in use in {self.folder} have {total:,} bytes, more than the cache may hold "
-                f"({self.max_bytes:,.0f}): raise its limit (cache_gib)",
-                code="disk",
-            )
-
-
-def _lock(stream: BinaryIO, kind: int) -> None:
-    try:
-        fcntl.flock(stream, kind)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            raise
-        raise ConfigError(
-            f"{stream.name} is on a file system without locks: set cache_dir to a folder on a disk of this machine",
-            code="disk",
-        ) from error
-
-
-def _hold(path: Path, stream: BinaryIO) -> Copy:
-    """Return a copy that is not evicted; raise FileNotFoundError where it was at this moment."""
-    _lock(stream, fcntl.LOCK_SH)
-    status = os.fstat(stream.fileno())
-    if not status.st_nlink:
-        raise FileNotFoundError(path)
-    if time.time() - status.st_atime > _SECONDS_OF_USE:
-        with suppress(PermissionError):  # another user's
-            os.utime(stream.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
-    copy = Copy(path)
-    copy.stream = stream
-    return copy
-
-
-def _evict(path: Path) -> bool:
-    """Remove a copy unless a process uses it; return True if it is gone."""
-    try:
-        with path.open("r+b") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-    except (BlockingIOError, PermissionError):
-        return False
-    except FileNotFoundError:
-        return True
-    path.with_name(f"about-{path.name}").unlink(missing_ok=True)
-    return True
-
-
-# Copies stay while those that got their paths open them.
-_opened: Final[deque[Copy]] = deque(maxlen=4 * FETCHES_AT_ONCE)
-
-
-class RemoteFile(PosixPath):
-    """A path that is a URL: the file is copied into a cache where it is opened, and the copy is what is read.
-
-    Opening it raises FileNotFoundError where the server does not give the file, and else as ``Cache.get``.
-    """
-
-    url: str
-    cache: Cache
-    xxh3: str
-    _copy: Copy | None = None
-
-    @classmethod
-    def of(cls, url: str, cache: Cache, xxh3: str = "") -> RemoteFile:
-        """Make the path of a URL; ``xxh3`` is the checksum that its content must have."""
-        path = cls(url)
-        path.url, path.cache, path.xxh3 = url.rstrip("/"), cache, xxh3
-        return path
-
-    def __str__(self) -> str:
-        return getattr(self, "url", None) or super().__str__()
-
-    def __fspath__(self) -> str:
-        if self._copy is not None:
-            return str(self._copy)
-        with self._refused():
-            copy = self.cache.get(self.url, self.xxh3)
-        _opened.append(copy)
-        return str(copy)
-
-    def hold(self) -> None:
-        """Copy the file, which is then not evicted as long as this path lives; raises as ``Cache.get``."""
-        self._copy = self.cache.get(self.url, self.xxh3)
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return the size, without copying the file; raises as opening it."""
-        return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, self.refresh().size, 0, 0, 0))
-
-    def refresh(self) -> Version:
-        """Return the version that its server has, and remove the copy of another one; raises as opening it."""
-        with self._refused():
-            return self.cache.refresh(self.url)
-
-    def read_head(self, size: int) -> bytes:
-        """Return the first bytes, without copying the file; raises as opening it."""
-        with self._refused():
-            return self.cache.ask(self.url, lambda client: client.read(self.url, 0, size))
-
-    @contextmanager
-    def _refused(self) -> Iterator[None]:
-        try:
-            yield
-        except RejectRecord as reject:
-            number = errno.ENOENT if reject.reason == "missing_audio" else errno.EREMOTEIO
-            raise OSError(number, reject.detail, self.url) from reject
-
-    def __truediv__(self, name: str | os.PathLike[str]) -> RemoteFile:
-        return type(self).of(f"{self.url}/{name}", self.cache)
-
-    def __reduce__(self) -> Any:
-        return type(self).of, (self.url, self.cache, self.xxh3)
-
-    def absolute(self) -> RemoteFile:
-        return self

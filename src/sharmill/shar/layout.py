@@ -18,8 +18,9 @@ import msgspec
 
 from sharmill.config import Precision, require
 from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord
+from sharmill.files.cache import Cache, RemoteFile
 from sharmill.files.locks import LOCK_NAME, FolderLock
-from sharmill.files.remote import Cache, RemoteFile, check_url, is_url
+from sharmill.files.remote import check_url, is_url
 from sharmill.files.storage import (
     NOT_JSON,
     STAGING_NAME,

@@ -44,7 +44,8 @@ import msgspec
 
 from sharmill.audio.roots import AudioRoot, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.remote import Cache, RemoteFile, check_url, is_url
+from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.remote import check_url, is_url
 from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
 from sharmill.sources.files import (

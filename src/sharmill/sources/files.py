@@ -25,7 +25,8 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.remote import FETCHES_AT_ONCE, Cache, RemoteFile, is_url
+from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.remote import FETCHES_AT_ONCE, is_url
 from sharmill.files.storage import NotRegularError, checksum, checksum_bytes, open_regular
 from sharmill.prefetch import prefetch
 

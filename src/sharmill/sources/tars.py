@@ -21,7 +21,7 @@ import msgspec
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.remote import RemoteFile
+from sharmill.files.cache import RemoteFile
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
 from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk

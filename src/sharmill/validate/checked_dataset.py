@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.files.remote import RemoteFile
+from sharmill.files.cache import RemoteFile
 from sharmill.shar.layout import (
     DATASET_FILE,
     SHARDS_FILE,

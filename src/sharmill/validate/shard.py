@@ -33,7 +33,7 @@ from sharmill.audio.sound import Sound, measure_sound
 from sharmill.engine.plan import find_differences, show
 from sharmill.engine.stage import Advance, Output, Processor, Unit
 from sharmill.errors import DamagedShard, RejectRecord
-from sharmill.files.remote import RemoteFile
+from sharmill.files.cache import RemoteFile
 from sharmill.files.storage import Staging, checksum_stream, open_regular, write_new
 from sharmill.manifest import ALIGNMENT, CLIPPED_KEYS, CONTEXT_KEYS, fit_alignments
 from sharmill.models import Codec

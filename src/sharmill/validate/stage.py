@@ -23,7 +23,7 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import refuse
-from sharmill.files.remote import RemoteFile
+from sharmill.files.cache import RemoteFile
 from sharmill.files.storage import checksum, load_record, read_records, write_atomic
 from sharmill.models import find_recorded_codec, load_recorded_codec
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE

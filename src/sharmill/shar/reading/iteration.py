@@ -14,7 +14,8 @@ from lhotse.cut import Cut
 from torch.utils.data import get_worker_info
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
-from sharmill.files.remote import FETCHES_AT_ONCE, RemoteFile
+from sharmill.files.cache import RemoteFile
+from sharmill.files.remote import FETCHES_AT_ONCE
 from sharmill.prefetch import prefetch
 from sharmill.shar.reading.cuts import POSITION, OpenShard, decode_audio
 from sharmill.shar.reading.epochs import NextEpoch

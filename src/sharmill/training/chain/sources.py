@@ -20,7 +20,8 @@ import numpy as np
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import DamagedShard, RejectRecord, refuse
-from sharmill.files.remote import Cache, RemoteFile, Version, is_url
+from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.remote import Version, is_url
 from sharmill.files.storage import checksum_bytes
 from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.shard_source import ShardSource

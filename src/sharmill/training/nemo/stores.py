@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import ConfigError
-from sharmill.files.remote import Cache, RemoteFile, Version
+from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.remote import Version
 
 _SCHEMES: Final = re.compile(r"(ais|s3|gs)://")
 

@@ -142,6 +142,7 @@ class SharedDisk:
         for module in (io, builtins):
             self._patch.setattr(module, "open", self._covering(io.open, self._io_open))
         self._patch.setattr(os, "urandom", self._random.randbytes)
+        self._patch.setattr("sharmill.files.locks.random", self._random)
         self._patch.setattr(os, "fsync", lambda file: self.sleep(self._step()) if self.task else None)
         for name, clock in (("monotonic", real_time.monotonic), ("time", real_time.time)):
             self._patch.setattr(time, name, lambda clock=clock: self.clock() if self.task else clock())

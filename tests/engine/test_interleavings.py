@@ -105,6 +105,17 @@ def test_no_order_of_steps_loses_a_unit_or_changes_what_is_finished(tmp_path_fac
     search(tmp_path_factory, max_examples=examples(200))
 
 
+def test_a_seed_gives_one_course_in_any_folder(tmp_path_factory):
+    """Otherwise the search could not follow a course again that broke a property."""
+
+    def seconds_taken():
+        ranks = [Host("h0/rank 0"), Host("h1/rank 1", good_for=2)]
+        folder, drivers = tmp_path_factory.mktemp("run"), [0.0, 28.0]
+        return simulate(folder, ranks, units=2, late=MOST_LATE, seed=39, drivers=drivers).disk.now
+
+    assert len({seconds_taken() for _ in range(12)}) == 1
+
+
 def take_over_without_asking(monkeypatch):
     """Two ranks that find a claim stale both hold the next."""
     make = Claims.make

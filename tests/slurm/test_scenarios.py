@@ -70,7 +70,8 @@ def test_preempted_ranks_are_requeued_and_go_on(make_run, tmp_path, record_prope
     profile = make_profile(partition="scavenge", stages={"driver": {"partition": "cpu"}})
     run = make_run(units=120, seconds=3.0, profile=profile)
     advance_job = run.start().jobs[-1]
-    wait_for_units(run, 4)
+    # A process that is signalled while Python starts ends by that, and SLURM requeues nothing.
+    wait_until(lambda: len(run.stage.pids()) == 4)
     ranks = running_ranks(run)
     shown = slurm("squeue", "--noheader", "--format=%P", f"--jobs={advance_job},{ranks[0]}")
     assert sorted(shown.split()) == ["cpu", "scavenge"]

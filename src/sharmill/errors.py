@@ -250,7 +250,7 @@ class DeviceError(FatalError):
 _FURTHER_LINE: Final = re.compile(r"\n(?!  |\n|$)")
 # Sentences of CUDA, its driver and its libraries; since torch 2.8 in an AcceleratorError, before in a RuntimeError.
 _OF_DEVICE: Final = re.compile(r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_")
-# What says that memory is short. After it a device works on, so that none of these is an error of a device; those of
+# Messages that say that memory is short. A device works on after them, so that none is an error of a device; those of
 # the second part never come from one.
 _OF_MEMORY: Final = (
     # CUDA, HIP, its driver, Triton, NCCL: all in their own sentence.

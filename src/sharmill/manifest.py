@@ -27,9 +27,9 @@ TIME_DIGITS: Final = 8
 # A line of more bytes is no record, and would be carried through all stages and into the dataset.
 MAX_RECORD_BYTES: Final = 16 << 20
 _MAX_LINE_BYTES: Final = 64 << 20
-# Of a larger record, as JSON, a reject keeps a part.
+# A reject keeps only a part of a record that is larger than this as JSON.
 _MAX_KEPT_BYTES: Final = 8 << 10
-# That of Linux: a longer one cannot be opened.
+# The limit of Linux: a longer path cannot be opened.
 MAX_PATH: Final = 4096
 # Stands beside ``duration`` where that was read from the header of the audio, since the record had none.
 DURATION_FROM_HEADER: Final = "duration_from_header"
@@ -45,10 +45,10 @@ ORIGINAL_TAG: Final = "original_speaker"
 # By field, the key of a cut for the share of its samples that were beyond full scale and were clipped when they were
 # stored; only cuts with such samples have it.
 CLIPPED_KEYS: Final = {"target_audio": "clipped_in_writing", "context_audio": "context_clipped_in_writing"}
-# Of the speaker tag that NeMo's text-to-speech data carries.
+# The speaker tag that NeMo's text-to-speech data carries.
 _TAG: Final = re.compile(r"^\s*\|(.*)\|\s*$", re.DOTALL)
 _TAG_PARTS: Final = ("Language", "Dataset", "Speaker")
-# What a record is known by.
+# The keys that a record is known by.
 SEGMENT_KEYS: Final = ("audio_filepath", "offset", "duration", DURATION_FROM_HEADER)
 # In the order in which they are written; the last two only where there is such a thing.
 CONTEXT_KEYS: Final = (
@@ -295,7 +295,7 @@ def _own_context(context: Segment) -> tuple[Any, ...]:
 
 def _own_times(target: AudioNotes, context: AudioNotes) -> tuple[str, ...]:
     """Return what is noted of two segments beside the times of their files, and no checksum of records has."""
-    # Of one width: byte offsets in plans must stay where a manifest is made again from files that were copied since.
+    # All times have one width, so that byte offsets in plans stay if a manifest is made again from copied files.
     times = (f"{target.modified:020d}", f"{context.modified:020d}")
     return (*times, target.sound, context.sound) if target.sound or context.sound else times
 
@@ -419,7 +419,7 @@ def recording_id(audio_filepath: str, channel: Channel = None) -> str:
     >>> recording_id("calls/one.wav"), recording_id("calls/one.wav", 1), recording_id("train.parquet#7")
     ('rec-calls-one', 'rec-calls-one-ch1', 'rec-train#7')
     """
-    # Without pathlib, which would be a large part of the time that checking a cut takes.
+    # pathlib would take a large part of the time that checking a cut takes.
     folder, slash, name = audio_filepath.rpartition("/")
     stem, _, extension = name.rpartition(".")
     path = folder + slash + stem if stem and extension else audio_filepath

@@ -238,7 +238,7 @@ def run_dataset(
         except SharmillError as error:
             # The error that ended the run is the one to be raised.
             with suppress(SharmillError, OSError):
-                # What ends the ranks that are added here, as the device of this machine, need not end those of others.
+                # An error of the ranks that are added here, such as one of their device, need not end those of others.
                 is_own = executor.waits and not joins and error.code != "superseded_plan"
                 if is_own and not find_workers(run_dir):
                     run_dir.note_end(End.of(error))

@@ -39,6 +39,6 @@ def prefetch(
     finally:
         for future, _ in pending:
             future.cancel()
-        # Without waiting: the garbage collector may end this generator in a thread of this very pool, or in one that
+        # It must not wait: the garbage collector may end this generator in a thread of this very pool, or in one that
         # holds the locks of ``threading``.
         pool.shutdown(wait=False)

@@ -271,7 +271,7 @@ SECTIONS: Final = Registry(
 )
 
 
-# What brings optional packages, by the names of their modules.
+# The extras that bring optional packages, by the names of their modules.
 _EXTRAS: Final = {
     "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "peft": "speechlm2",
     "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "submitit": "slurm", "tensorboard": "nemo",

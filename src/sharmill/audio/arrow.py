@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _OPEN_FILES: Final = 8
 _DECRYPT: Final = "store it without encryption, and name that file"
-# What pyarrow raises of a file that is not as it should be; ArrowInvalid is a ValueError.
+# Errors that pyarrow raises for a damaged file; ArrowInvalid is a ValueError.
 _DAMAGE: Final = (OSError, ValueError, NotImplementedError, KeyError, IndexError)
 
 
@@ -132,8 +132,7 @@ def _open(path: Path, state: tuple[int, int] | None) -> RowFile:
             kind = "parquet"
             file = pyarrow.parquet.ParquetFile(path)
             metadata = file.metadata
-            # Of a file with encrypted columns the footer is signed; pyarrow ends the process where their metadata is
-            # asked.
+            # The footer of a file with encrypted columns is signed; pyarrow ends the process if their metadata is read.
             if metadata.serialized_size != int.from_bytes(end[:4], "little"):
                 raise UnreadableRows(f"{path} has encrypted columns; {_DECRYPT}")
             sizes = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]

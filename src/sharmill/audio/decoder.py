@@ -48,7 +48,7 @@ _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
 _SHORTENED_CHUNK: Final = re.compile(
     r"^\s*(?:data|SSND|Data Size|Riff size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE
 )
-# Of a page of Ogg.
+# The size of the header of an Ogg page, without its table of segments.
 _HEADER_BYTES: Final = 27
 _CHECKSUM: Final = slice(22, 26)
 _REVERSED: Final = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
@@ -94,7 +94,7 @@ def flac_header(data: bytes | memoryview) -> tuple[int, int, int] | None:
     # A block of type 0 and 34 bytes; the bit above the type says whether it is the last.
     if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 127 or head[5:8] != b"\0\0\x22":
         return None
-    # Without libsndfile, since this is done for each item: 20 bits of rate, 3 of channels, 5 of depth, 36 of samples.
+    # The header has 20 bits of rate, 3 of channels, 5 of depth, 36 of samples. libsndfile would take longer per item.
     bits = int.from_bytes(head[18:26], "big")
     # 0 samples is an unknown number of them, which libsndfile takes for all that there can be.
     return bits & (1 << 36) - 1 or 1 << 63, (bits >> 41 & 7) + 1, bits >> 44 or 1
@@ -123,7 +123,7 @@ class AudioBytes:
         self._data = bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
         self._start = start
         self._head = head
-        # Of a whole file, whose position is the decoder's to move.
+        # Only a whole file has a descriptor, since the decoder moves its position.
         self.descriptor = None if isinstance(self._data, bytes) or size is not None else self._data.fileno()
         if size is None:
             size = len(self._data) if isinstance(self._data, bytes) else os.fstat(self._data.fileno()).st_size
@@ -327,7 +327,7 @@ def _has_unstated_flac(data: bytes, num_samples: int) -> bool:
     """Return True if FLAC has more than the samples that it states, or another FLAC behind it."""
     if data.rfind(_FLAC_BEGIN) > 0:  # from the end, which takes a quarter of the time
         return True
-    # Without a stated number libsndfile finds the sample behind the last one, if there is any.
+    # If the header states no number, libsndfile finds the sample behind the last one, if there is any.
     unstated = data[:21] + bytes((data[21] & 0xF0,)) + bytes(4) + data[26:]
     try:
         with sf.SoundFile(io.BytesIO(unstated)) as sound:

@@ -46,7 +46,7 @@ _FULL_OPUS_RATE: Final = 48000
 # With the flags of a number of frames and one of bytes.
 _XING: Final = re.compile(rb"(?s)(?:Xing|Info)...[\x03\x07\x0b\x0f].{4}(.{4})")
 _TAG_FRAME: Final = re.compile(rb"Xing|Info|VBRI")
-# Of MPEG 1 or not bit rates in kbit/s of layer III by index, and sampling rates by the version bits.
+# Bit rates of layer III in kbit/s by index, for other versions and for MPEG 1; sampling rates by the version bits.
 _FRAME_HEADER: Final = 4
 _KBPS: Final = {
     True: (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),

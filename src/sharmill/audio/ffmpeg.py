@@ -269,7 +269,7 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     counted, rate, channels, claimed = 0, 1, 0, 0.0
     container, stream = _open(source, demuxer)
     codec = stream.codec_context.codec.canonical_name
-    # Of other containers FFmpeg estimates it from the size.
+    # For other containers, FFmpeg estimates the duration from the size.
     if demuxer in ("mov", "matroska", "nistsphere"):
         if stream.duration is not None and stream.time_base is not None:
             claimed = float(stream.duration * stream.time_base)

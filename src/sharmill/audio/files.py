@@ -57,7 +57,7 @@ def probe(path: str | os.PathLike[str], *, whole: bool = False) -> AudioInfo:
 def probe_bytes(data: bytes | memoryview, name: str = "audio data") -> AudioInfo:
     """Read the header of an audio file in memory, as ``probe``; errors call it ``name``."""
     num_samples, channels, rate = flac_header(data) or (0, 0, 0)
-    # What no bytes speak against needs no decoder, which takes ten times as long.
+    # A plausible header needs no decoder, which takes ten times as long.
     if 0 < num_samples <= len(data) * MAX_SAMPLES_PER_BYTE and MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
         return AudioInfo(rate, num_samples, channels, "flac")
     with open_bytes(AudioBytes(name, data)) as recording:
@@ -179,7 +179,7 @@ class Recording:
         try:
             audio = self._take(start, start + wanted, channel)
         except RejectRecord as reject:
-            # What follows must not be taken for what was asked for.
+            # Later samples must not be returned in the place of those that failed.
             self._failed = reject
             raise
         if len(audio) < wanted:

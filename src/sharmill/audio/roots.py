@@ -153,7 +153,7 @@ class AudioRoot:
         return self.names[-1]
 
     def _join(self, relative: str) -> str:
-        # Without pathlib, which would be a tenth of the time that checking a record takes.
+        # pathlib would take a tenth of the time that checking a record takes.
         return os.path.join(self.path, relative)  # noqa: PTH118
 
     def holds(self, absolute: str) -> bool:
@@ -306,6 +306,6 @@ def _url_below(root: str, relative: str) -> str:
     >>> _url_below("https://host/speech", "84/a b.flac")
     'https://host/speech/84/a%20b.flac'
     """
-    # What is quoted already stays so.
+    # Characters that are quoted already stay so.
     safe = "/%?=&+,:;@~!$'()*[]"
     return f"{root}/{quote(relative, safe=safe) if root.startswith('http') else relative}"

@@ -231,7 +231,7 @@ class SegmentsOnce(Generic[Made]):
         self._reader = reader
         self._make_one = make
         self._may_copy = may_copy
-        # What will be asked for once, and was made alone, is given out as it is.
+        # A result that is made alone and will be asked for once is kept as bytes, not in the spool.
         self._kept: dict[Segment, tuple[tuple[int, int] | bytes, Made] | RejectRecord] = {}
         self._spool = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES, prefix="sharmill-")  # noqa: SIM115
         self._spool_lock = Lock()

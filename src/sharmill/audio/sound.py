@@ -23,7 +23,7 @@ _BAND_HZ: Final = 250.0
 _BAND_DB: Final = 50.0
 _ABOVE_NOISE_DB: Final = 6.0
 _LOUD_DB: Final = 20.0
-# Where even the quietest tenth of the frames is not this much below the loud ones, it is speech rather than noise.
+# If even the quietest tenth of the frames is not this much below the loud ones, it is speech rather than noise.
 _PAUSE_DB: Final = 10.0
 _STEPS: Final = (100, 100, 100, 30_000, 30_000, 300)
 _PACKED: Final = struct.Struct("<6h")

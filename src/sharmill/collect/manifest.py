@@ -64,7 +64,7 @@ LOG: Final = ".recipe.log"
 INFO: Final = ".info.yaml"
 # In the plan: the result of a recipe.
 _FOUND: Final = "found.json"
-# What is counted of the records of a manifest.
+# Counts of the records of a manifest.
 _COUNTS: Final = ("with_text", "with_speaker", "of_several_channels")
 
 

@@ -27,7 +27,7 @@ _WORDS_OF_TYPES: Final = {
 }  # fmt: skip
 _LIMITS: Final = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 _SHOWN_CHARACTERS: Final = 100
-# Of YAML that others may have written.
+# Limits of YAML that others may have written.
 _MAX_BYTES: Final = 1 << 20
 _MAX_DEPTH: Final = 100
 # At the top: keys whose texts may have several lines, and sources, which check their own.
@@ -274,7 +274,7 @@ def _make(kind: Any, value: Any, place: str, origin: str, *, for_display: bool =
     """
     owner = _without_null(kind, value)
     form, kinds = get_origin(owner), get_args(owner)
-    # Of sources, a tuple, each has its own type.
+    # The type of sources is a tuple, with a class for each entry.
     if isinstance(value, list) and (form is list or (form is tuple and all(map(dataclasses.is_dataclass, kinds)))):
         kinds = kinds * len(value) if form is list else kinds
         pairs = enumerate(zip(kinds, value, strict=True))

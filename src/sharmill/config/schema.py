@@ -22,7 +22,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Above0 = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-# Of a value in a configuration: ("encode", "codecs", 0, "model").
+# The place of a value in a configuration: ("encode", "codecs", 0, "model").
 Place = tuple[str | int, ...]
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -233,7 +233,7 @@ class Config:
     """Folder for copies of what URLs name, best on a node's own disk; ``null``: in the run directory."""
     cache_gib: Above0 = 100.0
     """Limit of that folder in GiB; what was used longest ago goes first."""
-    # Of all stages, by kind: a StageSection, a list of them, or None.
+    # The sections of all stages, by kind: a StageSection, a list of them, or None.
     sections: dict[str, Any] = field(default_factory=dict)
     """Keys of a stage of another package: a mapping, or a list of mappings, each with a ``name``, for as many stages.
     Without the key there is no such stage."""

@@ -97,7 +97,7 @@ _AT_ONCE: Final = 1 << 20
 _MAX_COUNTS: Final = 1 << 21
 # Segments that tell a rank which gives no codes from a unit that has none.
 _NUM_PROBES: Final = 16
-# What a user can do with segments that no batch size helps.
+# Advice about segments that no batch size helps.
 _TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
 
 
@@ -445,7 +445,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         codes = row[:, :num_frames]
         if row.shape != shape:
             return f"the codec gave codes of the shape {row.shape} where codebooks and frames are {shape}"
-        # Of NaN neither holds.
+        # Neither comparison holds for NaN.
         if not (codes.min() >= 0 and codes.max() < size):
             return f"the codec gave the indices {codes.min()} to {codes.max()}, outside its {size}"
         return codes
@@ -468,7 +468,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         place = (stage.kind, "codecs", stage.encode.codecs.index(stage.settings), "model")
         return CodecRecord(
             name=stage.settings.name,
-            # Without folders of this machine and values of the environment.
+            # The name has no folders of this machine and no values of the environment.
             model=stage.references.hide_at(place, stage.model().published_name),
             checksum=codec.checksum,
             trained=codec.trained,
@@ -514,7 +514,7 @@ class AssembleStage(FieldStage):
         return [cls(config, codec) for codec in config.section(EncodeConfig).codecs]
 
     def fields(self) -> list[Field]:
-        # Those of contexts where the dataset has contexts, whatever the configuration.
+        # There are fields of contexts if the dataset has contexts, whatever the configuration says.
         return codec_fields(self.settings.name, contexts=self.dataset.record().has_contexts)
 
     @property
@@ -739,7 +739,7 @@ class _SegmentCodes:
         for begin, end in pairwise([*starts, len(blocks)]):
             block = int(blocks[begin])
             with ExitStack() as stack:
-                # One that cannot be read is closed, and opened again the next time.
+                # A file that cannot be read is closed, and opened again the next time.
                 stream = self._kept.pop(block, None) or open_stored(self._folder / _codes_file(block), buffering=0)
                 yield from self._read_block(block, stack.enter_context(stream), numbers[begin:end])
                 if len(self._kept) < self._num_kept:
@@ -766,7 +766,7 @@ class _SegmentCodes:
             raise _damaged(path)
         found = zip(numbers.tolist(), entries["xxh3"][:, 0].tolist(), _read_ranges(file, places), strict=True)
         for number, expected, data in found:
-            # Of a damaged table too, as it has then other codes at the place.
+            # A damaged table shows here too: it has other codes at the place.
             if xxhash.xxh3_64_intdigest(data) != expected:
                 raise _damaged(path)
             yield number, np.frombuffer(data, self._dtype).reshape(self._num_codebooks, -1)

@@ -45,7 +45,7 @@ from sharmill.shar.layout import CUTS, ShardedDataset
 
 _MAX_UINT32 = (1 << 32) - 1
 
-# Where the data of an item lies in its file, and what its metadata say of it.
+# The place of an item's data in its file, and facts from its metadata.
 PLACE: Final = np.dtype(
     [("hash", "<u8", 2), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
 )

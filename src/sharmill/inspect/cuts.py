@@ -25,7 +25,7 @@ from sharmill.shar.items import Item, array_from_bytes, decode_cut, open_items, 
 from sharmill.shar.layout import CUTS, CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
 
 _WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
-# What is quieter than this, relative to full scale, is drawn as silence.
+# Audio that is quieter than this, relative to full scale, is drawn as silence.
 _QUIETEST_DB: Final = -54.0
 
 

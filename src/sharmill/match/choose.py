@@ -20,7 +20,7 @@ from sharmill.match.select import number_words, select_context
 from sharmill.models import ModelFamily, find_speaker_encoder
 from sharmill.prepare.speaker_key import SpeakerKey
 
-# Of a smaller group the similarities take less time on the CPU than their kernels take to start.
+# The similarities of a smaller group take less time on the CPU than their kernels take to start.
 _FEW_ROWS = 500
 # A cosine that a script computed in float32 may be a little more than 1.
 _TOLERANCE = 1e-3
@@ -118,7 +118,7 @@ class ContextChooser:
         is_stored = segment.member is not None or self.roots.roots[segment.root] is dataset
         if not (self.match.contexts_from_dataset and is_stored):
             return self.roots.real_name(segment)
-        # What lies in a container, or was stored in the dataset, is known by its name.
+        # Audio in a container, or stored in the dataset, is known by its name.
         name = segment.audio_filepath
         return next((root.name_of(name) for root in sources if root.has(name)), name)
 

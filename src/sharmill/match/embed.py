@@ -20,7 +20,7 @@ from sharmill.models import SpeakerEncoder
 from sharmill.models.batches import pad, padded_batches
 from sharmill.models.memory import MemoryGuard
 
-# Of the sample of voices: for a dataset, and for one group.
+# Sizes of the sample of voices: for a dataset, and for one group.
 _WANTED_VOICES: Final = 1500
 _VOICES_PER_GROUP: Final = 12
 

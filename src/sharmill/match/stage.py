@@ -186,7 +186,7 @@ class MatchStage(Stage):
         return [matched_manifest(self.config)]
 
     def discard(self) -> None:
-        # Those of other limits too: the stage write would take them for the output of a later plan.
+        # Manifests of other limits go too: the stage write would take them for the output of a later plan.
         pattern = glob.escape(f"{manifest_stem(self.config)}{_MATCHED}") + "MinDur[0-9]*MinSSIM*[0-9].json"
         remove(matched_manifest(self.config), *self.run_dir.manifests.glob(pattern))
 
@@ -237,7 +237,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         groups, given, wanted = self.take(unit)
-        # What lies behind comes from the dataset that is appended to, and can only be a context.
+        # The records behind these come from the dataset that is appended to, and can only be contexts.
         num_records = unit.params.get("num_records", sys.maxsize)
         found = dict(zip(wanted.items, self._embed.finish(wanted, advance, self.begin_next), strict=True))
         matched: list[Utterance] = []

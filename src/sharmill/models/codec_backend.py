@@ -155,7 +155,7 @@ class CodecBackend(CodecSpec, ABC):
             )
         codes = codes.masked_fill(torch.arange(width)[None, None, :] >= num_frames[:, None, None], 0)
         low, high = codes.min().item(), codes.max().item()
-        # Of NaN neither holds.
+        # Neither comparison holds for NaN.
         if not (low >= 0 and high < self.codebook_size):
             raise UnitFailed(
                 f"codec {self.spec.name} gave the indices {low} to {high}, outside its {self.codebook_size}",

@@ -33,7 +33,7 @@ class _UnknownLayer(Exception):
 
 def _channels_last(values: Tensor) -> Tensor:
     """Return values (batch, channels, time) as (batch, channels, 1, time), the channels side by side in memory."""
-    # Where there is one channel only, torch takes either layout for the other: its strides say which one is meant.
+    # With one channel, torch takes either layout for the other: the strides say which one is meant.
     return values.transpose(1, 2).contiguous().transpose(1, 2)[:, :, None]
 
 
@@ -267,7 +267,7 @@ def _known_layers(modules: Iterable[nn.Module]) -> list[_Conv | nn.ReLU]:
 
 def _apply(layers: list[_Conv | nn.ReLU], frames: Tensor, valid: _Validity) -> Tensor:
     for layer in layers:
-        # What one tap makes of padding stays in the padding.
+        # A convolution with one tap does not carry padding into other frames.
         mixes = isinstance(layer, _Conv) and layer.kernel_size > 1
         frames = layer(valid.zero_padding(frames) if mixes else frames)
     return frames

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sharmill.models.codec_backend import CodecBackend
 
 BUILTIN_FILE: Final = Path(__file__).parent / "builtin_codec.nemo"
-# Of NeMo's codecs.
+# Submodules of NeMo's codecs that encode.
 ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 
@@ -116,7 +116,7 @@ class NemoEncoder(NemoModel):
 
     @property
     def min_similarity(self) -> float | None:
-        # Of the published scripts that choose contexts with TitaNet.
+        # The published scripts choose contexts by TitaNet with this threshold.
         return 0.6 if "titanet" in Path(self.target).name.lower() else None
 
     def load(self, device: str) -> SpeakerEncoder:

@@ -28,7 +28,7 @@ from sharmill.config.loading import load_untrusted_yaml
 from sharmill.errors import ConfigError, one_line
 from sharmill.files.storage import open_regular
 
-# Of a request to a server that does answer; and of all, with the look-up of its name, which knows no limit.
+# Seconds for a request to a server that answers, and for all with the look-up of its name, which has no limit.
 _ANSWER_SECONDS: Final = 4.0
 _WAIT_SECONDS: Final = 6.0
 
@@ -162,7 +162,7 @@ _ALLOWED: Final = frozenset(f"{module}.{name}" for module, names in _CLASSES.ite
 _LAYER: Final = re.compile(r"torch\.nn\.[A-Z][A-Za-z0-9]*")
 # The spellings of Hydra, and of NeMo's older and newer configurations.
 _TARGET_KEYS: Final = ("_target_", "target", "cls")
-# Of the matrices from spectra to bands, which are made outside of torch.
+# Largest sizes of the matrices from spectra to bands, which are made outside of torch.
 _MOST_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
 

@@ -24,7 +24,7 @@ from sharmill.models.device import fit_batch_seconds
 
 # Units that fail alike, before one is done, until a rank takes it for the configuration's fault.
 _UNITS_ALIKE: Final = 2
-# What a user can do where no batch size helps.
+# Advice for a user whom no batch size helps.
 ELSEWHERE: Final = "the same command does the rest on a device with more memory, of the same kind"
 
 
@@ -154,12 +154,12 @@ _CPU_SIZES: Final = (5.0, fit_batch_seconds(math.inf, "cpu"))
 # Rounded up to canonical lengths: the two that memory is told from.
 _CANONICAL_SECONDS: Final = (2.0, 10.0)
 _GPU_SIZES: Final = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
-# What another process, fragments and the system's own pages take beside the tensors.
+# The rest is for other processes, fragments and the system's own pages.
 _USABLE_SHARE: Final = 0.7
 # A larger batch must be this much faster to be worth its memory.
 _WORTH: Final = 1.03
 _REPEATS: Final = 2
-# Of read speech: a gamma distribution with a mean of 6.5 s.
+# Durations of read speech: a gamma distribution with a mean of 6.5 s.
 _SPEECH_SHAPE, _SPEECH_SCALE, _SPEECH_LIMITS = 2.5, 2.6, (0.6, 20.0)
 
 # Rows and samples of a batch.

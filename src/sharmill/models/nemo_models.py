@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nemo.core import ModelPT
     from torch import Tensor, nn
 
-# What a damaged checkpoint or a failed download raises; anything else is a fault of ours and is shown as it is.
+# Errors of a damaged checkpoint or a failed download; any other is a fault of ours and is shown as it is.
 _LOADING_ERRORS = (
     AttributeError,
     EOFError,

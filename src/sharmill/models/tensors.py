@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharmill.errors import ConfigError, is_device_error, one_line
 
-# Of the tensors that are made while a model is loaded: its layers, the weights, and copies of them.
+# Limits of the tensors that loading a model makes: its layers, the weights, and copies of them.
 _NUMBERS_PER_BYTE = 4
 _FREE_NUMBERS = 1 << 27
 # Some seconds of most codecs; what depends on more than half of it counts as not bounded.

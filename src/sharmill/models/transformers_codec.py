@@ -63,7 +63,7 @@ def _describe(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         facts = {
             "samples_per_frame": round(config.sampling_rate / config.frame_rate),
             "num_codebooks": config.num_quantizers,
-            # Where its convolutions are causal, as its attention is, padding on the right changes nothing.
+            # If its convolutions are causal, as its attention is, padding on the right changes nothing.
             "equal_lengths_only": not config.use_causal_conv,
         }
         return facts, {"num_quantizers": config.num_quantizers}

@@ -122,7 +122,7 @@ def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[fl
     def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:
         """Return the shares of misplaced utterances and foreign candidates, and of wrong contexts by threshold (T,)."""
         misplaced = min(1.0, (beaten + one) / (1 - _BEATEN))
-        # Of utterances that are not misplaced themselves.
+        # Candidates of utterances that are not misplaced themselves.
         of_rest = (low / _MIDDLE - explained) / (1 - explained) if explained < 1 else 1.0
         foreign = float(np.clip(of_rest, 0.0, 1.0))
         return misplaced, foreign, _share_wrong(voices, chance, weights, thresholds, misplaced, foreign, accepted)
@@ -182,7 +182,7 @@ class _OtherGroups:
         better = np.where(known, tried > voices.best[:, None], False).sum(axis=1)
         # The share of the other groups (N,) in which each utterance finds a better context than in its own.
         self.beaten = np.divide(better, known.sum(axis=1), out=np.zeros(len(better)), where=known.any(axis=1))
-        # One that stands in a wrong group has utterances of its own speaker in other groups, which are no strangers.
+        # An utterance in a wrong group has utterances of its own speaker in other groups, which must not count.
         at_home = (self.beaten <= _BEATEN) & voices.candidates
         self._best = self._try_elsewhere(at_home)
         self._sorted = [

@@ -79,14 +79,14 @@ def draw_groups(groups: np.ndarray, size: int, seed: int) -> Sample:
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     sizes = np.bincount(groups)
-    # Of a large group no fewer are taken, where there are so many.
+    # At least 100 are taken from a large group, if it has as many.
     most = max(100, size // max(1, len(sizes)))
     drawn = groups[generator.permutation(len(groups))]
     names, first = np.unique(drawn, return_index=True)
     names = names[np.argsort(first)]  # in the order in which they were drawn
     reached = np.cumsum(np.minimum(sizes[names], most))
     taken = names[: int(np.searchsorted(reached, size)) + 1]
-    # Where all are in it, each has its own share.
+    # If the sample has all groups, each has its own share.
     last = len(drawn) if len(taken) == len(names) else int(np.sort(first)[len(taken) - 1]) + 1
     hits = np.bincount(drawn[:last], minlength=len(sizes))
     is_taken = np.isin(groups, taken)
@@ -401,8 +401,8 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
         manifest.parent.mkdir(parents=True)
         if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
-            # What the pilot has fetched is not fetched again, but where a disk has no hard links. A lock with a second
-            # name would be refused.
+            # Copies that the pilot has fetched are not fetched again, unless the disk has no hard links. A lock with a
+            # second name would be refused.
             others = shutil.ignore_patterns(".lock")
             with suppress(shutil.Error):
                 shutil.copytree(copies, RunDir(Path(small.run_dir)).copies, ignore=others, copy_function=os.link)

@@ -46,7 +46,7 @@ from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule, is_missing, names
 
 # The share that an earlier dataset has clipped is not the share that this one clips.
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, *CLIPPED_KEYS.values(), SOURCE_CUT_ID, "_skipme"}
-# Where the interpreter's own limit lies depends on the caller, so it would not be the same in every executor.
+# The interpreter's own limit depends on the caller, so it would not be the same in every executor.
 _MAX_DEPTH = 100
 # 31 years: what claims to be longer is no duration, and must not swamp the sums.
 MAX_SECONDS = 1e9
@@ -174,7 +174,7 @@ class RecordCheck:
         file = self.roots.obtain(root, path if member is None else member.container, is_container=member is not None)
         with open_recording(file, member, path) as opened:
             info = opened.info
-        # Of mono audio the key ``channel`` of a record is a key like any other.
+        # For mono audio, the key ``channel`` of a record is a key like any other.
         own = record.get("channel") if info.channels > 1 else None
         channel = choose_channel(self.sources[source].channel if own is None else own, info.channels)
         offset, duration = map(float, segment_times(record, info, self.config.duration_tolerance))

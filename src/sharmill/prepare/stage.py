@@ -294,7 +294,7 @@ class PrepareStage(Stage):
             identify_roots(AudioRoots.of([source.audio_root]), self.run_dir.path) for source in self.config.sources
         ]
         append_to = self.config.append_to
-        # Where it lies, and not what it has: it has more once the new shards are appended.
+        # The place of the dataset, not its content: it has more once the new shards are appended.
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), self.run_dir.path)}
         return grows | {
             "prepare": asdict(self.config.section(PrepareConfig)),

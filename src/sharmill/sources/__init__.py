@@ -440,7 +440,7 @@ class ContainerSource(FileSource):
             for pattern in self.named(self.file_keys[-1]):
                 names = expand_shards(re.split(r"[*?]", str(self.path_of(pattern)))[0])
                 folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
-            # Of URLs it takes the double slash away.
+            # commonpath takes the double slash of a URL away.
             common = re.sub(r"^([a-z0-9]+):/", r"\1://", os.path.commonpath(folders))
             object.__setattr__(self, "audio_root", common or ".")
 

@@ -49,7 +49,7 @@ _BLANKS: Final = re.compile(r"[ \t\v\f]+")
 # Behind a word or the name of a speaker; anything else is a further part of it.
 _CONFIDENCE: Final = re.compile(r"|<?NA>?|[-+.\deE]+")
 _AMI_WORD: Final = re.compile(r"<w\b([^<>]*)>([^<]*)</w>")
-# Of a TextGrid, Praat itself takes numbers, texts and flags that stand alone, and skips all else, such as ``xmin =``.
+# Praat itself takes numbers, texts and flags that stand alone in a TextGrid, and skips all else, such as ``xmin =``.
 _TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _ATTRIBUTE: Final = re.compile(r'\b(\w+)\s*=\s*"([^"]*)"')
@@ -221,7 +221,7 @@ class AnnotatedSource(WalkedSource):
         place = os.path.join(folder, "")  # noqa: PTH118
         if self._audio is None:
             paths = [f"{place}{recording}{suffix}" for suffix in self.audio_suffixes]
-            # What is wrong with a path is for the check of its records to say.
+            # The check of the records says what is wrong with a path.
             path = next((path for path in paths if os.path.exists(os.path.join(self._root, path))), paths[0])  # noqa: PTH110, PTH118
         else:
             try:

@@ -31,7 +31,7 @@ from sharmill.files.storage import NotRegularError, checksum, checksum_bytes, op
 from sharmill.prefetch import prefetch
 
 T = TypeVar("T")
-# What of a file is read to tell it from another one.
+# The part of a file that is read to tell it from another one.
 Digest = Literal["whole", "ends", "size"]
 _RANGE: Final = re.compile(
     r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"

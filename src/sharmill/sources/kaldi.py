@@ -72,7 +72,7 @@ class KaldiSource(LineSource, EncodedSource):
         """Return the record of a line of ``segments`` or, without such a file, of ``wav.scp``."""
         utterance, *rest = _without_bom(entry).split()
         lines_of = self.files[0].name
-        # Of several lines nobody knows which one the text belongs to.
+        # If there are several lines, nobody knows which one the text belongs to.
         self._value(lines_of, utterance)
         record: dict[str, Any] = {"utterance_id": self._decode(utterance)}
         for name, key in _VALUES.items():

@@ -119,7 +119,7 @@ class LhotseSource(LineSource):
         """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
         found = super().identity()
         for file in self.find("recordings"):
-            # Of records the pieces do so.
+            # The pieces prove that the records can be read.
             for _ in iterate_lines(file, "recordings"):
                 pass
         return found
@@ -458,7 +458,7 @@ def _listed(channel: int | list[int]) -> list[int]:
 
 
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
-# What is stored is the segment that the cut stands for where they are equally long, but for the delay of a codec.
+# Stored audio is the segment that the cut stands for if they are equally long, but for the delay of a codec.
 _SAME_SECONDS: Final = 0.025
 _DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
 
@@ -527,7 +527,7 @@ class LhotseSharSource(ContainerSource, RunSource):
             count = shard.count
             if count < 0:
                 lines, damage = salvage_lines(self.folder / shard.files[CUTS])
-                # What a damage cuts off counts as one.
+                # The cuts that a damage cuts off count as one.
                 count = len(lines) + (damage is not None)
             yield [number, count], count
 

@@ -153,7 +153,7 @@ class TableSource(LineSource, EncodedSource):
         with open_input(file, "table") as stream:
             while True:
                 stream.seek(begin)
-                # What cannot be decoded becomes surrogates.
+                # Bytes that cannot be decoded become surrogates.
                 lines = (
                     line.decode(self.encoding, "surrogateescape").removeprefix("\ufeff")
                     for line in iter(functools.partial(stream.readline, _MAX_LINE_BYTES), b"")

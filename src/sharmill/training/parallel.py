@@ -174,7 +174,7 @@ class _ParallelMap(Generic[T, R]):
 
     def __iter__(self) -> Iterator[R]:
         with ExitStack() as stack:
-            # What is left open ends with the program, while there still are the modules that this takes.
+            # An iteration that is left open ends with the program, while the modules that it needs are still there.
             atexit.register(stack.close)
             stack.callback(atexit.unregister, stack.close)
             fn = self.fn

@@ -551,7 +551,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
                 code="bad_codec",
             )
         mask = np.full(marked.shape[1], predicted)
-        # What begins the codes is given, as it is when a model is used.
+        # The begin of the codes is given, as it is when a model is used.
         mask[: int(self.codec.marks)] = False
         return Positions(Kind.CODES, marked, mask)
 

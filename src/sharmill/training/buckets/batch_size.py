@@ -236,7 +236,7 @@ def _run_steps(connection: Connection, name: str, options: dict[str, Any], budge
         except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
             answer = _describe(error)
         connection.send(answer)
-        # What it left goes: the next one has other sizes, and should not find gaps of the old.
+        # Its leftovers go: the next batch has other sizes, and should not find gaps of the old ones.
         gc.collect()
         if budget.device != "cpu":
             torch.cuda.empty_cache()
@@ -245,7 +245,7 @@ def _run_steps(connection: Connection, name: str, options: dict[str, Any], budge
 def _describe(error: Exception) -> tuple[str, str]:
     if is_out_of_memory(error):
         return "out_of_memory", str(error)
-    # What a user must change is said in one line; for the rest the traceback is needed.
+    # An error that the user can correct is said in one line; any other needs its traceback.
     return "error", str(error) if isinstance(error, SharmillError) else "".join(traceback.format_exception(error))
 
 
@@ -304,7 +304,7 @@ def _limit_memory(size: int) -> None:
     )
 
 
-# Of a file of bins: limits under which the batches were tried, and how lengths are counted.
+# Keys of a file of bins: limits under which the batches were tried, and how lengths are counted.
 _OF_BINS = (
     "use_multimodal_sampling", "token_equivalent_duration", "measure_total_length", "prompt_format", "max_tps",
     "max_tpt",
@@ -523,7 +523,7 @@ def choose_step(
         tokens_per_second = float(limit) if isinstance(limit, (int, float)) else _TOKENS_PER_SECOND
     if of_nemo and not in_tokens and buckets[0].num_tokens is None:
         profile["max_tps"] = tokens_per_second
-    # Of a list for a step of one's own, only the user knows whether it counts seconds or frames.
+    # If a list is for the user's own step, only the user knows whether it counts seconds or frames.
     if not in_tokens and (of_nemo or settings):
         profile["max_duration"] = math.ceil(1000 * buckets[-1].length) / 1000
     if step is not None:

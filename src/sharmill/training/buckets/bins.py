@@ -283,7 +283,7 @@ def assign(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> np.ndar
         closed: there is no bucket for what is longer than the last bin, as with ``bucket_batch_size`` in NeMo.
     """
     bounds = np.array([bound.length for bound in bins])
-    # Of equal lengths the first; the tokens choose among them.
+    # The first of equal lengths; the tokens choose among them.
     first = np.searchsorted(bounds, lengths.lengths, side="left")
     if bins[0].num_tokens is None:
         return np.where(first < len(bins) + (not closed), first, -1)
@@ -389,7 +389,7 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
         bins = estimate_bins_2d(
             lengths.lengths, lengths.tokens, options.num_buckets, options.sub_buckets, options.outlier_threshold
         )
-        # Without input, a ratio is no limit.
+        # A ratio is no limit if there is no input.
         if (lengths.lengths == 0).any():
             bins = [replace(one, max_ratio=math.inf) for one in bins]
     # Bins that are as the one before, in which there is never a cut, are left out: a common length may end several.

@@ -301,7 +301,7 @@ def _in_shares(columns: Sequence[np.ndarray], shares: Sequence[float], most: int
     return np.concatenate(parts)
 
 
-# Those of a training that say which examples there are, and how they are measured.
+# Settings of a training that say which examples there are, and how they are measured.
 _KEPT: Final = (
     "input_cfg", "manifest_filepath", "tarred_audio_filepaths", "tarred_audio_filepath", "bucketing_weights",
     "cuts_path", "shar_path", "text_field", "lang_field", "channel_selector", "skip_missing_manifest_entries",

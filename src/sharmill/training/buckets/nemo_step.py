@@ -116,7 +116,7 @@ class NemoStep:
         sizes = {"input": max(1, round(seconds * self._rate)), "output": max(1, num_tokens)}
         inputs, kind = self._schema["inputs"], self._schema["cls"]
         values = [self._make_tensor(one, batch_size, sizes).to(device) for one in inputs]
-        # Those of a tuple have no names.
+        # The values of a tuple have no names.
         named = {one.get("name"): value for one, value in zip(inputs, values, strict=True)}
         batch: Any = tuple(values) if kind is tuple else kind(**named)
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=self._autocast):

@@ -30,7 +30,7 @@ from sharmill.training.chain.sources import Example, Items
 from sharmill.training.parallel import at_least, parallel_map
 
 Examples = Generator[Example, None, None]
-# What opens the examples that a step gets.
+# A function that opens the examples that a step gets.
 Before = Callable[[], Examples]
 Function = Callable[[Any], Any]
 
@@ -240,7 +240,7 @@ log = logging.getLogger(__name__)
 _WHOLE_FILES: Final = 1 << 40
 # After every so many examples that a filter drops in a row, they are compared with all that there are.
 _DROPPED_UNTIL_CHECK: Final = 1000
-# Of an epoch, in which each reader has at least one: more than any training has readers.
+# The rounds of an epoch, of which each reader has at least one: more than any training has readers.
 _ROUNDS: Final = 1 << 16
 
 

@@ -16,7 +16,7 @@ from sharmill.audio.resample import resample, segment_bounds
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Channel
 
-# What pads labels, as WeNet has it: losses ignore it.
+# Labels are padded with this, as in WeNet: losses ignore it.
 LABEL_PADDING: Final = -1
 
 

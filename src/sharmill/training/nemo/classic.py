@@ -26,7 +26,7 @@ DIVIDED: Final = "sharmill_divided"
 # Seeds beside numbers: drawn by each rank, or for each worker from ``seed``.
 SEEDS: Final = ("trng", "randomized")
 
-# What any entry can say. What a group says, NeMo hands down to its entries.
+# Keys that any entry can have. NeMo hands those of a group down to its entries.
 OF_ENTRY: Final = (
     "type", "weight", "tags", "shuffle", "shard_seed", "force_finite", "force_map_dataset", "metadata_only",
     # These have no meaning for our datasets.
@@ -161,7 +161,7 @@ _RENAMED: Final = {
     "use_multimodal_dataloading": "use_multimodal_sampling",
 }  # fmt: skip
 
-# What becomes of a key: words for the documentation, which begin with "ignored" where it means nothing here.
+# The use that is made of a key, in words for the documentation; they begin with "ignored" if it means nothing here.
 FATES: Final[dict[str, str]] = {
     "use_multimodal_dataloading": "`use_multimodal_sampling`",
     "shard_strategy": "`tarred_shard_strategy`",

@@ -240,7 +240,7 @@ class _ExampleSource(ShardSource):
             return _ExampleShard(iter(one))
         if self._kind not in ("nemo", "nemo_tarred"):
             files = _local(files)
-        # What NeMo draws for an example, such as a question for a pair, follows from epoch and shard.
+        # NeMo's draws for an example, such as a question for a pair, follow from epoch and shard.
         examples: CutSet = self._parse(DictConfig(self._entry | files | {"shard_seed": epoch * 65537 + shard}))[0]
         if isinstance(lines := examples.data, LazyNeMoIterator):
             lines.__class__, lines.source = _StoredManifest, LazyJsonlIterator(copied(lines.path))

@@ -461,7 +461,7 @@ class _ReportingFilter:
         self._examples = cuts
 
     def __iter__(self) -> Iterator[Any]:
-        # Of the examples dropped since the last that passed: their number, and each reader's epochs, first and last.
+        # The number of examples dropped since the last that passed, and the first and last epoch of each reader.
         count = 0
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -566,7 +566,7 @@ def get_dataloader(
     if count is not None:
         _check_count(count, world_size, num_workers)
         parts = [(part, count) for part in range(rank * count // world_size, (rank + 1) * count // world_size)]
-        # Without workers of its own, NeMo draws by the number of the part alone.
+        # NeMo draws by the number of the part alone if it has no workers of its own.
         settings["num_workers"] = 0
     source, resumable = None, resumable or count is not None
     resumes = 0 if state is None else int(state.get("resumes", 0)) + 1
@@ -712,7 +712,7 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
         (len(asked) > 1 and not coded, "the samplers have different values of sample_rate: give dataset="),
         code="needs_dataset",
     )  # fmt: skip
-    # Without codes, the rate of the settings, or of the datasets, or NeMo's.
+    # If there are no codes, the rate is that of the settings, of the datasets, or NeMo's.
     rates = asked or {record.sampling_rate for record in records}
     rate = (rates.pop() if len(rates) == 1 else None) or loader_schema().sample_rate
     if coded:

@@ -196,7 +196,7 @@ def check_batches(section: Settings) -> None:
         resolve_format(prompt, "prompt_format")
     limit, duration = "batch_tokens" if in_tokens else "batch_duration", "token_equivalent_duration"
     sources = sources_of(section)
-    # That of an entry is for its conversations alone.
+    # The value of an entry is for its conversations alone.
     of_entries = not _has_plain_audio(section) and any(source.get(duration) is not None for source in sources)
     has_duration = of_entries or section.get(duration) is not None
     refuse(
@@ -300,10 +300,10 @@ def is_number(value: Any, kind: Any = (int, float)) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-# What lhotse adds to the seed of a worker process, per rank.
+# The number that lhotse adds to the seed of a worker process, per rank.
 _SEEDS_PER_RANK: Final = 100_000
 
-# What NeMo takes from the top level for all sections of a multi_config, over what they say themselves.
+# Keys that NeMo takes from the top level for all sections of a multi_config, whatever these say.
 _SHARED: Final = (
     "seed", "shard_seed", "num_workers", "pin_memory", "shuffle", "sampler_fusion", "sampler_weights", "multi_config",
     "metadata_only", "force_finite",

@@ -125,7 +125,7 @@ def test_begun_anew_by_three_ranks_all_bytes_are_the_same(made):
     (["target_audio", "context_audio"], None, ALL),
     (None, "good", ALL),
 ])  # fmt: skip
-def test_the_reader_leaves_out_and_counts_cuts_without_a_field_that_it_reads(made, caplog, fields, codec, expected):
+def test_the_reader_skips_and_counts_cuts_without_a_field(made, caplog, fields, codec, expected):
     cuts = open_shar(made[0].dataset, fields, codec=codec)
     with caplog.at_level(logging.WARNING):
         assert numbers(cuts) == expected

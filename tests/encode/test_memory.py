@@ -66,7 +66,7 @@ def test_where_nothing_fits_the_stage_stops_and_says_what_to_set(make_config, er
         encode(make_config(*[1.0] * 6), SmallDevice(16000, error), unit_seconds=2.0)
 
 
-def test_a_segment_that_fills_a_batch_by_itself_is_not_said_to_need_a_smaller_one(make_config):
+def test_a_segment_alone_in_a_batch_is_not_told_to_use_smaller_ones(make_config):
     (failure,) = encode(
         make_config(*[0.4] * 5, 4.0), SmallDevice(40000), unit_seconds=4.0, batch_seconds=10.0
     ).failures.values()
@@ -77,7 +77,7 @@ def test_a_segment_that_fills_a_batch_by_itself_is_not_said_to_need_a_smaller_on
     assert "lower encode" not in failure.message
 
 
-def test_a_segment_too_long_for_the_device_costs_its_unit_alone_and_a_larger_device_does_the_rest(make_config):
+def test_a_segment_too_long_for_the_device_costs_its_unit_alone(make_config):
     config = make_config(*[1.0] * 5, 4.0)
     (failure,) = encode(config, SmallDevice(40000), unit_seconds=2.0, batch_seconds=2.0).failures.values()
     for part in ("its 4 s do not fit", "at byte", "all other units go on", "with more memory"):
@@ -103,7 +103,7 @@ def codec(monkeypatch):
     return codec
 
 
-def test_a_segment_too_long_for_the_device_is_cut_and_has_the_codes_of_the_whole(project, make_config, codec):
+def test_a_segment_cut_for_the_device_has_the_codes_of_the_whole(project, make_config, codec):
     config = make_config(1.0, 70.0)
     assert encode(config, codec).ok
     assert codec.lengths == [[30.0], [30.0], [30.0], [1.0]]
@@ -114,7 +114,7 @@ def test_a_segment_too_long_for_the_device_is_cut_and_has_the_codes_of_the_whole
     assert (long.target_codes.load() == codec.whole(audio, torch.tensor([audio.shape[1]]))[0].numpy()).all()
 
 
-def test_one_of_a_codec_that_sees_all_of_its_audio_is_named_with_what_to_do(make_config, codec, monkeypatch):
+def test_a_long_segment_of_an_unbounded_codec_is_named_with_a_remedy(make_config, codec, monkeypatch):
     monkeypatch.setattr(codec, "find_reach", lambda: None)
     (failure,) = encode(make_config(1.0, 70.0), codec).failures.values()
     for part in ("its 70 s do not fit", "all other units go on", "a device with more memory"):

@@ -55,7 +55,7 @@ def encode(config, codec, name="toy", *, restart=False, **options):
 @pytest.mark.parametrize(
     ("rate", "samples_per_frame"), [(8000, 320), (16000, 441), (22050, 320), (24000, 441), (44100, 320)]
 )
-def test_codes_are_those_of_the_stored_audio_at_the_codecs_rate_in_frames_rounded_up(
+def test_codes_are_those_of_the_stored_audio_in_frames_rounded_up(
     project, config, rate, samples_per_frame, size, dtype
 ):
     codec = project.encode(config, codec=ToyCodec(rate, samples_per_frame, size))
@@ -106,7 +106,7 @@ def test_a_restart_replaces_the_codes_and_nothing_else(project, config):
 
 
 @pytest.mark.parametrize("dying", [EncodeStage, AssembleStage])
-def test_a_restart_that_dies_leaves_the_old_codes_while_it_encodes_and_none_while_it_assembles(project, config, dying):
+def test_a_restart_that_dies_leaves_the_old_codes_or_none(project, config, dying):
     project.encode(config, "kept", ToyCodec(samples_per_frame=160))
     without = snapshot(project.dataset)
     project.encode(config)
@@ -200,7 +200,7 @@ def test_audio_at_the_scale_of_integers_is_not_encoded(project, config):
 
 
 @pytest.mark.parametrize("damage", ["flipped bit in the audio", "gone", "other metadata"])
-def test_damage_that_the_survey_did_not_see_fails_the_blocks_with_what_lay_there(project, config, damage):
+def test_damage_behind_the_survey_fails_the_blocks_that_have_it(project, config, damage):
     path = project.dataset / "target_audio/recording.000001.tar"
     survey, stage, _ = codec_stages(config.with_section(EncodeConfig(unit_seconds=0.3)))
     before = path.read_bytes()

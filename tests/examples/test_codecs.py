@@ -110,13 +110,13 @@ def test_codes_of_an_s3_tokenizer_are_those_of_its_package(name):
     torch.testing.assert_close(codes[:, 0], expected.long())
 
 
-def test_an_s3_tokenizer_refuses_what_the_package_would_read_as_another_model(tmp_path):
+def test_an_s3_tokenizer_refuses_files_read_as_another_model(tmp_path):
     need("s3tokenizer")
     with raises(ConfigError, "unknown_name", "speech_tokenizer_v1_25hz"):
         load_codec(f"{S3}:{tmp_path}/speech_tokenizer_v1_25hz.onnx")
 
 
-def test_an_s3_tokenizer_refuses_audio_of_which_the_package_would_lose_codes(tmp_path):
+def test_an_s3_tokenizer_refuses_audio_that_would_lose_codes(tmp_path):
     need("s3tokenizer")
     codec = load_codec(f"{S3}:speech_tokenizer_v2_25hz")
     audio, num_samples = make_audio([30 * 16000 + 1])

@@ -96,7 +96,7 @@ def test_training_goes_on_with_the_cuts_that_are_left(built, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_with_lightning_goes_on_with_the_cuts_that_are_left_on_two_ranks(built, tmp_path):
+def test_training_with_lightning_resumes_with_the_cuts_left(built, tmp_path):
     def trained_on(*options) -> list[str]:
         printed = run("examples/train_lightning.py", built.dataset, tmp_path, *options)
         assert "stopped: `max_steps=" in printed

@@ -84,7 +84,7 @@ def test_codes_are_those_of_the_cpu_but_for_a_few(device, kind, models, record):
 
 
 @pytest.mark.parametrize("kind", ["builtin", "nemo_codec"])
-def test_batches_from_pinned_memory_have_the_codes_of_others_as_often_as_it_is_used(device, kind, models):
+def test_batches_from_pinned_memory_have_the_same_codes(device, kind, models):
     codec = load_codec(models[kind], device)
     for seed in range(4):
         expected = codec.encode(*make_batch(codec.sampling_rate, seed=seed))
@@ -106,7 +106,7 @@ def test_the_estimate_of_memory_beside_the_peak_of_a_larger_batch(device, kind, 
 
 
 @pytest.mark.parametrize("kind", ENCODERS + CODECS)
-def test_the_same_bytes_twice_and_from_a_fresh_model_as_from_one_that_has_worked(device, kind, models, record):
+def test_the_same_bytes_twice_and_from_a_fresh_model(device, kind, models, record):
     def load():
         if kind in ENCODERS:
             model = load_speaker_encoder(models[kind], device)

@@ -204,9 +204,7 @@ def other_codec():
 @pytest.mark.parametrize(
     ("make", "words"), [(ToyCodec, "cannot turn codes into audio"), (other_codec, "another")]
 )  # fmt: skip
-def test_a_codec_that_cannot_decode_or_is_another_than_the_recorded_one_is_one_line(
-    looked_at, call, tmp_path, toy, make, words
-):
+def test_a_codec_that_cannot_decode_or_differs_is_one_line(looked_at, call, tmp_path, toy, make, words):
     toy.return_value = make()
     status, _, err = call("decode", looked_at, "--cut", CUT, "-o", tmp_path / "x.wav")
     assert (status, err.count("\n")) == (2, 1)

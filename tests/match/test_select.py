@@ -176,7 +176,7 @@ def test_a_similarity_that_equals_the_limit_is_enough(limit):
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 50, None])
-def test_among_duplicates_the_first_wins_in_spite_of_the_noise_of_the_product(block_size):
+def test_the_first_duplicate_wins_despite_noise_of_the_product(block_size):
     rng = np.random.default_rng(3)
     embeddings = np.tile(rng.normal(size=(100, 192)) * 10.0 ** rng.integers(-3, 4, (100, 1)), (5, 1))
     index, similarity = choose(embeddings, min_similarity=0.5, block_size=block_size)
@@ -184,7 +184,7 @@ def test_among_duplicates_the_first_wins_in_spite_of_the_noise_of_the_product(bl
     assert similarity == [1.0] * 500
 
 
-def test_among_orthogonal_candidates_the_first_wins_in_spite_of_the_noise_around_zero():
+def test_the_first_orthogonal_candidate_wins_despite_noise():
     # A turned orthonormal basis: every product is 0 up to about 1e-17, of either sign.
     basis, _ = np.linalg.qr(np.random.default_rng(4).normal(size=(64, 64)))
     index, similarity = choose(basis)

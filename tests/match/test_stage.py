@@ -178,7 +178,7 @@ class SmallDevice(PitchEncoder):
         return super().embed(audio, num_samples)
 
 
-def test_segments_longer_than_a_batch_that_do_not_fit_are_rejected_and_the_others_go_on(project):
+def test_segments_too_long_for_a_batch_are_rejected_alone(project):
     for number, seconds in enumerate([3.5, 5.0, 3.25, 6.0]):
         add(project, f"{number}.wav", 200 + number, seconds)
     assert contexts(match(project, SmallDevice(), batch_seconds=3.5)) == {"0.wav": "2.wav", "2.wav": "0.wav"}
@@ -206,7 +206,7 @@ def test_a_file_that_changed_after_prepare_is_rejected_and_nobodys_context(proje
     assert rejected == ({"b.wav": reason} if reason else {}) | {"left.wav": "single_utterance_speaker"}
 
 
-def test_the_manifest_is_called_after_the_limits_and_has_the_published_keys(project):
+def test_the_manifest_is_named_by_limits_and_has_published_keys(project):
     add(project, "a.wav", 200, text="Hello Dr. B.", normalized_text="hello doctor b", cer=0.01)
     add(project, "b.wav", 210, text="42", normalized_text="forty-two")
     project.add("a.wav", offset=0.0, duration=3.25)
@@ -233,7 +233,7 @@ def test_the_manifest_is_called_after_the_limits_and_has_the_published_keys(proj
     assert records["b.wav"]["context_audio_normalized_text"] == "hello doctor b"
 
 
-def test_the_threshold_is_the_encoders_own_unless_the_configuration_says_one():
+def test_the_threshold_is_the_encoders_own_by_default():
     assert min_similarity(MatchConfig()) == 0.75
     assert min_similarity(MatchConfig(encoder="nemo:titanet_large")) == 0.6
     assert min_similarity(MatchConfig(encoder="nemo:titanet_large", min_similarity=0.7)) == 0.7
@@ -353,7 +353,7 @@ def test_the_contexts_that_records_bring_are_kept_checked_and_filled_in(project)
     assert reasons(project) == {}
 
 
-def test_without_the_option_the_contexts_that_records_bring_are_chosen_anew(project):
+def test_contexts_of_records_are_chosen_again_without_the_option(project):
     add(project, "a.wav", 200, **given("c.wav"))
     add(project, "b.wav", 205)
     add(project, "c.wav", 400)
@@ -396,7 +396,7 @@ def test_given_contexts_pass_the_check_of_the_dataset(project, tmp_path):
     assert passes_the_check(project, tmp_path, project.configure(match={"contexts": "given"}))
 
 
-def test_contexts_come_from_a_random_pool_of_the_speaker_which_the_seed_draws(project):
+def test_contexts_come_from_a_pool_that_the_seed_draws(project):
     for number in range(12):
         add(project, f"{number}.wav", 200 + number, seconds=3.1, speaker=f"s{number % 2}")
     add(project, "short.wav", 200, seconds=1.0, speaker="s0")
@@ -413,7 +413,7 @@ def test_contexts_come_from_a_random_pool_of_the_speaker_which_the_seed_draws(pr
 @pytest.mark.parametrize(
     ("kind", "named"), [("cpu", []), ("NVIDIA H200, capability 9.0", ["NVIDIA H200, capability 9.0"])]
 )
-def test_the_dataset_names_the_devices_that_chose_its_contexts_where_they_are_no_cpus(project, kind, named):
+def test_the_dataset_names_gpus_that_chose_its_contexts(project, kind, named):
     for name, pitch in (("a.wav", 200), ("b.wav", 330)):
         add(project, name, pitch)
     with mock.patch("sharmill.match.stage.check_device", return_value=kind):

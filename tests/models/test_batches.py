@@ -24,7 +24,7 @@ LENGTHS = st.lists(st.integers(0, 50) | st.floats(0, 50), max_size=60)
 
 
 @given(LENGTHS, st.floats(0.1, 200), st.just(0.0) | st.floats(0, 60))
-def test_batches_have_every_item_once_longest_first_and_are_as_full_as_they_may_be(lengths, max_padded, equal_below):
+def test_batches_have_every_item_once_and_are_as_full_as_allowed(lengths, max_padded, equal_below):
     batches = padded_batches(lengths, max_padded, equal_below=equal_below)
     order = [index for batch in batches for index in batch]
     assert order == sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -46,7 +46,7 @@ def test_a_canonical_length_is_not_less_and_hardly_more(num_frames):
 
 
 @given(FRAMES, st.floats(0, 5000), st.booleans())
-def test_canonical_batches_have_every_item_once_and_one_size_for_each_length(frames, max_frames, equal_only):
+def test_canonical_batches_have_every_item_once_and_one_size_each(frames, max_frames, equal_only):
     batches = canonical_batches(frames, max_frames, equal_only=equal_only)
     assert sorted(index for batch in batches for index in batch.items) == list(range(len(frames)))
     sizes = defaultdict(set)
@@ -99,7 +99,7 @@ def test_canonical_codes_are_those_beside_any_neighbours_bit_for_bit(checkpoints
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 50), st.integers(1, 500))
-def test_what_is_kept_is_the_segment_and_has_all_that_it_depends_on_beside_it(before, after, own, more):
+def test_pieces_keep_the_segment_with_all_that_it_depends_on(before, after, own, more):
     pieces = Pieces(length=before + after + own, before=before, after=after)
     num_frames = pieces.length + more
     divided = pieces.divide(num_frames)
@@ -126,6 +126,6 @@ def test_the_codes_of_pieces_are_those_of_the_whole(kind, checkpoints):
 
 
 @pytest.mark.parametrize("kind", UNBOUNDED)
-def test_codecs_with_recurrent_layers_or_attention_and_those_that_do_not_say_are_not_cut(kind, checkpoints):
+def test_segments_of_codecs_without_a_known_reach_are_not_cut(kind, checkpoints):
     assert find_pieces(load_codec(named(kind, checkpoints))) is None
     assert find_pieces(ToyCodec()) is None

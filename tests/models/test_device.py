@@ -155,7 +155,7 @@ def gpu(monkeypatch):
     return run
 
 
-def test_a_batch_that_takes_more_than_the_gpu_has_is_refused_before_any_work(gpu):
+def test_a_batch_too_large_for_the_gpu_is_refused_before_any_work(gpu):
     class Model:
         sampling_rate = 16000
 

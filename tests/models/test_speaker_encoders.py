@@ -32,7 +32,7 @@ def test_resemblyzer_equals_embed_utterance_in_a_mixed_batch():
     torch.testing.assert_close(cosines, torch.ones(len(seconds)), atol=1e-5, rtol=0)
 
 
-def test_silence_has_the_zero_vector_and_all_else_length_one_whatever_is_behind_its_end(encoder):
+def test_silence_has_the_zero_vector_and_all_else_length_one(encoder):
     audio, num_samples = make_audio([16000, 24000, 800, 1, 0])
     audio[0] = 0.0
     embeddings = encoder.embed(audio, num_samples)

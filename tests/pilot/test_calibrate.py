@@ -160,7 +160,7 @@ def test_wrong_use_is_refused_in_one_line(configured, tmp_path, arguments, words
     assert (status, words in err) == (2, True)
 
 
-def test_a_pilot_of_an_addition_is_no_addition_fetches_once_and_stores_no_secret(project, tmp_path, monkeypatch):
+def test_a_pilot_of_an_addition_fetches_once_and_stores_no_secret(project, tmp_path, monkeypatch):
     addition = Project(tmp_path)
     addition.records = [record for record in project.records if record["speaker"] == speaker_tag("s0")]
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

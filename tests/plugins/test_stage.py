@@ -135,16 +135,14 @@ def hiding(attribute):
     [(hiding("target_audio"), "bad_config_value", "target_audio"), (hiding("split"), "bad_config_value", "split"),
      ([], "bad_plugin", "")],
 )  # fmt: skip
-def test_fields_that_hide_what_cuts_have_or_none_are_refused_before_any_work(
-    small, tmp_path, monkeypatch, fields, code, word
-):
+def test_fields_that_hide_keys_of_cuts_are_refused_before_work(small, tmp_path, monkeypatch, fields, code, word):
     monkeypatch.setattr("loudness_stage.LoudnessStage.fields", lambda stage: fields)
     with raises(ConfigError, code, "loudness/plain", word):
         run_dataset(small, Listener())
     assert not (tmp_path / "run").exists()
 
 
-def test_what_an_interrupted_restart_leaves_of_fields_is_removed_by_the_next(small, monkeypatch):
+def test_fields_of_an_interrupted_restart_are_removed_by_the_next(small, monkeypatch):
     assert run_dataset(small, Listener()).ok
     with monkeypatch.context() as patch:
         patch.setattr(ShardedDataset, "_remove_files", Mock(side_effect=KeyboardInterrupt))

@@ -105,7 +105,7 @@ def test_filter_that_is_no_comparison(text):
         parse_filters({"cer": text})
 
 
-def test_output_is_in_the_order_of_the_input_and_counted_alike_whatever_the_units(prepare_records, tmp_path):
+def test_output_has_the_order_of_the_input_whatever_the_units(prepare_records, tmp_path):
     records = [
         make_record(offset=round(1 - 0.1 * number, 1), duration=0.5, speaker=speaker_tag(number % 3))
         for number in range(7)
@@ -118,7 +118,7 @@ def test_output_is_in_the_order_of_the_input_and_counted_alike_whatever_the_unit
     assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_a_relative_audio_root_that_is_not_there_says_what_it_is_relative_to(tmp_path, monkeypatch):
+def test_a_missing_relative_audio_root_is_told_with_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     manifest = write_lines(tmp_path / "m.json", [make_record()])
     with raises(ConfigError, "missing_input", "audio", str(tmp_path)):

@@ -139,7 +139,7 @@ def test_a_folder_named_by_a_placeholder_is_no_group(path):
         (r"(?P<1>a)", "is not a valid regular expression"),
     ],
 )
-def test_a_wrong_specification_is_a_configuration_error_that_says_what_to_change(spec, advice):
+def test_a_wrong_specification_is_refused_with_what_to_change(spec, advice):
     with raises(ConfigError, "bad_config_value", advice) as caught:
         make_speaker_key(spec)
     assert str(caught.value).startswith("speaker_key: ")

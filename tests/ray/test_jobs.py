@@ -70,7 +70,7 @@ class TestJobs:
         config.write_text(yaml.safe_dump(values | {"run_dir": "run", "dataset_dir": "dataset"}))
         return config.name
 
-    def test_a_dataset_has_the_bytes_of_a_local_run_and_what_is_damaged_is_done_again(
+    def test_a_dataset_has_the_bytes_of_a_local_run_and_is_repaired(
         self, submit, working_dir, relative, tmp_path, local_outcomes
     ):
         done = submit(working_dir, "all", relative, "--root", tmp_path)
@@ -90,9 +90,7 @@ class TestJobs:
         assert "exit code 2" in output
 
     @pytest.mark.slow
-    def test_a_job_that_is_cancelled_ends_and_goes_on_when_it_is_submitted_again(
-        self, submit, working_dir, make_config, tmp_path
-    ):
+    def test_a_cancelled_job_ends_and_continues_when_submitted_again(self, submit, working_dir, make_config, tmp_path):
         config, log = make_config(tmp_path), (tmp_path / "job.log").open("w")
         with submit(working_dir, "all", config, start=partial(subprocess.Popen, stdout=log, stderr=log)) as waiting:
             wait_until(lambda: (owner := lock_owner(tmp_path / "run")) is not None and "Ray job" in owner.job)

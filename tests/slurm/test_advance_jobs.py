@@ -81,7 +81,7 @@ def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_r
     assert run.stage.redone() == 1
 
 
-def test_one_in_the_middle_of_a_small_stage_ends_at_once_when_the_run_is_cancelled(make_run):
+def test_one_in_a_small_stage_ends_at_once_when_the_run_is_cancelled(make_run):
     """Without srun only its own handler has it end before SLURM kills it, and it would submit more until then."""
     run = make_run(units=2, seconds=600.0, profile=make_profile(driver_units=4))
     run.start()
@@ -101,7 +101,7 @@ def advance_log(run) -> str:
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not START.exists(), reason="only root stops the controller of the test cluster")
-def test_one_that_meets_no_controller_waits_has_itself_requeued_and_goes_on(make_run, tmp_path):
+def test_one_that_meets_no_controller_waits_and_is_requeued(make_run, tmp_path):
     """An advance job of one minute waits for fifteen seconds, and then asks for its requeue as long as it may."""
     hold = tmp_path / "hold"
     hold.touch()
@@ -178,7 +178,7 @@ def test_jobs_are_found_through_a_link_and_with_a_comment_of_the_site(run_dir, t
     assert sorted(job.id for job in queued_jobs(RunDir(tmp_path / "link"))) == [f"{number}_0", f"{number}_1"]
 
 
-def test_a_second_submission_for_a_dataset_is_refused_until_the_first_is_cancelled(tmp_path, make_config):
+def test_a_second_submission_is_refused_until_the_first_is_cancelled(tmp_path, make_config):
     profile = tmp_path / "profile.yaml"
     ranks = {"partition": "cpu", "max_ranks": 2, "memory_gb": 0.25, "extra": {"hold": True}}
     profile.write_text(yaml.safe_dump({"cpu": ranks}))

@@ -136,9 +136,7 @@ def put_before_sbatch(folder, line) -> str:
     return f"{sbatch.parent}:{os.environ['PATH']}"
 
 
-def test_a_submission_killed_between_ranks_and_advance_job_goes_on_when_started_again(
-    make_run, tmp_path, record_property
-):
+def test_a_submission_killed_before_its_advance_job_can_be_repeated(make_run, tmp_path, record_property):
     import cloudpickle
 
     run = make_run(units=8, seconds=0.3, profile=make_profile(max_ranks=2))

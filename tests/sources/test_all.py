@@ -220,7 +220,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("form", TEXTS)
-def test_texts_of_another_encoding_are_read_if_it_is_named_and_else_rejected(form, make, tmp_path):
+def test_texts_of_another_encoding_are_rejected_unless_it_is_named(form, make, tmp_path):
     entry = make(form)
     change(tmp_path / "input" / TEXTS[form], b"text 1", b"t\xfcxt 1")
     prepared = run_prepare(config_for(tmp_path / "utf-8", [entry]))

@@ -82,7 +82,7 @@ WHOLE = tar_bytes([("a.flac", b"a"), ("a.txt", b"t"), ("b.flac", b"b" * 600), ("
         (0, []),
     ],
 )
-def test_of_an_archive_that_is_cut_off_what_comes_before_is_used_and_the_rest_is_said(cut, keys, tmp_path):
+def test_an_archive_that_is_cut_off_is_used_up_to_the_damage(cut, keys, tmp_path):
     (tmp_path / "0.tar").write_bytes(WHOLE[:cut])
     write_tar(tmp_path / "1.tar", SAMPLE)
     found = contents(source(tmp_path / "*.tar"), tmp_path)

@@ -120,7 +120,7 @@ def test_opus_at_22050_hz_is_rejected_with_what_to_set(project):
 
 
 @pytest.mark.parametrize("name", ["dataset.json", "shards.jsonl", "target_audio/recording.000001.tar"])
-def test_a_lost_file_is_written_again_and_the_codes_are_listed_without_encoding_them(project, name):
+def test_a_lost_file_is_written_again_without_encoding_its_codes(project, name):
     fill(project, 4)
     config = project.write(write={"shard_size": 2})
     project.encode(config)
@@ -151,7 +151,7 @@ def test_other_bytes_of_the_same_size_are_changed_audio_whatever_the_time(projec
     assert numbers(open_shar(project.dataset)) == [2]
 
 
-def test_the_same_input_gives_the_same_bytes_whatever_the_times_of_its_files(tmp_path):
+def test_the_same_input_gives_the_same_bytes_at_any_file_times(tmp_path):
     found = []
     for seconds in (1, 2):
         project = Project(tmp_path / str(seconds))
@@ -358,7 +358,7 @@ def lines_of(positions, groups=None):
 
 
 @given(st.permutations(range(20)), st.lists(st.integers(0, 3), min_size=20, max_size=20), st.integers(0, 5))
-def test_every_order_is_a_permutation_and_only_speaker_depends_on_the_groups(positions, groups, seed):
+def test_every_order_is_a_permutation_and_only_speaker_groups(positions, groups, seed):
     lines, in_order = lines_of(positions, groups), lines_of(range(20))
     by_speaker = order_lines(lines, "speaker", seed).tolist()
     assert by_speaker == sorted(range(20), key=lambda line: (groups.index(groups[line]), line))

@@ -249,9 +249,7 @@ class TestReserved:
         assert not Path(config.dataset_dir, STAGING_NAME).exists()
 
     @pytest.mark.parametrize("changes", [{}, {"host": "node7"}, {"user": "ada"}, {"device": 0}], ids=str)
-    def test_a_run_directory_that_was_removed_here_frees_it_and_one_that_cannot_be_seen_keeps_it(
-        self, tmp_path, changes
-    ):
+    def test_a_removed_run_directory_frees_it_and_an_unseen_one_keeps_it(self, tmp_path, changes):
         """Elsewhere, of another user, or with a file system that is not mounted here: it may be there all the same."""
         stage, other = ToyStage(tmp_path), ToyStage(tmp_path / "other")
         other.root = stage.root
@@ -268,7 +266,7 @@ class TestReserved:
         assert run_toy(other)[0].ok
         assert changes or not (stage.root / STAGING_NAME).exists()
 
-    def test_one_that_is_cancelled_before_it_has_published_anything_frees_the_directory(self, config):
+    def test_one_that_is_cancelled_before_publishing_frees_the_directory(self, config):
         """A damaged reservation of somebody else is no hindrance."""
         run_dir = begin(config)
         run_dir.config.touch()

@@ -478,7 +478,7 @@ def longer(example):
 
 
 @pytest.mark.parametrize(("kind", "divide"), [("raw", "line"), ("shard", "line"), ("shard", "file")])
-def test_the_whole_chain_gives_each_utterance_once_on_two_ranks_with_two_workers(tmp_path, kind, divide):
+def test_the_whole_chain_gives_each_utterance_once_on_two_ranks(tmp_path, kind, divide):
     """WeNet's chain, on 16 utterances in 8 archives, or files; the shortest are left out."""
     members, lines = {}, []
     for number in range(16):

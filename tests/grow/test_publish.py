@@ -2,6 +2,8 @@
 
 import signal
 import subprocess
+import threading
+from functools import partial
 
 import msgspec
 import pytest
@@ -9,7 +11,7 @@ from support import damage as do
 from support.project import command, copy, make_voices, raises, snapshot
 from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
 
-from sharmill.errors import ConfigError, DamagedShard, FatalError
+from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError
 from sharmill.grow.join import append_dataset
 from sharmill.grow.publish import publish_dataset
 from sharmill.shar.layout import DatasetRecord, read_dataset
@@ -86,6 +88,30 @@ def test_a_killed_copy_shows_no_dataset_and_goes_on(datasets, store):
         assert not {f"x/{name}" for name in written(store)} & kept
     publish_dataset(datasets[0], store.url("x"))
     assert there(store) == snapshot(datasets[0])
+
+
+# Requests of a publisher behind its looks at what is there; AIStore has no conditional writes, so its last look counts.
+UPLOADS = [(S3Store, "PUT", 0), (GcsStandIn, "POST", 0), (AIStoreStandIn, "HEAD", 1)]
+
+
+@pytest.mark.parametrize(("kind", "methods", "after"), UPLOADS)
+@pytest.mark.parametrize(("key", "number"), [("00000", 8), ("shards.jsonl", 1), ("dataset.json", 1)])
+def test_of_two_publishers_at_one_url_one_is_stopped(datasets, tmp_path, kind, methods, after, key, number):
+    other = copy(datasets[number == 8], tmp_path / "other")
+    if number == 1:
+        append_dataset(other, datasets[1])
+    with kind() as store:
+        finish_other = threading.Barrier(number, action=partial(publish_dataset, other, store.url("x")))
+        store.faults = [Fault(key, methods=methods, after=after, times=number, call=finish_other.wait)]
+        with pytest.raises(SharmillError, match=r"is there already|was changed while"):
+            publish_dataset(datasets[0], store.url("x"))
+        assert there(store) == snapshot(other)
+
+
+def test_an_object_that_is_replaced_before_the_last_look_is_named(datasets, store):
+    store.faults = [Fault("dataset.json", methods="PUT", call=lambda: store.put("x/cuts/cuts.000000.jsonl.gz", b"x"))]
+    with raises(FatalError, "locked", "x/cuts/cuts.000000.jsonl.gz was changed while"):
+        publish_dataset(datasets[0], store.url("x"))
 
 
 def other_dataset(store, datasets, mine):

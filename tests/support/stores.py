@@ -27,7 +27,13 @@ from moto.s3.models import FakeKey
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
-_CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 503: "SlowDown"}  # as S3 has them
+_CODES = {
+    403: "AccessDenied",
+    404: "NoSuchKey",
+    412: "PreconditionFailed",
+    500: "InternalError",
+    503: "SlowDown",
+}  # as S3 has them
 _PIECE = 1 << 14
 
 
@@ -203,6 +209,8 @@ class GcsStandIn(Store):
 
     def answer(self, request: Request, key: str) -> Response:
         if request.method == "POST":
+            if key in self.objects and request.args.get("ifGenerationMatch") == "0":
+                return self.refuse(412)
             self.put(key, request.get_data().split(b"\n\n", 2)[2].removesuffix(b"\n--==0==--"))
         if key not in self.objects:
             return self.refuse(404)

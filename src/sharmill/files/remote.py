@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, Protocol
@@ -80,8 +80,12 @@ class Client(Protocol):
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
         """Write a file into a stream, which is that of ``path``, and return its version."""
 
-    def upload(self, path: Path, url: str) -> None:
-        """Store a local file, which is seen when all of it is there."""
+    def upload(self, path: Path, url: str, *, replace: bool) -> None:
+        """Store a local file, which is seen when all of it is there.
+
+        Raises:
+            FileExistsError: something is there already, and ``replace`` is not set.
+        """
 
 
 class _PassingError(Exception):
@@ -124,7 +128,7 @@ class _Web:
                 stream.write(block)
             return version
 
-    def upload(self, path: Path, url: str) -> None:
+    def upload(self, path: Path, url: str, *, replace: bool) -> None:
         raise ConfigError(f"{url} is a web server, which is read only; name s3://, gs:// or ais://", code="bad_usage")
 
     def _get(self, url: str, headers: dict[str, str] | None = None) -> requests.Response:
@@ -215,8 +219,8 @@ class _Bucket:
             self._files(url).get_file(url, str(path))
         return version
 
-    def upload(self, path: Path, url: str) -> None:
-        self._files(url).put_file(str(path), url)
+    def upload(self, path: Path, url: str, *, replace: bool) -> None:
+        self._files(url).put_file(str(path), url, mode="overwrite" if replace else "create")
 
 
 class _AIStore:
@@ -244,7 +248,12 @@ class _AIStore:
             stream.flush()
         return version
 
-    def upload(self, path: Path, url: str) -> None:
+    def upload(self, path: Path, url: str, *, replace: bool) -> None:
+        if not replace:
+            # AIStore has no conditional writes, so that another writer may still come between look and upload.
+            with suppress(RejectRecord), _translated(url):
+                self.version(url)
+                raise FileExistsError(url)
         self._object(url).get_writer().put_file(path)
 
 
@@ -312,7 +321,7 @@ def request(url: str, call: Callable[[Client], Any], origins: Collection[str] = 
     Raises:
         RejectRecord: missing_audio where the server does not give the file, unreadable_audio where it cuts it off or it
             is too large, outside_root where it redirects elsewhere.
-        OSError: the server cannot be reached, or is busy.
+        OSError: the server cannot be reached, or is busy; FileExistsError as ``Client.upload``.
         ConfigError: a package, an endpoint or credentials are missing.
     """
     scheme = urlsplit(url).scheme
@@ -351,6 +360,8 @@ def _translated(url: str) -> Iterator[None]:
         raise RejectRecord("missing_audio", f"{url} is not there") from error
     except PermissionError as error:
         raise _refused(url, error) from error
+    except FileExistsError:
+        raise
     except _errors_of(urlsplit(url).scheme) as error:
         raise _explained(url, error) from error
 

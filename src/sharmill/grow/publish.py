@@ -1,7 +1,7 @@
 """Copies of finished datasets in object stores: all files first, the index last."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import methodcaller
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from sharmill.errors import ConfigError, FatalError, RejectRecord
-from sharmill.files.remote import FETCHES_AT_ONCE, request
+from sharmill.files.remote import FETCHES_AT_ONCE, Version, request
 from sharmill.files.storage import NOT_JSON, checksum
 from sharmill.grow.join import SourceDataset
 from sharmill.prefetch import prefetch
@@ -63,53 +63,76 @@ def publish_dataset(
 
 
 def _publish(source: SourceDataset, url: str, progress: Callable[[int, int], None]) -> dict[str, int]:
-    listed = _read_listed(url)
+    before = {name: _find(f"{url}/{name}") for name in (SHARDS_FILE, DATASET_FILE)}
+    listed = _read_listed(url, before)
     if not listed <= {file for shard in source.shards for file in shard.fields.values()}:
         raise _foreign(url)
+    written: dict[str, Version] = {}
 
-    def place(item: tuple[ShardRecord, str]) -> bool:
-        """Copy a file unless it is there; return True if it was copied."""
+    def place(item: tuple[ShardRecord, str]) -> None:
+        """Copy a file unless it is there."""
         shard, field = item
         file = shard.fields[field]
         target = f"{url}/{file.file}"
-        size = _find(target)
-        if size is None:
-            _upload(source.path(shard, field), target, file.xxh3)
-        elif size != file.size or (file not in listed and _read_checksum(target, size) != file.xxh3):
+        found = _find(target)
+        if found is None:
+            written[target] = _upload(source.path(shard, field), target, file.xxh3)
+        elif found.size != file.size or (file not in listed and _read_checksum(target, found.size) != file.xxh3):
             raise _foreign(target)
-        return size is None
 
     # The cuts last.
     fields = sorted(source.record.fields, key=lambda field: field == CUTS)
     items = [(shard, field) for field in fields for shard in source.shards if field in shard.fields]
-    copied = 0
-    for done, is_new in enumerate(prefetch(place, items, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE), 1):
-        copied += is_new
+    for done, _ in enumerate(prefetch(place, items, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE), 1):
         progress(done, len(items))
-    # The index as it was read: a run may have changed it meanwhile.
-    with TemporaryDirectory() as folder:
-        write_shards(Path(folder), source.shards)
-        write_dataset(Path(folder), source.record)
-        for path in (Path(folder, SHARDS_FILE), Path(folder, DATASET_FILE)):
-            if not _has(f"{url}/{path.name}", path.stat().st_size, checksum(path)):
-                _upload(path, f"{url}/{path.name}", checksum(path))
+    copied = len(written)
+    written |= _write_index(source, url, before)
+    # Another publisher may have written after this one looked.
+    found = prefetch(_find, written, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE)
+    for target, version in zip(written, found, strict=True):
+        if version != written[target]:
+            raise _changed(target)
     return {"copied": copied, "there": len(items) - copied}
 
 
-def _read_listed(url: str) -> set[FieldFile]:
-    """Return the files that the index in a store lists; raise ConfigError where that is no index of sharmill's."""
-    index = f"{url}/{SHARDS_FILE}"
-    size = _find(index)
-    if size is None:
-        if _find(f"{url}/{DATASET_FILE}") is not None:
+def _write_index(source: SourceDataset, url: str, before: Mapping[str, Version | None]) -> dict[str, Version]:
+    """Store the index as it was read, which a run may have changed meanwhile; return the versions by URL.
+
+    Args:
+        before: the versions that were there when this copy began: no others are replaced.
+    """
+    written = {}
+    with TemporaryDirectory() as folder:
+        write_shards(Path(folder), source.shards)
+        write_dataset(Path(folder), source.record)
+        for name in (SHARDS_FILE, DATASET_FILE):
+            path, target = Path(folder, name), f"{url}/{name}"
+            found = _find(target)
+            if found is None or not _holds(target, found, path.stat().st_size, checksum(path)):
+                if found != before[name]:
+                    raise _changed(target)
+                found = _upload(path, target, checksum(path), replace=found is not None)
+            written[target] = found
+    return written
+
+
+def _read_listed(url: str, index: Mapping[str, Version | None]) -> set[FieldFile]:
+    """Return the files that the index in a store lists; raise ConfigError where that is no index of sharmill's.
+
+    Args:
+        index: the versions of the files of the index.
+    """
+    found, target = index[SHARDS_FILE], f"{url}/{SHARDS_FILE}"
+    if found is None:
+        if index[DATASET_FILE] is not None:
             raise _foreign(f"{url}/{DATASET_FILE}")
         return set()
     try:
         shards = msgspec.json.Decoder(ShardRecord).decode_lines(
-            request(index, lambda client: client.read(index, 0, size))
+            request(target, lambda client: client.read(target, 0, found.size))
         )
     except NOT_JSON:
-        raise _foreign(index) from None
+        raise _foreign(target) from None
     return {file for shard in shards for file in shard.fields.values()}
 
 
@@ -121,19 +144,27 @@ def _foreign(url: str) -> ConfigError:
     )
 
 
-def _find(url: str) -> int | None:
-    """Return the size of an object, or None: there is none."""
+def _changed(url: str) -> FatalError:
+    return FatalError(
+        f"{url} was changed while this dataset was copied: see that nothing else publishes there, and run the same "
+        "command again",
+        code="locked",
+    )
+
+
+def _find(url: str) -> Version | None:
+    """Return the version of an object, or None: there is none."""
     try:
-        return request(url, lambda client: client.version(url)).size
+        return request(url, lambda client: client.version(url))
     except RejectRecord as reject:
         if reject.reason != "missing_audio":
             raise
         return None
 
 
-def _has(url: str, size: int, xxh3: str) -> bool:
-    """Return True if there is an object of this size and checksum."""
-    return _find(url) == size and _read_checksum(url, size) == xxh3
+def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
+    """Return True if an object, of which a version was found, has this size and checksum."""
+    return found.size == size and _read_checksum(url, size) == xxh3
 
 
 def _read_checksum(url: str, size: int) -> str:
@@ -143,9 +174,19 @@ def _read_checksum(url: str, size: int) -> str:
     return hashed.hexdigest()
 
 
-def _upload(path: Path, url: str, xxh3: str) -> None:
-    request(url, lambda client: client.upload(path, url))
-    if not _has(url, path.stat().st_size, xxh3):
+def _upload(path: Path, url: str, xxh3: str, *, replace: bool = False) -> Version:
+    """Store a file, read it back, and return its version; raise FatalError where another file is there then."""
+    is_ours = True
+    try:
+        request(url, lambda client: client.upload(path, url, replace=replace))
+    except FileExistsError:
+        # It may be this file: of a try whose answer was lost, or of another publisher of the same dataset.
+        is_ours = False
+    found = _find(url)
+    if found is None or not _holds(url, found, path.stat().st_size, xxh3):
+        if not is_ours:
+            raise _changed(url)
         raise FatalError(
             f"{url} is not what was sent to the store: remove it, and run the same command again", code="disk"
         )
+    return found

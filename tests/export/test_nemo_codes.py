@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 import torch
-from click.testing import CliRunner
+from support.damage import flip_bit
 from support.project import Project, copy, raises, snapshot, voice
 
-from sharmill.cli.main import cli
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.export.run import export_dataset
 from sharmill.shar import open_shar
@@ -20,7 +19,8 @@ def project(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("export"))
     for number in range(7):
         keys = {"language": "xx", "ipa": "a" * number, "text": f"number {number}\u2028\r"}
-        keys |= {"context_audio_codes_path": "/evil.pt", "audio_codes_path": "/evil.pt", "audio_filepath_of": 1}
+        keys |= {"context_audio_codes_path": "/evil.pt", "audio_codes_path": "/evil.pt", "audio_filepath_of": 1,
+                 "feature_file": "/evil.pt"}  # fmt: skip
         project.add(f"{number}.flac", voice(0.5 + 0.1 * number, seed=number), **keys)
     project.encode(project.write(write={"shard_size": 3, "order": "manifest"}, match={"min_duration": 0.0}))
     return project
@@ -52,16 +52,11 @@ def test_codes_and_texts_of_every_cut(project, exported):
         assert (line["text"], line["speaker"]) == (supervision.text, supervision.speaker)
         assert (line["language"], line["ipa"]) == (supervision.language, supervision.custom["ipa"])
         assert line["duration"] == cut.duration
-        assert {key for key in line if key.endswith("path")} == {"target_audio_codes_path", "context_audio_codes_path"}
+        names_of_files = {key for key in line if key.endswith(("path", "file"))}
+        assert names_of_files == {"target_audio_codes_path", "context_audio_codes_path"}
         assert line["context_audio_codes_path"].startswith(str(exported.manifest.parent))
         assert line["audio_filepath_of"] == 1
         assert line["context_audio_text"] == supervision.custom["context_audio_text"]
-
-
-def test_the_command_says_how_much_it_wrote(project, tmp_path):
-    result = CliRunner().invoke(cli, ["export", str(project.dataset), str(tmp_path / "o"), "--to", "nemo_codes"])
-    assert result.exit_code == 0, result.output
-    assert "7 cuts" in result.output
 
 
 def test_it_goes_on_where_it_was_interrupted(project, exported):
@@ -72,6 +67,21 @@ def test_it_goes_on_where_it_was_interrupted(project, exported):
     assert export_dataset(project.dataset, "nemo_codes", out) == exported
     assert next((out / "shards" / "000000").glob("*.pt")).stat().st_mtime_ns == first
     assert snapshot(out) == before
+
+
+@pytest.mark.parametrize(("form", "name"), [
+    ("nemo_codes", "shards/000001/000001.target.pt"), ("nemo_codes", "shards/000001/lines.jsonl"),
+    ("nemo_tarred", "audio_1.tar"), ("nemo_tarred", "sharded_manifests/manifest_1.json"),
+])  # fmt: skip
+def test_a_damaged_file_of_a_finished_export_is_found(call, project, tmp_path, form, name):
+    command = ("export", project.dataset, tmp_path / "o", "--to", form)
+    assert "7 cuts" in call(*command)[1]
+    before = snapshot(tmp_path / "o")
+    flip_bit(name, 100)(tmp_path / "o")
+    assert f"{name} is not as it was written: remove it" in call(*command)[2]
+    (tmp_path / "o" / name).unlink()
+    call(*command)
+    assert snapshot(tmp_path / "o") == before
 
 
 def test_foreign_folders_are_refused(project, exported, tmp_path):

@@ -7,7 +7,7 @@ cuts that differ by one at most. With buckets there is a set for each range of d
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 import soundfile as sf
 from omegaconf import OmegaConf
 
-from sharmill.errors import ConfigError, DamagedShard, FatalError, refuse
+from sharmill.errors import ConfigError, DamagedShard, refuse
 from sharmill.export.run import Export
 from sharmill.files.storage import checksum, checksum_bytes, hash_text, open_atomic, write_atomic
 from sharmill.manifest import ALIGNMENT
@@ -55,15 +55,15 @@ class _Tar(NamedTuple):
 class NemoTarred(Export):
     """Tarred sets: ``audio_N.tar``, ``sharded_manifests/manifest_N.json``, one manifest of all, ``metadata.yaml``.
 
-    A unit is an archive with its manifest. A line has all keys of the record, among them those of its context, and
-    ``cut_id`` and ``shard_id``; ``audio_filepath`` is the name of the member. Where the audio came from is in
+    A unit is an archive with its manifest. A line has the ``record_keys``, and ``cut_id`` and ``shard_id``;
+    ``audio_filepath`` is the name of the member. Where the audio came from is in
     ``source_audio_filepath`` and ``source_audio_offset``.
 
     Raises:
         ConfigError: there is no audio, an option is wrong, or a bucket would have no cuts.
     """
 
-    version = 1
+    version = 2
     options = ("buckets", "min_duration", "max_duration")
     left_out = "of other durations"
 
@@ -125,11 +125,9 @@ class NemoTarred(Export):
             tars += [_Tar(bucket, number, places) for number, places in enumerate(parts)]
         return sorted(tars, key=lambda tar: (tar.number, tar.bucket))
 
-    def write(self, unit: _Tar) -> None:
+    def write(self, unit: _Tar) -> Iterable[Path]:
         """Publish an archive and, behind it, its manifest."""
         tar, manifest = self._files(unit)
-        if tar.is_file() and manifest.is_file():
-            return
         lines = []
         with open_atomic(tar) as stream:
             for place in unit.places.tolist():
@@ -138,21 +136,14 @@ class NemoTarred(Export):
                 lines.append(line | {"shard_id": unit.number})
             stream.write(END)
         write_atomic(manifest, msgspec.json.Encoder().encode_lines(lines))
+        return tar, manifest
 
     def finish(self) -> tuple[Path, int, float]:
         """Publish the manifests of all archives of a set, and its metadata."""
         for bucket, folder in enumerate(self._sets):
             tars = [tar for tar in self.units if tar.bucket == bucket]
             with open_atomic(folder / _MANIFEST) as stream:
-                for tar in tars:
-                    _, path = self._files(tar)
-                    lines = path.read_bytes()
-                    if lines.count(b"\n") != len(tar.places):
-                        raise FatalError(
-                            f"{path} does not have {len(tar.places)} lines: remove it and run the same command again",
-                            code="accounts",
-                        )
-                    stream.write(lines)
+                stream.writelines(self._files(tar)[1].read_bytes() for tar in tars)
             write_atomic(folder / "metadata.yaml", self._metadata(bucket, tars))
         places = np.concatenate([tar.places for tar in self.units])
         listed = self.out / _MANIFEST if len(self._sets) == 1 else self.out
@@ -235,6 +226,6 @@ class NemoTarred(Export):
             "text": said["text"],
             "speaker": said.get("speaker"),
         }
-        further = {_OF_SOURCE.get(key, key): value for key, value in (said.get("custom") or {}).items()}
+        further = self.record_keys(said.get("custom"), _OF_SOURCE)
         further |= {ALIGNMENT: said["alignment"]} if "alignment" in said else {}
         return {**typed, "lang": said.get("language"), **further, **typed}, data

@@ -1,13 +1,15 @@
-"""Export of a dataset, unit by unit: what a unit makes is published as a whole, the manifest last.
+"""Export of a dataset, unit by unit: a unit is done when a record lists its files. The manifest comes last.
 
 ``sharmill.registry.EXPORTS`` names the forms. ``nemo_codes``, below, is a manifest with a file of codes per utterance,
 as NeMo's MagpieTTSDataset reads them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -15,6 +17,7 @@ import msgspec
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.files.locks import LOCK_NAME, FolderLock
 from sharmill.files.storage import (
+    checksum,
     disk_errors,
     make_folder,
     open_atomic,
@@ -22,6 +25,7 @@ from sharmill.files.storage import (
     read_record,
     refuse_strangers,
     remove_asides,
+    remove_at_once,
     write_atomic,
     write_new,
 )
@@ -36,6 +40,10 @@ from sharmill.shar.reading.shard_source import open_shard_source
 EXPORT_FILE: Final = "export.json"
 _LINES_FILE: Final = "lines.jsonl"
 _SHARDS_FOLDER: Final = "shards"
+# Records of the units that are done, with the checksums of their files by name.
+_UNITS_FOLDER: Final = "units"
+# How the keys end whose values readers open as files; NeMo unpickles some.
+_FILE_KEYS: Final = ("_path", "_filepath", "_file", "_filename")
 
 
 @dataclass(frozen=True)
@@ -78,15 +86,25 @@ class Export(ABC):
         self.shards = list(read_shards(dataset, self.record.num_shards))
 
     @abstractmethod
-    def write(self, unit: Any) -> None:
-        """Publish the files of a unit, unless they are there."""
+    def write(self, unit: Any) -> Iterable[Path]:
+        """Publish the files of a unit, in the place of any that an interrupted export has left, and return them."""
 
     @abstractmethod
     def finish(self) -> tuple[Path, int, float]:
-        """Publish the manifest, and check that there is something for each cut.
+        """Publish the manifest; return it, or the folder of several, and how many cuts and seconds it lists."""
 
-        Return the manifest, or the folder of several, and how many cuts and seconds it lists.
+    @staticmethod
+    def record_keys(custom: Any, new_names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the keys of a record that may stand in a manifest: those of files, which readers would open, may not.
+
+        The offset and duration of a context go with its path. Keys that get new names stay.
         """
+        keys = custom.items() if isinstance(custom, dict) else ()
+        return {
+            new_names.get(key, key): value
+            for key, value in keys
+            if key in new_names or not (key in CONTEXT_KEYS[:3] or key.endswith(_FILE_KEYS))
+        }
 
 
 def export_dataset(
@@ -106,7 +124,7 @@ def export_dataset(
     Raises:
         ConfigError: there is no such dataset, codec or form, an option is wrong, or ``out`` holds something else.
         DamagedShard: a shard is damaged; the units before it are done.
-        FatalError: the disk is full, or the numbers of cuts do not add up.
+        FatalError: the disk is full, or a file of an earlier export is damaged.
 
     Example:
         >>> export_dataset("data/speech", "nemo_codes", "data/speech_codes")  # doctest: +SKIP
@@ -120,7 +138,7 @@ def export_dataset(
     identity = {"export": form, "version": files.version, **files.identity}
     if out.resolve().is_relative_to(files.dataset.resolve()):
         raise ConfigError(f"{out} lies in the dataset itself: choose another place", code="bad_usage")
-    folders = [out / name for name in files.folders]
+    folders = [out / name for name in (*files.folders, _UNITS_FOLDER)]
     _require_own(out, identity, folders)
     make_folder(out)
     with disk_errors(out), FolderLock(out):
@@ -131,10 +149,32 @@ def export_dataset(
             make_folder(folder)
             remove_asides(folder)
         for done, unit in enumerate(files.units, start=1):
-            files.write(unit)
+            _write_unit(files, unit, out / _UNITS_FOLDER / f"{done - 1:06d}.json")
             progress(done, len(files.units))
         manifest, num_cuts, seconds = files.finish()
     return Exported(manifest, num_cuts, seconds, files.record.num_cuts - num_cuts, files.left_out)
+
+
+def _write_unit(files: Export, unit: Any, record: Path) -> None:
+    """Publish the files of a unit and then its record, unless they are there.
+
+    Raises:
+        FatalError: a file is not as the record says.
+    """
+    # A record that cannot be read lists nothing, and the unit is made again.
+    with suppress(ConfigError):
+        known = read_record(record, dict[str, str]) or {}
+        found = {name: checksum(files.out / name) for name in known if (files.out / name).is_file()}
+        for name in found:
+            if found[name] != known[name]:
+                raise FatalError(
+                    f"{files.out / name} is not as it was written: remove it, and run the same command again",
+                    code="damaged_shard",
+                )
+        if found and found == known:
+            return
+    made = {path.relative_to(files.out).as_posix(): checksum(path) for path in files.write(unit)}
+    write_atomic(record, msgspec.json.encode(made, order="sorted"))
 
 
 def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -> None:
@@ -161,11 +201,10 @@ class NemoCodes(Export):
     """Codes as int32 tensors (codebooks, frames) in files that ``torch.load`` reads, and a manifest of NeMo's.
 
     A unit is a shard, whose files are a folder. A line has the record of the utterance: its text keys, tag, language,
-    and all other keys. Keys that end in ``_path`` or ``_filepath`` are left out, since NeMo opens what they name, and
-    unpickles files of codes.
+    and all other ``record_keys``.
     """
 
-    version = 2
+    version = 3
     options = ("codec",)
     left_out = "without codes"
     folders = (_SHARDS_FOLDER,)
@@ -185,11 +224,10 @@ class NemoCodes(Export):
         }
         self.units = range(len(self.shards))
 
-    def write(self, unit: int) -> None:
+    def write(self, unit: int) -> Iterable[Path]:
         """Publish the folder of a shard, with the lines of its cuts, null for a cut without codes."""
         final = self._folder(unit)
-        if final.is_dir():
-            return
+        remove_at_once(final)
         opened = self._source.open(unit, 0)
         with open_folder_atomic(final) as aside:
             # Their positions in an order of cuts, which an export has no use for, are made up.
@@ -198,22 +236,15 @@ class NemoCodes(Export):
                 None if cut is None else self._write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)
             ]
             write_new(aside / _LINES_FILE, msgspec.json.Encoder().encode_lines(rows))
+        return final.iterdir()
 
     def finish(self) -> tuple[Path, int, float]:
-        """Put the lines of all shards together, and check that there is one for each cut."""
+        """Put the lines of all shards together."""
         path = self.out / "manifest.json"
         seconds, num_cuts = 0.0, 0
         with open_atomic(path) as stream:
-            for unit, shard in enumerate(self.shards):
-                made = self._folder(unit)
-                lines = read_json_lines(made / _LINES_FILE)
-                if len(lines) != shard.count:
-                    raise FatalError(
-                        f"{made} has {len(lines)} cuts of {shard.count}: remove this folder and run the same command "
-                        "again",
-                        code="accounts",
-                    )
-                for line in lines:
+            for unit in self.units:
+                for line in read_json_lines(self._folder(unit) / _LINES_FILE):
                     if line == b"null":
                         continue
                     stream.write(line + b"\n")
@@ -244,11 +275,6 @@ class NemoCodes(Export):
         if len(cut.supervisions) != 1 or cut.supervisions[0].text is None or not cut.has_custom(TARGET_CODES):
             raise DamagedShard(f"the cut {cut.id} does not have {TARGET_CODES} and one supervision with a text")
         supervision = cut.supervisions[0]
-        # Of a context, its offset and duration go with its path.
-        record = {
-            key: value for key, value in (supervision.custom or {}).items()
-            if key not in CONTEXT_KEYS[:3] and not key.endswith(("_path", "_filepath"))
-        }  # fmt: skip
         paths = {}
         for field in filter(cut.has_custom, self._fields):
             role = field.removesuffix("_codes")
@@ -257,7 +283,7 @@ class NemoCodes(Export):
             # NeMo's keys, which hold absolute paths.
             paths[f"{role}_audio_codes_path"] = str(final / name)
         return {
-            **record,
+            **self.record_keys(supervision.custom),
             "id": cut.id,
             "duration": cut.duration,
             "text": supervision.text,

@@ -2,23 +2,29 @@
 
 import dataclasses
 import multiprocessing
+import os
 import pickle
+import re
 import socket
+import stat
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
-from support.project import raises
+from hypothesis import HealthCheck, given, settings, strategies as st
+from support.project import examples, make_bare_dataset, raises
 from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
 from support.web import serving
 from tenacity import wait_none
 
 import sharmill.files.remote as module
-from sharmill.errors import ConfigError, FatalError, RejectRecord
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.cache import Cache, RemoteFile
 from sharmill.files.remote import check_url, request
-from sharmill.files.storage import checksum_bytes
+from sharmill.shar import open_shar
 
 DATA = bytes(range(256)) * 64
 
@@ -40,7 +46,7 @@ def fetched(web, path, copies):
 def test_threads_that_want_one_file_fetch_it_once(web, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(lambda _: fetched(web, "/84/a.flac", tmp_path / "copies"), range(32)))
-    assert [path.read_bytes() for path in set(paths)] == [DATA]
+    assert [(path.read_bytes(), stat.filemode(path.stat().st_mode)) for path in set(paths)] == [(DATA, "-rw-------")]
     assert web.requests == {"/84/a.flac": 1}
 
 
@@ -83,12 +89,12 @@ def test_what_a_server_says_of_a_file_is_a_reject(path, reason, said, requests, 
         fetched(web, path, tmp_path / "copies")
     assert caught.value.reason == reason
     assert web.requests[path] == requests
-    assert {file.name for file in (tmp_path / "copies").rglob("*") if file.is_file()} == {".lock"}
+    assert {file.name for file in (tmp_path / "copies").rglob("*") if file.is_file()} == {".lock", ".sharmill-cache"}
 
 
 def test_a_busy_server_is_no_reject(web, tmp_path):
     with pytest.raises(ConnectionError, match="503"):
-        fetched(web, "/503/84/a.flac", tmp_path)
+        fetched(web, "/503/84/a.flac", tmp_path / "copies")
     assert web.requests == {"/503/84/a.flac": 4}
 
 
@@ -96,7 +102,7 @@ def test_a_server_out_of_reach_is_no_reject(web, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ConnectionError, match="cannot fetch"):
-        Cache(tmp_path, 1 << 40).get(f"{url}/a.flac")
+        Cache(tmp_path / "copies", 1 << 40).get(f"{url}/a.flac")
 
 
 @pytest.mark.parametrize(
@@ -130,22 +136,48 @@ def test_what_was_not_used_for_longest_is_evicted_and_nothing_in_use(web, tmp_pa
     assert [web.requests[f"/84/{number}.flac"] for number in (0, 1, 7)] == [1, 2, 1]
 
 
-def test_a_cache_that_is_too_small_for_what_is_in_use_says_so(web, tmp_path):
-    (tmp_path / "web/b.flac").write_bytes(DATA)
-    cache = Cache(tmp_path / "copies", 1.5 * len(DATA))
-    held = cache.get(f"{web.url}/84/a.flac")
-    with raises(FatalError, "disk", "raise its limit"):
-        cache.get(f"{web.url}/b.flac")
-    assert held.read_bytes() == DATA
+# What a cache calls its copies, and files that it writes; and names that are almost so.
+OWN = r"[0-9a-f]{3}/([0-9a-f]{32}(\.\w{1,8}){0,2}|\.(about-)?[0-9a-f]{32}(\.\w{1,8}){0,2}\.[0-9a-f]{32}\.tmp)"
+ALMOST = r"\.?(about-|x)?[0-9a-f]{31,33}(\.[a-z]{1,9}){0,3}(\.[0-9a-f]{31,33})?(\.tmp|\.temp)?"
+PLACES = st.builds(
+    "{}{}".format,
+    st.sampled_from(["", "x/", "0f/", "00f/", "00F/", "00f/00f/", "0000f/"]),
+    st.from_regex(ALMOST, fullmatch=True) | st.text("a.0-\n\u00e4 tmp", min_size=4, max_size=50),
+).filter(lambda name: not re.fullmatch(OWN, name))
 
 
-def test_what_killed_processes_leave_is_removed(web, tmp_path):
-    cache = Cache(tmp_path / "copies", 10 * len(DATA))
-    left = cache.path_of("http://127.0.0.1/x").parent / f".{'0' * 32}.{'1' * 32}.tmp"
-    left.parent.mkdir(parents=True)
-    left.write_bytes(DATA)
-    assert cache.get(f"{web.url}/84/a.flac").read_bytes() == DATA
-    assert not left.exists()
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sets(PLACES, max_size=20))
+def test_neighbours_survive_any_sweep_and_leftovers_do_not(web, names):
+    with TemporaryDirectory() as folder:
+        cache = Cache(Path(folder), 10 * len(DATA))
+        cache.get(f"{web.url}/84/a.flac")
+        for path in [cache.folder / name for name in (f"00f/.{'0' * 32}.flac.{'1' * 32}.tmp", *names)]:
+            path.parent.mkdir(exist_ok=True, parents=True)
+            path.write_bytes(DATA)
+            os.utime(path, (0, 0))
+        cache.get(f"{web.url}/once-500/84/a.flac")
+        found = {path.relative_to(folder).as_posix() for path in cache.folder.rglob("*") if path.stat().st_atime == 0}
+    assert found == names
+
+
+def read(options, seed):
+    """Return the number of cuts with the codes that they should have."""
+    cuts = open_shar(**options, seed=seed)
+    return sum(int((cut.target_codes.load() == cut.supervisions[0].custom["number"] % 1024).all()) for cut in cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_processes_share_a_cache_that_is_smaller_than_the_data(web, tmp_path):
+    """Four processes, which SECONDS=120 has read for as long."""
+    dataset = make_bare_dataset(web.folder / "data", [2] * 150, codes=True)
+    gib = 0.75 * sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file()) / 2**30
+    options = {"dataset": f"{web.url}/data", "cache_dir": str(tmp_path / "cache"), "cache_gib": gib, "shuffle": True}
+    deadline = time.time() + float(os.environ.get("SECONDS", "20"))
+    with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
+        while time.time() < deadline:
+            assert list(pool.map(read, [options] * 16, range(16))) == [300] * 16
 
 
 def test_a_process_forked_in_mid_copy_holds_nobody_up(tmp_path):
@@ -182,20 +214,13 @@ def test_a_path_that_is_a_url_is_read_as_a_file_is(web, tmp_path):
     assert not (RemoteFile.of(f"{web.url}/84", file.cache) / "none.flac").exists()
 
 
-def test_a_new_version_is_copied_anew(web, tmp_path):
+@pytest.mark.parametrize("name", ["{}", "about-{}"])
+def test_what_a_full_disk_has_left_is_fetched_again(name, web, tmp_path):
     file = RemoteFile.of(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1 << 40))
+    path = file.cache.get(file.url)
+    os.truncate(path.with_name(name.format(path.name)), 5)
+    assert file.refresh().size == len(DATA)
     assert file.read_bytes() == DATA
-    (tmp_path / "web/84/a.flac").write_bytes(b"other")
-    assert file.read_bytes() == DATA
-    assert file.refresh().size == 5
-    assert file.read_bytes() == b"other"
-
-
-def test_a_copy_has_the_checksum_that_is_asked_for(web, tmp_path):
-    cache, url = Cache(tmp_path / "copies", 1 << 40), f"{web.url}/84/a.flac"
-    assert cache.get(url, checksum_bytes(DATA)).read_bytes() == DATA
-    with pytest.raises(RejectRecord, match="checksum"):
-        cache.get(url, "0" * 16)
 
 
 @pytest.fixture(params=[S3Store, GcsStandIn, AIStoreStandIn], ids=lambda kind: kind.scheme)
@@ -260,7 +285,7 @@ def test_what_a_store_does_not_give_is_said_in_a_line(fault, kind, said, store, 
     with pytest.raises(kind, match=said) as caught:
         Cache(tmp_path / "copies", 1 << 40).get(store.url("a.bin"))
     assert "\n" not in str(caught.value)
-    assert not [path for path in (tmp_path / "copies").rglob("*") if path.is_file() and path.name != ".lock"]
+    assert not [path for path in (tmp_path / "copies").rglob("*") if path.is_file() and path.suffix == ".bin"]
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def test_a_cache_may_be_smaller_than_the_dataset(many, at_url, tmp_path):
     for _ in range(2):
         assert content(at_url(cache_gib=limit / 2**30)) == content(open_shar(many.dataset))
         assert sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file()) <= limit
+    with raises(ConfigError, "bad_config_value", f"{files['dataset.json']:,} bytes", "cache_gib"):
+        at_url(cache_gib=100 / 2**30, cache_dir=str(tmp_path / "tiny"))
     with raises(FatalError, "disk", "raise its limit"):
         list(at_url(cache_gib=3 * max(files.values()) / 2**30, cache_dir=str(tmp_path / "tiny"), shuffle=True))
 
@@ -145,7 +147,7 @@ def test_a_server_that_cannot_be_reached_is_no_damage(on_damage, store, at_url):
         list(cuts)
 
 
-def test_what_cannot_be_opened_is_said_in_a_line(store, at_url, monkeypatch):
+def test_what_cannot_be_opened_is_said_in_a_line(store, at_url, monkeypatch, tmp_path):
     with raises(ConfigError, "bad_config_value", "copy the dataset to a disk"):
         at_url(shuffle="global")
     with raises(ConfigError, "bad_config_value", "cache_gib is '1', and not above 0"):
@@ -154,6 +156,13 @@ def test_what_cannot_be_opened_is_said_in_a_line(store, at_url, monkeypatch):
         open_shar(store.url("none"))
     with raises(ConfigError, "bad_config_value", "must begin with https://"):
         open_shar("ftp://host/many")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch/mine.tmp").touch()
+    for folder, code in (("scratch", "foreign_output"), ("~no-such-user/cache", "bad_config_value")):
+        with raises(ConfigError, code, folder, "cache_dir"):
+            at_url(cache_dir=folder)
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["scratch", "scratch/mine.tmp"]
     store.faults.append(Fault("many", status=403))
     with raises(ConfigError, "no_dataset", "may not be read or written by these credentials"):
         at_url()
@@ -172,6 +181,16 @@ def test_a_reader_that_is_killed_while_it_copies_leaves_nothing_half(many, store
     reader.join(60)
     assert reader.exitcode == -9
     assert content(at_url()) == content(open_shar(many.dataset))
+
+
+def test_a_copy_that_is_damaged_is_named(store, at_url, call, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (cut_id,) = [cut.id for cut in islice(at_url(["target_audio"], cache_dir=None), 25, 26)]
+    (copy,) = (tmp_path / "sharmill").glob(f"*/{'[0-9a-f]' * 32}.000002.tar")
+    copy.write_bytes(bytes(copy.stat().st_size))
+    with pytest.raises(DamagedShard, match=f"^{copy}, .* remove it"):
+        list(at_url(["target_audio"], cache_dir=None))
+    assert f"{copy}, the copy" in call("inspect", store.url("many"), cut_id)[2]
 
 
 def test_a_new_version_of_a_dataset_is_read_when_it_is_opened_again(built, store, at_url):
@@ -219,7 +238,8 @@ def test_a_dataset_at_a_url_is_validated(many, store, monkeypatch, tmp_path):
     del store.objects["many/cuts/cuts.000004.jsonl.gz"]
     store.put("many/context_audio/recording.000000.tar", b"x" * 20_000)
     store.faults.append(Fault("context_audio/recording.000000.tar", methods="GET", cut=5000))
-    found = {(finding["code"], finding["shard"]) for finding in validate(status=3)["findings"]}
-    assert found >= {("damaged", 0), ("wrong_checksum", 2), ("missing_file", 4)}
+    found = {(finding["code"], finding["shard"]): finding for finding in validate(status=3)["findings"]}
+    assert found.keys() >= {("damaged", 0), ("wrong_checksum", 2), ("missing_file", 4)}
+    assert "remove this copy" in str(found["wrong_checksum", 2])
     store.put("many/shards.jsonl", b"{}\n")
     assert validate(status=3)["findings"][0]["code"] == "damaged"

@@ -1,8 +1,16 @@
 """Copies of files behind URLs, in a folder of a limited size.
 
-The processes of a node share a ``Cache``: a copy is written aside and renamed, and a lock of the kernel on it, which
-ends with its process, says that it is in use. A ``RemoteFile`` is a path whose file is copied where it is opened, so
-that all that reads files reads URLs.
+The processes of a node share a ``Cache``. A marker says that its folder is one, and only files that have the names of
+a cache's own are counted and removed. A copy is written aside and renamed, and a lock of the kernel on it, which ends
+with its process, says that it is in use:
+
+- A process removes a copy only while it holds the exclusive lock of the very file that has this name.
+- A process replaces a copy only while it holds the lock of the folder, and the shared lock of the copy that was there.
+
+So a name never leads to another file between the look at it and the removal. The file ``about-...`` beside a copy tells
+its size and version, and is written last: a copy without it is fetched again.
+
+A ``RemoteFile`` is a path whose file is copied where it is opened, so that all that reads files reads URLs.
 """
 
 from __future__ import annotations
@@ -24,27 +32,32 @@ from typing import Any, BinaryIO, Final
 import msgspec
 import xxhash
 
-from sharmill.errors import ConfigError, FatalError, RejectRecord
+from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord, refuse
 from sharmill.files.remote import FETCHES_AT_ONCE, Client, Version, request
 from sharmill.files.storage import (
     checksum,
-    decode_stored,
+    disk_errors,
+    hash_text,
+    load_record,
     make_folder,
     open_stored,
     path_aside,
-    read_stored,
     refuse_strangers,
     stopping_errors,
-    write_new,
+    write_atomic,
 )
 
 _SECONDS_OF_USE: Final = 60.0
 # Each process looks at what is there after so much of the limit, and leaves room for what others bring meanwhile.
 _SWEPT_AFTER: Final = 1 / 64
 _KEPT_SHARE: Final = 0.75
+_MORE: Final = "more than the cache may hold ({:,.0f}): raise its limit (cache_gib)"
 # Libraries tell archives and packed files by their extensions.
 _EXTENSIONS: Final = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}\Z")
-_COPY: Final = re.compile(r"[0-9a-f]{32}" + _EXTENSIONS.pattern)
+# A file of this name says that what has the names of a cache in this folder is the cache's.
+_MARKER: Final = ".sharmill-cache"
+_COPY: Final = re.compile(r"[0-9a-f]{32}(\.[A-Za-z0-9]{1,8}){0,2}")
+_TEMPORARY: Final = re.compile(rf"\.(about-)?{_COPY.pattern}\.[0-9a-f]{{32}}\.tmp")
 
 
 class Copy(PosixPath):
@@ -100,41 +113,64 @@ class Cache:
         Raises:
             RejectRecord: as ``request``; also unreadable_audio where the checksum is another one.
             OSError: as ``request``.
-            ConfigError: as ``request``; also where the folder is a link, a stranger's, or on a disk without locks.
+            ConfigError: as ``request``; also where the file is larger than the cache may be, or the folder is on a disk
+                without locks, a link, a stranger's, or one of something else.
             FatalError: the folder cannot be written, or what is in use is more than the cache may hold.
         """
         path = self.path_of(url, xxh3)
-        self._refuse_strangers(path)
-        with stopping_errors(path.parent):
-            make_folder(path.parent)
-            lock = open_stored(path.with_name(".lock"), append=True)
-        # Several threads and processes want a file at once.
-        with lock:
-            _lock(lock, fcntl.LOCK_EX)
-            try:
-                # What others have put in its place is fetched anew.
-                with suppress(FileNotFoundError, ConfigError):
-                    return _hold(path, open_stored(path))
-                with stopping_errors(path):
-                    return self._fetch(url, xxh3, path, min(max_bytes, self.max_bytes))
-            finally:
-                # A process forked meanwhile has this file open too, and closing it here would leave it locked.
-                _lock(lock, fcntl.LOCK_UN)
+        with disk_errors(path.parent):
+            self._make_folder(path)
+            # Several threads and processes want a file at once.
+            with open_stored(path.with_name(".lock"), append=True) as lock:
+                _lock(lock, fcntl.LOCK_EX)
+                try:
+                    copy = None
+                    # What others have put in its place is fetched anew.
+                    with suppress(FileNotFoundError, ConfigError):
+                        copy = _hold(path, open_stored(path))
+                    if copy and os.fstat(copy.stream.fileno()).st_size == _about(path).size:
+                        return copy
+                    # One that is not whole is held until the new one has taken its place.
+                    with stopping_errors(path):
+                        return self._fetch(url, xxh3, path, max_bytes)
+                finally:
+                    # A process forked meanwhile has this file open too, and closing it here would leave it locked.
+                    _lock(lock, fcntl.LOCK_UN)
 
     def refresh(self, url: str) -> Version:
-        """Return the version of a remote file, and remove the copy of another one; raises as ``request``."""
+        """Return the version of a remote file; the copy of another one is fetched again. Raises as ``request``."""
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
-        with suppress(FileNotFoundError):
+        with disk_errors(path.parent):
             self._refuse_strangers(path)
-            known = decode_stored(path, read_stored(path.with_name(f"about-{path.name}")), dict[str, Any])
-            if known != found._asdict():
-                path.unlink(missing_ok=True)
+            if _about(path).tag != _tag(found):
+                # The copy itself may be in use.
+                _path_about(path).unlink(missing_ok=True)
         return found
 
     def _refuse_strangers(self, path: Path) -> None:
         may_be_link = None if self.is_of_run else self.folder
-        refuse_strangers(self.folder.parent, [path.parent], may_be_link=may_be_link)
+        refuse_strangers(self.folder.parent, [path.parent, self.folder / _MARKER], may_be_link=may_be_link)
+
+    def _make_folder(self, path: Path) -> None:
+        """Make the folder of a copy; raise ConfigError where the cache would be among files of something else."""
+        marker = self.folder / _MARKER
+        refuse((str(self.folder).startswith("~"), f"there is no home folder for {self.folder}: set HOME, or cache_dir"))
+        self._refuse_strangers(path)
+        if not marker.is_file():
+            make_folder(self.folder)
+            # Another process may have made the marker meanwhile, and a copy.
+            refuse(
+                (
+                    any(self.folder.iterdir()) and not marker.is_file(),
+                    f"{self.folder} is not empty and was not made as a cache, which removes files: set cache_dir to a "
+                    "new folder; if only an earlier sharmill has used it, remove what is in it",
+                ),
+                code="foreign_output",
+            )
+            with suppress(FileExistsError):
+                marker.touch(exist_ok=False)
+        make_folder(path.parent)
 
     def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
         """Return what a call of the client of a URL gives, as ``request``."""
@@ -150,22 +186,32 @@ class Cache:
         stream = aside.open("x+b")
         try:
             _lock(stream, fcntl.LOCK_SH)
+            # What only its reader's credentials give is for those alone whom the folder lets in.
+            os.fchmod(stream.fileno(), 0o660 if path.parent.stat().st_mode & stat.S_IWGRP else 0o600)
 
             def download(client: Client) -> Version:
                 stream.seek(0)
                 stream.truncate()
-                return client.download(url, stream, aside, max_bytes)
+                return client.download(url, stream, aside, min(max_bytes, self.max_bytes))
 
-            version: Version = self.ask(url, download)
+            try:
+                version: Version = self.ask(url, download)
+            except RejectRecord as reject:
+                # A setting of this machine must not decide what a dataset has.
+                if reject.reason == "unreadable_audio" and self.max_bytes < max_bytes:
+                    known = self.ask(url, lambda client: client.version(url)).size
+                    refuse((known > self.max_bytes, f"{url} has {known:,} bytes, {_MORE.format(self.max_bytes)}"))
+                raise
             stream.flush()
             os.fsync(stream.fileno())
             if xxh3 and checksum(aside) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
-            self._make_room(aside.stat().st_size)
-            write_new(path.with_name(f"about-{path.name}"), msgspec.json.encode(version._asdict()))
+            size = os.fstat(stream.fileno()).st_size
+            self._make_room(size)
             # Fetched once more, here or on another node, the same version has the same time.
-            os.utime(stream.fileno(), ns=(time.time_ns(), xxhash.xxh3_64_intdigest(repr(version).encode()) >> 4))
+            os.utime(stream.fileno(), ns=(time.time_ns(), int(_tag(version), 16) >> 4))
             aside.replace(path)
+            write_atomic(_path_about(path), msgspec.json.encode(Version(size, _tag(version))))
             return _hold(path, stream)
         except BaseException:
             stream.close()
@@ -179,27 +225,31 @@ class Cache:
         if _unswept[self.folder] < self.max_bytes * _SWEPT_AFTER:
             return
         _unswept[self.folder] = 0
-        found = []
-        for folder, _, names in os.walk(self.folder):
-            for name in names:
-                with suppress(FileNotFoundError):
-                    path = Path(folder, name)
-                    status = path.lstat()
-                    if not stat.S_ISREG(status.st_mode):
-                        continue
-                    # What a killed process left goes first.
-                    found.append((0.0 if name.endswith(".tmp") else status.st_atime, status.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for time_used, size, path in sorted(found):
+        total, copies = 0, []
+        for path, status in self._files():
             is_copy = _COPY.fullmatch(path.name)
-            if (not time_used or (is_copy and total > self.max_bytes * _KEPT_SHARE)) and _evict(path):
+            # What a killed process left goes first. One that is at work has its file locked, or has just made it.
+            if not is_copy and time.time() - status.st_mtime > _SECONDS_OF_USE and _evict(path):
+                continue
+            total += status.st_size
+            if is_copy:
+                copies.append((status.st_atime, status.st_size, path))
+        for _, size, path in sorted(copies):
+            if total > self.max_bytes * _KEPT_SHARE and _evict(path):
                 total -= size
         if total > self.max_bytes:
             raise FatalError(
-                f"the files in use in {self.folder} have {total:,} bytes, more than the cache may hold "
-                f"({self.max_bytes:,.0f}): raise its limit (cache_gib)",
-                code="disk",
+                f"the files in use in {self.folder} have {total:,} bytes, {_MORE.format(self.max_bytes)}", code="disk"
             )
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Yield the copies and temporary files: what else lies in the folder is neither counted nor touched."""
+        for path in self.folder.glob(f"{'[0-9a-f]' * 3}/*"):
+            is_own = _COPY.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
+            with suppress(FileNotFoundError):
+                status = path.lstat()
+                if is_own and stat.S_ISREG(status.st_mode) and not path.parent.is_symlink():
+                    yield path, status
 
 
 def _lock(stream: BinaryIO, kind: int) -> None:
@@ -212,6 +262,22 @@ def _lock(stream: BinaryIO, kind: int) -> None:
             f"{stream.name} is on a file system without locks: set cache_dir to a folder on a disk of this machine",
             code="disk",
         ) from error
+
+
+def _path_about(path: Path) -> Path:
+    return path.with_name(f"about-{path.name}")
+
+
+def _about(path: Path) -> Version:
+    """Return the size of a copy and the tag of its version; that of none where this cannot be read."""
+    with suppress(OSError, ConfigError):
+        return load_record(_path_about(path), Version)
+    return Version(-1, "")
+
+
+def _tag(version: Version) -> str:
+    """Return a tag of a bounded length, which what a server sends has not."""
+    return f"{hash_text(repr(version)):x}"
 
 
 def _hold(path: Path, stream: BinaryIO) -> Copy:
@@ -229,16 +295,17 @@ def _hold(path: Path, stream: BinaryIO) -> Copy:
 
 
 def _evict(path: Path) -> bool:
-    """Remove a copy unless a process uses it; return True if it is gone."""
+    """Remove a copy or a temporary file unless a process uses it; return True if it is gone."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with path.open("r+b") as stream:
+        with suppress(FileNotFoundError), os.fdopen(os.open(path, flags), "r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-    except (BlockingIOError, PermissionError):
-        return False
-    except FileNotFoundError:
-        return True
-    path.with_name(f"about-{path.name}").unlink(missing_ok=True)
+            # Another file may have taken its place before it was locked.
+            if os.path.samestat(os.fstat(stream.fileno()), path.lstat()):
+                _path_about(path).unlink(missing_ok=True)
+                path.unlink()
+    except OSError:
+        return False  # it is in use, another user's, or no file any more
     return True
 
 
@@ -287,6 +354,13 @@ class RemoteFile(PosixPath):
         """Return the version that its server has, and remove the copy of another one; raises as opening it."""
         with self._refused():
             return self.cache.refresh(self.url)
+
+    def check_copy(self) -> None:
+        """Raise DamagedShard if the copy has changed since it was fetched, which reading it does not look at."""
+        copy = self.cache.path_of(self.url, self.xxh3)
+        with suppress(FileNotFoundError, ValueError):
+            if self.xxh3 and checksum(copy) != self.xxh3:
+                raise DamagedShard(f"{copy}, the copy of {self.url}, is damaged: remove it, and it is fetched again")
 
     def read_head(self, size: int) -> bytes:
         """Return the first bytes, without copying the file; raises as opening it."""

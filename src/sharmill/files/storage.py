@@ -100,7 +100,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in STOPPING_ERRNOS | _MOVING_ERRNOS | _IN_THE_WAY:
-            place = error.filename or f"a file of {folder}"
+            place = error.filename2 or error.filename or f"a file of {folder}"
             remedy = "see to the disk, then" if error.errno in STOPPING_ERRNOS else "another process was faster:"
             if error.errno in _IN_THE_WAY:
                 remedy = "look at what is in the way there, move it away, and"
@@ -199,7 +199,8 @@ def write_new(path: Path, data: bytes) -> None:
 def damaged_file(path: Path, what: str) -> ConfigError:
     """Return the error of a file of a run directory that does not hold what sharmill writes there."""
     return ConfigError(
-        f"{path} is damaged or not sharmill's: {what}; begin this stage anew with --restart, or restore the file",
+        f"{path} is damaged or not sharmill's: {what}; begin this stage anew with --restart, or restore the file; in a "
+        "cache of copies, remove it",
         code="damaged_run_dir",
     )
 

@@ -18,6 +18,7 @@ from sharmill.audio.decoder import encode
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
+from sharmill.files.cache import RemoteFile
 from sharmill.files.storage import write_atomic
 from sharmill.models import DecodingCodec, load_recorded_codec
 from sharmill.shar.histograms import supervision_of
@@ -118,7 +119,10 @@ def read_shard(directory: Path, shard: ShardRecord) -> Iterator[dict[str, Any]]:
 def _file(directory: Path, shard: ShardRecord, field: str) -> Path:
     if field not in shard.fields:
         raise DamagedShard(f"{directory}: the index names no {field} of shard {shard.index}")
-    return shard.fields[field].below(directory)
+    path = shard.fields[field].below(directory)
+    if isinstance(path, RemoteFile):
+        path.check_copy()
+    return path
 
 
 def read_codes(item: Item) -> np.ndarray:

@@ -170,18 +170,20 @@ class ValidateProcessor(Processor):
             field = subject.dataset.field(name) if subject.dataset and subject.is_own else None
             if recorded is not None and field is not None and file != field.path(shard.index):
                 add("wrong_name", name, f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs")
+            of_copy = ""
             try:
                 if isinstance(path, RemoteFile):
                     path.refresh()
+                    of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy, if the file itself is whole)"
                 with open_regular(path, buffering=0) as stream:
                     size = os.fstat(stream.fileno()).st_size
                     stats["files"] += 1
                     stats["bytes"] += size
                     # One of another size is not read for its checksum: it may be sparse, and a terabyte.
                     if recorded is not None and size != recorded.size:
-                        add("wrong_size", name, f"{size} bytes instead of {recorded.size}", file)
+                        add("wrong_size", name, f"{size} bytes instead of {recorded.size}{of_copy}", file)
                     elif recorded is not None and checksum_stream(stream) != recorded.xxh3:
-                        add("wrong_checksum", name, "the bytes have changed since they were written", file)
+                        add("wrong_checksum", name, f"the bytes have changed since they were written{of_copy}", file)
                 if name == CUTS:
                     contents[name] = list(read_cuts(path))
                 else:

@@ -398,6 +398,8 @@ class SharReader:
                 except DamagedShard as damage:
                     cut = damage
                 if isinstance(cut, DamagedShard) and self._options.on_damage == "raise":
+                    for file in self._source.remote_files(int(permutation[slot])):
+                        file.check_copy()
                     raise cut
                 yield Position(group, draw, block, item), cut, shard
 

@@ -233,7 +233,7 @@ def store(request, monkeypatch):
 def test_a_store_takes_and_gives_files(store, tmp_path):
     url, cache = store.url("folder/a b.bin"), Cache(tmp_path / "copies", 1 << 40)
     (tmp_path / "a b.bin").write_bytes(DATA)
-    request(url, lambda client: client.upload(tmp_path / "a b.bin", url))
+    request(url, lambda client: client.upload(tmp_path / "a b.bin", url, replace=True))
     assert store.get("folder/a b.bin") == DATA
     assert request(url, lambda client: client.read(url, 300, 310)) == DATA[300:310]
     assert request(url, lambda client: client.version(url)).size == len(DATA)

@@ -105,7 +105,6 @@ IN_CACHES = {
     "about-{}": {"a folder of another user's": "disk"},
     "{}": {"a folder of another user's": "disk"},
     ".lock": REFUSED_LOCKS,
-    "../.sharmill-cache": dict.fromkeys(set(TAKERS) - {"a hard link", "a file of another user's"}, "foreign_output"),
     "": {**dict.fromkeys(TAKERS, "foreign_output"), "a hard link": "disk", "a file of another user's": "disk"},
 }
 

@@ -230,7 +230,8 @@ class Config:
     max_reject_fraction: Share = 0.5
     """Stop a stage when more than this fraction of its records is rejected."""
     cache_dir: str | None = None
-    """Folder for copies of what URLs name, best on a node's own disk; ``null``: in the run directory."""
+    """Folder for copies of what URLs name, best on a node's own disk: a new or empty one, or a cache of another run;
+    ``null``: in the run directory."""
     cache_gib: Above0 = 100.0
     """Limit of that folder in GiB; what was used longest ago goes first."""
     # The sections of all stages, by kind: a StageSection, a list of them, or None.

@@ -35,10 +35,10 @@ import xxhash
 from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord, refuse
 from sharmill.files.remote import FETCHES_AT_ONCE, Client, Version, request
 from sharmill.files.storage import (
+    NOT_JSON,
     checksum,
     disk_errors,
     hash_text,
-    load_record,
     make_folder,
     open_stored,
     path_aside,
@@ -119,7 +119,10 @@ class Cache:
         """
         path = self.path_of(url, xxh3)
         with disk_errors(path.parent):
-            self._make_folder(path)
+            self._refuse_strangers(path)
+            # Whoever removes a cache in use removes its marker too.
+            if self.folder not in _unswept or not path.parent.is_dir():
+                self._make_folder(path.parent)
             # Several threads and processes want a file at once.
             with open_stored(path.with_name(".lock"), append=True) as lock:
                 _lock(lock, fcntl.LOCK_EX)
@@ -141,22 +144,20 @@ class Cache:
         """Return the version of a remote file; the copy of another one is fetched again. Raises as ``request``."""
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
-        with disk_errors(path.parent):
-            self._refuse_strangers(path)
-            if _about(path).tag != _tag(found):
-                # The copy itself may be in use.
-                _path_about(path).unlink(missing_ok=True)
+        self._refuse_strangers(path)
+        if _about(path).tag not in ("", _tag(found)):
+            # The copy itself may be in use.
+            _path_about(path).unlink(missing_ok=True)
         return found
 
     def _refuse_strangers(self, path: Path) -> None:
         may_be_link = None if self.is_of_run else self.folder
-        refuse_strangers(self.folder.parent, [path.parent, self.folder / _MARKER], may_be_link=may_be_link)
+        refuse_strangers(self.folder.parent, [path.parent], may_be_link=may_be_link)
 
-    def _make_folder(self, path: Path) -> None:
-        """Make the folder of a copy; raise ConfigError where the cache would be among files of something else."""
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder of copies; raise ConfigError where the cache would be among files of something else."""
         marker = self.folder / _MARKER
-        refuse((str(self.folder).startswith("~"), f"there is no home folder for {self.folder}: set HOME, or cache_dir"))
-        self._refuse_strangers(path)
+        refuse((str(folder).startswith("~"), f"there is no home folder for {self.folder}: set HOME, or cache_dir"))
         if not marker.is_file():
             make_folder(self.folder)
             # Another process may have made the marker meanwhile, and a copy.
@@ -170,7 +171,8 @@ class Cache:
             )
             with suppress(FileExistsError):
                 marker.touch(exist_ok=False)
-        make_folder(path.parent)
+        make_folder(folder)
+        _unswept.setdefault(self.folder, self.max_bytes)
 
     def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
         """Return what a call of the client of a URL gives, as ``request``."""
@@ -221,7 +223,7 @@ class Cache:
 
     def _make_room(self, size: int) -> None:
         """Evict copies where this process has brought so much that the limit may be passed."""
-        _unswept[self.folder] = _unswept.get(self.folder, self.max_bytes) + size
+        _unswept[self.folder] += size
         if _unswept[self.folder] < self.max_bytes * _SWEPT_AFTER:
             return
         _unswept[self.folder] = 0
@@ -270,8 +272,8 @@ def _path_about(path: Path) -> Path:
 
 def _about(path: Path) -> Version:
     """Return the size of a copy and the tag of its version; that of none where this cannot be read."""
-    with suppress(OSError, ConfigError):
-        return load_record(_path_about(path), Version)
+    with suppress(OSError, ConfigError, *NOT_JSON), open_stored(_path_about(path)) as stream:
+        return msgspec.json.decode(stream.read(1 << 10), type=Version)
     return Version(-1, "")
 
 
@@ -296,9 +298,11 @@ def _hold(path: Path, stream: BinaryIO) -> Copy:
 
 def _evict(path: Path) -> bool:
     """Remove a copy or a temporary file unless a process uses it; return True if it is gone."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with suppress(FileNotFoundError), os.fdopen(os.open(path, flags), "r+b") as stream:
+        with (
+            suppress(FileNotFoundError),
+            os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b") as stream,
+        ):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another file may have taken its place before it was locked.
             if os.path.samestat(os.fstat(stream.fileno()), path.lstat()):

@@ -170,11 +170,10 @@ class ValidateProcessor(Processor):
             field = subject.dataset.field(name) if subject.dataset and subject.is_own else None
             if recorded is not None and field is not None and file != field.path(shard.index):
                 add("wrong_name", name, f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs")
-            of_copy = ""
+            of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy)" if isinstance(path, RemoteFile) else ""
             try:
                 if isinstance(path, RemoteFile):
                     path.refresh()
-                    of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy, if the file itself is whole)"
                 with open_regular(path, buffering=0) as stream:
                     size = os.fstat(stream.fileno()).st_size
                     stats["files"] += 1

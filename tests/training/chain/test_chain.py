@@ -323,7 +323,7 @@ def test_raw_lines_keep_all_their_keys(tmp_path):
     ],
 )
 def test_a_bad_line_is_an_error_or_left_out(line, words, tmp_path):
-    source = raw(tmp_path, [GOOD, line, GOOD | {"key": "c"}])
+    source = raw(tmp_path, [GOOD, line, GOOD | {"key": "c"}], cache_dir=tmp_path / "cache")
     with raises(DamagedShard, "damaged_shard", "data.list, record 2", words):
         list(Chain(source))
     chain = Chain(source, on_error="skip")

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import socket
-import stat
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -46,7 +45,7 @@ def fetched(web, path, copies):
 def test_threads_that_want_one_file_fetch_it_once(web, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         paths = list(pool.map(lambda _: fetched(web, "/84/a.flac", tmp_path / "copies"), range(32)))
-    assert [(path.read_bytes(), stat.filemode(path.stat().st_mode)) for path in set(paths)] == [(DATA, "-rw-------")]
+    assert [(path.read_bytes(), path.stat().st_mode & 0o777) for path in set(paths)] == [(DATA, 0o600)]
     assert web.requests == {"/84/a.flac": 1}
 
 
@@ -178,6 +177,12 @@ def test_processes_share_a_cache_that_is_smaller_than_the_data(web, tmp_path):
     with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as pool:
         while time.time() < deadline:
             assert list(pool.map(read, [options] * 16, range(16))) == [300] * 16
+
+
+@pytest.mark.parametrize(("path", "size"), [("/84/a.flac", "16,384"), ("/endless/84/a.flac", "10,000")])
+def test_a_file_that_is_larger_than_the_cache_may_be_is_no_reject(path, size, web, tmp_path):
+    with raises(ConfigError, "bad_config_value", "cache_gib", f"at least {size} bytes"):
+        Cache(tmp_path / "copies", 10_000).get(f"{web.url}{path}", max_bytes=1 << 30)
 
 
 def test_a_process_forked_in_mid_copy_holds_nobody_up(tmp_path):

@@ -200,15 +200,17 @@ class Cache:
                 version: Version = self.ask(url, download)
             except RejectRecord as reject:
                 # A setting of this machine must not decide what a dataset has.
-                if reject.reason == "unreadable_audio" and self.max_bytes < max_bytes:
-                    known = self.ask(url, lambda client: client.version(url)).size
-                    refuse((known > self.max_bytes, f"{url} has {known:,} bytes, {_MORE.format(self.max_bytes)}"))
+                if f"more than {self.max_bytes:,} bytes" in reject.detail:
+                    size = max(self.max_bytes, self.ask(url, lambda client: client.version(url)).size)
+                    raise ConfigError(
+                        f"{url} has at least {size:,.0f} bytes, {_MORE.format(self.max_bytes)}", code="bad_config_value"
+                    ) from reject
                 raise
             stream.flush()
             os.fsync(stream.fileno())
             if xxh3 and checksum(aside) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
-            size = os.fstat(stream.fileno()).st_size
+            size = aside.stat().st_size
             self._make_room(size)
             # Fetched once more, here or on another node, the same version has the same time.
             os.utime(stream.fileno(), ns=(time.time_ns(), int(_tag(version), 16) >> 4))

@@ -135,8 +135,9 @@ class NemoTarredSource(TarSource, LineSource):
 
     @cached_property
     def _manifests(self) -> NemoSource:
-        source = NemoSource(manifest=self.manifest, audio_root=self.audio_root, speaker=self.speaker)
-        return source.with_cache(self.cache)
+        return NemoSource(manifest=self.manifest, audio_root=self.audio_root, speaker=self.speaker).with_cache(
+            self.cache
+        )
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be a manifest or an archive, or manifests and archives do not pair."""

@@ -7,7 +7,7 @@ import math
 import pytest
 from support.sources import read, read_raw
 
-from sharmill.sources import Unreadable
+from sharmill.sources import Unreadable, notes_of, record_text
 from sharmill.sources.lhotse import LhotseSource
 
 
@@ -243,7 +243,7 @@ def test_texts_are_those_of_the_chosen_channel(chosen, text, cuts):
     named = (
         [] if chosen == "downmix" else ["records have supervisions of other channels, which the dataset does not take"]
     )
-    assert (json.loads(raw)["text"], list(getattr(raw, "notes", []))) == (text, named)
+    assert (json.loads(record_text(raw))["text"], list(notes_of(raw))) == (text, named)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])

@@ -27,7 +27,7 @@ from sharmill.audio.segments import SegmentReader
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.items import ItemTable
-from sharmill.sources import Located, Unreadable
+from sharmill.sources import Described, Unreadable
 from sharmill.sources.lhotse import LhotseSharSource
 
 
@@ -164,7 +164,7 @@ class TestDamage:
         start, size = ItemTable(tar).place(2)
         tar.write_bytes(tar.read_bytes()[: start + size // 2])
         found = read_raw(source_of(lhotse_shar))
-        assert [isinstance(raw, Located) for raw in found] == [True, True, True, False, True]
+        assert [isinstance(raw, Described) for raw in found] == [True, True, True, False, True]
         assert "cut off" in found[3].detail
         assert json.loads(found[3].record)["audio_filepath"] == "recording.000001.tar/cut.3"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import soundfile as sf
 
-from sharmill.sources import Located, RawRecord, Source, Unreadable, record_text
+from sharmill.sources import Described, RawRecord, Source, Unreadable, record_text
 from support.project import voice, write_lines
 
 Record = dict[str, Any]
@@ -246,7 +246,7 @@ def contents(source: Source, folder: Path, size: int = 2) -> list[Any]:
         if isinstance(raw, Unreadable):
             found.append((raw.reason, raw.detail))
         else:
-            assert isinstance(raw, Located)
+            assert isinstance(raw, Described)
             place, data = raw.member, (folder / raw.member.container).read_bytes()
             found.append(json.loads(raw.record) | {"audio": data[place.start : place.start + place.size]})
     return found

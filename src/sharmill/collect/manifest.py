@@ -43,7 +43,7 @@ from sharmill.files.storage import (
 )
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
 from sharmill.prepare.check import PrepareConfig, check_fields, parse_record, segment_times
-from sharmill.sources import Located, Noted, Source, record_text
+from sharmill.sources import Source, notes_of, record_text
 from sharmill.sources.files import expand_home, find_files, names_several, read_ends
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.lhotse import LhotseSource
@@ -160,8 +160,7 @@ def make_manifest(
     root = Path(os.path.commonpath(roots))
     if options.audio_root is not None:
         root = _absolute(expand_home(options.audio_root))
-        if not root.is_dir():
-            raise ConfigError(f"--audio-root {options.audio_root} is not a folder", code="missing_input")
+        refuse((not root.is_dir(), f"--audio-root {options.audio_root} is not a folder"), code="missing_input")
         refuse(
             *(
                 (
@@ -334,8 +333,7 @@ class Completion(Processor):
         vocabulary = Counter[str]()
         notes = Counter[str]()
         for raw in self._inputs[number].source.read(unit.params["piece"]):
-            notes.update(raw.notes if isinstance(raw, Noted) else {})
-            assert not isinstance(raw, Located), "tables and manifests name files"
+            notes.update(notes_of(raw))
             found: Any = record_text(raw).decode("utf-8", "replace")
             try:
                 found = parse_record(raw)

@@ -24,7 +24,7 @@ from sharmill.audio.files import open_recording
 from sharmill.config import Config, MetricsConfig, References
 from sharmill.engine.run import Listener
 from sharmill.engine.stage import RunDir
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import RejectRecord, refuse
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.storage import disk_errors, hash_text, remove_asides, require_writable, write_atomic
 from sharmill.manifest import Context, Utterance, tagged_speaker, write_lines
@@ -40,7 +40,7 @@ from sharmill.pipeline import choose_stages, make_stages, run_dataset
 from sharmill.prepare.check import RecordCheck, parse_record
 from sharmill.prepare.speaker_key import is_doubtful, make_speaker_key
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
-from sharmill.sources import Located, Piece, RawRecord
+from sharmill.sources import Described, Piece, RawRecord
 from sharmill.validate.stage import ValidateConfig
 
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -178,7 +178,7 @@ def _read_rows(config: Config, pieces: list[tuple[int, Piece]], rows: list[int])
 
 
 def _decode(raw: RawRecord) -> tuple[dict[str, Any], Any]:
-    return parse_record(raw), raw.member if isinstance(raw, Located) else None
+    return parse_record(raw), raw.member if isinstance(raw, Described) else None
 
 
 def run_pilot(
@@ -206,8 +206,7 @@ def run_pilot(
         remove_asides(path.parent, {path.name})
     tell("reading the speaker groups of all records")
     records = read_pilot(config, size, seed)
-    if not records.num_records:
-        raise ConfigError("the sources have no records", code="bad_manifest")
+    refuse((not records.num_records, "the sources have no records"), code="bad_manifest")
     advice, similarities = None, None
     embedded: dict[int, EmbeddedSegment] = {}
     drawn, kept = len(records.sample.rows), len(records.utterances)

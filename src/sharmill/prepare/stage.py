@@ -7,7 +7,7 @@ Duplicates and ambiguous ids over a whole input, and records that a finished dat
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, pars
 from sharmill.prepare.speaker_key import is_doubtful, make_speaker_key
 from sharmill.shar.items import read_utterances
 from sharmill.shar.layout import CUTS, ShardedDataset
-from sharmill.sources import Located, Noted, Piece, RawRecord, record_text
+from sharmill.sources import Described, Piece, RawRecord, notes_of, record_text
 from sharmill.sources.speakers import is_missing
 
 _DIMENSIONS = ("dataset", "language", "speaker")
@@ -95,9 +95,9 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
             duration = 0.0
         self._count(speaker if isinstance(speaker, str) else "", 1, 0, float(duration), 0.0)
 
-    def count_notes(self, record: bytes) -> None:
-        """Count what the source of a record notes with it."""
-        for note, count in record.notes.items() if isinstance(record, Noted) else ():
+    def count_notes(self, notes: Mapping[str, int]) -> None:
+        """Count the notes that the source of a record makes with it."""
+        for note, count in notes.items():
             self._add("noted", note, count)
 
     def move_to_rejected(self, utterance: Utterance) -> None:
@@ -419,12 +419,12 @@ class PrepareProcessor(Processor):
         rejects: list[Reject] = []
         hours = HoursTable()
         check, lines = partial(self._outcome, number), self.check.sources[number].read(unit.params["piece"])
-        outcomes: Iterator[tuple[bytes, Any, Utterance | RejectRecord]] = map(check, lines)
+        outcomes: Iterator[tuple[Mapping[str, int], Any, Utterance | RejectRecord]] = map(check, lines)
         if any(map(is_url, self.check.sources[number].named("audio_root"))):
             # Audio is fetched of several at once.
             outcomes = prefetch(check, lines, threads=FETCHES_AT_ONCE, ahead=4 * FETCHES_AT_ONCE)
-        for text, record, found in outcomes:
-            hours.count_notes(text)
+        for notes, record, found in outcomes:
+            hours.count_notes(notes)
             if isinstance(found, RejectRecord):
                 rejects.append(Reject(PrepareStage.kind, found.reason, found.detail, record, number))
                 hours.count_rejected(record)
@@ -443,15 +443,15 @@ class PrepareProcessor(Processor):
             stats={"seconds": sum(utterance.segment.duration for utterance in kept)},
         )
 
-    def _outcome(self, source: int, line: RawRecord) -> tuple[bytes, Any, Utterance | RejectRecord]:
-        """Return the text of a record, the record, and what the checks make of it."""
-        text = record_text(line)
-        record: Any = text.decode("utf-8", "replace")
+    def _outcome(self, source: int, line: RawRecord) -> tuple[Mapping[str, int], Any, Utterance | RejectRecord]:
+        """Return the notes of a record, the record or its text, and what the checks make of it."""
+        record: Any = record_text(line).decode("utf-8", "replace")
         try:
             record = parse_record(line)
-            return text, record, self.check(record, source, line.member if isinstance(line, Located) else None)
+            member = line.member if isinstance(line, Described) else None
+            return notes_of(line), record, self.check(record, source, member)
         except RejectRecord as reject:
-            return text, record, reject
+            return notes_of(line), record, reject
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:

@@ -82,42 +82,34 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class Located:
-    """A raw record whose audio lies in a container file, such as a tar archive.
+class Described:
+    """A raw record with facts about it: the place of its audio in a container file, such as a tar archive, or notes.
 
     Attributes:
-        record: one JSON text, as of any record. Its ``audio_filepath`` is the name of the audio: the path of the
-            container relative to the audio root, and behind it the name in the container: ``shard.tar/member.wav`` or
-            ``table.parquet#7``. Ids follow from it.
-        member: where the audio is to be found.
-    """
-
-    record: bytes
-    member: Member
-
-
-class Noted(bytes):
-    """One JSON text, as of any record, with what its source tells of the input around it.
-
-    Attributes:
+        record: one JSON text, as of any record. If its audio lies in a container, ``audio_filepath`` is the name of
+            the audio: the path of the container relative to the audio root, and behind it the name in the container:
+            ``shard.tar/member.wav`` or ``table.parquet#7``. Ids follow from it.
+        member: where the audio is to be found; None if ``audio_filepath`` names a file.
         notes: sentences without their subject's number, such as "captions are left out", and these numbers.
     """
 
-    notes: Mapping[str, int]
-
-    def __new__(cls, record: bytes, notes: Mapping[str, int]) -> Self:
-        self = super().__new__(cls, record)
-        self.notes = notes
-        return self
+    record: bytes
+    member: Member | None = None
+    notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-# Of a raw record as a source yields it.
-RawRecord = bytes | Located | Unreadable
+# A raw record as a source yields it.
+RawRecord = bytes | Described | Unreadable
 
 
 def record_text(raw: RawRecord) -> bytes:
     """Return the JSON text of a raw record, or what there is of one that cannot be read."""
-    return raw if isinstance(raw, bytes) else raw.record if isinstance(raw, Located) else raw.record.encode()
+    return raw if isinstance(raw, bytes) else raw.record if isinstance(raw, Described) else raw.record.encode()
+
+
+def notes_of(raw: RawRecord) -> Mapping[str, int]:
+    """Return the notes of a raw record."""
+    return raw.notes if isinstance(raw, Described) else {}
 
 
 @dataclass(frozen=True, kw_only=True)

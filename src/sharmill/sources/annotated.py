@@ -20,7 +20,7 @@ from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.storage import checksum
 from sharmill.manifest import TIME_DIGITS
 from sharmill.registry import nearest
-from sharmill.sources import Noted, Unreadable, record_text
+from sharmill.sources import Described, RawRecord, Unreadable, record_text
 from sharmill.sources.files import decode_text, expand_home, read_small, split_lines
 from sharmill.sources.folder import WalkedSource, path_from_text, path_to_text, walk_files
 from sharmill.sources.speakers import Template
@@ -172,14 +172,14 @@ class AnnotatedSource(WalkedSource):
                 yield from ((folder, list(group)) for _, group in groups)
 
     @cached_property
-    def _items(self) -> Callable[[str, tuple[str, ...]], list[bytes | Unreadable]]:
+    def _items(self) -> Callable[[str, tuple[str, ...]], list[RawRecord]]:
         """The records of files that belong together, by folder and names; those of the last ones are kept."""
         return lru_cache(maxsize=1)(self._make_items)
 
-    def _make_items(self, folder: str, names: tuple[str, ...]) -> list[bytes | Unreadable]:
+    def _make_items(self, folder: str, names: tuple[str, ...]) -> list[RawRecord]:
         form = _FORMATS[self.annotations]
         stretches: list[Stretch] = []
-        items: list[bytes | Unreadable] = []
+        items: list[RawRecord] = []
         notes = Counter[str]()
         for name in names:
             stem = name[: -len(self._suffix)]
@@ -209,7 +209,7 @@ class AnnotatedSource(WalkedSource):
             items += [_item(stretch, path, channels, dropped) for stretch, dropped in pairs]
         first = next((number for number, item in enumerate(items) if isinstance(item, bytes)), None)
         if notes and first is not None:
-            items[first] = Noted(record_text(items[first]), notes)
+            items[first] = Described(record_text(items[first]), notes=notes)
         return items
 
     def _text(self, file: Path) -> str:

@@ -44,7 +44,7 @@ from sharmill.shar.layout import (
     read_shards,
 )
 from sharmill.shar.rebuild import find_foreign_shards
-from sharmill.sources import ContainerSource, LineSource, Located, Noted, RawRecord, RunSource, Unreadable
+from sharmill.sources import ContainerSource, Described, LineSource, RawRecord, RunSource, Unreadable
 from sharmill.sources.files import (
     KeyedLines,
     check_json_lines,
@@ -132,7 +132,7 @@ class LhotseSource(LineSource):
                 return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
         return [(line, None, [])]
 
-    def record(self, entry: Any) -> bytes:
+    def record(self, entry: Any) -> RawRecord:
         """Return the record of a cut, of a supervision or of a recording."""
         line, cut, supervisions = entry
         lost: set[str] = set()
@@ -156,7 +156,7 @@ class LhotseSource(LineSource):
         record = _cut_record(cut, supervisions, self.split or self.supervisions is not None, self.channel, lost)
         if not self.keep_ids:
             del record[SOURCE_CUT_ID]
-        return _encode(record, line, lost)
+        return _describe(_encode(record, line), lost) if lost else _encode(record, line)
 
     def shown(self, entry: Any) -> str:
         """Return the begin of a line."""
@@ -260,12 +260,17 @@ def _decode(line: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
         raise
 
 
-def _encode(record: dict[str, Any], line: bytes, lost: Iterable[str]) -> bytes:
-    """Encode the record of a line, with its NaN and Infinity, which prepare counts, and notes of what it has not."""
+def _encode(record: dict[str, Any], line: bytes) -> bytes:
+    """Encode the record of a line, with its NaN and Infinity, which prepare counts."""
     is_strict = b"NaN" not in line and b"Infinity" not in line
-    encoded = msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
-    notes = {f"records have {name[:80]}, which the dataset does not take": 1 for name in lost}
-    return Noted(encoded, notes) if notes else encoded
+    return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
+
+
+def _describe(encoded: bytes, lost: Iterable[str], member: Member | None = None) -> Described:
+    """Return a record with the place of its audio, and notes of what it does not carry."""
+    return Described(
+        encoded, member, {f"records have {name[:80]}, which the dataset does not take": 1 for name in lost}
+    )
 
 
 def _cut_record(
@@ -395,9 +400,7 @@ def _common_keys(mappings: list[dict[str, Any]], lost: set[str]) -> dict[str, An
 
 def _is_data(value: Any) -> bool:
     """Return True if a value is a manifest of lhotse about data elsewhere: an array, features, a recording."""
-    if not isinstance(value, dict):
-        return False
-    return (
+    return isinstance(value, dict) and (
         "storage_type" in value
         or _is_data(value.get("array"))
         or value.keys() >= frozenset({"id", "sources", "sampling_rate"})
@@ -556,9 +559,9 @@ class LhotseSharSource(ContainerSource, RunSource):
             record["audio_filepath"] = f"{audio.container}/{name}"
             record = _place_cut(cut, recording) | record
         except RejectRecord as reject:
-            text = _encode(record, line, ()) if record else line
+            text = _encode(record, line) if record else line
             return Unreadable(reject.reason, reject.detail, text.decode("utf-8", "replace"))
-        return Located(_encode(record, line, lost), Member(audio.container, "bytes", *place))
+        return _describe(_encode(record, line), lost, Member(audio.container, "bytes", *place))
 
     @cached_property
     def _shards(self) -> list[ShardRecord]:

@@ -14,7 +14,7 @@ from sharmill.audio.arrow import RowFile, UnreadableRows, open_rows, read_audio_
 from sharmill.errors import ConfigError, refuse
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
-from sharmill.sources import ContainerSource, Located, RawRecord, RunSource, Unreadable
+from sharmill.sources import ContainerSource, Described, RawRecord, RunSource, Unreadable
 from sharmill.sources.files import Digest, bad_file, read_ends
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class ParquetSource(ContainerSource, RunSource):
                 detail = "its file does not lie below audio_root; leave that out, or name a folder above all files"
                 yield Unreadable("outside_root", detail, text.decode())
             elif with_audio:
-                yield Located(text, Member(container, f"row:{self.audio}", row, size))
+                yield Described(text, Member(container, f"row:{self.audio}", row, size))
             else:
                 yield text
 

@@ -15,7 +15,7 @@ import msgspec
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.registry import nearest
-from sharmill.sources import EncodedSource, LineSource, Noted, RawRecord, Unreadable
+from sharmill.sources import Described, EncodedSource, LineSource, RawRecord, Unreadable
 from sharmill.sources.files import bad_file, check_text, open_input
 from sharmill.sources.speakers import Template
 
@@ -126,7 +126,7 @@ class TableSource(LineSource, EncodedSource):
         encoded = msgspec.json.encode(record)
         is_in_doubt = self.quotes is None and self.delimiter in _UNQUOTED
         num_quoted = sum(cell[:1] == '"' and '""' in cell for cell in row) if is_in_doubt else 0
-        return Noted(encoded, {_QUOTED: num_quoted}) if num_quoted else encoded
+        return Described(encoded, notes={_QUOTED: num_quoted}) if num_quoted else encoded
 
     def shown(self, entry: tuple[list[str], list[str]]) -> str:
         """Return the cells of a row."""

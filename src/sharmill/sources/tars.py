@@ -25,7 +25,7 @@ from sharmill.files.cache import RemoteFile
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
 from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk
-from sharmill.sources import ContainerSource, EncodedSource, LineSource, Located, RawRecord, RunSource, Unreadable
+from sharmill.sources import ContainerSource, Described, EncodedSource, LineSource, RawRecord, RunSource, Unreadable
 from sharmill.sources.files import (
     Digest,
     bad_file,
@@ -167,7 +167,7 @@ class NemoTarredSource(TarSource, LineSource):
                 container = self.container(file)
                 path = _raw_text(f"{container}/{clean_name(member.name)}")
                 text = msgspec.json.encode(record | {"audio_filepath": path})
-                found[number] = Located(text, Member(container, "bytes", member.start, member.size))
+                found[number] = Described(text, Member(container, "bytes", member.start, member.size))
             except RejectRecord as reject:
                 found[number] = Unreadable(reject.reason, reject.detail, self.shown(lines[number]))
         return iter(found)
@@ -368,7 +368,7 @@ class _SampleSource(RunSource, EncodedSource):
                 values = self.values(self._opened(archive.path), sample)
                 path = _raw_text(f"{archive.container}/{clean_name(member.name)}")
                 text = msgspec.json.encode({"audio_filepath": path} | values)
-                yield Located(text, Member(archive.named, "bytes", member.start, member.size))
+                yield Described(text, Member(archive.named, "bytes", member.start, member.size))
             except RejectRecord as reject:
                 yield Unreadable(reject.reason, reject.detail, shown)
 

@@ -405,9 +405,7 @@ def _page_bytes(stream: bytes, position: int) -> int:
     num_segments = header[26]
     first_segment = position + _HEADER_BYTES
     lacing = stream[first_segment : first_segment + num_segments]
-    if len(lacing) < num_segments:
-        return 0
-    return _HEADER_BYTES + num_segments + sum(lacing)
+    return 0 if len(lacing) < num_segments else _HEADER_BYTES + num_segments + sum(lacing)
 
 
 def encoder_problem(format: str, sampling_rate: int) -> str:

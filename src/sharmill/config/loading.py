@@ -210,8 +210,7 @@ def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
         yaml.YAMLError: it is not YAML, or has tags of Python.
     """
     data = stream.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{origin} is larger than 1 MiB: it is no configuration", code="bad_config_file")
+    refuse((len(data) > _MAX_BYTES, f"{origin} is larger than 1 MiB: it is no configuration"), code="bad_config_file")
     depth = 0
     # By events, which the parser yields without recursion.
     for event in yaml.parse(data, Loader=yaml.SafeLoader):
@@ -223,8 +222,7 @@ def load_untrusted_yaml(stream: IO[bytes], origin: str) -> dict[Any, Any]:
             code="bad_config_file",
         )
     values = yaml.safe_load(data)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{origin} is no mapping of keys to values", code="bad_config_file")
+    refuse((not isinstance(values, dict), f"{origin} is no mapping of keys to values"), code="bad_config_file")
     return cast("dict[Any, Any]", values)
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sharmill.errors import ConfigError
+from sharmill.errors import refuse
 from sharmill.models.tensors import fit_length, move_batch, unit_embeddings, weights_checksum
 
 # resemblyzer.hparams, and the defaults of embed_utterance.
@@ -134,8 +134,7 @@ def partial_starts(num_samples: int) -> list[int]:
 
 def _read_weights() -> dict[str, Tensor]:
     path = Path(str(distribution("resemblyzer").locate_file("resemblyzer/pretrained.pt")))
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing: run pip install --force-reinstall resemblyzer", code="bad_model")
+    refuse((not path.is_file(), f"{path} is missing: run pip install --force-reinstall resemblyzer"), code="bad_model")
     state = torch.load(path, map_location="cpu", weights_only=True)["model_state"]
     # The checkpoint also has the two scalars of its training loss.
     return {name: tensor for name, tensor in state.items() if name.startswith(("lstm.", "linear."))}

@@ -14,7 +14,7 @@ from sharmill.engine.balance import pack
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
 from sharmill.engine.stage import Commit, RunDir, Stage, Unit
-from sharmill.errors import ConfigError
+from sharmill.errors import refuse
 from sharmill.executors.supervisor import plan_devices, usable_gpus
 from sharmill.files.host import usable_cores
 from sharmill.files.storage import read_record
@@ -165,8 +165,7 @@ def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate
     """
     if earlier is not None:
         rates = _rates_of_run(config_of_run(earlier))
-        if not rates:
-            raise ConfigError(f"{earlier} has no finished units: there are no rates in it", code="no_run_dir")
+        refuse((not rates, f"{earlier} has no finished units: there are no rates in it"), code="no_run_dir")
         return rates, earlier
     run_dir = RunDir(Path(config.run_dir))
     pilot = read_record(run_dir.calibration, Calibration)

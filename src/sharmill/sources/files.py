@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.cache import Cache, RemoteFile
 from sharmill.files.remote import FETCHES_AT_ONCE, is_url
 from sharmill.files.storage import NotRegularError, checksum, checksum_bytes, open_regular
@@ -98,7 +98,11 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Path
     files: list[Path] = []
     for pattern in patterns:
         if is_url(pattern):
-            files += [RemoteFile.of(name, cache or Cache.at(None)) for name in _expand_url(pattern)]
+            problem = (
+                f"{pattern} has *, and files behind URLs are not looked for; name them by a range such as {{0..63}}"
+            )
+            refuse(("*" in pattern, problem))
+            files += [RemoteFile.of(name, cache or Cache.at(None)) for name in expand_shards(pattern)]
             continue
         for name in expand_shards(str(expand_home(pattern))):
             # A file may be called like a pattern.
@@ -115,15 +119,6 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Path
                 f"the patterns up to {pattern} name more than {_MAX_FILES:,} files", code="bad_config_value"
             )
     return files
-
-
-def _expand_url(pattern: str) -> list[str]:
-    if "*" in pattern:
-        raise ConfigError(
-            f"{pattern} has *, and files behind URLs are not looked for; name them by a range such as {{0..63}}",
-            code="bad_config_value",
-        )
-    return expand_shards(pattern)
 
 
 def names_several(pattern: str) -> bool:
@@ -158,10 +153,7 @@ def expand_shards(pattern: str) -> list[str]:
         position = match.end()
     # len() of a range is limited to what an index can be.
     count = math.prod(numbers.stop - numbers.start for numbers, _ in ranges)
-    if count > _MAX_FILES:
-        raise ConfigError(
-            f"the ranges in {pattern} name {count:,} files, more than {_MAX_FILES:,}", code="bad_config_value"
-        )
+    refuse((count > _MAX_FILES, f"the ranges in {pattern} name {count:,} files, more than {_MAX_FILES:,}"))
     choices = [[f"{text}{number:0{width}d}" for number in numbers]
                for text, (numbers, width) in zip(texts, ranges, strict=True)]  # fmt: skip
     return ["".join(chosen) + pattern[position:] for chosen in itertools.product(*choices)]

@@ -25,7 +25,7 @@ from numbers import Integral
 from queue import SimpleQueue
 from typing import Any, Generic, Literal, TypeVar
 
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, FatalError, refuse
 from sharmill.files.host import describe_exit, safe_path
 
 
@@ -143,8 +143,7 @@ def parallel_map(
         ['1', '2', '3']
         >>> features = CutSet(parallel_map(open_shar("data"), add_features, 4))  # doctest: +SKIP
     """
-    if kind not in ("thread", "process"):
-        raise ConfigError(f"kind is {kind!r}: it is 'thread' or 'process'", code="bad_config_value")
+    refuse((kind not in ("thread", "process"), f"kind is {kind!r}: it is 'thread' or 'process'"))
     at_least(1, "num_workers", num_workers)
     # Fewer would leave some of the workers without work.
     prefetch = at_least(num_workers, "prefetch", 4 * num_workers if prefetch is None else prefetch)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, refuse
 from sharmill.registry import add_current_folder
 
 Tokenizer = Callable[[str], Sequence[int]]
@@ -55,8 +55,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             "module:callable",
             code="bad_tokenizer",
         )
-    if not path.is_file():
-        raise ConfigError(f"there is no tokenizer {name}", code="bad_tokenizer")
+    refuse((not path.is_file(), f"there is no tokenizer {name}"), code="bad_tokenizer")
     package = "tokenizers" if path.suffix == ".json" else "sentencepiece"
     try:
         module = importlib.import_module(package)

@@ -263,8 +263,7 @@ def parse_memory(text: str) -> int:
     if not match or match[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is no size of memory; write it like 8GiB or 500MB", code="bad_config_value")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size <= 0:
-        raise ConfigError(f"{text!r} is no memory at all", code="bad_config_value")
+    refuse((size <= 0, f"{text!r} is no memory at all"))
     return size
 
 
@@ -370,10 +369,8 @@ def search(
     """
     found: dict[Bucket, int] = {}
     for bucket in sorted(set(buckets), key=lambda one: (one.length, one.num_tokens or 0), reverse=True):
-        known = 0
-        for other, size in found.items():
-            if other.length >= bucket.length and (other.num_tokens or 0) >= (bucket.num_tokens or 0):
-                known = max(known, size)
+        larger = [other for other in found if (other.num_tokens or 0) >= (bucket.num_tokens or 0)]
+        known = max((found[other] for other in larger if other.length >= bucket.length), default=0)
         found[bucket] = _largest(fits, bucket, known, max_batch_size, tolerance)
         if not found[bucket]:
             raise FatalError(

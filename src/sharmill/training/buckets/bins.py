@@ -119,8 +119,7 @@ def read_lengths(
     measure = partial(_measure, tokenizer=tuple(tokenizer))
     workers = min(len(os.sched_getaffinity(0)) if workers == "auto" else int(workers), len(files))
     parts = list(parallel_map(files, measure, workers, kind="process") if workers > 1 else map(measure, files))
-    if not parts:
-        raise ConfigError(f"there are no cuts in {', '.join(map(str, datasets))}", code="too_few_cuts")
+    refuse((not parts, f"there are no cuts in {', '.join(map(str, datasets))}"), code="too_few_cuts")
     durations = np.concatenate([part[0] for part in parts])
     tokens = np.concatenate([part[1] for part in parts])
     return Lengths.of_counts(durations, durations, tokens, counted=bool(tokenizer), limits=(min_duration, max_duration))
@@ -213,8 +212,7 @@ def estimate_bins_2d(
         ConfigError: there are fewer than two buckets, no sub-bucket, or fewer cuts than buckets.
     """
     _check(lengths, num_buckets)
-    if num_sub_buckets < 1:
-        raise ConfigError(f"{num_sub_buckets} sub-buckets; there must be at least 1", code="bad_config_value")
+    refuse((num_sub_buckets < 1, f"{num_sub_buckets} sub-buckets; there must be at least 1"))
     order = np.lexsort((tokens, lengths))
     lengths, tokens = lengths[order], tokens[order]
     begins = _begins(lengths, num_buckets)
@@ -258,8 +256,7 @@ def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
 
 
 def _check(lengths: np.ndarray, num_buckets: int) -> None:
-    if num_buckets < 2:
-        raise ConfigError(f"{num_buckets} buckets; there must be at least 2", code="bad_config_value")
+    refuse((num_buckets < 2, f"{num_buckets} buckets; there must be at least 2"))
     if num_buckets > len(lengths):
         raise ConfigError(
             f"{num_buckets} buckets are more than the {len(lengths)} cuts; ask for fewer with -b", code="too_few_cuts"

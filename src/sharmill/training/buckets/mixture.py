@@ -181,10 +181,7 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
     weights = [entry.get("weight") for entry in entries]
     given = [weight for weight in weights if weight is not None]
     wrong = [repr(weight) for weight in given if not _is_weight(weight)]
-    if wrong:
-        raise ConfigError(
-            f"input_cfg: weight is {' and '.join(wrong)}; it is a number above 0", code="bad_config_value"
-        )
+    refuse((wrong, f"input_cfg: weight is {' and '.join(wrong)}; it is a number above 0"))
     if None in weights and given:
         raise ConfigError("input_cfg: some entries have a weight and others have none", code="missing_key")
     shares = [1 / len(entries)] * len(entries)
@@ -255,8 +252,7 @@ def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_Measured"
         raise
     except _OF_DATA as error:
         raise ConfigError(f"input_cfg: type {kind} cannot be read: {one_line(error)}", code="bad_manifest") from error
-    if not rows:
-        raise ConfigError(f"input_cfg: type {kind} has no example that passes", code="too_few_cuts")
+    refuse((not rows, f"input_cfg: type {kind} has no example that passes"), code="too_few_cuts")
     return np.array(rows[:wanted], dtype=np.float64)
 
 

@@ -19,7 +19,7 @@ from nemo.core.neural_types import AudioSignal, LabelsType, LengthsType, MaskTyp
 from nemo.utils import logging as nemo_logging
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from sharmill.errors import ConfigError, SharmillError, one_line
+from sharmill.errors import ConfigError, SharmillError, one_line, refuse
 from sharmill.models.memory import is_out_of_memory
 from sharmill.training.nemo.settings import read_yaml, resolve
 from sharmill.training.tokenizers import load_callable
@@ -157,8 +157,7 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
             code="bad_callable",
         )
     if pretrained_name is not None and pretrained_name.endswith(".nemo"):
-        if not Path(pretrained_name).is_file():
-            raise ConfigError(f"there is no file {pretrained_name}", code="missing_input")
+        refuse((not Path(pretrained_name).is_file(), f"there is no file {pretrained_name}"), code="missing_input")
         # A file names its class.
         return (model_class or ModelPT).restore_from(pretrained_name, map_location="cpu")  # type: ignore[no-any-return]
     if pretrained_name is not None:

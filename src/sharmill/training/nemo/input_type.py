@@ -324,10 +324,7 @@ def open_listed(path: str) -> IO[bytes]:
     Raises:
         ConfigError: it is a pipe, is not there, or is not a regular file.
     """
-    if path.startswith("pipe:"):
-        raise ConfigError(
-            f"{path!r} is a command, which is not run to look at its lines: name a file", code="bad_config_value"
-        )
+    refuse((path.startswith("pipe:"), f"{path!r} is a command, which is not run to look at its lines: name a file"))
     if "://" in path and not is_stored(path):
         return open_best(path, "rb")  # type: ignore[no-any-return]
     return open_lines(Path(copied(path)))
@@ -338,8 +335,7 @@ def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     columns = {key: expand_sharded_filepaths(entry[key]) for key in TYPES[kind].files if entry.get(key) is not None}
     lengths = {key: len(names) for key, names in columns.items()}
     told = " and ".join(f"{count} files as {key}" for key, count in lengths.items())
-    if len(set(lengths.values())) > 1:
-        raise ConfigError(f"input_cfg: type {kind} has {told}: there must be as many of each", code="bad_config_value")
+    refuse((len(set(lengths.values())) > 1, f"input_cfg: type {kind} has {told}: there must be as many of each"))
     check_files(kind, entry)
     return [dict(zip(columns, names, strict=True)) for names in zip(*columns.values(), strict=True)]
 

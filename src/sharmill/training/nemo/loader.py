@@ -730,8 +730,7 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
 
 def _check_count(count: Any, world_size: int, num_workers: int) -> None:
     """Raise ConfigError where so many parts cannot be divided among the ranks and their workers."""
-    if not isinstance(count, int) or count < 1:
-        raise ConfigError(f"canonical is a number of parts, not {count!r}", code="bad_config_value")
+    refuse((not isinstance(count, int) or count < 1, f"canonical is a number of parts, not {count!r}"))
     readers = world_size * max(1, num_workers)
     allowed = [str(number) for number in range(1, count + 1) if count % number == 0]
     if str(readers) not in allowed:

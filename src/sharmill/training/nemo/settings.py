@@ -87,8 +87,7 @@ def resolve_settings(cfg: Mapping[str, Any], origin: str = "the settings") -> Se
         ConfigError: they are no mapping, an interpolation leads nowhere, or a file that they name cannot be read.
     """
     settings = resolve(cfg, origin)
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{origin} are no mapping of settings", code="bad_config_value")
+    refuse((not isinstance(settings, dict), f"{origin} are no mapping of settings"))
     for section in sections_of(settings):
         _inline_files(section)
     return settings
@@ -287,9 +286,7 @@ def _has_plain_audio(entry: Settings) -> bool:
     """Return True if an entry, or the settings of a sampler, has audio outside conversations."""
     if (holds := type_of(entry).holds) == "conversations":
         return False
-    if entry.get("input_cfg") is None:
-        return holds != "text"
-    return any(map(_has_plain_audio, entry["input_cfg"]))
+    return holds != "text" if entry.get("input_cfg") is None else any(map(_has_plain_audio, entry["input_cfg"]))
 
 
 def _in_two(bins: Any) -> bool:
@@ -319,8 +316,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     """
     from lhotse.dataset.dataloading import resolve_seed
 
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"there is no rank {rank} among {world_size} data-parallel ranks", code="bad_config_value")
+    refuse((not 0 <= rank < world_size, f"there is no rank {rank} among {world_size} data-parallel ranks"))
     settings = resolve_settings(cfg)
     in_turn = None
     for section in sections_of(settings):

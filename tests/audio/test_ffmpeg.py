@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 from support.audio import FORMS, encode, read, reason_of, some_samples, speech_like, write
+from support.project import raises
 
 from sharmill.audio.decoder import AudioBytes
 from sharmill.audio.ffmpeg import Sph2pipeDecoder
@@ -254,9 +255,8 @@ def test_the_name_of_a_file_is_no_argument(mu_law, stand_in, tmp_path, monkeypat
 
 def test_without_sph2pipe_the_record_is_rejected_with_the_remedy(mu_law, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RejectRecord, match="install sph2pipe") as caught:
+    with raises(RejectRecord, "unreadable_audio", "install sph2pipe"):
         decode_bytes(mu_law)
-    assert caught.value.reason == "unreadable_audio"
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,8 @@ def test_without_sph2pipe_the_record_is_rejected_with_the_remedy(mu_law, tmp_pat
 )
 def test_what_goes_wrong_in_it_rejects_the_record(mu_law, stand_in, does, reason, said):
     stand_in(does)
-    with pytest.raises(RejectRecord, match=said) as caught:
+    with raises(RejectRecord, reason, said):
         decode_bytes(mu_law)
-    assert caught.value.reason == reason
 
 
 def test_one_that_does_not_end_is_ended(mu_law, stand_in):

@@ -13,8 +13,7 @@ SECONDS = [2.0, 1.5, 2.5, 1.0, 3.0, 2.0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["nemo_tarred", "lhotse_shar"])
-def test_nemos_data_loader_sees_the_same_utterances(form, project, tmp_path):
+def test_nemos_data_loader_sees_the_same_utterances(project, tmp_path):
     """Through ``get_lhotse_dataloader_from_config``, with what NeMo's configurations have."""
     loading = pytest.importorskip("nemo.collections.common.data.lhotse.dataloader")
     omegaconf = pytest.importorskip("omegaconf")
@@ -22,14 +21,11 @@ def test_nemos_data_loader_sees_the_same_utterances(form, project, tmp_path):
         samples = voice(seconds, pitch=150 + 60 * (number % 2), seed=number)
         name = f"spk{number % 2}-{number}.{'wav' if number % 3 else 'flac'}"
         project.add(name, samples, speaker=f"spk{number % 2}", shard_id=number % 2)
-    source = FORMS[form](tmp_path, project.records, project.root)
-    if form == "nemo_tarred":
-        segment = project.records[5] | {"offset": 0.5, "duration": 1.25, "text": "a segment"}
-        segment["audio_filepath"] = segment["audio_filepath"].replace("-5", "-5-sub1")
-        write_lines(tmp_path / "manifest_1.json", [*lines(tmp_path / "manifest_1.json"), segment])
-        data = {"manifest_filepath": source["manifest"], "tarred_audio_filepaths": source["tars"]}
-    else:
-        data = {"shar_path": source["shar"]}
+    source = FORMS["nemo_tarred"](tmp_path, project.records, project.root)
+    segment = project.records[5] | {"offset": 0.5, "duration": 1.25, "text": "a segment"}
+    segment["audio_filepath"] = segment["audio_filepath"].replace("-5", "-5-sub1")
+    write_lines(tmp_path / "manifest_1.json", [*lines(tmp_path / "manifest_1.json"), segment])
+    data = {"manifest_filepath": source["manifest"], "tarred_audio_filepaths": source["tars"]}
     settings = {"batch_size": 2, "num_workers": 0, "shuffle": False, "force_finite": True, "seed": 0, "shard_seed": 0}
     loader = loading.get_lhotse_dataloader_from_config(
         omegaconf.OmegaConf.create(data | settings | {"sample_rate": 16000}),

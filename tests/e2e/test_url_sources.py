@@ -1,7 +1,6 @@
 """Audio at URLs: the dataset of the same audio on disk, byte for byte."""
 
 import dataclasses
-import gzip
 import os
 import signal
 import subprocess
@@ -21,7 +20,6 @@ from support.project import (
     write_config,
     write_lines,
 )
-from support.sources import FORMS
 from support.stores import Fault, S3Store
 from support.web import serving
 
@@ -78,34 +76,6 @@ def test_the_dataset_is_that_of_the_files(corpus, tmp_path):
     # Two ranks may want one file at the same moment.
     assert len(server.requests) == 7
     assert max(server.requests.values()) <= 2
-
-
-def facts(prepared):
-    return [
-        (u.segment.audio_filepath, u.cut_id, round(u.segment.duration, 6), u.segment.offset, u.text)
-        for u in prepared.kept
-    ]
-
-
-def test_every_source_that_names_files_may_name_urls(corpus, tmp_path):
-    folder, server = corpus
-    records = lines(folder / "relative.json")[:6]
-    for record in records:
-        record["audio_filepath"] = str(folder / "audio" / record["audio_filepath"])
-    found = {}
-    for form in ("nemo", "table", "lhotse_cuts", "kaldi", "wenet_raw"):
-        (tmp_path / form / "input").mkdir(parents=True)
-        entry = FORMS[form](tmp_path / form / "input", records, folder / "audio")
-        for path in (tmp_path / form / "input").iterdir():
-            unpack, pack = (gzip.decompress, gzip.compress) if path.suffix == ".gz" else (bytes, bytes)
-            data = unpack(path.read_bytes()).replace(str(folder / "audio").encode(), server.url.encode())
-            path.write_bytes(pack(data))
-        own = {"audio_root": server.url, "speaker": "{path[0]}"}
-        prepared = run_prepare(config_for(tmp_path / form, [entry | own]))
-        assert prepared.rejects == [], form
-        found[form] = facts(prepared)
-    assert [path for path, *_ in found["nemo"]] == [f"spk{n % 2}/{n}.{'wav' if n % 3 else 'flac'}" for n in range(6)]
-    assert all(each == found["nemo"] for each in found.values())
 
 
 def test_urls_are_rejected_unless_a_root_is_one(corpus, tmp_path):

@@ -47,9 +47,8 @@ def put_in_cache(cache: Path, model: str, *files: Path, name: str = "") -> None:
 
 @pytest.mark.parametrize("name", ["transformers:nobody/encodec", "nemo:nobody/codec"])
 def test_a_codec_of_a_hub_out_of_reach_is_refused(name, hub_cache, closed_port):
-    with raises(ConfigError, "unreachable_model", name, closed_port) as refused:
+    with raises(ConfigError, "unreachable_model", name, closed_port):
         load_codec(name)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["nemo_codec", pytest.param("encodec", marks=pytest.mark.slow)])
@@ -85,9 +84,7 @@ def test_a_model_that_the_hub_has_not_is_refused(status, known, hub_cache, monke
     assert web.requests == {f"/{status}/nobody/encodec/resolve/main/config.json": 1}
 
 
-def test_a_model_that_cannot_be_had_is_refused_before_any_work_and_only_where_its_stage_runs(
-    hub_cache, tmp_path, audio_root
-):
+def test_an_unreachable_model_is_refused_only_if_its_stage_runs(hub_cache, tmp_path, audio_root):
     manifest = write_lines(tmp_path / "m.json", [make_record()])
     config = config_for(
         tmp_path, [(manifest, audio_root)], encode={"codecs": [{"name": "a", "model": "transformers:nobody/encodec"}]}

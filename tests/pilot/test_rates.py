@@ -100,8 +100,7 @@ def test_rates_are_those_of_the_run_and_of_its_pilot_for_other_stages(project, t
     assert run(PrepareStage(config)).ok
     note_pilot(project.run_dir, rates=[rate("prepare"), rate(seconds_per_cost=0.5, cost_per_record=2.0, device=GPU)])
     found, source = find_rates(config, None)
-    assert found["prepare"].cost_per_record == 1
-    assert found["match"].cost_per_record == 2
+    assert (found["prepare"].cost_per_record, found["match"].cost_per_record) == (1, 2)
     assert "calibration.json and what is done in" in source
     # Prepare is done; match begins, and then has two seconds of audio for each of six records.
     assert expect_seconds(config, make_stages(config)) == {"prepare": 0.0, "match": pytest.approx(5 + 0.5 * 12)}

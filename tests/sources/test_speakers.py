@@ -4,6 +4,7 @@ import math
 
 import pytest
 from hypothesis import given, strategies as st
+from support.project import raises
 
 from sharmill.errors import RejectRecord
 from sharmill.manifest import parse_speaker_tag
@@ -67,9 +68,8 @@ def test_what_is_no_template(template):
     ],
 )
 def test_a_field_without_a_value_and_a_bad_tag_are_bad_speakers(template, record):
-    with pytest.raises(RejectRecord) as caught:
+    with raises(RejectRecord, "bad_speaker"):
         made(record, template)
-    assert caught.value.reason == "bad_speaker"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine.fence import release
 from sharmill.engine.run import Listener, run_stage
 from sharmill.engine.stage import RunDir, Stage, StageResult
-from sharmill.errors import SharmillError
+from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.storage import checksum
 from sharmill.manifest import Context, Utterance
@@ -77,10 +77,15 @@ TINY_CODEC = "python:support.plugin.tiny_speech:TinyCodec:50"
 
 @contextmanager
 def raises(kind: type[SharmillError], code: str, *names: str) -> Iterator[pytest.ExceptionInfo[SharmillError]]:
-    """Expect an error of this class and code whose message names each of ``names``: a file, a key, a number."""
+    """Expect an error of this class and code, or reason of a reject, whose message names each of ``names``.
+
+    The message of a ConfigError is one line.
+    """
     with pytest.raises(kind) as caught:
         yield caught
-    assert caught.value.code == code, f"{caught.value.code}: {caught.value}"
+    assert kind is not ConfigError or "\n" not in caught.value.lines[0]
+    found = getattr(caught.value, "reason", caught.value.code)
+    assert found == code, f"{found}: {caught.value}"
     for name in names:
         assert name in str(caught.value)
 

@@ -393,8 +393,7 @@ def test_audio_that_is_missing_or_none_is_an_error_of_its_example(tmp_path):
         with raises(DamagedShard, "damaged_shard", f"data.list, record {number}", f"{name}.wav"):
             list(Chain(source, on_error="skip", max_errors=number - 1).map(decode_wav))
     (good,) = Chain(source, on_error="skip").parallel_map(decode_wav, 2)
-    assert good["key"] == "good"
-    assert good["waveform"].shape == (1, 3200)
+    assert (good["key"], good["waveform"].shape) == ("good", (1, 3200))
 
 
 def test_lines_of_text(tmp_path):
@@ -426,7 +425,7 @@ def test_one_of_several_channels_is_decoded():
     left, right = voice(0.2, seed=1), voice(0.2, seed=2)
     sf.write(stream, np.stack([left, right], 1), 16000, format="WAV", subtype="FLOAT")
     example = {"key": "a", "wav": stream.getvalue()}
-    with raises(RejectRecord, "unspecified", "2 channels"):
+    with raises(RejectRecord, "unsupported_channels", "2 channels"):
         decode_wav(example)
     assert torch.allclose(decode_wav(example, channel=1)["waveform"][0], torch.from_numpy(right).float())
 
@@ -443,16 +442,14 @@ def test_fbank_is_that_of_torchaudio(num_mel_bins):
 
 def test_audio_is_padded_to_30_seconds():
     padded = pad_wav(spoken(2.0))
-    assert padded["waveform"].shape == (1, 480000)
-    assert padded["num_samples"] == 32000
+    assert (padded["waveform"].shape, padded["num_samples"]) == ((1, 480000), 32000)
     assert torch.equal(padded["waveform"][:, :32000], spoken(2.0)["waveform"])
     assert not padded["waveform"][:, 32000:].any()
     assert kaldi_fbank(padded)["feat"].shape == (2998, 23)
-    with raises(RejectRecord, "unspecified", "2.00 s", "1.5 s"):
+    with raises(RejectRecord, "too_long", "2.00 s", "1.5 s"):
         pad_wav(spoken(2.0), 1.5)
     trimmed = pad_wav(spoken(2.0), 1.5, trim=True)
-    assert trimmed["waveform"].shape == (1, 24000)
-    assert trimmed["num_samples"] == 24000
+    assert (trimmed["waveform"].shape, trimmed["num_samples"]) == ((1, 24000), 24000)
 
 
 def framed(key, frames, **others):
@@ -461,8 +458,7 @@ def framed(key, frames, **others):
 
 def test_batches_are_sorted_by_length_and_padded():
     batch = collate([framed("a", 2, label=[5]), framed("b", 4, label=[6, 7, 8]), framed("c", 2, label=[])])
-    assert batch["keys"] == ["b", "a", "c"]
-    assert batch["feats"].shape == (3, 4, 2)
+    assert (batch["keys"], batch["feats"].shape) == (["b", "a", "c"], (3, 4, 2))
     assert batch["feats"][1].tolist() == [[2, 2], [2, 2], [0, 0], [0, 0]]
     assert batch["feats_lengths"].tolist() == [4, 2, 2]
     assert batch["target"].tolist() == [[6, 7, 8], [5, -1, -1], [-1, -1, -1]]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.project import REPOSITORY, put, raises, voice
+from support.project import REPOSITORY, add_distribution, put, raises, run_sharmill, voice
 
 from sharmill.errors import ConfigError
 from sharmill.models import (
@@ -79,10 +79,7 @@ def test_what_cannot_be_used_is_refused(load, name, code, words, tiny):
 
 
 def test_two_packages_with_one_name_are_told_apart_by_neither(tiny, tmp_path, monkeypatch):
-    other = tmp_path / "other-1.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (other / "entry_points.txt").write_text("[sharmill.codecs]\ntiny = other:Codec\n")
+    add_distribution(tmp_path, "other", "1.0", "[sharmill.codecs]\ntiny = other:Codec\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with raises(ConfigError, "bad_plugin", "other:Codec", "tiny_speech:TinyCodec"):
         CODECS.find("tiny")
@@ -144,11 +141,7 @@ def test_a_dataset_made_with_another_packages_source_encoder_and_codec(installed
         "validate.against_sources=true",
     ]
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "sharmill", "run", tmp_path / "c.yaml", *overrides],
-        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_sharmill("run", tmp_path / "c.yaml", *overrides, env=os.environ | {"PYTHONPATH": path})
     dataset = json.loads((tmp_path / "dataset" / "dataset.json").read_text())
     assert [(record["name"], record["model"]) for record in dataset["codecs"]] == [("tiny", "tiny:50")]
     assert dataset["codecs"][0]["checksum"] == f"{50:016x}"

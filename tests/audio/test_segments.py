@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 from support.audio import container, speech_like, write
-from support.project import write_tone
+from support.project import raises, write_tone
 
 from sharmill.audio import files
 from sharmill.audio.decoder import ENCODERS, AudioBytes, encode, to_float
@@ -117,16 +117,12 @@ def test_a_segment_of_16_bits_is_stored_as_its_floats_are(tmp_path, format, rate
     assert store_segments(config, SegmentReader(AudioRoots.of([tmp_path])), [part]).get(part) == stored
 
 
-def rejects(reason, *names):
-    return pytest.raises(RejectRecord, match="(?s)" + "".join(f"(?=.*{name})" for name in (reason, *names)))
-
-
 @pytest.mark.parametrize(("subtype", "bits"), [("FLOAT", 16), ("DOUBLE", 24), ("DOUBLE", 32)])
 @pytest.mark.parametrize("place", [segment(0.0, 1.0, whole_file=True), segment(0.25, 0.5)])
 def test_floats_of_integers_are_rejected_or_scaled(subtype, bits, place, noise, tmp_path):
     scale = 1 << bits - 1
     write(tmp_path / "a.wav", container(noise.astype(np.float64) * scale, RATE, "WAV", subtype))
-    with rejects("over_full_scale", "float_scale"):
+    with raises(RejectRecord, "over_full_scale", "float_scale"):
         SegmentReader(AudioRoots.of([tmp_path])).read(place)
     found = SegmentReader(AudioRoots.of([tmp_path], float_scales=[scale])).read(place).samples
     np.testing.assert_array_equal(found, noise[round(place.offset * RATE) :][: len(found)])
@@ -143,7 +139,7 @@ def test_integers_have_no_float_scale(subtype, noise, tmp_path):
 def test_floats_may_overshoot_by_24_db(peak, is_kept, noise, tmp_path):
     noise[100] = peak
     write(tmp_path / "a.wav", container(noise, RATE, "WAV", "FLOAT"))
-    with nullcontext() if is_kept else rejects("over_full_scale"):
+    with nullcontext() if is_kept else raises(RejectRecord, "over_full_scale"):
         found = SegmentReader(AudioRoots.of([tmp_path])).read(segment(0.0, 1.0))
         np.testing.assert_array_equal(found.samples, noise)
 
@@ -172,16 +168,16 @@ class TestSegments:
     def test_of_names_that_lead_out_of_the_container_are_rejected(self, packed):
         root, member = packed
         for name in ("container.bin/../../one.flac", "container.bin/../one.flac", "one.flac", "container.bin2/a"):
-            with rejects("outside_root"):
+            with raises(RejectRecord, "outside_root"):
                 check(root)(RECORD | {"audio_filepath": name}, 0, member)
 
     @pytest.mark.parametrize(
-        ("change", "reason"), [({"size": 10**9}, "unreadable_audio"), ({"container": "x"}, "missing")]
+        ("change", "reason"), [({"size": 10**9}, "unreadable_audio"), ({"container": "x"}, "missing_audio")]
     )
     def test_beyond_the_end_or_without_container_are_rejected(self, change, reason, packed):
         root, member = packed
         place = Segment(0, "container.bin/one.flac", 0.0, 2.0, True, member=member._replace(**change))
-        with rejects(reason, change.get("container", "container.bin")):
+        with raises(RejectRecord, reason, change.get("container", "container.bin")):
             SegmentReader(AudioRoots.of([root]), 0.1).read(place)
 
     def test_are_noticed_where_the_container_changed_since(self, packed):
@@ -192,7 +188,7 @@ class TestSegments:
         write_tone(root / "other.flac", 1.9)
         other = (root / "other.flac").read_bytes().ljust(member.size, b"\1")
         (root / "container.bin").write_bytes(b"\1" * 1000 + other + b"\1" * 3000)
-        with rejects("changed_audio", "container.bin"):
+        with raises(RejectRecord, "changed_audio", "container.bin"):
             reader.read(utterance.segment)
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from lhotse import CutSet
+from support import damage as do
 from support.audio import container
 from support.project import (
     ToyCodec,
@@ -25,7 +26,6 @@ from sharmill.encode.config import EncodeConfig
 from sharmill.encode.stage import AssembleStage, EncodeStage, read_counts
 from sharmill.errors import ConfigError, FatalError
 from sharmill.shar import open_shar
-from sharmill.shar.items import FieldWriter, Item, read_field
 from sharmill.shar.layout import read_dataset
 from sharmill.write.stage import WriteStage
 
@@ -132,24 +132,12 @@ def test_ranks_with_different_models_are_found_out(project, config):
     assert read_dataset(project.dataset).codecs == []
 
 
-def flip(path, place=1500):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
-
-
-def drop_last(path):
-    items = list(read_field(path))
-    with FieldWriter(path) as writer:
-        for item in items[:-1]:
-            writer.add(item)
-
-
+# By the name of the file.
 DAMAGES = {
-    "flipped bit in the audio": flip,
-    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-700]),
-    "one item fewer": drop_last,
-    "gone": lambda path: path.unlink(),
+    "flipped bit in the audio": lambda name: do.flip_bit(name, 1500),
+    "cut off": lambda name: do.change_bytes(name, lambda data: data[:-700]),
+    "one item fewer": lambda name: do.change_items(name, lambda items: items[:-1]),
+    "gone": do.remove_files,
 }
 
 
@@ -163,36 +151,35 @@ def run_damaged(stage):
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("field", ["target_audio", "context_audio"])
 def test_a_damaged_shard_fails_its_unit_before_anything_is_encoded(project, config, damage, field):
-    path = project.dataset / f"{field}/recording.000000.tar"
-    before = path.read_bytes()
-    DAMAGES[damage](path)
+    name = f"{field}/recording.000000.tar"
+    before = (project.dataset / name).read_bytes()
+    DAMAGES[damage](name)(project.dataset)
     survey, stage, _ = codec_stages(config)
     result, errors = run_damaged(survey)
     assert list(result.failures) == [0]
-    assert all(f"{field}/recording.000000.tar" in error for error in errors)
+    assert all(name in error for error in errors)
     with raises(ConfigError, "stage_not_run", "survey"):
         run(stage)
-    path.write_bytes(before)
+    (project.dataset / name).write_bytes(before)
     assert encode(config, ToyCodec()).ok
     assert len(list(open_shar(project.dataset))) == 5
 
 
-def shorten_metadata(path):
-    items = list(read_field(path))
-    with FieldWriter(path) as writer:
-        for item in items:
-            metadata = item.metadata | {"num_samples": item.metadata["num_samples"] - 1}
-            writer.add(Item(item.cut_id, item.extension, item.data, metadata))
+def at_integer_scale(item):
+    data = container(32768 * decode_bytes(item.data)[0], 16000, "WAV", "FLOAT")
+    return dataclasses.replace(item, extension="wav", data=data)
+
+
+def with_a_sample_fewer(item):
+    return dataclasses.replace(item, metadata=item.metadata | {"num_samples": item.metadata["num_samples"] - 1})
+
+
+LAST_TARGETS = "target_audio/recording.000001.tar"
 
 
 def test_audio_at_the_scale_of_integers_is_not_encoded(project, config):
     """Writing rejects it, but the dataset of another tool may have it."""
-    path = project.dataset / "target_audio/recording.000001.tar"
-    items = list(read_field(path))
-    with FieldWriter(path) as writer:
-        for item in items:
-            samples = 32768 * decode_bytes(item.data)[0]
-            writer.add(Item(item.cut_id, "wav", container(samples, 16000, "WAV", "FLOAT"), item.metadata))
+    do.change_items(LAST_TARGETS, lambda items: list(map(at_integer_scale, items)))(project.dataset)
     reindex(project.dataset)
     survey, stage, _ = codec_stages(config)
     assert run(survey).ok
@@ -201,18 +188,18 @@ def test_audio_at_the_scale_of_integers_is_not_encoded(project, config):
 
 @pytest.mark.parametrize("damage", ["flipped bit in the audio", "gone", "other metadata"])
 def test_damage_behind_the_survey_fails_the_blocks_that_have_it(project, config, damage):
-    path = project.dataset / "target_audio/recording.000001.tar"
+    path = project.dataset / LAST_TARGETS
     survey, stage, _ = codec_stages(config.with_section(EncodeConfig(unit_seconds=0.3)))
     before = path.read_bytes()
     if damage == "other metadata":
-        shorten_metadata(path)
+        do.change_items(LAST_TARGETS, lambda items: list(map(with_a_sample_fewer, items)))(project.dataset)
         reindex(project.dataset)
     assert run(survey).ok
     if damage != "other metadata":
-        DAMAGES[damage](path)
+        DAMAGES[damage](LAST_TARGETS)(project.dataset)
     result, errors = run_damaged(stage)
     assert result.failures
-    assert all("target_audio/recording.000001.tar" in error for error in errors)
+    assert all(LAST_TARGETS in error for error in errors)
     assert len(list((stage.root / "parts").iterdir())) >= 3
     assert read_dataset(project.dataset).codecs == []
     if damage != "other metadata":
@@ -238,7 +225,7 @@ def test_damaged_codes_in_the_run_directory_fail_their_shards(project, config, p
         assert run(stage).ok
     (path,) = (stage.root / "parts").iterdir()
     whole = path.read_bytes()
-    flip(path, place)
+    do.flip_bit(path.name, place)(path.parent)
     result, errors = run_damaged(assemble)
     assert result.failures
     assert all(f"{path} is damaged: remove it and run the stage encode" in error for error in errors)

@@ -26,20 +26,14 @@ NO_KERNEL = "CUDA error: no kernel image is available for execution on the devic
     ],
 )
 def test_the_error_has_torchs_reason_and_what_this_torch_needs(error, monkeypatch):
-    def arange(*arguments, **options):
-        raise error
-
-    monkeypatch.setattr(torch, "arange", arange)
+    monkeypatch.setattr(torch, "arange", mock.Mock(side_effect=error))
     reason = str(error).partition("\n")[0]
     with raises(DeviceError, "device_failed", reason, torch.__version__, "docs/models.md"):
         check_device("cuda")
 
 
 def test_a_gpu_that_is_too_old_is_told_with_its_capability(monkeypatch):
-    def arange(*arguments, **options):
-        raise torch.AcceleratorError(NO_KERNEL)
-
-    monkeypatch.setattr(torch, "arange", arange)
+    monkeypatch.setattr(torch, "arange", mock.Mock(side_effect=torch.AcceleratorError(NO_KERNEL)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")

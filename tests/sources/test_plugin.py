@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import yaml
-from support.project import put, voice
+from support.project import add_distribution, put, run_sharmill, voice
 
 ENTRY_POINTS = "[sharmill.sources]\nspoken = spoken_lines:SpokenSource\n"
 MODULE = '''
@@ -49,17 +47,12 @@ class SpokenSource(FileSource):
 def sharmill(tmp_path):
     """Returns a function: the arguments of a command, run where the package is installed -> what it printed."""
     packages = tmp_path / "packages"
-    about = packages / "spoken_lines-1.0.dist-info"
-    about.mkdir(parents=True)
+    add_distribution(packages, "spoken-lines", "1.0", ENTRY_POINTS)
     (packages / "spoken_lines.py").write_text(MODULE)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: spoken-lines\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(ENTRY_POINTS)
 
     def run(*arguments, status=0):
         path = os.pathsep.join([str(packages), os.environ.get("PYTHONPATH", "")])
-        done = subprocess.run([sys.executable, "-m", "sharmill", *map(str, arguments)], capture_output=True, text=True,
-                              env=os.environ | {"PYTHONPATH": path}, check=False)  # fmt: skip
-        assert done.returncode == status, done.stdout + done.stderr
+        done = run_sharmill(*arguments, status=status, env=os.environ | {"PYTHONPATH": path})
         return done.stdout + done.stderr
 
     return run

@@ -1,6 +1,5 @@
 """What training tests share: a tokenizer of letters, datasets of torch, samples of a loader, corpora, data of NeMo."""
 
-import tarfile
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from support.project import Project, put, speaker_tag, voice, write_lines
+from support.sources import write_tar
 
 
 class Letters:
@@ -68,9 +68,8 @@ def make_nemo_data(folder: Path) -> Path:
     whole = []
     for shard in range(3):
         own = [record | {"shard_id": shard} for record in records[shard::3]]
-        with tarfile.open(folder / f"audio_{shard}.tar", "w") as archive:
-            for record in own:
-                archive.add(folder / record["audio_filepath"], record["audio_filepath"])
+        names = [record["audio_filepath"] for record in own]
+        write_tar(folder / f"audio_{shard}.tar", [(name, (folder / name).read_bytes()) for name in names])
         write_lines(folder / f"manifest_{shard}.json", own)
         whole += own
     write_lines(folder / "whole.json", whole)

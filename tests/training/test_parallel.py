@@ -132,7 +132,6 @@ def test_an_interrupt_ends_everything_quietly(program, send):
 @pytest.fixture
 def program(tmp_path):
     """Starts a program of its own group of processes with these lines."""
-    folder = TESTS
 
     def start(*lines):
         script = tmp_path / "program.py"
@@ -145,7 +144,7 @@ def program(tmp_path):
         )
         return subprocess.Popen(
             [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
         )  # fmt: skip
 
     return start

@@ -11,6 +11,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.project import Project, ToyCodec, codec_stages, lines, loading, raises, run, run_sharmill, snapshot, voice
@@ -167,15 +168,12 @@ class TestRestart:
         def tokens():
             return {name: RunDir(Path(config.run_dir)).stage(name).read_token() for name in ("prepare", "write")}
 
-        def kill():
-            raise KeyboardInterrupt
-
         stages = ["prepare", "write"]
         assert run_dataset(config, Listener(), stages=stages).ok
         before = tokens()
         config = config.with_section(dataclasses.replace(config.section(WriteConfig), shard_size=5))
         with pytest.raises(KeyboardInterrupt):
-            run_dataset(config, AtStart(kill, "write"), stages=stages, restart=True)
+            run_dataset(config, AtStart(mock.Mock(side_effect=KeyboardInterrupt), "write"), stages=stages, restart=True)
         assert run_dataset(config, Listener(), stages=stages).ok
         after = tokens()
         assert not before.items() & after.items()

@@ -70,18 +70,19 @@ def test_a_buffer_shuffles_by_seed_and_epoch():
     assert all(place >= number - 8 for place, number in enumerate(first))
 
 
-def test_zip_gives_pairs_and_the_longer_goes_on():
-    chain = Chain(["a", "b", "c"]).zip(Chain(range(5), infinite=True).parallel_map(itself, 2))
-    epochs = [list(chain) for _ in range(3)]
-    assert [[letter for letter, _ in pairs] for pairs in epochs] == [["a", "b", "c"]] * 3
-    assert [number for pairs in epochs for _, number in pairs] == [0, 1, 2, 3, 4, 0, 1, 2, 3]
-
-
-def test_zip_and_interleave_end_with_the_first_and_the_longer_goes_on():
-    zipped = Chain([1, 2]).zip(Chain([10, 20]))
-    assert [list(zipped) for _ in range(2)] == [[(1, 10), (2, 20)]] * 2
-    chain = Chain([1, 2]).interleave(Chain([10, 20, 30]))
-    assert [list(chain) for _ in range(4)] == [[1, 10, 2, 20], [1, 30, 2], [10, 1, 20, 2, 30], [1, 10, 2, 20]]
+@pytest.mark.parametrize(
+    ("chain", "epochs"),
+    [
+        (Chain(["a", "b", "c"]).zip(Chain(range(5), infinite=True).parallel_map(itself, 2)),
+         [[("a", 0), ("b", 1), ("c", 2)], [("a", 3), ("b", 4), ("c", 0)], [("a", 1), ("b", 2), ("c", 3)]]),
+        (Chain([1, 2]).zip(Chain([10, 20])), [[(1, 10), (2, 20)]] * 2),
+        (Chain([1, 2]).interleave(Chain([10, 20, 30])),
+         [[1, 10, 2, 20], [1, 30, 2], [10, 1, 20, 2, 30], [1, 10, 2, 20]]),
+    ],
+    ids=["a zip with an endless chain", "a zip of one length", "chains that take turns"],
+)  # fmt: skip
+def test_joined_chains_end_with_the_first_and_the_longer_goes_on(chain, epochs):
+    assert [list(chain) for _ in epochs] == epochs
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -236,18 +237,14 @@ def test_more_errors_than_allowed_end_it():
         next(results)
 
 
-def no_memory(number):
-    raise MemoryError
+def fail(error, number):
+    raise error
 
 
-def not_there(number):
-    raise ImportError("no such module")
-
-
-@pytest.mark.parametrize(("function", "error"), [(no_memory, MemoryError), (not_there, ImportError)])
-def test_errors_of_the_program_are_never_left_out(function, error):
+@pytest.mark.parametrize("error", [MemoryError, ImportError])
+def test_errors_of_the_program_are_never_left_out(error):
     with pytest.raises(error):
-        list(Chain([1], on_error="skip").map(function))
+        list(Chain([1], on_error="skip").map(partial(fail, error)))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Batching as NeMo's page on ASR datasets prints it: buckets of tarred sets, in turn and upsampled; sorted batches."""
 
-import tarfile
 from collections import Counter
 from itertools import groupby, pairwise
 
 import pytest
 from omegaconf import OmegaConf
 from support.project import put, raises, voice, write_lines
+from support.sources import write_tar
 from support.training import AsIs, flat, take
 
 from sharmill.errors import ConfigError
@@ -33,9 +33,8 @@ def page(tmp_path_factory):
             record = {"audio_filepath": f"{n}.wav", "duration": duration, "text": f"{bucket}{n}", "shard_id": n // 4}
             records.append(record)
         for shard in range(2):
-            with tarfile.open(own / f"audio_{shard}.tar", "w") as archive:
-                for n in range(4 * shard, 4 * shard + 4):
-                    archive.add(own / f"{n}.wav", f"{n}.wav")
+            names = [f"{n}.wav" for n in range(4 * shard, 4 * shard + 4)]
+            write_tar(own / f"audio_{shard}.tar", [(name, (own / name).read_bytes()) for name in names])
         write_lines(own / "tarred_audio_manifest.json", records)
 
     def settings(*options):

@@ -1,7 +1,6 @@
 """``get_dataloader``: the dataset class that it makes itself, epochs, and datasets beside other data."""
 
 import json
-import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -215,28 +214,20 @@ def test_damaged_cuts_are_left_out_on_request(corpora, tmp_path):
         take(get_dataloader(cfg | {"input_cfg": [entry | {"max_damaged": 0}]}, 0, 1, dataset=AsIs()))
 
 
-def nemo_tarred(corpora, folder):
-    """The first conversation's questions as NeMo's tarred audio."""
-    records = [
-        {"audio_filepath": f"question{n}.wav", "duration": (n + 1) / 10, "text": "q", "shard_id": 0} for n in range(3)
-    ]
-    (folder / "tarred.json").write_text("".join(json.dumps(record) + "\n" for record in records))
-    with tarfile.open(folder / "audio_0.tar", "w") as archive:
-        for record in records:
-            archive.add(corpora.conversations.parent / record["audio_filepath"], record["audio_filepath"])
-    paths = {"manifest_filepath": str(folder / "tarred.json"), "tarred_audio_filepaths": str(folder / "audio_0.tar")}
-    return {"type": "nemo_tarred", **paths}
-
-
 @pytest.fixture
-def everything(corpora, tmp_path):
+def everything(corpora, nemo_data):
     """An entry of every type."""
     cuts = sorted(str(path) for path in (corpora.small / "cuts").iterdir())
     codes = sorted(str(path) for path in (corpora.small / "codes_toy/target_codes").iterdir())
     return [
         corpora.entry("large", tags={"kind": "sharmill"}),
         {"type": "lhotse_shar", "shar_path": {"cuts": cuts, "target_codes": codes}, "tags": {"kind": "lhotse_shar"}},
-        nemo_tarred(corpora, tmp_path) | {"tags": {"kind": "nemo_tarred"}},
+        {
+            "type": "nemo_tarred",
+            "manifest_filepath": str(nemo_data / "manifest__OP_0..2_CL_.json"),
+            "tarred_audio_filepaths": str(nemo_data / "audio__OP_0..2_CL_.tar"),
+            "tags": {"kind": "nemo_tarred"},
+        },
         {"type": "txt", "paths": str(corpora.text), "language": "en", "tags": {"kind": "txt"}},
         {
             "type": "txt_pair",

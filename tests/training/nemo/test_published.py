@@ -1,12 +1,12 @@
 """NeMo's published settings of ``train_ds``, with keys of its page on Lhotse: batches as those of NeMo's own loader."""
 
-import tarfile
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from lhotse import CutSet, Recording, SupervisionSegment
 from support.project import put, voice, write_lines
+from support.sources import write_tar
 from support.training import AsIs, Letters, flat, take
 
 from sharmill.training import get_dataloader
@@ -44,9 +44,8 @@ def data(tmp_path_factory):
             put(own / f"{name}{n}.wav", voice(shortest + 0.01 * n, seed=n))
             records.append({"audio_filepath": f"{name}{n}.wav", "duration": shortest + 0.01 * n, "text": f"{name}{n}",
                             "answer": f"{name}{n}!", "target_lang": "de", "shard_id": 0})  # fmt: skip
-        with tarfile.open(own / "audio_0.tar", "w") as archive:
-            for record in records:
-                archive.add(own / record["audio_filepath"], record["audio_filepath"])
+        names = [record["audio_filepath"] for record in records]
+        write_tar(own / "audio_0.tar", [(name, (own / name).read_bytes()) for name in names])
         manifest = str(write_lines(own / "manifest.json", records))
         cuts = CutSet.from_cuts(_cut(own, record) for record in records)
         (own / "shar").mkdir()

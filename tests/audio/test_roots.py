@@ -67,13 +67,16 @@ def test_roots_are_numbered_over_all_sources(tmp_path):
     a, b, c = (str(tmp_path / name) for name in "abc")
     roots = AudioRoots.of([[a, b], c, None, [b, a]])
     roots.check()
-    assert roots.place(0, "a.wav") == (0, "a.wav")
-    assert roots.place(0, "b.wav") == (1, "b.wav")
-    assert roots.place(0, f"{b}/b.wav") == (1, "b.wav")
-    assert roots.place(0, "none.wav") == (0, "none.wav")
-    assert roots.place(1, "c.wav") == (2, "c.wav")
-    assert roots.place(2, f"{c}/c.wav") == (3, f"{c[1:]}/c.wav")
-    assert roots.place(3, "b.wav") == (1, "b.wav")
+    for source, path, place in (
+        (0, "a.wav", (0, "a.wav")),
+        (0, "b.wav", (1, "b.wav")),
+        (0, f"{b}/b.wav", (1, "b.wav")),
+        (0, "none.wav", (0, "none.wav")),
+        (1, "c.wav", (2, "c.wav")),
+        (2, f"{c}/c.wav", (3, f"{c[1:]}/c.wav")),
+        (3, "b.wav", (1, "b.wav")),
+    ):
+        assert roots.place(source, path) == place
     for source, path in ((0, f"{c}/c.wav"), (2, "a.wav"), (1, "../a/a.wav"), (2, "pipe:ls"), (2, "/bin/ls |")):
         with raises(RejectRecord, "outside_root"):
             roots.place(source, path)

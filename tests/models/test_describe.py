@@ -1,33 +1,24 @@
 """Names, identities and early checks, all without the heavy packages."""
 
+import gzip
 import importlib.util
-import io
 import json
 import subprocess
 import sys
-import tarfile
 
 import pytest
 import xxhash
 from support.project import raises
+from support.sources import tar_bytes, write_tar
 
 from sharmill.errors import ConfigError
 from sharmill.models import find_codec, find_speaker_encoder
 
 
-def write_archive(path, members):
-    with tarfile.open(path, "w:gz" if len(members) == 1 else "w") as archive:
-        for name, content in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
-
-
 @pytest.fixture
 def nemo_file(tmp_path):
     """An archive with the member names of a NeMo checkpoint, and an empty configuration."""
-    return write_archive(tmp_path / "model.nemo", {"./model_config.yaml": b"{}", "./model_weights.ckpt": b""})
+    return write_tar(tmp_path / "model.nemo", [("./model_config.yaml", b"{}"), ("./model_weights.ckpt", b"")])
 
 
 @pytest.fixture
@@ -118,7 +109,7 @@ WRONG_NAMES = [
 def test_a_wrong_name_or_file_says_in_one_line_what_to_write(find, name, code, shown, tmp_path):
     for file, content in (("empty", b""), ("text", b"not an archive\n" * 100), ("gzip", b"\x1f\x8b\x08\x00 broken")):
         (tmp_path / f"{file}.nemo").write_bytes(content)
-    write_archive(tmp_path / "model.nemo", {"model_config.yaml": b"a: 1\n"})
+    (tmp_path / "model.nemo").write_bytes(gzip.compress(tar_bytes([("model_config.yaml", b"a: 1\n")])))
     for folder, text in (("json", "{"), ("bert", '{"model_type": "bert"}'), ("list", "[]")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(text)

@@ -1,7 +1,6 @@
 """Runs of stages over the dataset of a configuration; the entry point of command line, recipes and cluster jobs."""
 
 import math
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from sharmill.config import Config, load_for_display, to_yaml
 from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.fence import release, stop_ranks
-from sharmill.engine.plan import mark_to_begin_anew, read_ledger
+from sharmill.engine.plan import mark_to_begin_anew, read_ledger, refuse_linked_folders
 from sharmill.engine.run import Executor, Listener, Unlocked, locked, merge_files, reserved, run_stage
 from sharmill.engine.stage import End, Given, RunDir, Stage, StageResult, stage_classes, stages_behind
 from sharmill.engine.state import Attempts, describe_workers, find_workers
@@ -120,8 +119,8 @@ def config_of_run(run_dir: str | Path) -> Config:
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
     shown = load_for_display(paths.config)
     dataset_dir = shown.dataset_dir
-    if ("dataset_dir",) in shown.references.written and paths.reserved.exists():
-        dataset_dir = os.fsdecode(read_stored(paths.reserved))
+    if ("dataset_dir",) in shown.references.written:
+        dataset_dir = str(paths.read_reserved() or dataset_dir)
     # By its own path: the stored one is relative to where the run was started, if it is relative.
     return replace(shown, run_dir=str(run_dir), dataset_dir=dataset_dir)
 
@@ -224,7 +223,9 @@ def run_dataset(
         check_config(config, stages, restart=restart)
         executor.require_devices(_unfinished(config, stages, restart=restart))
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds) as lock:
-        given = Given(stages=list(stages), folder=str(Path.cwd()), command=command)
+        for stage in make_stages(config):
+            refuse_linked_folders(stage)
+        given = Given(stages=list(stages), folder=str(Path.cwd()), run=str(run_dir.path.resolve()), command=command)
         if not joins:
             _begin(config, given, executor, restart=restart, take_over=take_over)
         elif (end := run_dir.read_end()) is not None and end.state != "done":

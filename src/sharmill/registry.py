@@ -22,7 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final
 
-from sharmill.errors import ConfigError, one_line, refuse
+from sharmill.errors import ConfigError, mentions_memory, one_line, refuse
 
 _IMPORTABLE: Final = re.compile(r"python:[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -106,8 +106,8 @@ class Registry:
             return entry.load()
         except ImportError as error:
             raise ConfigError(
-                f"the {self.kind} {name!r} cannot be imported: {error}; install the package that it is in, or put its "
-                "folder on PYTHONPATH",
+                f"the {self.kind} {name!r} cannot be imported: {describe_import_error(error)}; or put the folder that "
+                "it is in on PYTHONPATH",
                 code="missing_package",
             ) from error
         except Exception as error:  # a module of another package may do anything
@@ -296,3 +296,15 @@ def describe_missing(module: str) -> str:
     return f"the package {package} is not installed: " + (
         f"run pip install 'sharmill[{extra}]'" if extra else "install it where the ranks run"
     )
+
+
+def describe_import_error(error: ImportError) -> str:
+    """Return a sentence about a module that is not there, or that is there and cannot be loaded."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return describe_missing(error.name)
+    remedy = (
+        "this process may use too little memory for it: raise its limit (ulimit -v, or that of the job)"
+        if mentions_memory(str(error))
+        else "install its package again"
+    )
+    return f"a module cannot be loaded: {one_line(error)}; {remedy}"

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
 
 import pytest
 from support.project import REPOSITORY, command, run_sharmill
-from support.toy_stage import ToyStage, wait_until
+from support.toy_stage import ToyStage, run, wait_until
 
 from sharmill.engine.stage import End, Given, RunDir
 from sharmill.engine.state import find_workers
@@ -99,6 +100,16 @@ def test_where_nothing_is_at_work_it_says_so(run_dir):
     assert RunDir(run_dir).read_end() is None
 
 
+def test_a_heartbeat_of_a_time_to_come_is_not_waited_for(tmp_path):
+    stage = ToyStage(tmp_path, behaviour={1: "raise"})
+    run(stage)
+    stage.run_dir.config.write_text("{}")
+    beat = next(stage.dir.progress.glob("rank-*.json"))
+    beat.write_text(json.dumps(json.loads(beat.read_text()) | {"ended": False, "kernel": "another"}))
+    os.utime(beat, (4e9, 4e9))
+    assert "nothing is at work" in " ".join(cancel(stage.run_dir.path).stdout.split())
+
+
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path):
     done = cancel(tmp_path)
     assert done.returncode == 2
@@ -146,13 +157,25 @@ def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs
     assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
 
 
+# Of a run directory, by what the refusal says: its id may be that of another run, whose jobs it would end.
+FOREIGN = {
+    "id belongs to another user": lambda path: os.chown(path / "id", 65534, 65534),
+    "id is no file of its own": lambda path: (path / "victim").hardlink_to(path / "id"),
+    "reserved is no file of its own": lambda path: (path / "reserved").symlink_to("victim"),
+    "in which the run was begun": lambda path: RunDir(path).begin(
+        Given(stages=[], run=str(shutil.copytree(path, path / "first")), cluster="here")
+    ),
+}
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_no_job_ends_by_an_id_that_another_user_has_written(run_dir, jobs):
+@pytest.mark.parametrize(("words", "change"), FOREIGN.items())
+def test_no_job_ends_by_an_id_that_may_be_of_another_run(run_dir, jobs, words, change):
     folder, environment = jobs
-    os.chown(RunDir(run_dir).id, 65534, 65534)
+    change(run_dir)
     done = cancel(run_dir, environment=environment)
     assert done.returncode == 2
-    assert "belongs to another user" in " ".join(done.stderr.split())
+    assert words in " ".join(done.stderr.split())
     assert not (folder / "asked").exists()
 
 

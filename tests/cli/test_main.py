@@ -3,15 +3,28 @@
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
+from functools import partial
 
 import click
 import pytest
-from support.project import REPOSITORY, command, make_bare_dataset, make_record, within, write_config, write_lines
+from support.project import (
+    REPOSITORY,
+    Project,
+    command,
+    make_bare_dataset,
+    make_record,
+    run_sharmill,
+    within,
+    write_config,
+    write_lines,
+)
 from support.toy_stage import wait_until
 
 from sharmill.cli.main import COMMANDS, cli
+from sharmill.config import to_yaml
 from sharmill.errors import REMEDIES
 
 HEAVY = ("torch", "nemo", "ray", "omegaconf", "lhotse", "numpy", "transformers", "rich")
@@ -204,6 +217,25 @@ def test_a_run_in_which_nothing_went_on_is_begun_anew_with_another_configuration
     # What went on is kept.
     status, _, err = call("run", path, "prepare")
     assert (status, "was begun differently" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "arguments"), [(2, ["bins", "dataset"]), (3, ["run", "config.yaml", "prepare", "write", "encode"])]
+)
+def test_too_low_a_limit_on_memory_is_named_where_torch_cannot_be_loaded(tmp_path, gibibytes, arguments):
+    """It is not for a missing package, whatever its name."""
+    project = Project(tmp_path).add_voices([0.4])
+    (tmp_path / "config.yaml").write_bytes(
+        to_yaml(
+            project.configure(
+                match=None, encode={"codecs": [{"name": "a", "model": "builtin"}]}, executor={"workers": 1}
+            )
+        )
+    )
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (gibibytes << 30, gibibytes << 30))
+    done = run_sharmill(*arguments, status=1, cwd=tmp_path, preexec_fn=limit)
+    assert "ulimit -v" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # Loads as a large model does, and leaves the process as slowly.

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,14 @@ def test_a_lock_that_is_none_is_refused(tmp_path, make, named):
     with raises(ConfigError, "locked", named), FolderLock(tmp_path):
         pass
     assert Path("/etc/passwd").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seconds", [1e300, -1.0])
+def test_a_lease_that_no_process_asks_for_is_as_that_of_a_torn_record(tmp_path, seconds):
+    (tmp_path / LOCK_NAME).mkdir()
+    record = {"host": "node7", "kernel": "another", "lease_seconds": seconds}
+    (tmp_path / LOCK_NAME / "owner-1.json").write_text(json.dumps(record))
+    began = time.monotonic()
+    with FolderLock(tmp_path, lease_seconds=1.0):
+        assert time.monotonic() - began >= 1.0

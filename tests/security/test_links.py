@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from support.project import (
     REPOSITORY,
+    Project,
     copy,
     lines,
     make_voices,
@@ -21,16 +22,19 @@ from support.taken import TAKERS, state_of, take
 from support.toy_stage import ToyStage, run
 from support.web import serving
 
+from sharmill.engine.run import Listener
 from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.supervisor import logging_to, redirect_output
 from sharmill.files.cache import Cache
 from sharmill.files.storage import STAGING_NAME, Staging, open_stored, token_staging
 from sharmill.grow.join import append_dataset, merge_datasets
+from sharmill.pipeline import run_dataset
 from sharmill.shar.layout import ShardedDataset, codec_fields, read_dataset
 from sharmill.shar.sidecars import write_sidecars
 
 CODES = "codes_a/target_codes"
+TOKEN = "-".join(2 * ["0123456789abcdef"])
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away, and act as another user")
 
 
@@ -70,6 +74,26 @@ def test_links_in_run_directory_and_output_are_refused(tmp_path, name, restart):
     with raises(ConfigError, "foreign_output", f"{link} is a link"):
         run(ToyStage(tmp_path), restart=restart)
     assert (snapshot(behind) if behind.is_dir() else behind.read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    ("link", "names", "behind"),
+    [("prepare/.sharmill-staging", [f"prepare/ranks/{TOKEN}/x"], f"{TOKEN}/ledger"),
+     ("survey/parts", ["survey/plan/token"], "000000.npy")],
+)  # fmt: skip
+def test_a_restart_removes_nothing_behind_a_link(tmp_path, link, names, behind):
+    """The names of what is removed are in the run directory, which may be that of somebody else."""
+    project = Project(tmp_path).add_voices([0.4])
+    config = project.configure(match=None, executor={"workers": 1})
+    run_dataset(config, Listener(), stages=["prepare", "write"])
+    kept = tmp_path / "elsewhere" / behind
+    for path in (kept, *(project.run_dir / name for name in names)):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (project.run_dir / link).symlink_to(tmp_path / "elsewhere")
+    with raises(ConfigError, "foreign_output", f"{link} is a link"):
+        run_dataset(config, Listener(), stages=["prepare", "write"], restart=True)
+    assert kept.exists()
 
 
 @pytest.mark.timeout(60)

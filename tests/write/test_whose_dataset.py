@@ -264,6 +264,21 @@ class TestReserved:
         assert run_toy(other)[0].ok
         assert changes or not (stage.root / STAGING_NAME).exists()
 
+    def test_a_copy_of_a_run_directory_ends_and_removes_nothing_of_the_first(self, config, tmp_path):
+        run_dir = begin(config)
+        run_dir.config.touch()
+        ranks = token_staging(Path(config.dataset_dir), f"{run_dir.read_id()}-{16 * '0'}")
+        ranks.mkdir()
+        copied = Path(shutil.copytree(run_dir.path, f"{config.run_dir}-copy"))
+        assert "copy of that run directory" in " ".join(run_sharmill("cancel", copied, status=2).stderr.split())
+        for restart in (False, True):
+            with raises(ConfigError, "reserved", "copy of that run directory", config.run_dir):
+                run_dataset(at(config, "-copy"), Listener(), restart=restart)
+        assert ranks.is_dir()
+        # One that was moved is the same run.
+        run_sharmill("cancel", run_dir.path.rename(tmp_path / "moved"))
+        assert not ranks.exists()
+
     def test_one_that_is_cancelled_before_publishing_frees_the_directory(self, config):
         """A damaged reservation of somebody else is no hindrance."""
         run_dir = begin(config)

@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 import sharmill
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, describe_error, printable_line
-from sharmill.registry import explain_removal
+from sharmill.registry import describe_import_error, explain_removal
 
 # By heading: the function of each command in this package, and the first line of its help.
 COMMANDS: Final = {
@@ -137,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     except BrokenPipeError:
         # Click is interrupted, and nobody is left to read that.
         os._exit(SharmillError.exit_status)
+    except ImportError as error:
+        click.echo(f"Error: {printable_line(describe_import_error(error))}", err=True)
+        sys.exit(SharmillError.exit_status)
     except ConnectionError as error:
         click.echo(f"Error: {printable_line(str(error))}", err=True)
         sys.exit(SharmillError.exit_status)

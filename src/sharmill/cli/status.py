@@ -28,7 +28,7 @@ from sharmill.cli.command import (
 )
 from sharmill.cli.progress import describe_amount, describe_rate
 from sharmill.config import Config
-from sharmill.engine.fence import release_cancelled
+from sharmill.engine.fence import release_cancelled, require_original
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked
 from sharmill.engine.stage import End, RunDir, Stage
@@ -383,6 +383,7 @@ def cancel(run_dir: Path) -> None:
     paths = RunDir(run_dir)
     if not paths.config.exists():
         raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
+    require_original(paths)
     queued, live = queued_jobs(paths), _find_processes(paths)
     if queued or live:
         # First of all: what goes on meanwhile submits nothing more.

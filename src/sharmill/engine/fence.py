@@ -6,9 +6,10 @@ folder of the run directory, and one in the staging folder beside the final file
 makes these; a restart removes them before anything else, so that every late write and rename of an older rank fails.
 
 A reservation keeps other runs from folders of a dataset directory until its run has published all. It is one file in
-the staging folder, called by the random id in the run directory, so a run that was moved, or copied, is the same run.
-It names the folders of all unfinished stages of the run. As long as it is there, nobody but its run has published in
-these folders since they were found to be free or the run's own.
+the staging folder, called by the random id in the run directory, so a run that was moved is the same run. A copy has
+the same id: as long as the first directory is there, the reservation and the jobs are those of the first alone. It
+names the folders of all unfinished stages of the run. As long as it is there, nobody but its run has published in these
+folders since they were found to be free or the run's own.
 """
 
 import logging
@@ -19,13 +20,14 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated
 
 import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from sharmill.engine.stage import RunDir, Stage, StageDir
-from sharmill.errors import ConfigError, FatalError
+from sharmill.errors import ConfigError, FatalError, refuse
 from sharmill.files.host import user_name
 from sharmill.files.storage import (
     NOT_JSON,
@@ -55,7 +57,8 @@ _TOKEN = "-".join(2 * [16 * "[0-9a-f]"])
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a reservation: the run, and the folders that it has reserved.
 
-    ``device`` is the number, on ``host``, of the file system that the run directory's parent is on.
+    ``device`` is the number, on ``host``, of the file system that the run directory's parent is on, and ``inode`` that
+    of the run directory on any host.
     """
 
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -64,6 +67,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     since: str
     device: int
+    inode: int = 0
     folders: list[str]
 
 
@@ -98,7 +102,7 @@ def reserve(stages: Sequence[Stage], *, restart: bool) -> None:
         root,
         Reservation(
             id=own, run=str(run), host=host, user=user, since=since, device=device,
-            folders=sorted(before | wanted - {_ALL}),
+            inode=run.stat().st_ino, folders=sorted(before | wanted - {_ALL}),
         ),
     )  # fmt: skip
     try:
@@ -137,14 +141,50 @@ def release_cancelled(run_dir: RunDir) -> list[Path]:
 
     Nobody else could use these folders in any case. The caller holds the run directory's lock, and no rank is left.
     """
-    if not run_dir.reserved.exists():
+    root, own = run_dir.read_reserved(), run_dir.read_id()
+    if root is None:
         return []
-    root, own = Path(os.fsdecode(read_stored(run_dir.reserved))), run_dir.read_id()
-    refuse_strangers(root, [root / STAGING_NAME])
     used = {folder for folder in _own_folders(root, run_dir) if any((root / folder).glob("*"))}
     _remove_plans(root, own)
     _keep(root, own, used)
     return [root / folder for folder in sorted(used)]
+
+
+def require_original(run_dir: RunDir) -> None:
+    """Raise ConfigError unless this user has begun a run in this very directory: only then it is his to end."""
+    for path in (run_dir.id, run_dir.reserved):
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            refuse(
+                (
+                    status.st_uid != os.geteuid(),
+                    f"{path} belongs to another user, and may name any run: let that user cancel, or end jobs by "
+                    "scancel",
+                ),
+                (
+                    not S_ISREG(status.st_mode) or status.st_nlink > 1,
+                    f"{path} is no file of its own, and may be that of any run: look at what it is, and remove it",
+                ),
+                code="foreign_output",
+            )
+    given = run_dir.read_given()
+    if given is not None and given.run and _is_copy(run_dir, given.run):
+        raise ConfigError(
+            f"{run_dir.path} is a copy of {given.run}, in which the run was begun: cancel that", code="reserved"
+        )
+    if (root := run_dir.read_reserved()) is not None:
+        _own_folders(root, run_dir)
+
+
+def _is_copy(run_dir: RunDir, first: str) -> bool:
+    """Return True if a run was begun in another directory, which is still there: else it was moved."""
+    if _is_missing(first):
+        return False
+    original = RunDir(Path(first))
+    try:
+        return not original.path.samefile(run_dir.path) and original.read_id() == run_dir.read_id()
+    except (OSError, ValueError):
+        return True  # what cannot be looked at from here may be there
 
 
 def refuse_reservations(root: Path, own: str = "", folders: Collection[str] = (_ALL,)) -> None:
@@ -158,14 +198,12 @@ def refuse_reservations(root: Path, own: str = "", folders: Collection[str] = (_
             continue
         if _is_missing(other.run):
             gone = ", a run directory that is not there any more, or cannot be seen from here"
-            with suppress(OSError):
-                # A file system that is not mounted leaves an empty folder of another one.
-                if _place(Path(other.run)) == (other.host, other.user, other.device):
-                    log.warning("%s has gone, and so does its reservation %s", other.run, path)
-                    # Ranks that were left have lost their ledger, and lose their staging folder now.
-                    _remove_plans(root, other.id)
-                    _keep(root, other.id, ())
-                    continue
+            if _is_of_here(other):
+                log.warning("%s has gone, and so does its reservation %s", other.run, path)
+                # Ranks that were left have lost their ledger, and lose their staging folder now.
+                _remove_plans(root, other.id)
+                _keep(root, other.id, ())
+                continue
         raise ConfigError(
             f"{root} is reserved: {other.user} on {other.host} has been at work on {', '.join(other.folders)} there "
             f"since {other.since}, from {other.run}{gone}. Wait until that run is finished, or choose another "
@@ -179,6 +217,16 @@ def _place(run: Path) -> tuple[str, str, int]:
     return socket.gethostname(), user_name(), run.parent.stat().st_dev
 
 
+def _is_of_here(reservation: Reservation) -> bool:
+    """Return True if this user has made a reservation on this host, by a run directory on the file system that is here.
+
+    One that is not mounted leaves an empty folder of another one.
+    """
+    with suppress(OSError):
+        return _place(Path(reservation.run)) == (reservation.host, reservation.user, reservation.device)
+    return False
+
+
 def _is_missing(run: str) -> bool:
     """Return True if a run directory is not there, as far as this user may see."""
     try:
@@ -188,32 +236,67 @@ def _is_missing(run: str) -> bool:
     return False
 
 
+def _staging(root: Path) -> Path:
+    """Return the staging folder of a directory.
+
+    Raises:
+        ConfigError: it is a link: what lies behind it is not the run's to change.
+    """
+    refuse_strangers(root, [root / STAGING_NAME])
+    return root / STAGING_NAME
+
+
 def _path(root: Path, run_id: str) -> Path:
-    return root / STAGING_NAME / f"{run_id}{_SUFFIX}"
+    return _staging(root) / f"{run_id}{_SUFFIX}"
 
 
 def _find(root: Path, pattern: str) -> list[Path]:
     """Return what matches a pattern in the staging folder, in order; another run may remove the folder meanwhile."""
     with suppress(FileNotFoundError):
-        return sorted((root / STAGING_NAME).glob(pattern))
+        return sorted(_staging(root).glob(pattern))
     return []
 
 
 def _read(path: Path) -> Reservation | None:
+    found = None
     try:
-        return msgspec.json.decode(read_stored(path), type=Reservation)
+        found = msgspec.json.decode(read_stored(path), type=Reservation)
     except FileNotFoundError:
         return None
     except NOT_JSON as error:
+        log.debug("%s: %s", path, error)
+    # Its name says which folders it is of.
+    if found is None or path.name != f"{found.id}{_SUFFIX}":
         raise ConfigError(
             f"{path} is no reservation: if no run is at work on {path.parent.parent}, remove that file", code="reserved"
-        ) from error
+        )
+    return found
 
 
 def _own_folders(root: Path, run_dir: RunDir) -> set[str]:
-    """Return the folders of a directory that a run has reserved."""
-    found = _read(_path(root, run_dir.read_id()))
-    return set() if found is None else {*found.folders}
+    """Return the folders of a directory that a run has reserved.
+
+    Raises:
+        ConfigError: another directory has, and this one is a copy of it.
+    """
+    path = _path(root, run_dir.read_id())
+    found = _read(path)
+    if found is None:
+        return set()
+    if _is_missing(found.run):
+        # It was moved, unless it lies on another host.
+        is_own = found.inode == run_dir.path.stat().st_ino or _is_of_here(found)
+    else:
+        theirs = RunDir(Path(found.run)).read_reserved() if _is_copy(run_dir, found.run) else None
+        # The first run has none here if the dataset directory was copied as well.
+        is_own = theirs is None or not theirs.exists() or not theirs.samefile(root)
+    if not is_own:
+        raise ConfigError(
+            f"{root} is reserved by {found.run} on {found.host}, and {run_dir.path} seems to be a copy of that run "
+            f"directory: go on there, or choose another dataset_dir; if that run will never go on: remove {path}",
+            code="reserved",
+        )
+    return {*found.folders}
 
 
 # Another run may remove the empty folder at this moment.
@@ -224,7 +307,7 @@ def _write(root: Path, reservation: Reservation) -> None:
 
 def _keep(root: Path, run_id: str, folders: Collection[str]) -> None:
     """Have the reservation of a run be for these folders alone, and go where there are none."""
-    path, staging = _path(root, run_id), root / STAGING_NAME
+    path, staging = _path(root, run_id), _staging(root)
     if not staging.is_dir():
         return
     if folders:
@@ -304,7 +387,7 @@ def remove_fences(paths: StageDir, root: Path) -> None:
     """Remove the folders of a stage's plans: whatever their ranks still write comes to nothing."""
     for ranks in (paths.path / "ranks").glob(_TOKEN):
         for folder in (root, paths.path):
-            remove_at_once(token_staging(folder, ranks.name))
+            _remove_staging(folder, ranks.name)
         remove_at_once(ranks)
     remove_asides(paths.path / "ranks")
 
@@ -312,4 +395,9 @@ def remove_fences(paths: StageDir, root: Path) -> None:
 def stop_ranks(stage: Stage) -> None:
     """Stop ranks that are at work for the stage's plan, which stays with what they have done: a later run goes on."""
     for ranks in (stage.dir.path / "ranks").glob(_TOKEN):
-        remove_at_once(token_staging(stage.root, ranks.name))
+        _remove_staging(stage.root, ranks.name)
+
+
+def _remove_staging(root: Path, token: str) -> None:
+    """Remove the folder from which ranks of a plan publish; raises as ``_staging``."""
+    remove_at_once(_staging(root) / token)

@@ -103,7 +103,8 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
         ConfigError: there is a plan, but of another configuration, input or version; or the output is another run's.
     """
     stage.token = ""
-    _refuse_linked_folders(stage)
+    refuse_linked_folders(stage)
+    refuse_strangers(stage.root, [stage.root / name for name in stage.folders])
     run_id = stage.run_dir.make_id()
     restart = restart or stage.dir.begin_anew.exists()
     require_own_output(stage)
@@ -194,7 +195,7 @@ def _remove_files(paths: StageDir) -> None:
     remove_if_empty(*folders, paths.path, paths.path.parent)
 
 
-def _refuse_linked_folders(stage: Stage) -> None:
+def refuse_linked_folders(stage: Stage) -> None:
     """Raise ConfigError where a folder of the stage, a log or a file of a cluster's jobs is a link or a stranger's.
 
     What lies behind a link is not this run's to change.
@@ -207,6 +208,7 @@ def _refuse_linked_folders(stage: Stage) -> None:
         own += [
             *paths.folders_of_ranks,
             paths.path / STAGING_NAME,
+            paths.path / "parts",
             paths.identity,
             paths.units,
             paths.token_file,
@@ -215,8 +217,7 @@ def _refuse_linked_folders(stage: Stage) -> None:
             *paths.logs.glob("*"),
         ]
     refuse_strangers(run.path, own)
-    published = [stage.root / name for name in stage.folders]
-    refuse_strangers(stage.root, [token_staging(stage.root, stage.dir.token), *published])
+    refuse_strangers(stage.root, [token_staging(stage.root, stage.dir.token)])
 
 
 def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:

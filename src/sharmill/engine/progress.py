@@ -62,9 +62,9 @@ class RankProgress(Process, kw_only=True):
     def is_alive(self, now: float, seconds: float = SILENT_SECONDS) -> bool:
         """Return True if the process has not ended, as far as can be told, and has written in the last ``seconds``.
 
-        ``now`` is by the clock of the file system, as ``written``.
+        ``now`` is by the clock of the file system, as ``written``; a time to come is no heartbeat's.
         """
-        return not self.ended and now - self.written <= seconds and not self.is_known_dead()
+        return not self.ended and abs(now - self.written) <= seconds and not self.is_known_dead()
 
 
 _decoder = msgspec.json.Decoder(RankProgress)

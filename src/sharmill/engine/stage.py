@@ -31,6 +31,7 @@ from sharmill.files.storage import (
     PublishedFile,
     Staging,
     checksum_bytes,
+    damaged_file,
     read_record,
     read_records,
     read_stored,
@@ -174,6 +175,15 @@ class RunDir:
             write_atomic(self.id, secrets.token_hex(8).encode())
         return self.read_id()
 
+    def read_reserved(self) -> Path | None:
+        """Return the directory in which the run has reservations; None where it never had one."""
+        if not self.reserved.exists():
+            return None
+        root = Path(os.fsdecode(read_stored(self.reserved)))
+        if not root.is_absolute() or "\0" in str(root):
+            raise damaged_file(self.reserved, "it names no directory")
+        return root
+
     def begin(self, given: "Given") -> None:
         """Note what a run is given; that an earlier one has ended counts no more. The caller holds the lock."""
         write_atomic(self.given, msgspec.json.encode(given) + b"\n")
@@ -207,12 +217,14 @@ class Given(msgspec.Struct, kw_only=True):
     """Values that a run was begun with; who joins it, and the jobs that go on with it, take it from here.
 
     ``stages`` are the names of its stages, ``folder`` is what relative paths of its configuration begin at, and
-    ``command`` is what goes on with it, "" where nobody knows. ``cluster`` is the name of the SLURM cluster that has
+    ``run`` is the run directory, so that a copy of it is told. ``command`` is what goes on with it, "" where nobody
+    knows. ``cluster`` is the name of the SLURM cluster that has
     its jobs, "" where it has none.
     """
 
     stages: list[str]
     folder: str = ""
+    run: str = ""
     command: str = ""
     cluster: str = ""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from uuid import uuid4
 
 import msgspec
@@ -228,7 +228,7 @@ class Round(msgspec.Struct):
     """
 
     bins: list[list[int]]
-    join_seconds: float = 0.0
+    join_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     begun: list[int] = []
 
 

@@ -47,7 +47,7 @@ from sharmill.files.storage import (
     stopping_errors,
     write_atomic,
 )
-from sharmill.registry import describe_missing
+from sharmill.registry import describe_import_error
 
 log = logging.getLogger(__name__)
 
@@ -288,8 +288,8 @@ class _Worker:
                 require_current(stage)
                 raise
             except ImportError as error:
-                problem = _with_type(error) if error.name is None else describe_missing(error.name)
-                missing = FatalError(f"{stage.name}: on {socket.gethostname()}, {problem}", code="missing_package")
+                problem = f"{stage.name}: on {socket.gethostname()}, {describe_import_error(error)}"
+                missing = FatalError(problem, code="missing_package")
                 self._note_error(missing)
                 raise missing from error
             except SharmillError as error:

@@ -241,7 +241,7 @@ def run_alone(
                 # At once, so that no later run takes what a killed process has left of it for a state to go on from.
                 remove_at_once(stage.dir.path)
             finally:
-                if not resumes:
+                if not resumes and stage.dir.token_file.exists():
                     remove_at_once(stage.dir.path)
                 if not stage.dir.token_file.exists():
                     # It is finished, or nothing was begun; a run that ended may have been killed while it removed this.

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 from uuid import uuid4
 
 import msgspec
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME = ".sharmill-lock"
 LEASE_SECONDS = 120.0
+# A record that asks for more, or for nothing, is none of ours: nobody waits for it longer than for a torn one.
+_MAX_LEASE_SECONDS = 3600.0
 _POLL_SECONDS = 0.25
 
 
@@ -42,7 +45,7 @@ class LockOwner(Process, kw_only=True):
     """The process that holds a lock, or tries to, as its record describes it."""
 
     since: str = "an unknown time"
-    lease_seconds: float = LEASE_SECONDS
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=_MAX_LEASE_SECONDS)] = LEASE_SECONDS
 
     def __str__(self) -> str:
         return f"{super().__str__()}, since {self.since}"

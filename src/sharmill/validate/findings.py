@@ -14,7 +14,7 @@ import msgspec
 
 from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
-from sharmill.engine.plan import revoke
+from sharmill.engine.plan import refuse_linked_folders, revoke
 from sharmill.engine.run import locked
 from sharmill.engine.stage import RunDir, stage_classes
 from sharmill.engine.state import describe_workers, find_workers
@@ -315,6 +315,7 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
                 ),
                 code="bad_findings",
             )
+            refuse_linked_folders(stage)
         for stage, units in concerned:
             remove(stage.dir.done)
             if known := units & {unit.index for unit in stage.dir.read_units()}:

@@ -168,7 +168,10 @@ class SlurmExecutor(Executor):
         if not (cluster := queue.setting("ClusterName")):
             raise ConfigError("there is no SLURM cluster here", code="no_cluster")
         kinds = dict.fromkeys(stage.kind for stage in self.dataset.make_stages())
-        self.given = Given(stages=list(kinds), folder=str(Path.cwd()), command=self.command, cluster=cluster)
+        self.given = Given(
+            stages=list(kinds), folder=str(Path.cwd()), run=str(self.run_dir.path.resolve()), command=self.command,
+            cluster=cluster,
+        )  # fmt: skip
         return self._run_stages(wait_seconds=0.0)
 
     def find_jobs(self, run_dir: RunDir) -> list[queue.QueuedJob] | None:

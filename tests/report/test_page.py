@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import os
 import re
 from importlib.resources import files
 from unittest import mock
@@ -193,6 +194,21 @@ def test_a_run_that_is_no_part_of_its_dataset_has_its_accounts_and_its_pilot(rep
     ):  # fmt: skip
         assert words in page
     assert "<b>because" not in page
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+@pytest.mark.parametrize("is_its_own", [True, False])
+def test_a_run_directory_of_another_user_shows_the_dataset_of_its_ledger_alone(reported, call, tmp_path, is_its_own):
+    """That user may read the page, and may not read the dataset that the configuration names."""
+    run_dir, other = copy(reported.run_dir, tmp_path / "run"), copy(reported.dataset, tmp_path / "other")
+    (other / "shards.jsonl").write_text((other / "shards.jsonl").read_text().replace('"xxh3":"', '"xxh3":"other'))
+    path = run_dir / "resolved_config.yaml"
+    if not is_its_own:
+        path.write_text(path.read_text().replace(str(reported.dataset), str(other)))
+    os.chown(path, 65534, -1)
+    status, out, _ = call("report", run_dir)
+    page = (run_dir / "report.html").read_text()
+    assert (status, "<audio" in page, "is not on the page" in " ".join(out.split())) == (0, is_its_own, not is_its_own)
 
 
 def test_the_card_names_the_fields_that_a_stage_has_added(reported, call, tmp_path):

@@ -50,7 +50,7 @@ from sharmill.inspect.cuts import (
 from sharmill.pipeline import config_of_run, stages_of_run
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.page import write_page
-from sharmill.shar.layout import ShardRecord, open_directory, read_dataset
+from sharmill.shar.layout import DATASET_FILE, ShardRecord, open_directory, read_dataset
 from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 from sharmill.shar.sidecars import write_sidecars
 
@@ -245,6 +245,12 @@ def report(directory: Path, output: Path | None, models: dict[str, str]) -> None
         facts, path = read_run_facts(config, stages_of_run(config), models), output or run_dir.report
     else:
         facts, path = read_dataset_facts(directory, models), output or Path("report.html")
+    if facts.record is None and (facts.dataset_dir / DATASET_FILE).exists():
+        say(
+            f"the dataset {facts.dataset_dir} is not on the page: {run_dir.config} belongs to another user, and not all "
+            f"of that dataset was made by this run; sharmill report {facts.dataset_dir} shows it",
+            style="yellow",
+        )
     size = write_page(facts, path)
     say(f"wrote {path}: {size / 1e6:.1f} MB")
     print_json({"page": str(path), "bytes": size})

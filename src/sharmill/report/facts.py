@@ -6,6 +6,7 @@ which is drawn by the checksum of the index. Items that cannot be read are count
 """
 
 import heapq
+import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from sharmill.audio.sound import Sound, measure_sound
 from sharmill.config import Config
 from sharmill.encode.stage import EncodeStage, read_counts
 from sharmill.encode.survey import SurveyStage
-from sharmill.engine.plan import read_ledger
+from sharmill.engine.plan import committed_files, read_ledger
 from sharmill.engine.stage import RunDir, Stage, Totals
 from sharmill.engine.view import StageView, read_stage, view_stage
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
@@ -41,6 +42,7 @@ from sharmill.shar.layout import (
     TARGET_CODES,
     CodecRecord,
     DatasetRecord,
+    FieldFile,
     ShardRecord,
     codes_field,
     read_dataset,
@@ -374,9 +376,24 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     except ConfigError:
         # Not written yet, or moved: the page is of the run then.
         record, shards = None, []
+    if not _may_show(run_dir, stages, shards):
+        record, shards = None, []
     return Facts(
         name=config.name, dataset_dir=dataset_dir, record=record, shards=shards, run=run, models=models, decode=decode
     )
+
+
+def _may_show(run_dir: RunDir, stages: Sequence[Stage], shards: Sequence[ShardRecord]) -> bool:
+    """Return True if a page in a run directory may show a dataset with these shards.
+
+    The configuration of another user may name any dataset that this user alone may read, and that user would find the
+    page: the ledger of such a run must have all files of the dataset.
+    """
+    if run_dir.config.stat().st_uid == os.geteuid():
+        return True
+    files = [file for stage in stages if stage.shares_root for file in committed_files(stage)]
+    own = {FieldFile(file.name, file.size, file.xxh3) for file in files}
+    return all(own.issuperset(shard.fields.values()) for shard in shards)
 
 
 def _read_stage(stage: Stage, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:

@@ -238,6 +238,12 @@ def test_too_low_a_limit_on_memory_is_named_where_torch_cannot_be_loaded(tmp_pat
     assert "Traceback" not in done.stderr
 
 
+def test_without_a_path_in_the_environment_torch_is_loaded_all_the_same(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "PATH"}
+    dataset = make_bare_dataset(tmp_path / "dataset", [4])
+    assert "Traceback" not in run_sharmill("bins", dataset, status=None, env=environment).stderr
+
+
 # Loads as a large model does, and leaves the process as slowly.
 _SLOW = """
 import atexit, pathlib, time

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.damage import STRANGE_FILES
-from support.project import Project, raises
+from support.project import Project, raises, run_sharmill
 
 from sharmill.cli.status import read_run
 from sharmill.engine.run import Listener
@@ -74,6 +74,13 @@ def test_files_of_plans_that_are_none_do_no_harm_or_end_in_one_line(prepared, ru
         error = error_of(read)
         assert error is None or error.code in ("damaged_run_dir", "changed_plan", "foreign_output")
         assert "\n" not in str(error)
+
+
+def test_a_file_of_a_plan_that_is_missing_ends_in_one_line(run_dir):
+    path = run_dir / "prepare/plan/identity.json"
+    path.unlink()
+    error = run_sharmill("report", run_dir, status=1).stderr
+    assert (error.count("\n"), str(path) in error) == (1, True)
 
 
 @pytest.mark.timeout(60)

@@ -247,8 +247,8 @@ def report(directory: Path, output: Path | None, models: dict[str, str]) -> None
         facts, path = read_dataset_facts(directory, models), output or Path("report.html")
     if facts.record is None and (facts.dataset_dir / DATASET_FILE).exists():
         say(
-            f"the dataset {facts.dataset_dir} is not on the page: {run_dir.config} belongs to another user, and not all "
-            f"of that dataset was made by this run; sharmill report {facts.dataset_dir} shows it",
+            f"the dataset {facts.dataset_dir} is not on the page: {run_dir.config} belongs to another user, and not "
+            f"all of that dataset was made by this run; sharmill report {facts.dataset_dir} shows it",
             style="yellow",
         )
     size = write_page(facts, path)

@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     handler.addFilter(lambda record: record.levelno >= logging.ERROR or record.name == "sharmill.files.locks")
     handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler])
+    # Libraries that are imported later take it for granted.
+    os.environ.setdefault("PATH", os.defpath)
     # A cluster ends jobs with SIGTERM: the same clean end as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -258,19 +258,14 @@ def _find(root: Path, pattern: str) -> list[Path]:
 
 
 def _read(path: Path) -> Reservation | None:
-    found = None
     try:
-        found = msgspec.json.decode(read_stored(path), type=Reservation)
+        return msgspec.json.decode(read_stored(path), type=Reservation)
     except FileNotFoundError:
         return None
     except NOT_JSON as error:
-        log.debug("%s: %s", path, error)
-    # Its name says which folders it is of.
-    if found is None or path.name != f"{found.id}{_SUFFIX}":
         raise ConfigError(
             f"{path} is no reservation: if no run is at work on {path.parent.parent}, remove that file", code="reserved"
-        )
-    return found
+        ) from error
 
 
 def _own_folders(root: Path, run_dir: RunDir) -> set[str]:
@@ -387,7 +382,7 @@ def remove_fences(paths: StageDir, root: Path) -> None:
     """Remove the folders of a stage's plans: whatever their ranks still write comes to nothing."""
     for ranks in (paths.path / "ranks").glob(_TOKEN):
         for folder in (root, paths.path):
-            _remove_staging(folder, ranks.name)
+            remove_at_once(token_staging(folder, ranks.name))
         remove_at_once(ranks)
     remove_asides(paths.path / "ranks")
 
@@ -395,9 +390,4 @@ def remove_fences(paths: StageDir, root: Path) -> None:
 def stop_ranks(stage: Stage) -> None:
     """Stop ranks that are at work for the stage's plan, which stays with what they have done: a later run goes on."""
     for ranks in (stage.dir.path / "ranks").glob(_TOKEN):
-        _remove_staging(stage.root, ranks.name)
-
-
-def _remove_staging(root: Path, token: str) -> None:
-    """Remove the folder from which ranks of a plan publish; raises as ``_staging``."""
-    remove_at_once(_staging(root) / token)
+        remove_at_once(token_staging(stage.root, ranks.name))

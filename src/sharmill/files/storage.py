@@ -99,11 +99,13 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in STOPPING_ERRNOS | _MOVING_ERRNOS | _IN_THE_WAY:
+        if error.errno in STOPPING_ERRNOS | _MOVING_ERRNOS | _IN_THE_WAY | {errno.ENOENT}:
             place = error.filename2 or error.filename or f"a file of {folder}"
             remedy = "see to the disk, then" if error.errno in STOPPING_ERRNOS else "another process was faster:"
             if error.errno in _IN_THE_WAY:
                 remedy = "look at what is in the way there, move it away, and"
+            elif error.errno == errno.ENOENT:
+                remedy = "put it back, or begin its stage anew with --restart, and"
             raise FatalError(
                 f"cannot read or write {place}: {os.strerror(error.errno)}; {remedy} run the same command again",
                 code="disk",

@@ -170,6 +170,19 @@ CODES: Final[dict[str, str]] = {
 }
 
 
+# The user and password in a URL, and its query, which may be a signature; urllib3 names the end of a URL alone.
+_SECRETS: Final = re.compile(r"(://)[^/?#\s]*@|((?:://|url: )[^\s?'\"]*\?)[^\s'\")>]+")
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text as it may be shown: its URLs without passwords and queries.
+
+    >>> hide_secrets("https://me:secret@host/a.wav?token=1 is not there")
+    'https://host/a.wav?... is not there'
+    """
+    return _SECRETS.sub(lambda found: found[1] or f"{found[2]}...", text)
+
+
 class SharmillError(Exception):
     """Base of all errors that sharmill raises on purpose; the message is one line for the user.
 
@@ -185,7 +198,7 @@ class SharmillError(Exception):
     def __init__(self, message: str, *, code: str | None = None, details: Iterable[str] = ()) -> None:
         code = code or self.default_code
         assert code in CODES, f"unknown error code {code!r}"
-        self.lines = (message, *details)
+        self.lines = tuple(map(hide_secrets, (message, *details)))
         super().__init__("\n  ".join(self.lines))
         self.code = code
 
@@ -219,7 +232,7 @@ class RejectRecord(SharmillError):
         assert reason in REASONS, f"unknown reason code {reason!r}"
         super().__init__(detail)
         self.reason = reason
-        self.detail = detail
+        self.detail = self.lines[0]
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}"

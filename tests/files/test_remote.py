@@ -8,9 +8,12 @@ import re
 import socket
 import sys
 import time
+import traceback
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import quote
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -21,6 +24,7 @@ from tenacity import wait_none
 
 import sharmill.files.remote as module
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.files import pace
 from sharmill.files.cache import Cache, RemoteFile
 from sharmill.files.remote import check_url, request
 from sharmill.shar import open_shar
@@ -81,14 +85,43 @@ def test_passing_errors_are_tried_again_and_odd_answers_are_read(path, requests,
         ("/length/84/a.flac?16384,5", "missing_audio", "cannot be fetched: .* unmatching", 1),
         ("/length/84/a.flac?99999999999999999999", "unreadable_audio", "more than", 1),
         ("/to/x?/to/y", "missing_audio", "redirects more than 5 times", 1),
+        ("/to/x?//me:secret@other/a?secret", "outside_root", "redirects to http://other", 1),
+        ("/raw/a?HTTP/1.1%20404%20No%0AHost%0A%0A", "missing_audio", r"/raw/a\?\.\.\. 404", 1),
+        ("/raw/a?HTTP/1.1%20206%20Part%0AContent-Range:%20bytes%200-1/2%0A%0Aaa", "missing_audio", "206 Part", 1),
+        *(
+            (f"/raw/a?HTTP/1.1%20200%20OK%0A{rest}", "unreadable_audio", "is no HTTP", 4)
+            for rest in ("X:~%0A%0A", 120 * "X:a%0A" + "%0A")
+        ),
+        ("/raw/a?HELLO", "unreadable_audio", "is no HTTP", 4),
+        ("/raw/a?HTTP/1.1%20200%20OK%0ATransfer-Encoding:chunked%0A%0Azz%0A", "unreadable_audio", "cut off", 4),
     ],
 )
-def test_what_a_server_says_of_a_file_is_a_reject(path, reason, said, requests, web, tmp_path):
+def test_what_a_server_says_of_a_file_is_a_reject(path, reason, said, requests, web, tmp_path, caplog):
     with pytest.raises(RejectRecord, match=said) as caught:
         fetched(web, path, tmp_path / "copies")
     assert caught.value.reason == reason
     assert web.requests[path] == requests
+    shown = caplog.text + "".join(traceback.format_exception(caught.value))
+    assert not [text for text in ("secret", f"{web.url}{path}") if text in shown and (text == "secret" or "?" in path)]
     assert {file.name for file in (tmp_path / "copies").rglob("*") if file.is_file()} == {".lock", ".sharmill-cache"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "HTTP/1.1 200 OK\nX-Long: " + "a" * 70 + "\n\n",
+        "HTTP/1.1 100 Continue\n\n" * 3 + "HTTP/1.1 200 OK\n\n",
+        "HTTP/1.1 200 OK\nTransfer-Encoding: chunked\n\n0000000000000000000000000001\na\n0\n\n",
+        "HTTP/1.1 200 OK\nContent-Length: 50\n\n" + "a" * 50,
+    ],
+    ids=["header", "continue", "chunk", "body"],
+)
+def test_an_answer_that_trickles_is_no_reject(answer, web, tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "SECONDS", 0.5)
+    file = RemoteFile.of(f"{web.url}/slow/a?{quote(answer)}", Cache(tmp_path, 1 << 40))
+    for ask in (file.read_bytes, lambda: file.read_head(50)):
+        with pytest.raises(ConnectionError, match="timed out"):
+            ask()
 
 
 def test_a_busy_server_is_no_reject(web, tmp_path):
@@ -113,6 +146,8 @@ def test_a_server_out_of_reach_is_no_reject(web, tmp_path):
         ("https://me:secret@host/a", "netrc"),
         ("https://host/a?key=1", "before"),
         ("https://[::1/a", "no URL"),
+        ("http://host/a", "no certificates"),
+        ("http://127.0.0.1.org/a", "no certificates"),
     ],
 )
 def test_urls_that_cannot_be(root, said):
@@ -264,6 +299,44 @@ def test_a_store_that_is_busy_or_slow_or_breaks_off_gives_the_same_bytes(fault, 
     store.put("a.bin", DATA)
     store.faults.append(dataclasses.replace(fault))
     assert Cache(tmp_path / "copies", 1 << 40).get(store.url("a.bin")).read_bytes() == DATA
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nX" + bytes(50), HEAD % len(DATA) + DATA], ids=["head", "body"])
+def test_an_answer_of_a_store_that_trickles_is_no_reject(answer, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(pace, "SECONDS", 0.5)
+    store.put("a.bin", DATA)
+    store.faults.append(Fault("a.bin", methods="GET", answer=answer, pause=1))
+    file = RemoteFile.of(store.url("a.bin"), Cache(tmp_path, 1 << 40))
+    for ask in (file.read_bytes, lambda: file.read_head(50)):
+        with pytest.raises(ConnectionError, match="cannot fetch"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [HEAD % (40 << 20) + bytes(40 << 20), b"HELLO", b"HTTP/1.1 200 OK\r\nX: " + bytes(70_000), HEAD % 1],
+    ids=["too large", "status line", "header", "short"],
+)
+# Google's client tries for a minute.
+@pytest.mark.parametrize("store", [S3Store, AIStoreStandIn], ids=["s3", "ais"], indirect=True)
+def test_an_odd_answer_of_a_store_is_a_reject(answer, store, tmp_path):
+    store.put("a.bin", DATA)
+    store.faults.append(Fault("a.bin", methods="GET", answer=answer))
+    url, path = store.url("a.bin"), tmp_path / "a.bin"
+    with path.open("wb") as stream, pytest.raises(RejectRecord, match=r"more than|no HTTP|cut off|cannot fetch"):
+        request(url, lambda client: client.download(url, stream, path, len(DATA)))
+    assert path.stat().st_size < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a\nb", "a%41", "a/../b", "./a", "a/", "a?versionId=null", "a//b"])
+def test_a_name_in_a_store_is_taken_as_it_stands_or_refused(name, store, tmp_path):
+    for key in ("a", "b", "aA", name):
+        store.put(key, key.encode())
+    with suppress(RejectRecord):
+        assert Cache(tmp_path, 1 << 40).get(store.url(name)).read_bytes() == name.encode()
 
 
 def test_an_object_that_changes_while_it_is_copied_is_copied_again(store, tmp_path):

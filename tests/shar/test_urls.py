@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+import shutil
 import time
+from contextlib import nullcontext
 from itertools import islice
 
 import pytest
@@ -58,9 +60,17 @@ def test_cuts_order_and_states_are_those_on_disk(options, many, at_url):
         assert sorted(cut.id for part in parts for cut in part) == sorted(rest)
 
 
-def test_a_dataset_on_a_web_server(many, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("a.tar", ""), ("a?b#c%41.tar", ""), ("%2e%2e/a.tar", "lies outside"), ("..\\a.tar", "lies outside")],
+)
+def test_a_dataset_on_a_web_server(name, said, many, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    with serving(many.dataset) as web:
+    folder, tar = shutil.copytree(many.dataset, tmp_path / "web"), "target_audio/recording.000002.tar"
+    index = (folder / "shards.jsonl").read_text()
+    (folder / "shards.jsonl").write_text(index.replace(tar, json.dumps(f"target_audio/{name}")[1:-1]))
+    (folder / tar).rename(folder / "target_audio" / name.rpartition("/")[2])
+    with serving(folder) as web, pytest.raises(DamagedShard, match=said) if said else nullcontext():
         assert content(open_shar(web.url, cache_dir=str(tmp_path))) == content(open_shar(many.dataset))
 
 

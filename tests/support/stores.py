@@ -9,6 +9,7 @@ with S3Store() as store:                    # os.environ, and so that of new pro
 
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ from moto.s3.models import FakeKey
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
+from support.web import send
+
 _CODES = {
     403: "AccessDenied",
     404: "NoSuchKey",
@@ -43,7 +46,8 @@ class Fault:
 
     ``status`` is answered in place of the object; after ``cut`` bytes of its body the connection ends; ``pause``
     seconds pass before each 16 KiB of it. ``call`` is called before the answer is made: it may put another object in
-    place, kill the reader, or sleep. The first ``after`` requests that fit are spared, and those after the next
+    place, kill the reader, or sleep. ``answer`` is sent in place of what the store answers, byte by byte where there
+    is a ``pause``. The first ``after`` requests that fit are spared, and those after the next
     ``times``.
     """
 
@@ -53,6 +57,7 @@ class Fault:
     status: int = 0
     cut: int | None = None
     pause: float = 0.0
+    answer: bytes = b""
     call: Callable[[], object] = lambda: None
     after: int = 0
     times: int = sys.maxsize
@@ -117,6 +122,9 @@ class Store:
             self.requests[request.method, key] += 1
             fault = next((one for one in self.faults if one.takes(request.method, key)), Fault(""))
         fault.call()
+        if fault.answer:
+            send(environ["werkzeug.socket"], fault.answer, bool(fault.pause))
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         response = self.refuse(fault.status) if fault.status else self.answer(request, key)
         body = response(environ, start_response)
         return body if fault.cut is None and not fault.pause else _misbehave(b"".join(body), fault)

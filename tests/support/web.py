@@ -1,13 +1,15 @@
 """A web server on this machine that serves a folder, and misbehaves where its paths say so."""
 
 import re
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 
 class WebServer(ThreadingHTTPServer):
@@ -16,7 +18,9 @@ class WebServer(ThreadingHTTPServer):
     The first part of a path may be a status (``/404/a.wav``), ``once-500`` and the like for one that only the first
     request gets, ``cut`` and ``once-cut`` for a body that ends early, ``large`` for one that says it has 5 GiB,
     ``endless`` for one without a length, ``length`` for one whose Content-Length is what follows the ``?``, and
-    ``to`` for a redirect to that, unquoted. Behind it is the file, or its end where a range asks for that.
+    ``to`` for a redirect to that, unquoted. ``raw`` is for an answer that is what follows the ``?``, of which ``~`` is
+    70,000 bytes, and ``slow`` for one that is sent byte by byte. Behind it is the file, or its end where a range asks
+    for that.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,6 +31,15 @@ class WebServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+
+def send(connection: socket.socket, data: bytes, slowly: bool) -> None:
+    """Send an answer as it is, also byte by byte, to a client that may not wait for its end."""
+    size = 1 if slowly else 1 << 20
+    with suppress(OSError):
+        for start in range(0, len(data), size):
+            time.sleep(0.02 * slowly)
+            connection.sendall(data[start : start + size])
 
 
 @contextmanager
@@ -51,9 +64,12 @@ class _Handler(BaseHTTPRequestHandler):
         kind, _, name = unquote(parts.path).lstrip("/").partition("/")
         if kind.startswith("once-"):
             kind = kind.removeprefix("once-") if self.server.requests[self.path] == 1 else ""
-        elif not re.fullmatch(r"[2-5]\d\d|cut|large|endless|length|to", kind):
+        elif not re.fullmatch(r"[2-5]\d\d|cut|large|endless|length|to|raw|slow", kind):
             kind, name = "", f"{kind}/{name}"
         file = self.server.folder / name
+        if kind in ("raw", "slow"):
+            send(self.connection, unquote_to_bytes(parts.query).replace(b"~", b"a" * 70_000), kind == "slow")
+            return
         if kind == "to":
             self._head(302, {"Location": unquote(parts.query)})
         elif kind.isdigit():

@@ -28,11 +28,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, Final
+from urllib.parse import quote
 
 import msgspec
 import xxhash
 
-from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord, refuse
+from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord, hide_secrets, refuse
 from sharmill.files.remote import FETCHES_AT_ONCE, Client, Version, request
 from sharmill.files.storage import (
     NOT_JSON,
@@ -328,13 +329,14 @@ class RemoteFile(PosixPath):
     url: str
     cache: Cache
     xxh3: str
+    max_bytes: float
     _copy: Copy | None = None
 
     @classmethod
-    def of(cls, url: str, cache: Cache, xxh3: str = "") -> RemoteFile:
-        """Make the path of a URL; ``xxh3`` is the checksum that its content must have."""
+    def of(cls, url: str, cache: Cache, xxh3: str = "", max_bytes: float = math.inf) -> RemoteFile:
+        """Make the path of a URL; ``xxh3`` is the checksum that its content must have, ``max_bytes`` its limit."""
         path = cls(url)
-        path.url, path.cache, path.xxh3 = url.rstrip("/"), cache, xxh3
+        path.url, path.cache, path.xxh3, path.max_bytes = url.rstrip("/"), cache, xxh3, max_bytes
         return path
 
     def __str__(self) -> str:
@@ -344,13 +346,13 @@ class RemoteFile(PosixPath):
         if self._copy is not None:
             return str(self._copy)
         with self._refused():
-            copy = self.cache.get(self.url, self.xxh3)
+            copy = self.cache.get(self.url, self.xxh3, self.max_bytes)
         _opened.append(copy)
         return str(copy)
 
     def hold(self) -> None:
         """Copy the file, which is then not evicted as long as this path lives; raises as ``Cache.get``."""
-        self._copy = self.cache.get(self.url, self.xxh3)
+        self._copy = self.cache.get(self.url, self.xxh3, self.max_bytes)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return the size, without copying the file; raises as opening it."""
@@ -379,13 +381,15 @@ class RemoteFile(PosixPath):
             yield
         except RejectRecord as reject:
             number = errno.ENOENT if reject.reason == "missing_audio" else errno.EREMOTEIO
-            raise OSError(number, reject.detail, self.url) from reject
+            raise OSError(number, reject.detail, hide_secrets(self.url)) from reject
 
     def __truediv__(self, name: str | os.PathLike[str]) -> RemoteFile:
-        return type(self).of(f"{self.url}/{name}", self.cache)
+        # The name of a file, in which a web server would take '?', '#' and '%2e' for something else.
+        quoted = quote(os.fspath(name)) if self.url.startswith("http") else name
+        return type(self).of(f"{self.url}/{quoted}", self.cache)
 
     def __reduce__(self) -> Any:
-        return type(self).of, (self.url, self.cache, self.xxh3)
+        return type(self).of, (self.url, self.cache, self.xxh3, self.max_bytes)
 
     def absolute(self) -> RemoteFile:
         return self

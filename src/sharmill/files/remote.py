@@ -8,36 +8,45 @@ credentials) is a ``ConfigError``.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from http.client import HTTPException, RemoteDisconnected
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, Protocol
 from urllib.parse import urljoin, urlsplit
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import ConfigError, RejectRecord, hide_secrets
+from sharmill.files.pace import SECONDS, Pace, in_time, keep_pace
 
 if TYPE_CHECKING:
     import aistore
     import requests
+    from aistore.sdk.obj.object import Object
+    from urllib3 import BaseHTTPResponse
 
 FETCHES_AT_ONCE: Final = 8
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BLOCK_BYTES: Final = 1 << 20
 _CONNECT_SECONDS: Final = 10.0
-_SILENT_SECONDS: Final = 60.0
-# A server that sends less is as good as one that is silent.
-_LEAST_BYTES_PER_SECOND: Final = 1024
 _MAX_REDIRECTS: Final = 5
 _TRIES: Final = 4
 _PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "ais": "aistore"}
 _wait = wait_exponential(multiplier=0.5, max=10)
 _BUSY: Final = frozenset({408, 429})
+# Anybody on the way could read or change what comes by http from another machine.
+_OPEN: Final = re.compile(r"http://(?!([^/?#@]*@)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|\Z))", re.IGNORECASE)
+_ERRORS: Final = {
+    "ais": ["aistore.sdk.errors:APIRequestError"],
+    "s3": ["aiohttp:ClientError", "botocore.exceptions:BotoCoreError"],
+    "gs": ["aiohttp:ClientError", "gcsfs.retry:HttpError", "google.auth.exceptions:GoogleAuthError"],
+}
 
 
 def is_url(path: str) -> bool:
@@ -57,6 +66,7 @@ def check_url(url: str, key: str) -> None:
          "must not have a password, which would be stored; put it into ~/.netrc"),
         ("?" in url or "#" in url, "must end before '?' and '#'"),
         (not parts.hostname, "needs a host"),
+        (_OPEN.match(url), "has no certificates; name https://"),
     ):  # fmt: skip
         if is_wrong:
             raise ValueError(f"the URL of {key}, {url!r}, {problem}")
@@ -93,7 +103,8 @@ class _PassingError(Exception):
 
     def __init__(self, final: RejectRecord | OSError) -> None:
         super().__init__(str(final))
-        self.final = final
+        # A reject hides what must not be shown itself.
+        self.final = final if isinstance(final, RejectRecord) else ConnectionError(hide_secrets(str(final)))
 
 
 class _Web:
@@ -108,24 +119,13 @@ class _Web:
 
     def read(self, url: str, start: int, stop: int) -> bytes:
         with self._get(url, {"Range": f"bytes={start}-{stop - 1}"}) as response:
-            skipped = 0 if response.status_code == 206 else start
-            return response.raw.read(skipped + stop - start, decode_content=True)[skipped:]
+            return _read_part(response.raw, url, start, stop)
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
         with self._get(url) as response:
             version = _version_of(response)
-            too_large = RejectRecord("unreadable_audio", f"{url} has more than {max_bytes:,} bytes")
-            if version.size > max_bytes:
-                raise too_large
-            begun, size = time.monotonic(), 0
-            # What has come, and not a whole block, for which a slow server would be waited for without an end.
-            while block := response.raw.read1(_BLOCK_BYTES, decode_content=True):
-                size += len(block)
-                if size > max_bytes:
-                    raise too_large
-                if time.monotonic() - begun > _SILENT_SECONDS + size / _LEAST_BYTES_PER_SECOND:
-                    raise _PassingError(ConnectionError(f"{url} comes too slowly"))
-                stream.write(block)
+            Pace(url, max_bytes).relative_update(version.size)
+            _copy(response.raw, stream, Pace(url, max_bytes))
             return version
 
     def upload(self, path: Path, url: str, *, replace: bool) -> None:
@@ -134,7 +134,7 @@ class _Web:
     def _get(self, url: str, headers: dict[str, str] | None = None) -> requests.Response:
         """Return an answer of which the body was not read yet."""
         response = self._follow(url, headers)
-        if (code := response.status_code) in (200, 206):
+        if (code := response.status_code) == 200 or (code == 206 and headers):
             return response
         response.close()
         answer = f"{url}: {code} {response.reason}"
@@ -147,7 +147,7 @@ class _Web:
         place = url
         for _ in range(_MAX_REDIRECTS + 1):
             response = _session(os.getpid()).get(
-                place, stream=True, allow_redirects=False, timeout=(_CONNECT_SECONDS, _SILENT_SECONDS), headers=headers
+                place, stream=True, allow_redirects=False, timeout=(_CONNECT_SECONDS, SECONDS), headers=headers
             )
             if response.status_code not in (301, 302, 303, 307, 308):
                 return response
@@ -155,8 +155,8 @@ class _Web:
             try:
                 place = urljoin(place, response.headers.get("Location", ""))
                 host = _origin(place)
-            except ValueError as error:
-                raise RejectRecord("missing_audio", f"{url} redirects to what is no URL: {error}") from error
+            except ValueError:
+                raise RejectRecord("missing_audio", f"{url} redirects to what is no URL") from None
             if host not in self._origins:
                 raise RejectRecord(
                     "outside_root",
@@ -171,19 +171,36 @@ def _version_of(response: requests.Response) -> Version:
     return Version(-1 if length is None else length, headers.get("ETag") or headers.get("Last-Modified", ""))
 
 
+def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: Pace) -> None:
+    """Write the body of an answer into a stream, as the server stores it: it may store a file compressed."""
+    # What has come, and not a whole block, which would be kept in memory.
+    while block := answer.read1(_BLOCK_BYTES, decode_content=False):
+        pace.relative_update(len(block))
+        stream.write(block)
+
+
+def _read_part(answer: BaseHTTPResponse, url: str, start: int, stop: int) -> bytes:
+    """Return the bytes of a file from ``start`` to before ``stop`` from an answer that has them, or the whole file."""
+    part = [int(number) for number in re.findall(r"\d{1,18}", answer.headers.get("Content-Range", ""))]
+    if answer.status == 206 and part[:2] != [start, min([stop, *part[2:]]) - 1]:
+        raise RejectRecord("unreadable_audio", f"{url} gives another part than bytes {start} to {stop - 1}")
+    skipped = 0 if answer.status == 206 else start
+    return answer.read(skipped + stop - start, decode_content=False)[skipped:]
+
+
 @cache
 def _session(process: int) -> requests.Session:
     """Return the session of a process, whose connections are used again; proxies and ``~/.netrc`` are the user's."""
     import requests
-    from requests.adapters import HTTPAdapter
 
     class Session(requests.Session):
         def get_redirect_target(self, resp: requests.Response) -> None:
             """Return None: requests would read a redirect's body, however long, and parse its target unchecked."""
 
     session = Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, HTTPAdapter(pool_maxsize=FETCHES_AT_ONCE))
+    keep_pace(session, FETCHES_AT_ONCE)
+    # It has the whole URL, of which a query may be a signature.
+    logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse" not in str(record.msg))
     # The bytes as they are stored, not packed for the way.
     session.headers["Accept-Encoding"] = "identity"
     return session
@@ -203,48 +220,66 @@ class _Bucket:
         except ImportError as error:
             raise _missing_package(scheme) from error
         files.retries = 1  # those of this module suffice
+        if url != f"{scheme}://{'/'.join(files.split_path(url)[:2])}":
+            raise RejectRecord("missing_audio", f"{url} has a name that the client of {scheme} takes for another one")
         return files
 
+    def _wait(self, pace: Pace, files: Any, name: str, *args: Any, **options: Any) -> Any:
+        """Return what a method of fsspec's gives, which must keep a pace."""
+        from fsspec.asyn import sync
+
+        return sync(files.loop, in_time, pace, getattr(files, name)(*args, **options))
+
     def version(self, url: str) -> Version:
-        info = self._files(url).info(url)
+        info = self._wait(Pace(), self._files(url), "_info", url)
         if info["type"] != "file":
             raise FileNotFoundError(url)
         return Version(info["size"], str(info.get("ETag") or info.get("etag") or info.get("generation") or ""))
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        return self._files(url).cat_file(url, start=start, end=stop)
+        pace = Pace(url, stop - start, 1 + (stop - start) // _BLOCK_BYTES)
+        data: bytes = self._wait(pace, self._files(url), "_cat_file", url, start=start, end=stop)
+        pace.relative_update(len(data))
+        return data
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
+        pace = Pace(url, max_bytes)
         with _unchanged(self, url, path, max_bytes) as version:
-            self._files(url).get_file(url, str(path))
+            self._wait(pace, self._files(url), "_get_file", url, str(path), callback=pace)
         return version
 
     def upload(self, path: Path, url: str, *, replace: bool) -> None:
-        self._files(url).put_file(str(path), url, mode="overwrite" if replace else "create")
+        pace, mode = Pace(blocks=1 + path.stat().st_size // _BLOCK_BYTES), "overwrite" if replace else "create"
+        self._wait(pace, self._files(url), "_put_file", str(path), url, mode=mode)
 
 
 class _AIStore:
     """AIStore, by its SDK, at the endpoint that the environment names."""
 
     @staticmethod
-    def _object(url: str) -> Any:
+    def _object(url: str) -> Object:
         if not (endpoint := os.environ.get("AIS_ENDPOINT")):
             raise ConfigError(
                 f"{url} needs the address of AIStore: set AIS_ENDPOINT=http://HOST:PORT", code="missing_input"
             )
-        return _aistore(endpoint, os.getpid()).get_object_from_url(url)
+        # As the name stands: the SDK would take what is behind '?' and '#' for no part of it.
+        name, _, key = url.removeprefix("ais://").partition("/")
+        if key.startswith("/") or {".", ".."} & {*key.split("/")}:
+            raise RejectRecord("missing_audio", f"{url} has a name that AIStore takes for another one")
+        return _aistore(endpoint, os.getpid()).bucket(name).object(key)
 
     def version(self, url: str) -> Version:
         found = self._object(url).head()
         return Version(found.size, found.checksum_value or found.obj_version)
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        return self._object(url).get_reader(byte_range=f"bytes={start}-{stop - 1}").read_all()
+        with self._object(url).get_reader(byte_range=f"bytes={start}-{stop - 1}").raw() as answer:
+            return _read_part(answer, url, start, stop)
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
         with _unchanged(self, url, path, max_bytes) as version:
-            for block in self._object(url).get_reader():
-                stream.write(block)
+            with self._object(url).get_reader().raw() as answer:
+                _copy(answer, stream, Pace(url, max_bytes))
             stream.flush()
         return version
 
@@ -266,9 +301,9 @@ def _aistore(endpoint: str, process: int) -> aistore.Client:
     except ImportError as error:
         raise _missing_package("ais") from error
     once = RetryConfig(http_retry=Retry(0), network_retry=Retrying(stop=stop_after_attempt(1), reraise=True))
-    return AIStoreClient(
-        endpoint, timeout=(_CONNECT_SECONDS, _SILENT_SECONDS), retry_config=once, max_pool_size=FETCHES_AT_ONCE
-    )
+    client = AIStoreClient(endpoint, timeout=(_CONNECT_SECONDS, SECONDS), retry_config=once)
+    keep_pace(client.bucket("any").client.session_manager.session, FETCHES_AT_ONCE)
+    return client
 
 
 def _missing_package(scheme: str) -> ConfigError:
@@ -284,8 +319,7 @@ def _unchanged(client: Client, url: str, path: Path, max_bytes: float) -> Iterat
     An error that is tried again is raised where it was cut off or changed.
     """
     before = client.version(url)
-    if before.size > max_bytes:
-        raise RejectRecord("unreadable_audio", f"{url} has more than {max_bytes:,} bytes")
+    Pace(url, max_bytes).relative_update(before.size)
     yield before
     after, size = client.version(url), path.stat().st_size
     if before != after:
@@ -327,6 +361,8 @@ def request(url: str, call: Callable[[Client], Any], origins: Collection[str] = 
     scheme = urlsplit(url).scheme
     if scheme not in _CLIENTS:
         raise RejectRecord("outside_root", f"the URL {url[:200]!r} is not of {', '.join(_CLIENTS)}")
+    if _OPEN.match(url):
+        raise RejectRecord("outside_root", f"{url} has no certificates; name https://")
     client = _CLIENTS[scheme]({_origin(one) for one in (url, *origins)})
     # The client of Google's makes six tries itself, within a minute.
     stop = stop_after_attempt(2 if scheme == "gs" else _TRIES)
@@ -344,61 +380,56 @@ def request(url: str, call: Callable[[Client], Any], origins: Collection[str] = 
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """Turn the errors of the clients' libraries into those that ``request`` raises, or tries again after."""
+    """Turn the errors of the clients' libraries into those that ``request`` raises, or tries again after.
+
+    Their causes are not shown: they have the whole URL, of which a password or a query may be a secret.
+    """
     import requests
     from urllib3.exceptions import DecodeError, HTTPError, ProtocolError
 
     try:
         yield
     except (ProtocolError, DecodeError, requests.exceptions.ChunkedEncodingError) as error:
-        raise _PassingError(RejectRecord("unreadable_audio", f"{url} was cut off, {_TRIES} times: {error}")) from error
+        raise _PassingError(RejectRecord("unreadable_audio", f"{url} was cut off, {_TRIES} times: {error}")) from None
     except (requests.exceptions.ConnectionError, requests.exceptions.Timeout, HTTPError) as error:
-        raise _PassingError(ConnectionError(f"cannot fetch {url}: {error}")) from error
+        causes = [cause for one in error.args for cause in getattr(one, "args", ())]
+        if any(isinstance(one, HTTPException) and not isinstance(one, RemoteDisconnected) for one in causes):
+            what = f"{url} is answered by what is no HTTP: {error}"
+            raise _PassingError(RejectRecord("unreadable_audio", what)) from None
+        raise _PassingError(ConnectionError(f"cannot fetch {url}: {error}")) from None
     except requests.exceptions.RequestException as error:
-        raise RejectRecord("missing_audio", f"{url} cannot be fetched: {error}") from error
-    except FileNotFoundError as error:
-        raise RejectRecord("missing_audio", f"{url} is not there") from error
-    except PermissionError as error:
-        raise _refused(url, error) from error
+        raise RejectRecord("missing_audio", f"{url} cannot be fetched: {error}") from None
     except FileExistsError:
         raise
     except _errors_of(urlsplit(url).scheme) as error:
-        raise _explained(url, error) from error
-
-
-def _refused(url: str, error: Exception) -> RejectRecord:
-    return RejectRecord("unreadable_audio", f"{url} may not be read or written by these credentials: {error}")
+        raise _explained(url, error) from None
 
 
 def _errors_of(scheme: str) -> tuple[type[Exception], ...]:
-    """Return the classes of errors that the client of a scheme raises."""
-    if scheme == "ais":
-        from aistore.sdk.errors import APIRequestError
-
-        return OSError, APIRequestError
-    if scheme == "s3":
-        from aiohttp import ClientError
-        from botocore.exceptions import BotoCoreError, HTTPClientError
-
-        return OSError, ClientError, BotoCoreError, HTTPClientError
-    if scheme == "gs":
-        from aiohttp import ClientError
-        from gcsfs.retry import HttpError
-        from google.auth.exceptions import GoogleAuthError
-
-        return OSError, ClientError, HttpError, GoogleAuthError
-    return (OSError,)
+    """Return the classes of errors that the client of a scheme raises, also where it does not understand an answer."""
+    return OSError, ValueError, LookupError, TypeError, *map(resolve_name, _ERRORS.get(scheme, ()))
 
 
 def _explained(url: str, error: Exception) -> Exception:
     """Return what an error of a store's client means, by its class and status."""
-    kind, status = type(error).__name__, getattr(error, "status_code", None) or getattr(error, "code", None)
+    kind = type(error).__name__
+    codes = [getattr(error, name, None) for name in ("status_code", "status", "code")]
+    if isinstance(answer := getattr(error.__cause__, "response", None), dict):  # botocore's
+        codes = [answer["ResponseMetadata"].get("HTTPStatusCode")]
+    status = next((code for code in codes if isinstance(code, int)), None)
     if "Credentials" in kind:
         return ConfigError(f"{url} needs credentials ({error}); set them where the client looks", code="missing_input")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return error
-    if kind in ("ErrObjNotFound", "ErrBckNotFound") or status == 404:
+    if isinstance(error, FileNotFoundError) or kind in ("ErrObjNotFound", "ErrBckNotFound") or status == 404:
         return RejectRecord("missing_audio", f"{url} is not there")
-    if status in (401, 403):
-        return _refused(url, error)
-    return _PassingError(ConnectionError(f"cannot fetch {url}: {error or kind}"))
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return RejectRecord("unreadable_audio", f"{url} may not be read or written by these credentials: {error}")
+    # An answer that is cut off, or is no HTTP, for which botocore has no class of its own.
+    is_odd = kind in ("ClientPayloadError", "HTTPClientError") or isinstance(
+        error, (ValueError, LookupError, TypeError)
+    )
+    what = f"cannot fetch {url}: {error or kind}"
+    if is_odd or (status is not None and status >= 400 and status not in (408, 429, 503)):
+        return _PassingError(RejectRecord("unreadable_audio", what))
+    return _PassingError(ConnectionError(what))

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 
@@ -232,14 +233,16 @@ class FieldFile(msgspec.Struct, frozen=True):
     xxh3: str
 
     def __post_init__(self) -> None:
-        path = PurePosixPath(self.file)
+        # A web server undoes the quoting, and some take a backslash for a slash.
+        path = PurePosixPath(unquote(self.file).replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{self.file!r} lies outside the dataset")
 
     def below(self, directory: Path) -> Path:
         """Return the path of the file; of a dataset at a URL, only the content of this checksum is read."""
         if isinstance(directory, RemoteFile):
-            return RemoteFile.of(f"{directory}/{self.file}", directory.cache, self.xxh3)
+            limit = self.size if self.size >= 0 else math.inf
+            return RemoteFile.of((directory / self.file).url, directory.cache, self.xxh3, limit)
         return directory / self.file
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import multiprocessing
 import os
 import random
 from collections import Counter
@@ -280,7 +281,7 @@ def test_what_cannot_be_is_refused(make, what):
         make()
 
 
-VOICE = voice_bytes(0.2)
+VOICE, OTHER = voice_bytes(0.2), voice_bytes(0.3)
 GOOD = {"key": "a", "wav": "/data/a.wav", "txt": "one"}
 
 
@@ -347,6 +348,10 @@ def server(tmp_path, monkeypatch):
         yield server
 
 
+def wavs(chain):
+    return [example["wav"] for example in chain]
+
+
 def test_lists_name_urls_and_where_the_call_allows_it_commands(server, tmp_path):
     cache = {"cache_dir": tmp_path / "cache"}
     pipe = f"pipe:cat {tmp_path}/web/"
@@ -357,17 +362,24 @@ def test_lists_name_urls_and_where_the_call_allows_it_commands(server, tmp_path)
     ]
     found = list(Chain(raw(tmp_path, lines, allow_pipe=True, **cache), on_error="skip"))
     assert [example["wav"] for example in found] == [VOICE, VOICE]
-    names = [f"{server.url}/one.tar", f"{pipe}one.tar", f"{server.url}/none.tar"]
+    names = [f"{server.url}/one.tar", f"{pipe}one.tar", f"{server.url}/none.tar?secret".replace("//", "//me:secret@")]
     source = shards(tmp_path, names, root=None, allow_pipe=True, **cache)
     assert list(Chain(source, on_error="skip")) == 2 * [{"key": "a", "wav": VOICE, "txt": "text"}]
-    with raises(DamagedShard, "damaged_shard", "none.tar", "404"):
+    with raises(DamagedShard, "damaged_shard", "none.tar", "404") as caught:
         list(Chain(source))
+    assert "secret" not in str(caught.value)
     # Below a root nothing else is opened, and no command without the caller's word.
     for options in ({"root": tmp_path / "web"}, {"root": None}):
         chain = Chain(shards(tmp_path, [names[1], tmp_path / "web/one.tar"], **options), on_error="skip")
         assert len(list(chain)) == chain.state_dict()["readers"][0]["num_damaged"] == 1
     below = raw(tmp_path, lines[:1], audio_root=server.url, **cache)
     assert [example["wav"] for example in Chain(below)] == [VOICE]
+    # Another process asks the server again, once, and runs commands itself.
+    (tmp_path / "web/a.wav").write_bytes(OTHER)
+    asked, again = server.requests["/a.wav"], Chain(raw(tmp_path, lines[:2], allow_pipe=True, **cache), seed=1)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.map(wavs, [again, again]) == 2 * [[OTHER, OTHER]]
+    assert server.requests["/a.wav"] == asked + 2
 
 
 def test_members_belong_together_by_the_begin_of_their_names(tmp_path):

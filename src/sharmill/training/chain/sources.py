@@ -6,6 +6,7 @@ error: the chain raises it, or leaves the example out.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ import numpy as np
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import DamagedShard, RejectRecord, refuse
-from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.cache import Cache, Copy, RemoteFile
 from sharmill.files.remote import Version, is_url
 from sharmill.files.storage import checksum_bytes
 from sharmill.shar.reading.cuts import POSITION
@@ -142,8 +143,32 @@ class _Command:
         return self.version(url)
 
 
+# The processes that have asked a server for the version of a URL, by hashes of both, which are short.
+_asked: Final[set[int]] = set()
+
+
+@cache
+def _name_of(process: int) -> str:
+    """Return a random name of a process: its number may come again."""
+    return os.urandom(16).hex()
+
+
 class _Opener(Cache):
-    """Copies of what a list of WeNet names, to which the user's own call may let commands belong."""
+    """Copies of what a list of WeNet names, to which the user's own call may let commands belong.
+
+    A process asks a server once whether a copy is of the present version, and uses no copy of what a command gave to
+    another process.
+    """
+
+    def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
+        if is_url(url) and (asked := hash((os.getpid(), url))) not in _asked:
+            if self.path_of(url).exists():
+                self.refresh(url)
+            _asked.add(asked)
+        return super().get(url, xxh3, max_bytes)
+
+    def path_of(self, url: str, xxh3: str = "") -> Path:
+        return super().path_of(url, xxh3 or ("" if is_url(url) else _name_of(os.getpid())))
 
     def ask(self, url: str, call: Callable[[Any], Any]) -> Any:
         return super().ask(url, call) if is_url(url) else call(cast("Any", _Command()))
@@ -217,7 +242,7 @@ class TextLines(_LineFiles):
     """
 
     def __init__(self, files: Paths) -> None:
-        found = find_files(_as_texts(files))
+        found = find_files(_as_texts(files), _Opener.at(None))
         for path in found:
             read_ends(path, "text")
         super().__init__(found, _parse_text)

@@ -1,0 +1,103 @@
+"""Limits on the time and the size of what servers send, by requests and by fsspec.
+
+Both libraries limit the time between two bytes alone, so that a server that sends one byte a minute is waited for
+without end. Here bytes are counted as they come from the network: those of lines of chunks like all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine
+from http.client import HTTPResponse
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from sharmill.errors import RejectRecord
+
+if TYPE_CHECKING:
+    import requests
+
+SECONDS: Final = 60.0
+# A server that sends less than 1 KiB a second is as good as one that is silent.
+_BLOCK_BYTES: Final = 60 << 10
+
+
+class Pace:
+    """The time by which the next block of an answer must have come, and the bytes that its body may have.
+
+    Its head, however long, and the first block have one deadline. fsspec takes it as a callback.
+
+    Args:
+        url: of the file, for errors.
+        max_bytes: of the body.
+        blocks: how many of them are waited for together, where it is not seen how much has come.
+    """
+
+    def __init__(self, url: str = "", max_bytes: float = math.inf, blocks: int = 1) -> None:
+        self._url, self._max_bytes, self._seconds = url, max_bytes, SECONDS * blocks
+        self.set_size(None)
+
+    def set_size(self, _: int | None) -> None:
+        """Count from the begin, as where fsspec makes another try."""
+        self._size = self._end_of_block = 0
+        self.relative_update(0)
+
+    def relative_update(self, num_bytes: int) -> None:
+        """Count bytes of the body; raise RejectRecord where they are too many."""
+        self._size += num_bytes
+        if self._size > self._max_bytes:
+            raise RejectRecord("unreadable_audio", f"{self._url} has more than {self._max_bytes:,} bytes")
+        if self._size >= self._end_of_block:
+            self._end_of_block, self._deadline = self._size + _BLOCK_BYTES, time.monotonic() + self._seconds
+
+    def seconds_left(self) -> float:
+        """Return how long the block may be waited for; raise TimeoutError if that time is over."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it comes too slowly")
+        return left
+
+
+async def in_time(pace: Pace, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return what a coroutine of fsspec's gives; end it by a TimeoutError where it does not keep the pace."""
+    task = asyncio.ensure_future(coroutine)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=pace.seconds_left())
+        return task.result()
+    finally:
+        task.cancel()
+
+
+class _Response(HTTPResponse):
+    """An answer of which each read from the connection has what is left of the time."""
+
+    def __init__(self, connection: Any, *args: Any, **options: Any) -> None:
+        super().__init__(connection, *args, **options)
+        raw, pace = cast("Any", self.fp).raw, Pace()
+        read = raw.readinto
+
+        def readinto(buffer: memoryview) -> int | None:
+            connection.settimeout(pace.seconds_left())
+            size: int | None = read(buffer)
+            if self.headers is not None:
+                pace.relative_update(size or 0)
+            return size
+
+        raw.readinto = readinto
+
+
+def keep_pace(session: requests.Session, connections: int) -> None:
+    """Have all answers to a session, by proxies too, come in time; it keeps so many connections open."""
+    from requests.adapters import HTTPAdapter
+
+    class Adapter(HTTPAdapter):
+        def get_connection_with_tls_context(self, *args: Any, **options: Any) -> Any:
+            pool = super().get_connection_with_tls_context(*args, **options)
+            if "response_class" not in vars(pool.ConnectionCls):
+                pool.ConnectionCls = type("Connection", (pool.ConnectionCls,), {"response_class": _Response})
+            return pool
+
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, Adapter(pool_maxsize=connections))

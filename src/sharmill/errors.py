@@ -171,7 +171,7 @@ CODES: Final[dict[str, str]] = {
 
 
 # The user and password in a URL, and its query, which may be a signature; urllib3 names the end of a URL alone.
-_SECRETS: Final = re.compile(r"(://)[^/?#\s]*@|((?:://|url: )[^\s?'\"]*\?)[^\s'\")>]+")
+_SECRETS: Final = re.compile(r"(://|url: )(?:[^/?#\s]*@)?([^\s?'\"]*)(\?[^\s'\")>]+)?")
 
 
 def hide_secrets(text: str) -> str:
@@ -180,7 +180,7 @@ def hide_secrets(text: str) -> str:
     >>> hide_secrets("https://me:secret@host/a.wav?token=1 is not there")
     'https://host/a.wav?... is not there'
     """
-    return _SECRETS.sub(lambda found: found[1] or f"{found[2]}...", text)
+    return _SECRETS.sub(lambda found: f"{found[1]}{found[2]}{'?...' if found[3] else ''}", text)
 
 
 class SharmillError(Exception):

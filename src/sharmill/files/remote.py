@@ -407,7 +407,7 @@ def _translated(url: str) -> Iterator[None]:
 
 def _errors_of(scheme: str) -> tuple[type[Exception], ...]:
     """Return the classes of errors that the client of a scheme raises, also where it does not understand an answer."""
-    return OSError, ValueError, LookupError, TypeError, *map(resolve_name, _ERRORS.get(scheme, ()))
+    return OSError, ValueError, LookupError, *map(resolve_name, _ERRORS.get(scheme, ()))
 
 
 def _explained(url: str, error: Exception) -> Exception:
@@ -426,9 +426,7 @@ def _explained(url: str, error: Exception) -> Exception:
     if isinstance(error, PermissionError) or status in (401, 403):
         return RejectRecord("unreadable_audio", f"{url} may not be read or written by these credentials: {error}")
     # An answer that is cut off, or is no HTTP, for which botocore has no class of its own.
-    is_odd = kind in ("ClientPayloadError", "HTTPClientError") or isinstance(
-        error, (ValueError, LookupError, TypeError)
-    )
+    is_odd = kind in ("ClientPayloadError", "HTTPClientError") or isinstance(error, (ValueError, LookupError))
     what = f"cannot fetch {url}: {error or kind}"
     if is_odd or (status is not None and status >= 400 and status not in (408, 429, 503)):
         return _PassingError(RejectRecord("unreadable_audio", what))

@@ -118,7 +118,7 @@ def test_what_a_server_says_of_a_file_is_a_reject(path, reason, said, requests, 
 )
 def test_an_answer_that_trickles_is_no_reject(answer, web, tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "SECONDS", 0.5)
-    file = RemoteFile.of(f"{web.url}/slow/a?{quote(answer)}", Cache(tmp_path, 1 << 40))
+    file = RemoteFile.of(f"{web.url}/slow/a?{quote(answer)}", Cache(tmp_path / "copies", 1 << 40))
     for ask in (file.read_bytes, lambda: file.read_head(50)):
         with pytest.raises(ConnectionError, match="timed out"):
             ask()
@@ -309,7 +309,7 @@ def test_an_answer_of_a_store_that_trickles_is_no_reject(answer, store, tmp_path
     monkeypatch.setattr(pace, "SECONDS", 0.5)
     store.put("a.bin", DATA)
     store.faults.append(Fault("a.bin", methods="GET", answer=answer, pause=1))
-    file = RemoteFile.of(store.url("a.bin"), Cache(tmp_path, 1 << 40))
+    file = RemoteFile.of(store.url("a.bin"), Cache(tmp_path / "copies", 1 << 40))
     for ask in (file.read_bytes, lambda: file.read_head(50)):
         with pytest.raises(ConnectionError, match="cannot fetch"):
             ask()

@@ -71,7 +71,7 @@ def test_a_dataset_on_a_web_server(name, said, many, tmp_path, monkeypatch):
     (folder / "shards.jsonl").write_text(index.replace(tar, json.dumps(f"target_audio/{name}")[1:-1]))
     (folder / tar).rename(folder / "target_audio" / name.rpartition("/")[2])
     with serving(folder) as web, pytest.raises(DamagedShard, match=said) if said else nullcontext():
-        assert content(open_shar(web.url, cache_dir=str(tmp_path))) == content(open_shar(many.dataset))
+        assert content(open_shar(web.url, cache_dir=str(tmp_path / "copies"))) == content(open_shar(many.dataset))
 
 
 @pytest.mark.parametrize("store", [S3Store, AIStoreStandIn], ids=lambda kind: kind.scheme, indirect=True)

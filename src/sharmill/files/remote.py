@@ -42,6 +42,7 @@ _wait = wait_exponential(multiplier=0.5, max=10)
 _BUSY: Final = frozenset({408, 429})
 # Anybody on the way could read or change what comes by http from another machine.
 _OPEN: Final = re.compile(r"http://(?!([^/?#@]*@)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|\Z))", re.IGNORECASE)
+# Classes of errors of the clients' libraries.
 _ERRORS: Final = {
     "ais": ["aistore.sdk.errors:APIRequestError"],
     "s3": ["aiohttp:ClientError", "botocore.exceptions:BotoCoreError"],
@@ -193,11 +194,9 @@ def _session(process: int) -> requests.Session:
     """Return the session of a process, whose connections are used again; proxies and ``~/.netrc`` are the user's."""
     import requests
 
-    class Session(requests.Session):
-        def get_redirect_target(self, resp: requests.Response) -> None:
-            """Return None: requests would read a redirect's body, however long, and parse its target unchecked."""
-
-    session = Session()
+    session = requests.Session()
+    # It would read a redirect's body, however long, and parse its target unchecked.
+    session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
     keep_pace(session, FETCHES_AT_ONCE)
     # It has the whole URL, of which a query may be a signature.
     logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse" not in str(record.msg))
@@ -401,13 +400,8 @@ def _translated(url: str) -> Iterator[None]:
         raise RejectRecord("missing_audio", f"{url} cannot be fetched: {error}") from None
     except FileExistsError:
         raise
-    except _errors_of(urlsplit(url).scheme) as error:
+    except (OSError, ValueError, LookupError, *map(resolve_name, _ERRORS.get(urlsplit(url).scheme, ()))) as error:
         raise _explained(url, error) from None
-
-
-def _errors_of(scheme: str) -> tuple[type[Exception], ...]:
-    """Return the classes of errors that the client of a scheme raises, also where it does not understand an answer."""
-    return OSError, ValueError, LookupError, *map(resolve_name, _ERRORS.get(scheme, ()))
 
 
 def _explained(url: str, error: Exception) -> Exception:

@@ -143,14 +143,10 @@ class _Command:
         return self.version(url)
 
 
-# The processes that have asked a server for the version of a URL, by hashes of both, which are short.
+# Hashes of the processes, caches and URLs of which a server was asked for the version; texts would be long.
 _asked: Final[set[int]] = set()
-
-
-@cache
-def _name_of(process: int) -> str:
-    """Return a random name of a process: its number may come again."""
-    return os.urandom(16).hex()
+# With the number of a process, which may come again, a name that no later one has.
+_STARTED: Final = os.urandom(16).hex()
 
 
 class _Opener(Cache):
@@ -161,14 +157,14 @@ class _Opener(Cache):
     """
 
     def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
-        if is_url(url) and (asked := hash((os.getpid(), url))) not in _asked:
+        if is_url(url) and (asked := hash((os.getpid(), self.folder, url))) not in _asked:
             if self.path_of(url).exists():
                 self.refresh(url)
             _asked.add(asked)
         return super().get(url, xxh3, max_bytes)
 
     def path_of(self, url: str, xxh3: str = "") -> Path:
-        return super().path_of(url, xxh3 or ("" if is_url(url) else _name_of(os.getpid())))
+        return super().path_of(url, xxh3 or ("" if is_url(url) else f"{_STARTED}{os.getpid()}"))
 
     def ask(self, url: str, call: Callable[[Any], Any]) -> Any:
         return super().ask(url, call) if is_url(url) else call(cast("Any", _Command()))

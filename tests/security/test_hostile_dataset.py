@@ -46,7 +46,7 @@ def check(dataset: Path) -> set[str]:
 
 def load_all(dataset: Path, fields: list[str] | None = None) -> None:
     """Everything that a training script might touch."""
-    for cut in open_shar(dataset, fields):
+    for cut in list(open_shar(dataset, fields)):
         for name in ("audio", "target_audio", "context_audio", "target_codes", "context_codes", "extra"):
             if name == "audio" or cut.has_custom(name):
                 getattr(cut, f"load_{name}")()
@@ -197,6 +197,19 @@ NO_FILES = {
         do.change_bytes(name, lambda data: b'{"format_version": 1, "index": 0, "x": ' + do.DEEP + b"}"), name)
        for name in INDEX},
 }  # fmt: skip
+NUMBERS = {
+    "-1 shards": (do.change_description(num_shards=-1), {"damaged"}),
+    "1e30 shards": (
+        do.change_bytes("dataset.json", lambda data: data.replace(b'"num_shards": ', b'"num_shards": 1e30, "x": ')),
+        {"damaged"}),
+    "1e30 cuts of a shard": (
+        do.change_bytes("shards.jsonl", lambda data: data.replace(b'"count":', b'"count":1e30,"x":')), {"damaged"}),
+    "-1 cuts": (do.change_description(num_cuts=-1), {"damaged"}),
+    "1e18 cuts": (do.change_description(num_cuts=10**18), {"damaged"}),
+    "1e12 cuts": (do.change_description(num_cuts=10**12), {"wrong_totals"}),
+    "no fields": (do.change_description(fields=[]), {"wrong_totals"}),
+    "no field of cuts": (do.change_description(fields=lambda fields: fields[1:]), {"wrong_totals"}),
+}  # fmt: skip
 # By name: the change, an expression for the refusal, and codes of which the checker finds one at least.
 ATTACKS = {
     **{name: (do.all_of(change, reindex), word, {"bad_cut"}) for name, (change, word) in IN_CUTS.items()},
@@ -207,6 +220,7 @@ ATTACKS = {
     **{f"a member: {name}": (
         do.all_of(before_members(*members), reindex), "", {"wrong_id", "wrong_count", "damaged"})
        for name, members in MEMBERS.items()},
+    **{name: (change, "", found) for name, (change, found) in NUMBERS.items()},
     **{name: (change, word, {"damaged", "missing_file"}) for name, (change, word) in NO_FILES.items()},
 }  # fmt: skip
 
@@ -364,7 +378,7 @@ try:
     for cut in open_shar(dataset):
         cut.load_target_audio(), cut.load_target_codes(), cut.load_context_audio(), cut.load_context_codes()
     print("read")
-except (DamagedShard, ValueError, MemoryError) as error:
+except (DamagedShard, ValueError) as error:
     print("refused")
 stage = ValidateStage(dataset, RunDir(dataset.parent / "check"), ValidateConfig(deep=True))
 result = run(stage)
@@ -401,6 +415,14 @@ OVERSIZED = {
     "an array of 20 GB": (do.change_item(CODES, 0, data=npy("<i2", "(1, 10000000000)")), "refused", "bad_codes"),
     "a member of 8 exabytes": (before_bytes(header(1 << 63)), "refused", "damaged"),
     "a member of 7 GB": (before_bytes(header(7 << 30)), "refused", "damaged"),
+    "16,777,216 cuts of a shard": (
+        do.all_of(do.change_shard(0, count=1 << 24), do.change_description(num_cuts=(1 << 24) + 4)),
+        "refused", "wrong_count"),
+    "40,000 fields": (do.change_description(
+        fields=lambda fields: [*fields, *(f"f{number}" for number in range(40_000))],
+        layout=lambda layout: [*layout, *({"name": f"f{number}", "file": f"f{number}/x.{{:06d}}.tar", "kind": "array",
+                                           "attribute": f"f{number}"} for number in range(40_000))],
+        ), "refused", "missing_field"),
     "a name of a terabyte": (
         before_bytes(header(1 << 40, "././@LongLink", tarfile.GNUTYPE_LONGNAME)), "refused", "damaged"),
     "a cut of 3 GB in gzip": (do.change_bytes(CUTS, spaces), "refused", "damaged"),
@@ -411,7 +433,7 @@ OVERSIZED = {
     "a FLAC that claims 2^36 samples": (audio(odd.flac_claiming(2**36 - 1), "flac", 2**36 - 1), "read", "bad_audio"),
 }  # fmt: skip
 # Each is a process of its own: `make test` has two of them.
-QUICK = ("an array of 20 GB", "a member of 7 GB")
+QUICK = ("16,777,216 cuts of a shard", "40,000 fields", "an array of 20 GB", "a member of 7 GB")
 OVERSIZED_CASES = [
     pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in OVERSIZED.items()
 ]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import methodcaller
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,7 +78,7 @@ def _publish(source: SourceDataset, url: str, progress: Callable[[int, int], Non
         found = _find(target)
         if found is None:
             written[target] = _upload(source.path(shard, field), target, file.xxh3)
-        elif found.size != file.size or (file not in listed and _read_checksum(target, found.size) != file.xxh3):
+        elif found.size != file.size or (file not in listed and not _holds(target, found, file.size, file.xxh3)):
             raise _foreign(target)
 
     # The cuts last.
@@ -146,9 +147,9 @@ def _foreign(url: str) -> ConfigError:
 
 def _changed(url: str) -> FatalError:
     return FatalError(
-        f"{url} was changed while this dataset was copied: see that nothing else publishes there, and run the same "
-        "command again",
-        code="locked",
+        f"{url} is not what was sent to the store, or found there before: see that nothing else publishes to this URL, "
+        "and run the same command again",
+        code="disk",
     )
 
 
@@ -164,29 +165,20 @@ def _find(url: str) -> Version | None:
 
 def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
     """Return True if an object, of which a version was found, has this size and checksum."""
-    return found.size == size and _read_checksum(url, size) == xxh3
-
-
-def _read_checksum(url: str, size: int) -> str:
+    if found.size != size:
+        return False
     hashed = xxhash.xxh3_64()
     for start in range(0, size, _BLOCK_BYTES):
         hashed.update(request(url, methodcaller("read", url, start, min(start + _BLOCK_BYTES, size))))
-    return hashed.hexdigest()
+    return hashed.hexdigest() == xxh3
 
 
 def _upload(path: Path, url: str, xxh3: str, *, replace: bool = False) -> Version:
     """Store a file, read it back, and return its version; raise FatalError where another file is there then."""
-    is_ours = True
-    try:
+    # What is there may be this file: of a try whose answer was lost, or of another publisher of the same dataset.
+    with suppress(FileExistsError):
         request(url, lambda client: client.upload(path, url, replace=replace))
-    except FileExistsError:
-        # It may be this file: of a try whose answer was lost, or of another publisher of the same dataset.
-        is_ours = False
     found = _find(url)
     if found is None or not _holds(url, found, path.stat().st_size, xxh3):
-        if not is_ours:
-            raise _changed(url)
-        raise FatalError(
-            f"{url} is not what was sent to the store: remove it, and run the same command again", code="disk"
-        )
+        raise _changed(url)
     return found

@@ -99,13 +99,14 @@ class SpeakerTable:
             DamagedShard: a file of cuts cannot be read.
         """
         numbers: dict[str, int] = {}
-        columns = np.zeros(part.record.num_cuts, [("speaker", "i8"), ("seconds", "f8"), ("own", "u8"), ("other", "u8")])
-        position = 0
+        kinds = [("speaker", "i8"), ("seconds", "f8"), ("own", "u8"), ("other", "u8")]
+        parts = [np.zeros(0, kinds)]
         for shard in part.shards:
             path = part.directory / shard.fields[CUTS].file
             lines = read_json_lines(path)
             if len(lines) != shard.count:
                 raise DamagedShard(f"{path}: {len(lines)} cuts instead of {shard.count}")
+            rows = []
             for line in lines:
                 cut = decode_line(path, line, _decoder)
                 supervision = cut.supervisions[0] if cut.supervisions else None
@@ -113,8 +114,9 @@ class SpeakerTable:
                 number = numbers.setdefault(_speaker(cut.id, speaker), len(numbers))
                 context = (supervision.custom or {}).get("context_recording_id") if supervision else None
                 own = hash_text(cut.recording.id) if cut.recording else 0
-                columns[position] = (number, cut.duration, own, hash_text(str(context)) if context else 0)
-                position += 1
+                rows.append((number, cut.duration, own, hash_text(str(context)) if context else 0))
+            parts.append(np.array(rows, kinds))
+        columns = np.concatenate(parts)
         return cls(
             list(numbers),
             _unite(len(numbers), columns["speaker"], columns["own"], columns["other"]),

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar
@@ -223,6 +223,9 @@ def context_id(recording_id: str, offset: float, duration: float) -> str:
 
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
+# Numbers that JSON and arrays hold exactly.
+_AtMost = Annotated[int, msgspec.Meta(le=1 << 53)]
+_Total = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class FieldFile(msgspec.Struct, frozen=True):
@@ -253,8 +256,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     its files are known: ``count`` and the sizes are -1, and the checksums empty.
     """
 
-    index: int
-    count: int
+    index: _AtMost
+    count: _AtMost
     target_seconds: float
     context_seconds: float
     fields: dict[str, FieldFile]
@@ -296,7 +299,7 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
         return codec_fields(self.name)
 
 
-class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
+class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
 
     ``fields`` are the names of the fields, and ``layout`` says what each is. A file from before there was that key has
@@ -310,8 +313,8 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int
     name: str
     fields: list[str]
-    num_shards: int
-    num_cuts: int
+    num_shards: _Total
+    num_cuts: _Total
     target_seconds: float
     context_seconds: float
     audio_format: str
@@ -364,9 +367,10 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The fields that are not of the published layout."""
         return [field for field in self.layout if not field.is_published]
 
-    def field(self, name: str) -> Field | None:
-        """Return the field of this name, or None: the dataset does not say what it is."""
-        return next((field for field in self.layout if field.name == name), None)
+    @cached_property
+    def fields_by_name(self) -> dict[str, Field]:
+        """The fields that the dataset says what they are."""
+        return {field.name: field for field in self.layout}
 
     def complete(self) -> "DatasetRecord":
         """Return the record with a layout of all fields that are known, in their order."""
@@ -580,7 +584,7 @@ class ShardedDataset:
         Raises:
             ConfigError: the dataset has no such field, or is not finished.
         """
-        found = published_field(field) or self.record().field(field)
+        found = published_field(field) or self.record().fields_by_name.get(field)
         if found is None:
             raise ConfigError(f"{self.directory} has no field {field!r}", code="unknown_field")
         return self.directory / found.path(shard)

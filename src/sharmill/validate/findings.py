@@ -16,7 +16,7 @@ from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
 from sharmill.engine.plan import refuse_linked_folders, revoke
 from sharmill.engine.run import locked
-from sharmill.engine.stage import RunDir, stage_classes
+from sharmill.engine.stage import RunDir, Stage, stage_classes
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.storage import NOT_JSON, open_regular, remove
@@ -161,10 +161,11 @@ class UnitToRepeat(msgspec.Struct, frozen=True, order=True):
     shard: int | None = None
 
 
-def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToRepeat]:
+def units_to_repeat(finding: Finding, makers: Mapping[str, str], stages: Sequence[type[Stage]]) -> list[UnitToRepeat]:
     """Return the units that mend a finding when they are done again; none where none does.
 
     Args:
+        stages: sharmill's own.
         makers: the names of the stages that made the fields which are not of the published layout.
     """
     mended_by = CODES[finding.code].mended_by
@@ -173,7 +174,7 @@ def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToR
         units.append(UnitToRepeat(INDEX))
     if mended_by and mended_by[-1] in (_SHARD, _CODES) and finding.shard is not None:
         field, content = finding.field or CUTS, mended_by[-1] == _CODES
-        own = (STAGES.load_class(kind).mender(field, content=content) for kind in STAGES.own)
+        own = (stage.mender(field, content=content) for stage in stages)
         units += [UnitToRepeat(stage, finding.shard) for stage in (makers.get(field), *own) if stage][:1]
     return units
 
@@ -213,6 +214,7 @@ def make_report(
         fields: those that are not of the published layout.
     """
     makers = {field.name: field.by for field in fields}
+    stages = [STAGES.load_class(kind) for kind in STAGES.own]
     counts = Counter(finding.code for finding in findings)
     kinds = [KindCount(code, kind.severity, counts[code], kind.meaning, kind.to_do_for(foreign))
              for code, kind in CODES.items() if counts[code]]  # fmt: skip
@@ -227,7 +229,7 @@ def make_report(
         warnings=len(findings) - errors,
         kinds=kinds,
         units_to_repeat=sorted(
-            {unit for finding in findings for unit in units_to_repeat(finding, makers) if not foreign}
+            {unit for finding in findings for unit in units_to_repeat(finding, makers, stages) if not foreign}
         ),
         findings=[finding.to_row(foreign=foreign) for finding in findings],
     )

@@ -167,7 +167,7 @@ class ValidateProcessor(Processor):
             recorded, path = shard.record.fields[name] if shard.record else None, subject.directory / file
             if recorded is not None and name not in subject.fields:
                 add("wrong_totals", name, f"{DATASET_FILE} does not name the field")
-            field = subject.dataset.field(name) if subject.dataset and subject.is_own else None
+            field = subject.dataset.fields_by_name.get(name) if subject.dataset and subject.is_own else None
             if recorded is not None and field is not None and file != field.path(shard.index):
                 add("wrong_name", name, f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs")
             of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy)" if isinstance(path, RemoteFile) else ""
@@ -362,8 +362,9 @@ def check_contract(
     for name, items in ((TARGET_AUDIO, targets), (CONTEXT_AUDIO, contexts)):
         yield from _find(shard, "bad_audio", name, partial(_check_audio, dataset), items)
     for codec in dataset.codecs:
-        for codes, audio, temporal in zip(codec.fields, (targets, contexts), (True, False), strict=True):
-            known = dataset.field(codes.name)
+        # A codec whose name cannot be that of a folder has no fields.
+        for codes, audio, temporal in zip(codec.fields, (targets, contexts), (True, False), strict=False):
+            known = dataset.fields_by_name.get(codes.name)
             check = partial(_check_codes, codec, temporal, known is not None and known.optional)
             yield from _find(shard, "bad_codes", codes.name, check, contents.get(codes.name, []), audio)
     for field in dataset.added_fields:

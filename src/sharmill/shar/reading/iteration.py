@@ -27,6 +27,7 @@ from sharmill.shar.reading.state import (
     Part,
     Position,
     Progress,
+    ShardPositions,
     check_identity,
     count_blocks,
 )
@@ -39,6 +40,8 @@ _PADDING = "shar_padding"
 _MAX_EMPTY_EPOCHS = 20
 # With shuffle="global": each has a file for every field.
 _OPEN_SHARDS = 64
+# Cuts of a shard for whose positions the index alone is trusted.
+_MANY_CUTS = 1 << 17
 
 # Draws, blocks, items and slots of cuts.
 _Choice = tuple[list[int], list[int], list[int], list[int]]
@@ -439,7 +442,7 @@ class SharReader:
         for slot in self.order.slots(group):
             if self.order.blocks_per_shard == 1 and not part.has(slot):
                 continue  # not even counted: of a foreign shard, that would be to read it
-            positions = self.order.positions(epoch, slot, self._source.count(int(permutation[slot])))
+            positions = self._positions(epoch, slot, permutation)
             chosen = np.flatnonzero((positions.blocks % part.count == part.index) & known.left(group, positions))
             columns.append((positions.draws[chosen], positions.blocks[chosen], chosen, np.full(len(chosen), slot)))
         if not columns:
@@ -448,13 +451,20 @@ class SharReader:
         order = np.lexsort((items, blocks, draws))
         return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
 
+    def _positions(self, epoch: int, slot: int, permutation: np.ndarray) -> ShardPositions:
+        """Return the positions of the cuts of a shard; those of a damaged one of many cuts are not all made."""
+        count = self._source.count(int(permutation[slot]))
+        if count > _MANY_CUTS and isinstance(_open(self._source, permutation, epoch, slot), DamagedShard):
+            count = _MANY_CUTS
+        return self.order.positions(epoch, slot, count)
+
     def _count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
         """Count the cuts that are left for each part (num_parts,)."""
         left = np.zeros(num_parts, np.int64)
         permutation = self.order.permutation(epoch)
         for group in range(self.order.num_groups):
             for slot in self.order.slots(group):
-                positions = self.order.positions(epoch, slot, self._source.count(int(permutation[slot])))
+                positions = self._positions(epoch, slot, permutation)
                 left += np.bincount(positions.blocks[known.left(group, positions)] % num_parts, minlength=num_parts)
         return left
 

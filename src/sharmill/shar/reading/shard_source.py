@@ -17,6 +17,7 @@ from sharmill.files.storage import checksum_bytes
 from sharmill.shar.items import read_json_lines
 from sharmill.shar.layout import (
     CUTS,
+    DATASET_FILE,
     SHARDS_FILE,
     Field,
     FieldFile,
@@ -206,8 +207,10 @@ class IndexedShardSource(CutSource):
     ) -> None:
         self._dataset = read_dataset(directory)
         self.num_shards = self._dataset.num_shards
-        self._stored = {name: self._dataset.field(name) for name in self._dataset.fields}
+        self._stored = {name: self._dataset.fields_by_name.get(name) for name in self._dataset.fields}
         super().__init__(directory, self._stored, fields, codec, foreign=self._dataset.contract == "foreign")
+        if CUTS not in self._stored:
+            raise self._damage(f"belongs to a {DATASET_FILE} without the field {CUTS}")
         self._sidecars = sidecars
         if sidecars is not None and self.num_shards:
             missing = [path for paths in self.files(0).sidecars.values() for path in paths if not path.exists()]
@@ -226,7 +229,7 @@ class IndexedShardSource(CutSource):
             if line.index != len(counts):
                 raise self._damage(f"lists shard {line.index} where {len(counts)} belongs")
             counts.append(line.count)
-        found, recorded = (len(counts), sum(counts)), (self.num_shards, self.num_cuts())
+        found, recorded = (len(counts), sum(counts)), (self.num_shards, self._dataset.num_cuts)
         if found != recorded:
             raise self._damage(
                 f"lists {found[0]} shards instead of {recorded[0]} and {found[1]} cuts instead of {recorded[1]}"
@@ -249,7 +252,8 @@ class IndexedShardSource(CutSource):
         return int(self._counts[shard])
 
     def num_cuts(self) -> int:
-        return self._dataset.num_cuts
+        # Not what is only claimed: lists of cuts reserve memory for as many.
+        return int(self._counts.sum())
 
     def files(self, shard: int) -> ShardFiles:
         fields = (*self._fields.items(), (CUTS, CUTS))

@@ -52,11 +52,6 @@ def test_all_of_sharmills_own_can_be_imported(registry):
         assert callable(registry.load(name))
 
 
-def test_a_removed_codec_says_what_to_use():
-    with raises(ConfigError, "unknown_name", "'untrained' was removed", "use builtin"):
-        find_codec("untrained")
-
-
 REFUSED = [
     (SOURCES.load, "tinny", "unknown_name", ["source", "'tinny'", "'tiny'"]),
     (ENCODERS.load, "tinny", "unknown_name", ["speaker encoder", "'tinny'", "'tiny'"]),

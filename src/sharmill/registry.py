@@ -88,8 +88,10 @@ class Registry:
         if not found:
             names, this = self.names(), f"{self.kind} {name!r}"
             hint = nearest(name.lower(), names, otherwise="")
-            unknown = f"there is no {this}: valid are {', '.join(names)} and python:package.module:Class{hint}"
-            raise ConfigError(explain_removal(f"the {this}") or unknown, code="unknown_name")
+            raise ConfigError(
+                f"there is no {this}: valid are {', '.join(names)} and python:package.module:Class{hint}",
+                code="unknown_name",
+            )
         return next(iter(found.values()))
 
     def load(self, name: str) -> Any:
@@ -154,31 +156,6 @@ class Registry:
 
         spec = importlib.util.find_spec(entry.module)
         return checksum(Path(spec.origin)) if spec is not None and spec.origin else ""
-
-
-# Names that earlier versions had, and what to use instead.
-REMOVED: Final = {
-    "the codec 'untrained'": "its codes meant nothing; use builtin",
-    "the command 'certify'": "validate --recheck-codes SHARE tells how far codes differ",
-    "the command 'completion'": 'eval "$(_SHARMILL_COMPLETE=bash_source sharmill)" in ~/.bashrc completes commands; '
-    "zsh_source and fish_source are for other shells",
-    "the option 'manifest --restart'": "every call begins anew; --force replaces FILE",
-    "the option '--ray-address'": "cancel tells a Ray job to end by a mark in the run directory",
-    "the option '--simulate'": "a plan is for the ranks of its configuration, such as sharmill plan CONFIG "
-    "executor.workers=1024",
-    "the key 'encode.compile'": "codecs run as they are; leave the key out",
-    "the key 'executor.mixed_versions'": "restore the versions that the stage was begun with, or begin it anew with "
-    "--restart",
-    "the key 'executor.mixed_devices'": "a stage keeps to the kind of device that it was begun on; leave the key out",
-    "the key 'submit_ahead'": "leave the key out; the jobs of a stage are submitted when it is planned",
-    "the key 'metrics.tensorboard'": "set metrics.wandb_project, or look at sharmill status RUN_DIR --json or "
-    "--prometheus FILE",
-}
-
-
-def explain_removal(name: str) -> str:
-    """Return the sentence about a name of earlier versions that says what to use instead; "" of any other."""
-    return f"{name} was removed: {REMOVED[name]}" if name in REMOVED else ""
 
 
 def nearest(name: str, valid: list[str], otherwise: str | None = None) -> str:

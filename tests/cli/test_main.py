@@ -11,7 +11,6 @@ from functools import partial
 import click
 import pytest
 from support.project import (
-    REPOSITORY,
     Project,
     command,
     make_bare_dataset,
@@ -102,24 +101,6 @@ def test_wrong_use_of_commands_ends_with_one_line(arguments, names, config, erro
     assert [name for name in names if name not in line] == []
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "dataset").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (["certify", "x"], "validate --recheck-codes"),
-        (["completion"], "_SHARMILL_COMPLETE"),
-        (["plan", "c.yaml", "--simulate", "ranks=4"], "executor.workers="),
-        (["plan", "{config}", "encode.compile=default"], "leave the key out"),
-        (["plan", "{config}", "metrics.tensorboard=true"], "metrics.wandb_project"),
-        (["plan", "{config}", "executor.mixed_versions=true"], "--restart"),
-        (["manifest", "x", "-o", "y", "--restart"], "--force"),
-    ],
-)
-def test_what_was_removed_says_what_to_use(arguments, instead, error_line):
-    line = error_line(*(argument.format(config=REPOSITORY / "configs/demo.yaml") for argument in arguments))
-    assert "was removed" in line
-    assert instead in line
 
 
 def test_too_many_rejects_end_with_the_first_sentence_and_the_remedy_of_each_reason(config, call, tmp_path):

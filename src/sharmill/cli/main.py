@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 
 import sharmill
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, describe_error, printable_line
-from sharmill.registry import describe_import_error, explain_removal
+from sharmill.registry import describe_import_error
 
 # By heading: the function of each command in this package, and the first line of its help.
 COMMANDS: Final = {
@@ -153,14 +153,7 @@ def _describe_wrong_use(error: click.ClickException) -> str:
         return error.format_message()
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "sharmill"
-    option = getattr(error, "option_name", "")
-    names = (
-        f"the command '{getattr(error, 'command_name', '')}'",
-        f"the option '{option}'",
-        f"the option '{command.removeprefix('sharmill ')} {option}'",
-    )
-    removed = next(filter(None, map(explain_removal, names)), "")
-    return printable_line(f"Error: {removed or error.format_message().rstrip('.')}; see {command} --help")
+    return printable_line(f"Error: {error.format_message().rstrip('.')}; see {command} --help")
 
 
 if __name__ == "__main__":

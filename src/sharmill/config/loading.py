@@ -17,7 +17,7 @@ import yaml
 from sharmill.config.schema import NAME, Config, References, StageSection
 from sharmill.errors import ConfigError, one_line, refuse
 from sharmill.files.storage import NotRegularError, open_regular
-from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASES, STAGES, explain_removal, nearest
+from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASES, STAGES, nearest
 
 Loaded = TypeVar("Loaded")
 _WORDS_OF_YAML: Final[dict[Any, bool]] = {"yes": True, "on": True, "no": False, "off": False}
@@ -490,8 +490,7 @@ def _unknown_key(types: dict[str, Any], key: Any, place: str, origin: str) -> Co
             if dataclasses.is_dataclass(owner) and key in {field.name for field in dataclasses.fields(owner)}:
                 below.append(f"'{section}.{key}'")
         meant = f"; did you mean {' or '.join(below)}?" if below else meant
-    problem = explain_removal(f"the key '{name}'") or f"unknown key '{name}'{meant}"
-    return ConfigError(f"{origin}: {problem}", code="unknown_key")
+    return ConfigError(f"{origin}: unknown key '{name}'{meant}", code="unknown_key")
 
 
 def _readable(kind: Any, value: Any, message: str, place: str) -> str:

@@ -34,6 +34,7 @@ import msgspec
 import xxhash
 
 from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord, hide_secrets, refuse
+from sharmill.files.pace import TooLarge
 from sharmill.files.remote import FETCHES_AT_ONCE, Client, Version, request
 from sharmill.files.storage import (
     NOT_JSON,
@@ -199,9 +200,9 @@ class Cache:
 
             try:
                 version: Version = self.ask(url, download)
-            except RejectRecord as reject:
+            except TooLarge as reject:
                 # A setting of this machine must not decide what a dataset has.
-                if f"more than {self.max_bytes:,} bytes" in reject.detail:
+                if self.max_bytes < max_bytes:
                     size = max(self.max_bytes, self.ask(url, lambda client: client.version(url)).size)
                     raise ConfigError(
                         f"{url} has at least {size:,.0f} bytes, {_MORE.format(self.max_bytes)}", code="bad_config_value"

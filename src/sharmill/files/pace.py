@@ -23,7 +23,11 @@ SECONDS: Final = 60.0
 _BLOCK_BYTES: Final = 60 << 10
 
 
-class Pace:
+class TooLarge(RejectRecord):
+    """A file that has more bytes than it may."""
+
+
+class AnswerPace:
     """The time by which the next block of an answer must have come, and the bytes that its body may have.
 
     Its head, however long, and the first block have one deadline. fsspec takes it as a callback.
@@ -44,10 +48,10 @@ class Pace:
         self.relative_update(0)
 
     def relative_update(self, num_bytes: int) -> None:
-        """Count bytes of the body; raise RejectRecord where they are too many."""
+        """Count bytes of the body; raise TooLarge where they are too many."""
         self._size += num_bytes
         if self._size > self._max_bytes:
-            raise RejectRecord("unreadable_audio", f"{self._url} has more than {self._max_bytes:,} bytes")
+            raise TooLarge("unreadable_audio", f"{self._url} has more than {self._max_bytes:,} bytes")
         if self._size >= self._end_of_block:
             self._end_of_block, self._deadline = self._size + _BLOCK_BYTES, time.monotonic() + self._seconds
 
@@ -59,7 +63,7 @@ class Pace:
         return left
 
 
-async def in_time(pace: Pace, coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return what a coroutine of fsspec's gives; end it by a TimeoutError where it does not keep the pace."""
     task = asyncio.ensure_future(coroutine)
     try:
@@ -75,7 +79,7 @@ class _Response(HTTPResponse):
 
     def __init__(self, connection: Any, *args: Any, **options: Any) -> None:
         super().__init__(connection, *args, **options)
-        raw, pace = cast("Any", self.fp).raw, Pace()
+        raw, pace = cast("Any", self.fp).raw, AnswerPace()
         read = raw.readinto
 
         def readinto(buffer: memoryview) -> int | None:

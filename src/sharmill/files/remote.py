@@ -23,7 +23,7 @@ from urllib.parse import urljoin, urlsplit
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from sharmill.errors import ConfigError, RejectRecord, hide_secrets
-from sharmill.files.pace import SECONDS, Pace, in_time, keep_pace
+from sharmill.files.pace import SECONDS, AnswerPace, in_time, keep_pace
 
 if TYPE_CHECKING:
     import aistore
@@ -125,8 +125,8 @@ class _Web:
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
         with self._get(url) as response:
             version = _version_of(response)
-            Pace(url, max_bytes).relative_update(version.size)
-            _copy(response.raw, stream, Pace(url, max_bytes))
+            AnswerPace(url, max_bytes).relative_update(version.size)
+            _copy(response.raw, stream, AnswerPace(url, max_bytes))
             return version
 
     def upload(self, path: Path, url: str, *, replace: bool) -> None:
@@ -172,7 +172,7 @@ def _version_of(response: requests.Response) -> Version:
     return Version(-1 if length is None else length, headers.get("ETag") or headers.get("Last-Modified", ""))
 
 
-def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: Pace) -> None:
+def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: AnswerPace) -> None:
     """Write the body of an answer into a stream, as the server stores it: it may store a file compressed."""
     # What has come, and not a whole block, which would be kept in memory.
     while block := answer.read1(_BLOCK_BYTES, decode_content=False):
@@ -223,32 +223,32 @@ class _Bucket:
             raise RejectRecord("missing_audio", f"{url} has a name that the client of {scheme} takes for another one")
         return files
 
-    def _wait(self, pace: Pace, files: Any, name: str, *args: Any, **options: Any) -> Any:
+    def _wait(self, pace: AnswerPace, files: Any, name: str, *args: Any, **options: Any) -> Any:
         """Return what a method of fsspec's gives, which must keep a pace."""
         from fsspec.asyn import sync
 
         return sync(files.loop, in_time, pace, getattr(files, name)(*args, **options))
 
     def version(self, url: str) -> Version:
-        info = self._wait(Pace(), self._files(url), "_info", url)
+        info = self._wait(AnswerPace(), self._files(url), "_info", url)
         if info["type"] != "file":
             raise FileNotFoundError(url)
         return Version(info["size"], str(info.get("ETag") or info.get("etag") or info.get("generation") or ""))
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        pace = Pace(url, stop - start, 1 + (stop - start) // _BLOCK_BYTES)
+        pace = AnswerPace(url, stop - start, 1 + (stop - start) // _BLOCK_BYTES)
         data: bytes = self._wait(pace, self._files(url), "_cat_file", url, start=start, end=stop)
         pace.relative_update(len(data))
         return data
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
-        pace = Pace(url, max_bytes)
+        pace = AnswerPace(url, max_bytes)
         with _unchanged(self, url, path, max_bytes) as version:
             self._wait(pace, self._files(url), "_get_file", url, str(path), callback=pace)
         return version
 
     def upload(self, path: Path, url: str, *, replace: bool) -> None:
-        pace, mode = Pace(blocks=1 + path.stat().st_size // _BLOCK_BYTES), "overwrite" if replace else "create"
+        pace, mode = AnswerPace(blocks=1 + path.stat().st_size // _BLOCK_BYTES), "overwrite" if replace else "create"
         self._wait(pace, self._files(url), "_put_file", str(path), url, mode=mode)
 
 
@@ -278,7 +278,7 @@ class _AIStore:
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
         with _unchanged(self, url, path, max_bytes) as version:
             with self._object(url).get_reader().raw() as answer:
-                _copy(answer, stream, Pace(url, max_bytes))
+                _copy(answer, stream, AnswerPace(url, max_bytes))
             stream.flush()
         return version
 
@@ -318,7 +318,7 @@ def _unchanged(client: Client, url: str, path: Path, max_bytes: float) -> Iterat
     An error that is tried again is raised where it was cut off or changed.
     """
     before = client.version(url)
-    Pace(url, max_bytes).relative_update(before.size)
+    AnswerPace(url, max_bytes).relative_update(before.size)
     yield before
     after, size = client.version(url), path.stat().st_size
     if before != after:

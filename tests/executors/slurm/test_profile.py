@@ -17,7 +17,6 @@ from sharmill.executors.slurm.profile import ClusterProfile
     ("text", "code", "names"),
     [
         ("max_paralel: 3", "unknown_key", ["'max_paralel'", "'max_parallel'"]),
-        ("submit_ahead: true", "unknown_key", ["'submit_ahead' was removed", "leave the key out"]),
         ("gpu: {partitoin: gpu}", "unknown_key", ["'gpu.partitoin'", "'partition'"]),
         ("cpu: {cores: many}", "bad_config_value", ["cpu.cores"]),
         ("cpu: {cores: 0}", "bad_config_value", ["cores"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import soundfile
+from support import damage as do
 from support.project import raises
 
 from sharmill.demo.corpus import VOICES, CorpusSummary, make_corpus
@@ -84,13 +85,29 @@ print(json.dumps(spoken(reverse=True)))
     assert [path.name for path in directory.parent.iterdir()] == [directory.name]
 
 
-def test_a_directory_with_other_content_is_left_alone(corpus, tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with raises(ConfigError, "foreign_output"):
-        make_corpus(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    with raises(ConfigError, "foreign_output", "num_voices"):
-        make_corpus(corpus.manifest.parent, num_voices=2)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "demo.yaml").write_text("mine"),
+        do.change_bytes("demo.yaml", lambda data: data + b"# mine\n"),
+        do.change_bytes("corpus/corpus.json", lambda data: data[:9]),
+        do.change_bytes("corpus/corpus.json", lambda data: data.replace(b'"num_voices": 12', b'"num_voices": 2')),
+        do.change_bytes("corpus/corpus.json", lambda data: b"[]"),
+        lambda folder: (folder / "corpus/corpus.json").rename(folder / "corpus/thesis.txt"),
+    ],
+)
+def test_a_demo_replaces_only_what_it_made(tmp_path, call, change):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/corpus.json").write_text(json.dumps({
+        "arguments": {"version": 2, "num_voices": 12, "utterances_per_voice": 20, "seed": 42},
+        "totals": {"num_records": 254, "num_bad_records": 14, "audio_seconds": 1191.006},
+    }))  # fmt: skip
+    # Without its audio, no stage begins.
+    for overrides in ([], ["write.shard_size=20"], []):
+        assert "audio root" in call("demo", tmp_path, *overrides)[2]
+    change(tmp_path)
+    before = digests(tmp_path)
+    assert (call("demo", tmp_path)[0], digests(tmp_path)) == (2, before)
 
 
 @pytest.mark.parametrize("arguments", [{"num_voices": 0}, {"num_voices": 13}, {"utterances_per_voice": 1}])

@@ -3,33 +3,50 @@
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Final
 
 from sharmill.config import Config, load_config, to_yaml
 from sharmill.demo.corpus import make_corpus
 from sharmill.encode.config import EncodeConfig
-from sharmill.files.storage import write_atomic
+from sharmill.errors import ConfigError
+from sharmill.files.storage import checksum_bytes, write_atomic
+
+# The first line of demo.yaml, with the checksum of the others: it tells an edited file from one that may be replaced.
+_MARK: Final = "# Written by sharmill demo, with the checksum {}.\n"
 
 
 def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], None]) -> Config:
     """Make the corpus in ``directory / "corpus"`` unless it is there, and return the configuration for it.
 
     The configuration is also written to ``directory / "demo.yaml"``. ``tell`` gets lines for the user.
+
+    Raises:
+        ConfigError: ``demo.yaml`` was edited, or it or the folder of the corpus is something else.
     """
+    paths = [
+        f"run_dir={directory / 'run'}",
+        f"dataset_dir={directory / 'dataset'}",
+        f"sources.0.manifest={directory / 'corpus/manifest.json'}",
+        f"sources.0.audio_root={directory / 'corpus/audio'}",
+    ]
+    with as_file(files("sharmill.demo") / "demo.yaml") as template:
+        config = load_config(template, [*paths, *overrides])
+    written, text = directory / "demo.yaml", to_yaml(config)
+    old = written.read_bytes() if written.exists() else text
+    mark, _, rest = old.partition(b"\n")
+    if old != text and mark + b"\n" != _MARK.format(checksum_bytes(rest)).encode():
+        raise ConfigError(
+            f"{written} was edited, or is not the demo's: run it with sharmill run {written}, move it away, or choose "
+            "another directory",
+            code="foreign_output",
+        )
     tell(f"making a synthetic corpus in {directory / 'corpus'}")
     corpus = make_corpus(directory / "corpus")
     tell(
         f"{corpus.num_records} records, {corpus.num_bad_records} of them bad on purpose; "
         f"{corpus.audio_seconds / 60:.1f} minutes of speech"
     )
-    paths = [
-        f"run_dir={directory / 'run'}",
-        f"dataset_dir={directory / 'dataset'}",
-        f"sources.0.manifest={corpus.manifest}",
-        f"sources.0.audio_root={corpus.audio_root}",
-    ]
-    with as_file(files("sharmill.demo") / "demo.yaml") as template:
-        config = load_config(template, [*paths, *overrides])
-    write_atomic(directory / "demo.yaml", to_yaml(config))
+    write_atomic(written, _MARK.format(checksum_bytes(text)).encode() + text)
     if any(codec.model == "builtin" for codec in config.section(EncodeConfig).codecs):
         tell("note: the codec 'builtin' is a small one for trying out: its codes can be heard, but roughly")
     return config

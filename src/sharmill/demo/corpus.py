@@ -237,18 +237,22 @@ def make_corpus(
         with open_folder_atomic(directory.absolute()) as aside:
             totals = _build(aside, num_voices=num_voices, utterances_per_voice=utterances_per_voice, seed=seed)
             (aside / _MARKER).write_text(json.dumps({"arguments": arguments, "totals": totals}, indent=2) + "\n")
-    elif not marker.is_file():
+    try:
+        content = json.loads(marker.read_bytes())
+        made, totals = content["arguments"], content["totals"]
+        summary = CorpusSummary(directory / _MANIFEST, directory / _AUDIO_ROOT, **totals)
+    except (OSError, ValueError, LookupError, TypeError):
         raise ConfigError(
-            f"{directory} is not empty and holds no demo corpus; choose another directory", code="foreign_output"
-        )
-    content = json.loads(marker.read_text())
-    if content["arguments"] != arguments:
+            f"{directory} is not empty and holds no demo corpus, or a damaged one; remove it or choose another "
+            "directory",
+            code="foreign_output",
+        ) from None
+    if made != arguments:
         raise ConfigError(
-            f"{directory} holds a demo corpus made with {content['arguments']}, not {arguments}; remove it or choose "
-            "another directory",
+            f"{directory} holds a demo corpus made with {made}, not {arguments}; remove it or choose another directory",
             code="foreign_output",
         )
-    return CorpusSummary(directory / _MANIFEST, directory / _AUDIO_ROOT, **content["totals"])
+    return summary
 
 
 def _build(directory: Path, *, num_voices: int, utterances_per_voice: int, seed: int) -> dict[str, Any]:

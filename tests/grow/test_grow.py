@@ -129,19 +129,19 @@ def test_old_files_stay_and_an_open_reader_goes_on_with_the_shards_that_it_knows
     assert snapshot(growing) == snapshot(tmp_path / "merged")
 
 
-def test_the_lines_of_a_killed_append_remove_only_what_it_placed(coded, growing):
-    index = growing / "shards.jsonl"
+def test_a_killed_append_is_removed_by_checksum(coded, growing, call):
     left = [line | {"index": line["index"] + 2} for line in lines(coded[1] / "shards.jsonl")]
-    write_lines(index, [*lines(index), *left])
-    (growing / "cuts/cuts.000002.jsonl.gz").write_bytes(b"cut off")
+    # Of an append of other shards, whose first cuts are the second ones here.
+    left[0]["fields"]["cuts"] = left[1]["fields"]["cuts"] | {"file": "cuts/mine.txt"}
+    write_lines(growing / "shards.jsonl", [*lines(growing / "shards.jsonl"), *left])
+    shutil.copy(coded[1] / "cuts/cuts.000001.jsonl.gz", growing / "cuts/cuts.000002.jsonl.gz")
+    mine = [growing / "cuts/mine.txt", growing / "target_audio/recording.000003.tar"]
+    for path in mine:
+        path.write_bytes(b"mine")
     assert [cut.id for cut in open_shar(growing, [])] == ids_of(coded[0])
-    mine = growing / "cuts/mine.txt"
-    mine.write_text("mine")
-    left[0]["fields"]["cuts"]["file"] = "cuts/mine.txt"
-    write_lines(index, [*lines(index)[:2], *left])
-    append_dataset(growing, coded[1])
-    assert len(list(open_shar(growing, []))) == 10
-    assert mine.exists()
+    assert (call("append", growing, coded[1])[0], [path.read_bytes() for path in mine]) == (2, [b"mine", b"mine"])
+    mine[1].unlink()
+    assert "now 10 cuts" in call("append", growing, coded[1])[1]
 
 
 def test_merged_shards_are_links_or_copies_with_the_same_bytes(coded, tmp_path):
@@ -362,17 +362,25 @@ def test_every_cut_is_in_one_split_as_it_was_and_no_speaker_in_two(speech, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_an_interrupted_split_is_not_mixed_with_another_seed(speech, tmp_path):
-    other, damage = copy(speech, tmp_path / "other"), do.flip_bit(do.TARGETS, 600)
+def test_an_interrupted_split_is_not_mixed_with_another(speech, tmp_path, call):
+    other, out, damage = copy(speech, tmp_path / "other"), tmp_path / "out", do.flip_bit(do.TARGETS, 600)
     damage(other)
     with raises(FatalError, "units_failed", "recording.000001.tar is not what the index lists"):
-        split(other, tmp_path / "out")
+        split(other, out)
     damage(other)
     with raises(ConfigError, "changed_plan", "seed"):
-        split(other, tmp_path / "out", seed=7)
-    split(other, tmp_path / "out", seed=7, restart=True)
+        split(other, out, seed=7)
+    # As if somebody had replaced the folder.
+    shutil.rmtree(out / STAGING_NAME)
+    mine = out / "train/cuts/cuts.000000.jsonl.gz"
+    mine.write_bytes(b"mine")
+    for options in (["--valid", "20%"], ["--valid", "20%", "--restart"]):
+        assert call("split", other, out, "--by-speaker", "--test", "20%", *options)[0] == 2
+    assert mine.read_bytes() == b"mine"
+    mine.unlink()
+    split(other, out, seed=7, restart=True)
     split(other, tmp_path / "expected", seed=7)
-    assert snapshot(tmp_path / "out") == snapshot(tmp_path / "expected")
+    assert snapshot(out) == snapshot(tmp_path / "expected")
     table = SpeakerTable.read(SourceDataset.read(speech))
     assert len({tuple(table.assign({"valid": 0.2}, seed)["valid"].tolist()) for seed in range(20)}) > 3
 

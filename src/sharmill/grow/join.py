@@ -244,7 +244,7 @@ def add_shards(
         new.append(msgspec.structs.replace(shard, index=index, fields=moved))
     for file in (file for shard in new for file in shard.fields.values()):
         path = directory / file.file
-        if path.exists() and checksum(path) != file.xxh3:
+        if os.path.lexists(path) and not (path.is_file() and checksum(path) == file.xxh3):
             raise ConfigError(
                 f"{path} is no part of the dataset, and in the way of a new shard: move it away", code="foreign_output"
             )
@@ -471,14 +471,14 @@ def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
 def _remove_leftovers(part: SourceDataset, addition: SourceDataset) -> None:
     """Remove what a killed append has placed behind the last shard; nothing of the dataset, and nothing of others.
 
-    ``shards.jsonl`` says what that is. Of the files that its further lines name, those go that an append places.
+    The further lines of ``shards.jsonl`` say what that is: of the files that they name, those go that an append places,
+    and that have the listed bytes.
     """
     directory = part.directory
     placed = [shard for shard in read_shards(directory) if shard.index >= part.record.num_shards]
     for field in (*addition.record.layout, *part.record.layout) if placed else ():
-        files = [Path(field.path(shard.index)) for shard in placed]
-        remove_asides(directory / field.name, {file.name for file in files})
-        for file in files:
-            remove(directory / file)
+        files = {directory / field.path(shard.index): shard.fields.get(field.name) for shard in placed}
+        remove_asides(directory / field.name, {path.name for path in files})
+        remove(*(path for path, file in files.items() if file and path.is_file() and checksum(path) == file.xxh3))
     if placed:
         write_shards(directory, part.shards)

@@ -36,6 +36,7 @@ from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.executors.local import run_alone
 from sharmill.files.storage import (
     Staging,
+    checksum,
     checksum_bytes,
     hash_text,
     load_record,
@@ -318,11 +319,14 @@ class SplitStage(Stage):
             raise ConfigError(f"{self.root} is not a folder", code="foreign_output")
         if ShardedDataset(self.root).is_empty():
             return
-        own = {self.root / file.name for file in committed_files(self)} if self.dir.token_file.exists() else set()
-        known = {*own, *self.products()}
+        own = {self.root / file.name: file.xxh3 for file in committed_files(self)}
         # Without those of the engine.
         files = (path for path in self.root.rglob("*") if not str(path).startswith(f"{self.root}/.sharmill"))
-        if not own or any(path not in known for path in files if not path.is_dir()):
+        found = {path for path in files if not path.is_dir()}
+        # An index is written when all files are there.
+        strange = found.difference(own, self.products() if found.issuperset(own) else ())
+        replaced = (path for path in found & own.keys() if not path.is_file() or checksum(path) != own[path])
+        if not own or strange or any(replaced):
             raise ConfigError(
                 f"{self.root} is not empty: choose another place, or empty it yourself", code="foreign_output"
             )

@@ -11,7 +11,7 @@ from support import damage as do
 from support.project import command, copy, make_voices, raises, snapshot
 from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
 
-from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError
+from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError, hide_secrets
 from sharmill.grow.join import append_dataset
 from sharmill.grow.publish import publish_dataset
 from sharmill.shar.layout import DatasetRecord, read_dataset
@@ -187,4 +187,4 @@ def test_what_cannot_be_published_is_said_in_a_line_and_no_dataset_is_shown(
 def test_what_is_no_place_in_a_store_is_refused(call, datasets, url):
     status, _, err = call("publish", datasets[0], url)
     assert (status, err.count("\n")) == (2, 1)
-    assert f"{url} is no place in an object store: name s3://" in err
+    assert f"{hide_secrets(url)} is no place in an object store: name s3://" in err

@@ -171,7 +171,7 @@ CODES: Final[dict[str, str]] = {
 
 
 # The user and password in a URL, and its query, which may be a signature; urllib3 names the end of a URL alone.
-_SECRETS: Final = re.compile(r"(://|url: )(?:[^/?#\s]*@)?([^\s?'\"]*)(\?[^\s'\")>]+)?")
+_SECRETS: Final = re.compile(r"(://|\burl: (?=/))(?:[^/?#\s]*@)?((?:(?!://)[^\s?])*)(\?\S*[^\s'\")>\]}.,;:])?")
 
 
 def hide_secrets(text: str) -> str:
@@ -179,6 +179,8 @@ def hide_secrets(text: str) -> str:
 
     >>> hide_secrets("https://me:secret@host/a.wav?token=1 is not there")
     'https://host/a.wav?... is not there'
+    >>> hide_secrets("(https://host/it's/a?sig=ab'cd&tok=1): https://host/a,https://me:secret@host/b")
+    "(https://host/it's/a?...): https://host/a,https://host/b"
     """
     return _SECRETS.sub(lambda found: f"{found[1]}{found[2]}{'?...' if found[3] else ''}", text)
 

@@ -279,6 +279,14 @@ class TestReserved:
         run_sharmill("cancel", run_dir.path.rename(tmp_path / "moved"))
         assert not ranks.exists()
 
+    def test_a_project_that_was_moved_by_copying_goes_on(self, config, tmp_path):
+        begin(config)
+        moved = {key: str(tmp_path / f"moved-{key}") for key in ("run_dir", "dataset_dir")}
+        for key, place in moved.items():
+            shutil.copytree(getattr(config, key), place)
+            shutil.rmtree(getattr(config, key))
+        assert run_dataset(dataclasses.replace(config, **moved), Listener()).ok
+
     def test_one_that_is_cancelled_before_publishing_frees_the_directory(self, config):
         """A damaged reservation of somebody else is no hindrance."""
         run_dir = begin(config)

@@ -36,8 +36,8 @@ def make_demo(directory: Path, overrides: Sequence[str], tell: Callable[[str], N
     mark, _, rest = old.partition(b"\n")
     if old != text and mark + b"\n" != _MARK.format(checksum_bytes(rest)).encode():
         raise ConfigError(
-            f"{written} was edited, or is not the demo's: run it with sharmill run {written}, move it away, or choose "
-            "another directory",
+            f"{written} was edited, or is not this version's: run it with sharmill run {written}, move it away, or "
+            "choose another directory",
             code="foreign_output",
         )
     tell(f"making a synthetic corpus in {directory / 'corpus'}")

@@ -152,28 +152,37 @@ def release_cancelled(run_dir: RunDir) -> list[Path]:
 
 def require_original(run_dir: RunDir) -> None:
     """Raise ConfigError unless this user has begun a run in this very directory: only then it is his to end."""
-    for path in (run_dir.id, run_dir.reserved):
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            refuse(
-                (
-                    status.st_uid != os.geteuid(),
-                    f"{path} belongs to another user, and may name any run: let that user cancel, or end jobs by "
-                    "scancel",
-                ),
-                (
-                    not S_ISREG(status.st_mode) or status.st_nlink > 1,
-                    f"{path} is no file of its own, and may be that of any run: look at what it is, and remove it",
-                ),
-                code="foreign_output",
-            )
+    with suppress(FileNotFoundError):
+        status = run_dir.id.lstat()
+        # Links of a backup, within a folder of one's own, bring nothing of another run.
+        is_linked = status.st_nlink > 1 and run_dir.path.stat().st_uid != os.geteuid()
+        refuse(
+            (
+                status.st_uid != os.geteuid(),
+                f"{run_dir.id} belongs to another user, and may name any run: let that user cancel, or end jobs by "
+                "scancel",
+            ),
+            (
+                is_linked or not S_ISREG(status.st_mode),
+                f"{run_dir.id} is no file of its own, and may be that of any run: put a copy in its place",
+            ),
+            code="foreign_output",
+        )
+    refuse_strangers(run_dir.path, [run_dir.reserved])
+    refuse_copy(run_dir)
+    if (root := run_dir.read_reserved()) is not None:
+        _own_folders(root, run_dir)
+
+
+def refuse_copy(run_dir: RunDir) -> None:
+    """Raise ConfigError for a copy of a directory in which a run was begun: its id would find the jobs of that run."""
     given = run_dir.read_given()
     if given is not None and given.run and _is_copy(run_dir, given.run):
         raise ConfigError(
-            f"{run_dir.path} is a copy of {given.run}, in which the run was begun: cancel that", code="reserved"
+            f"{run_dir.path} is a copy of {given.run}, in which the run was begun: cancel that, or go on there; for "
+            f"another run here, remove {run_dir.id} and use --restart",
+            code="reserved",
         )
-    if (root := run_dir.read_reserved()) is not None:
-        _own_folders(root, run_dir)
 
 
 def _is_copy(run_dir: RunDir, first: str) -> bool:
@@ -182,7 +191,9 @@ def _is_copy(run_dir: RunDir, first: str) -> bool:
         return False
     original = RunDir(Path(first))
     try:
-        return not original.path.samefile(run_dir.path) and original.read_id() == run_dir.read_id()
+        # By the inode: mounted twice, a directory may be on two devices.
+        is_same = original.path.stat().st_ino == run_dir.path.stat().st_ino
+        return not is_same and original.read_id() == run_dir.read_id()
     except (OSError, ValueError):
         return True  # what cannot be looked at from here may be there
 
@@ -278,17 +289,20 @@ def _own_folders(root: Path, run_dir: RunDir) -> set[str]:
     found = _read(path)
     if found is None:
         return set()
-    if _is_missing(found.run):
-        # It was moved, unless it lies on another host.
-        is_own = found.inode == run_dir.path.stat().st_ino or _is_of_here(found)
-    else:
-        theirs = RunDir(Path(found.run)).read_reserved() if _is_copy(run_dir, found.run) else None
-        # The first run has none here if the dataset directory was copied as well.
-        is_own = theirs is None or not theirs.exists() or not theirs.samefile(root)
-    if not is_own:
+    is_gone = _is_missing(found.run)
+    try:
+        held = (run_dir if is_gone else RunDir(Path(found.run))).read_reserved()
+        # It does not if the dataset directory was moved or copied as well.
+        is_held = held is not None and held.exists() and held.samefile(root)
+    except OSError:
+        is_held = True
+    # Gone, it was moved, unless it lies on another host.
+    is_own = not is_held or (_is_of_here(found) if is_gone else not _is_copy(run_dir, found.run))
+    if not is_own and found.inode != run_dir.path.stat().st_ino:
         raise ConfigError(
             f"{root} is reserved by {found.run} on {found.host}, and {run_dir.path} seems to be a copy of that run "
-            f"directory: go on there, or choose another dataset_dir; if that run will never go on: remove {path}",
+            "directory: go on there, or choose another dataset_dir; if you moved it here, or that run will never go "
+            f"on: remove {path}",
             code="reserved",
         )
     return {*found.folders}

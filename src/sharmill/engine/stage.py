@@ -218,8 +218,7 @@ class Given(msgspec.Struct, kw_only=True):
 
     ``stages`` are the names of its stages, ``folder`` is what relative paths of its configuration begin at, and
     ``run`` is the run directory, so that a copy of it is told. ``command`` is what goes on with it, "" where nobody
-    knows. ``cluster`` is the name of the SLURM cluster that has
-    its jobs, "" where it has none.
+    knows. ``cluster`` is the name of the SLURM cluster that has its jobs, "" where it has none.
     """
 
     stages: list[str]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from sharmill.errors import ConfigError, DamagedShard, FatalError
+from sharmill.errors import ConfigError, DamagedShard, FatalError, refuse
 from sharmill.files.locks import LOCK_NAME, FolderLock
 from sharmill.files.storage import (
     checksum,
@@ -190,7 +190,7 @@ def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -
     except ConfigError:
         found = None
     if found != identity:
-        what = "the export of another dataset, of an earlier state of it, or with other options"
+        what = "the export of another dataset or version, of an earlier state, or with other options"
         raise ConfigError(
             f"{out} has {what if found else 'files of something else'}: name an empty folder, or remove it",
             code="foreign_output",
@@ -227,6 +227,9 @@ class NemoCodes(Export):
     def write(self, unit: int) -> Iterable[Path]:
         """Publish the folder of a shard, with the lines of its cuts, null for a cut without codes."""
         final = self._folder(unit)
+        refuse_strangers(self.out, [final])
+        strange = [str(path) for path in final.glob("*") if path.suffix != ".pt" and path.name != _LINES_FILE]
+        refuse((bool(strange), f"{', '.join(strange)} is not of this export: move it away"), code="foreign_output")
         remove_at_once(final)
         opened = self._source.open(unit, 0)
         with open_folder_atomic(final) as aside:

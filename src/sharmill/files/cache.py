@@ -50,6 +50,8 @@ from sharmill.files.storage import (
 )
 
 _SECONDS_OF_USE: Final = 60.0
+# A file of some bytes that has no lock: a disk may be so busy.
+_SECONDS_TO_WRITE: Final = 3600.0
 # Each process looks at what is there after so much of the limit, and leaves room for what others bring meanwhile.
 _SWEPT_AFTER: Final = 1 / 64
 _KEPT_SHARE: Final = 0.75
@@ -146,10 +148,11 @@ class Cache:
         """Return the version of a remote file; the copy of another one is fetched again. Raises as ``request``."""
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
-        self._refuse_strangers(path)
-        if _about(path).tag not in ("", _tag(found)):
-            # The copy itself may be in use.
-            _path_about(path).unlink(missing_ok=True)
+        with disk_errors(path.parent):
+            self._refuse_strangers(path)
+            if _about(path).tag not in ("", _tag(found)):
+                # The copy itself may be in use.
+                _path_about(path).unlink(missing_ok=True)
         return found
 
     def _refuse_strangers(self, path: Path) -> None:
@@ -213,7 +216,7 @@ class Cache:
             if xxh3 and checksum(aside) != xxh3:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
             size = aside.stat().st_size
-            self._make_room(size)
+            self._make_room(size, path)
             # Fetched once more, here or on another node, the same version has the same time.
             os.utime(stream.fileno(), ns=(time.time_ns(), int(_tag(version), 16) >> 4))
             aside.replace(path)
@@ -225,17 +228,27 @@ class Cache:
         finally:
             aside.unlink(missing_ok=True)
 
-    def _make_room(self, size: int) -> None:
-        """Evict copies where this process has brought so much that the limit may be passed."""
+    def _make_room(self, size: int, new: Path) -> None:
+        """Evict copies where this process has brought so much that the limit may be passed by a new one."""
         _unswept[self.folder] += size
         if _unswept[self.folder] < self.max_bytes * _SWEPT_AFTER:
             return
         _unswept[self.folder] = 0
+        refuse(
+            (
+                not (self.folder / _MARKER).is_file(),
+                f"{self.folder} is no cache any more: {_MARKER} in it is gone; set cache_dir to a new folder",
+            ),
+            code="foreign_output",
+        )
         total, copies = 0, []
         for path, status in self._files():
+            if path == new:
+                continue  # it goes when the new one takes its place
             is_copy = _COPY.fullmatch(path.name)
             # What a killed process left goes first. One that is at work has its file locked, or has just made it.
-            if not is_copy and time.time() - status.st_mtime > _SECONDS_OF_USE and _evict(path):
+            patience = _SECONDS_TO_WRITE if path.name.startswith(".about-") else _SECONDS_OF_USE
+            if not is_copy and time.time() - status.st_mtime > patience and _evict(path):
                 continue
             total += status.st_size
             if is_copy:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from http.client import HTTPResponse
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -35,11 +36,12 @@ class AnswerPace:
     Args:
         url: of the file, for errors.
         max_bytes: of the body.
-        blocks: how many of them are waited for together, where it is not seen how much has come.
+        together: bytes that are waited for together, where it is not seen how many have come.
     """
 
-    def __init__(self, url: str = "", max_bytes: float = math.inf, blocks: int = 1) -> None:
-        self._url, self._max_bytes, self._seconds = url, max_bytes, SECONDS * blocks
+    def __init__(self, url: str = "", max_bytes: float = math.inf, together: int = 0) -> None:
+        self._url, self._max_bytes, self._seconds = url, max_bytes, SECONDS * (1 + together // _BLOCK_BYTES)
+        self._left = time.monotonic()
         self.set_size(None)
 
     def set_size(self, _: int | None) -> None:
@@ -62,6 +64,15 @@ class AnswerPace:
             raise TimeoutError("it comes too slowly")
         return left
 
+    @contextmanager
+    def waiting(self) -> Iterator[float]:
+        """Give the seconds that are left; time outside this context, in which a disk may be slow, does not count."""
+        self._deadline += time.monotonic() - self._left
+        try:
+            yield self.seconds_left()
+        finally:
+            self._left = time.monotonic()
+
 
 async def in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Return what a coroutine of fsspec's gives; end it by a TimeoutError where it does not keep the pace."""
@@ -83,8 +94,9 @@ class _Response(HTTPResponse):
         read = raw.readinto
 
         def readinto(buffer: memoryview) -> int | None:
-            connection.settimeout(pace.seconds_left())
-            size: int | None = read(buffer)
+            with pace.waiting() as seconds:
+                connection.settimeout(seconds)
+                size: int | None = read(buffer)
             if self.headers is not None:
                 pace.relative_update(size or 0)
             return size

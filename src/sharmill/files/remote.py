@@ -183,7 +183,10 @@ def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: AnswerPace) -> None:
 def _read_part(answer: BaseHTTPResponse, url: str, start: int, stop: int) -> bytes:
     """Return the bytes of a file from ``start`` to before ``stop`` from an answer that has them, or the whole file."""
     part = [int(number) for number in re.findall(r"\d{1,18}", answer.headers.get("Content-Range", ""))]
-    if answer.status == 206 and part[:2] != [start, min([stop, *part[2:]]) - 1]:
+    end = min([stop, *part[2:]]) - 1
+    # The length of the file may be unknown.
+    is_whole = part[1:2] == [end] or (len(part) == 2 and part[1] < end)
+    if answer.status == 206 and not (part[:1] == [start] and is_whole):
         raise RejectRecord("unreadable_audio", f"{url} gives another part than bytes {start} to {stop - 1}")
     skipped = 0 if answer.status == 206 else start
     return answer.read(skipped + stop - start, decode_content=False)[skipped:]
@@ -236,7 +239,7 @@ class _Bucket:
         return Version(info["size"], str(info.get("ETag") or info.get("etag") or info.get("generation") or ""))
 
     def read(self, url: str, start: int, stop: int) -> bytes:
-        pace = AnswerPace(url, stop - start, 1 + (stop - start) // _BLOCK_BYTES)
+        pace = AnswerPace(url, stop - start, stop - start)
         data: bytes = self._wait(pace, self._files(url), "_cat_file", url, start=start, end=stop)
         pace.relative_update(len(data))
         return data
@@ -248,7 +251,7 @@ class _Bucket:
         return version
 
     def upload(self, path: Path, url: str, *, replace: bool) -> None:
-        pace, mode = AnswerPace(blocks=1 + path.stat().st_size // _BLOCK_BYTES), "overwrite" if replace else "create"
+        pace, mode = AnswerPace(together=path.stat().st_size), "overwrite" if replace else "create"
         self._wait(pace, self._files(url), "_put_file", str(path), url, mode=mode)
 
 

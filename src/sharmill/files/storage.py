@@ -105,7 +105,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
             if error.errno in _IN_THE_WAY:
                 remedy = "look at what is in the way there, move it away, and"
             elif error.errno == errno.ENOENT:
-                remedy = "put it back, or begin its stage anew with --restart, and"
+                remedy = "put it back, or, in a run directory, begin its stage anew with --restart, and"
             raise FatalError(
                 f"cannot read or write {place}: {os.strerror(error.errno)}; {remedy} run the same command again",
                 code="disk",

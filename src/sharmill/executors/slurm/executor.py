@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
-from sharmill.engine.fence import is_current, release, superseded, wait_for_plan
+from sharmill.engine.fence import is_current, refuse_copy, release, superseded, wait_for_plan
 from sharmill.engine.plan import find_outstanding, read_ledger
 from sharmill.engine.progress import read_progress
 from sharmill.engine.run import Executor, Listener, Unlocked
@@ -167,6 +167,7 @@ class SlurmExecutor(Executor):
         """
         if not (cluster := queue.setting("ClusterName")):
             raise ConfigError("there is no SLURM cluster here", code="no_cluster")
+        refuse_copy(self.run_dir)
         kinds = dict.fromkeys(stage.kind for stage in self.dataset.make_stages())
         self.given = Given(
             stages=list(kinds), folder=str(Path.cwd()), run=str(self.run_dir.path.resolve()), command=self.command,

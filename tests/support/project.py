@@ -435,7 +435,10 @@ def make_bare_dataset(directory: Path, counts: list[int], *, codes: bool = False
                     array = np.full((2, 20), number % 1024, np.int16)
                     metadata = temporal_array_json(array.shape, 0.02) if field == targets else array_json(array.shape)
                     writer.add(Item(cut_id, "npy", array_to_bytes(array), metadata))
-        files = {field: FieldFile(published_field(field).path(index), size=0, xxh3="") for field in fields}
+        files = {
+            field: FieldFile(published_field(field).path(index), size=path.stat().st_size, xxh3="")
+            for field, path in paths.items()
+        }
         records.append(ShardRecord(index=index, count=count, target_seconds=0, context_seconds=0, fields=files))
         first += count
     write_shards(directory, records)

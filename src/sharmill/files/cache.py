@@ -373,7 +373,7 @@ class RemoteFile(PosixPath):
         return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, self.refresh().size, 0, 0, 0))
 
     def refresh(self) -> Version:
-        """Return the version that its server has, and remove the copy of another one; raises as opening it."""
+        """Return the version that its server has; the copy of another one is fetched again. Raises as opening it."""
         with self._refused():
             return self.cache.refresh(self.url)
 

@@ -241,11 +241,15 @@ class FieldFile(msgspec.Struct, frozen=True):
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{self.file!r} lies outside the dataset")
 
+    @property
+    def max_bytes(self) -> float:
+        """The bytes that the file may have at a URL; infinite where the index does not know its size."""
+        return self.size if self.size >= 0 else math.inf
+
     def below(self, directory: Path) -> Path:
         """Return the path of the file; of a dataset at a URL, only the content of this checksum is read."""
         if isinstance(directory, RemoteFile):
-            limit = self.size if self.size >= 0 else math.inf
-            return RemoteFile.of((directory / self.file).url, directory.cache, self.xxh3, limit)
+            return RemoteFile.of((directory / self.file).url, directory.cache, self.xxh3, self.max_bytes)
         return directory / self.file
 
 

@@ -173,7 +173,7 @@ class ValidateProcessor(Processor):
             of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy)" if isinstance(path, RemoteFile) else ""
             try:
                 if isinstance(path, RemoteFile):
-                    path.max_bytes = math.inf if recorded is None else recorded.size
+                    path.max_bytes = math.inf if recorded is None else recorded.max_bytes
                     path.refresh()
                 with open_regular(path, buffering=0) as stream:
                     size = os.fstat(stream.fileno()).st_size

@@ -20,7 +20,7 @@ from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from lhotse.audio.utils import AudioLoadingError
 
 from sharmill.errors import ConfigError
-from sharmill.files.storage import make_folder, open_folder_atomic
+from sharmill.files.atomic import make_folder, open_folder_atomic
 from sharmill.shar.layout import read_dataset
 from sharmill.shar.rebuild import rebuild_index
 

@@ -19,7 +19,7 @@ import soundfile
 
 from sharmill.config import to_config
 from sharmill.engine.run import Listener
-from sharmill.files.storage import checksum_bytes
+from sharmill.files.checksums import checksum_bytes
 from sharmill.pipeline import run_dataset
 from sharmill.sources import Piece, Source
 

@@ -14,7 +14,7 @@ import torch
 from lhotse.dataset import DynamicCutSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from sharmill.files.storage import open_atomic, remove_asides
+from sharmill.files.atomic import open_atomic, remove_temp_files
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training import ContextSpeechDataset
@@ -64,7 +64,7 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
         print(f"{loss.item():.3f} {' '.join(batch['ids'])}")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}
     # What a run that was killed had begun to save.
-    remove_asides(checkpoint.absolute().parent, {checkpoint.name})
+    remove_temp_files(checkpoint.absolute().parent, {checkpoint.name})
     # The checkpoint before stays whole until this one is.
     with open_atomic(checkpoint) as stream:
         torch.save(state, stream)

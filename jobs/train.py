@@ -40,7 +40,7 @@ from train_world import Checkpoints, World, alone_in, world_of
 from sharmill.config import load_typed
 from sharmill.engine.progress import Curves
 from sharmill.errors import ConfigError, SharmillError, refuse
-from sharmill.files.storage import write_atomic
+from sharmill.files.atomic import write_atomic
 from sharmill.registry import require_package
 
 

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 from train_config import TrainConfig
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.files.atomic import make_folder, publish_directory, remove_at_once, remove_temp_files, temp_path
+from sharmill.files.checksums import checksum
 from sharmill.files.locks import FolderLock
-from sharmill.files.storage import checksum, make_folder, path_aside, publish_directory, remove_asides, remove_at_once
 
 # The job before may be on its way out.
 _SECONDS_TO_WAIT_FOR_LOCK = 5.0
@@ -148,7 +149,7 @@ class Checkpoints:
         self._world = world
         if world.rank == 0:
             make_folder(self._folder)
-            remove_asides(self._folder)
+            remove_temp_files(self._folder)
         newest = self._paths()[-1:] if world.rank == 0 else []
         # One rank looks: on a shared disk the others may see another state of the folder.
         self._newest: Path | None = next(iter(world.gather(newest)[0]), None)
@@ -198,7 +199,7 @@ class Checkpoints:
             FatalError: a rank cannot write its part.
         """
         final = self._folder / f"step-{record['step']:09d}"
-        aside = self._world.gather(path_aside(final))[0]
+        aside = self._world.gather(temp_path(final))[0]
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_OPTIONS)
         writer = dcp.FileSystemWriter(aside, sync_files=True)
         try:

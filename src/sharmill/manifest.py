@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import FatalError, RejectRecord
-from sharmill.files.storage import open_new, open_stored
+from sharmill.files.atomic import open_new
+from sharmill.files.stored import open_stored
 
 TYPED_KEYS: Final = ("audio_filepath", "offset", "duration", "text", "speaker")
 # The keys that may hold the transcript, the first one with any text first.

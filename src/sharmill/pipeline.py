@@ -20,13 +20,9 @@ from sharmill.engine.state import Attempts, describe_workers, find_workers
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import ConfiguredExecutor
 from sharmill.executors.slurm.queue import require_no_jobs
-from sharmill.files.storage import (
-    disk_errors,
-    read_stored,
-    remove,
-    require_writable,
-    write_atomic,
-)
+from sharmill.files.atomic import remove, require_writable, write_atomic
+from sharmill.files.disk import disk_errors
+from sharmill.files.stored import read_stored
 from sharmill.grow.join import require_fitting
 from sharmill.validate.findings import Report, take_back_commits
 

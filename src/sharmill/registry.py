@@ -152,7 +152,7 @@ class Registry:
             return ""
         if entry.dist is not None:
             return f"{entry.dist.name} {entry.dist.version}"
-        from sharmill.files.storage import checksum
+        from sharmill.files.checksums import checksum
 
         spec = importlib.util.find_spec(entry.module)
         return checksum(Path(spec.origin)) if spec is not None and spec.origin else ""

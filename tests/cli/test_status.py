@@ -25,8 +25,8 @@ from sharmill.engine.state import begin_round
 from sharmill.engine.view import read_stage
 from sharmill.engine.work import Rank, work
 from sharmill.executors.slurm.queue import QueuedJob
+from sharmill.files.atomic import write_atomic
 from sharmill.files.host import this_kernel
-from sharmill.files.storage import write_atomic
 from sharmill.prepare.stage import PrepareStage
 
 NOW = datetime(2026, 3, 1, 12, 0, 0)

@@ -14,7 +14,7 @@ from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.stage import End, RunDir
 from sharmill.engine.state import driven_round
 from sharmill.errors import ConfigError
-from sharmill.files.storage import require_private
+from sharmill.files.trust import require_private
 from sharmill.pipeline import make_stages
 
 

@@ -40,7 +40,8 @@ from sharmill.engine.state import Attempts, Note, driven_round
 from sharmill.engine.work import Rank, Replace, work
 from sharmill.errors import SharmillError
 from sharmill.executors.local import Follower
-from sharmill.files.storage import Staging, checksum, token_staging
+from sharmill.files.checksums import checksum
+from sharmill.files.staging import Staging, token_staging
 
 # How long a step takes is at most one of these.
 _STEP_SECONDS = (0.001, 0.01, 0.1, 1.0)

@@ -22,7 +22,7 @@ from sharmill.engine.work import Rank, work
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
-from sharmill.files.storage import Patience
+from sharmill.files.shared_disk import VisibilityTimeout
 
 
 def plan(stage, *, restart=False):
@@ -100,7 +100,7 @@ def waited(monkeypatch):
 
 
 def test_waiting_is_bounded_over_all_that_is_waited_for_and_names_it(waited, caplog):
-    patience = Patience(60.0)
+    patience = VisibilityTimeout(60.0)
     for name in ("the plan", "the ledger"):
         assert not patience.wait_until(lambda: False, name)
     assert 60.0 <= sum(waited) < 62.0

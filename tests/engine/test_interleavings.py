@@ -21,7 +21,9 @@ from sharmill.engine.stage import Commit
 from sharmill.engine.state import StageState
 from sharmill.engine.work import Claims
 from sharmill.errors import SharmillError
-from sharmill.files.storage import PublishedFile, RecordLog, Staging, checksum
+from sharmill.files.checksums import checksum
+from sharmill.files.record_log import RecordLog
+from sharmill.files.staging import PublishedFile, Staging
 
 MOST_LATE = 55.0
 FOLDERS = ("claims", "attempts", "progress", "ledger", "first", "last")

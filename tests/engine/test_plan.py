@@ -14,7 +14,7 @@ from support.toy_stage import ToyStage, output_bytes, run
 from sharmill.engine.plan import find_changes, read_ledger, read_or_make_plan
 from sharmill.engine.stage import Commit, StageDir, identify_folder, make_unit
 from sharmill.errors import ConfigError, FatalError
-from sharmill.files.storage import RecordLog
+from sharmill.files.record_log import RecordLog
 
 
 class ReplanningStage(ToyStage):

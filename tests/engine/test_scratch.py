@@ -13,7 +13,7 @@ from support.project import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
 from sharmill.errors import DeviceError
-from sharmill.files.storage import Staging
+from sharmill.files.staging import Staging
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, s
     # In a container with the same host name, the number of a process that is at work may be none here.
     with mock.patch("socket.gethostname", return_value="other-host"):
         elsewhere = make_folder(ended.pid)
-    with mock.patch("sharmill.files.storage.this_kernel", return_value="the same boot/another PID namespace"):
+    with mock.patch("sharmill.files.staging.this_kernel", return_value="the same boot/another PID namespace"):
         in_container = make_folder(ended.pid)
     foreign = scratch / gone.name.rpartition("-")[0]  # the name of no process
     foreign.mkdir()

@@ -37,7 +37,7 @@ from support.project import REPOSITORY, TINY_ENCODER, command, run_sharmill, wri
 from sharmill.demo.corpus import make_corpus
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.files.locks import LOCK_NAME
-from sharmill.files.storage import STAGING_NAME
+from sharmill.files.staging import STAGING_NAME
 from sharmill.shar import open_shar
 from sharmill.shar.layout import (
     BASE_FIELDS,

@@ -12,19 +12,9 @@ import pytest
 from support.project import raises
 
 from sharmill.errors import ConfigError
-from sharmill.files.storage import (
-    STAGING_NAME,
-    Staging,
-    open_regular,
-    path_aside,
-    remove,
-    remove_asides,
-    remove_at_once,
-    remove_dead_attempts,
-    require_writable,
-    token_staging,
-    write_atomic,
-)
+from sharmill.files.atomic import remove, remove_at_once, remove_temp_files, require_writable, temp_path, write_atomic
+from sharmill.files.regular import open_regular
+from sharmill.files.staging import STAGING_NAME, Staging, remove_dead_attempts, token_staging
 
 
 def names(folder):
@@ -53,7 +43,7 @@ def test_a_folder_goes_at_once_though_another_process_fills_it(tmp_path):
     writer.join()
     # What a process that was killed meanwhile has left.
     for name in ("folder", "other"):
-        path_aside(tmp_path / name).mkdir()
+        temp_path(tmp_path / name).mkdir()
     remove_at_once(folder)
     remove_at_once(folder)
     assert [name.split(".")[1] for name in names(tmp_path)] == ["other"]
@@ -63,11 +53,11 @@ def test_what_killed_processes_left_aside_is_removed_and_nothing_else(tmp_path):
     for name in ("kept", ".kept.tmp", ".hidden", "below/kept"):
         write_atomic(tmp_path / name, b"")
     for name in ("mine", "others", "below/mine"):
-        path_aside(tmp_path / name).touch()
-    remove_asides(tmp_path, {"mine"})
+        temp_path(tmp_path / name).touch()
+    remove_temp_files(tmp_path, {"mine"})
     assert [name.split(".")[1] for name in names(tmp_path) if name.endswith(".tmp")] == ["kept", "others", "mine"]
-    remove_asides(tmp_path)
-    remove_asides(tmp_path / "below")
+    remove_temp_files(tmp_path)
+    remove_temp_files(tmp_path / "below")
     assert names(tmp_path) == [".hidden", ".kept.tmp", "below", "below/kept", "kept"]
 
 

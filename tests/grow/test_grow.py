@@ -37,7 +37,7 @@ from sharmill.demo.corpus import make_corpus
 from sharmill.engine.run import Listener
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.files.locks import FolderLock
-from sharmill.files.storage import STAGING_NAME
+from sharmill.files.staging import STAGING_NAME
 from sharmill.grow.join import SourceDataset, append_dataset, merge_datasets, require_fitting
 from sharmill.grow.split import SpeakerTable, split_dataset
 from sharmill.pipeline import run_dataset

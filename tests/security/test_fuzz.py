@@ -43,7 +43,7 @@ from sharmill.errors import RejectRecord, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.files.locks import LOCK_NAME, lock_owner
-from sharmill.files.storage import STAGING_NAME, Staging, token_staging
+from sharmill.files.staging import STAGING_NAME, Staging, token_staging
 from sharmill.manifest import Utterance
 from sharmill.models.files import check_transformers_config, read_nemo_config
 from sharmill.pipeline import make_stages, run_dataset

@@ -15,7 +15,7 @@ from sharmill.engine.run import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.locks import LOCK_NAME, FolderLock
-from sharmill.files.storage import PublishedFile, Staging, token_staging
+from sharmill.files.staging import PublishedFile, Staging, token_staging
 from sharmill.match.groups import index_lines
 from sharmill.pipeline import run_dataset
 

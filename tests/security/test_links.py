@@ -27,7 +27,8 @@ from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.supervisor import logging_to, redirect_output
 from sharmill.files.cache import Cache
-from sharmill.files.storage import STAGING_NAME, Staging, open_stored, token_staging
+from sharmill.files.staging import STAGING_NAME, Staging, token_staging
+from sharmill.files.stored import open_stored
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.pipeline import run_dataset
 from sharmill.shar.layout import ShardedDataset, codec_fields, read_dataset
@@ -180,7 +181,7 @@ WRITE_THEMSELVES = ("files/", "demo/corpus.py", "models/memory.py", "training/bu
 
 
 def test_all_modules_open_files_for_writing_by_those_functions():
-    """What opens a name itself would follow a link there: ``sharmill.files.storage`` has what does not."""
+    """What opens a name itself would follow a link there: ``sharmill.files.regular`` has what does not."""
     found = []
     for path in (REPOSITORY / "src/sharmill").rglob("*.py"):
         text, name = path.read_text(), path.relative_to(REPOSITORY / "src/sharmill").as_posix()

@@ -9,7 +9,7 @@ from sharmill.encode.config import EncodeConfig
 from sharmill.engine.run import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
-from sharmill.files.storage import make_private_folder
+from sharmill.files.trust import make_private_folder
 from sharmill.match.config import MatchConfig
 from sharmill.pipeline import run_dataset
 from sharmill.write.stage import WriteConfig

@@ -33,7 +33,7 @@ from sharmill.executors.slurm.executor import job_comment, wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs, require_no_jobs
 from sharmill.files.host import is_gone, user_name
 from sharmill.files.locks import lock_owner
-from sharmill.files.storage import STAGING_NAME
+from sharmill.files.staging import STAGING_NAME
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sharmill.files.storage import checksum
+from sharmill.files.checksums import checksum
 from sharmill.shar.items import FieldWriter, Item, array_json, array_to_bytes, read_cut_ids, write_values
 from sharmill.shar.layout import Field, FieldFile, ShardedDataset
 

@@ -35,7 +35,7 @@ from sharmill.engine.run import Listener, run_stage
 from sharmill.engine.stage import RunDir, Stage, StageResult
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.local import LocalExecutor
-from sharmill.files.storage import checksum
+from sharmill.files.checksums import checksum
 from sharmill.manifest import Context, Utterance
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import PrepareStage, prepared_manifest

@@ -38,7 +38,7 @@ from sharmill.engine.stage import (
 from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.host import usable_cores
-from sharmill.files.storage import Staging
+from sharmill.files.staging import Staging
 from sharmill.manifest import Reject
 
 RECORDS_PER_UNIT = 3

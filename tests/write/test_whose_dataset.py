@@ -25,7 +25,7 @@ from sharmill.engine.stage import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
-from sharmill.files.storage import STAGING_NAME, token_staging
+from sharmill.files.staging import STAGING_NAME, token_staging
 from sharmill.pipeline import make_stages, run_dataset
 from sharmill.write.stage import WriteConfig, WriteStage
 

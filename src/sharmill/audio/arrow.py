@@ -15,7 +15,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from sharmill.errors import RejectRecord, one_line
-from sharmill.files.storage import open_regular
+from sharmill.files.regular import open_regular
 from sharmill.manifest import Member
 
 if TYPE_CHECKING:

@@ -160,7 +160,7 @@ class AudioBytes:
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, self._start, self.size, self._head
 
     def checksum(self) -> str:
-        """Return the checksum of all bytes, as ``files.storage.checksum``."""
+        """Return the checksum of all bytes, as ``files.checksums.checksum``."""
         digest = xxhash.xxh3_64()
         for start in range(0, self.size, _BLOCK_BYTES):
             digest.update(self.read(start, _BLOCK_BYTES))

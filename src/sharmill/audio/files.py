@@ -28,7 +28,7 @@ from sharmill.audio.decoder import (
 )
 from sharmill.audio.ffmpeg import open_decoder
 from sharmill.errors import RejectRecord
-from sharmill.files.storage import NotRegularError, open_regular
+from sharmill.files.regular import NotRegularError, open_regular
 from sharmill.manifest import Channel, Member
 
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)

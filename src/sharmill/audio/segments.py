@@ -27,7 +27,7 @@ from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.sound import measure_sound
 from sharmill.errors import RejectRecord
-from sharmill.files.storage import checksum_bytes
+from sharmill.files.checksums import checksum_bytes
 from sharmill.manifest import AudioNotes, Member, Segment
 
 # -60 dB of full scale: audio whose loudest sample is below has no speech in it.

@@ -77,7 +77,7 @@ class GroupedCommands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; a full disk, a folder that this user may not write to and the like end it in one line."""
-        from sharmill.files.storage import disk_errors
+        from sharmill.files.disk import disk_errors
 
         with disk_errors(Path()):
             return super().invoke(ctx)

@@ -49,7 +49,9 @@ from sharmill.errors import ConfigError, SharmillError, describe_error, printabl
 from sharmill.executors.local import JoiningExecutor, run_alone
 from sharmill.executors.slurm.executor import SlurmExecutor, wait_for_end
 from sharmill.executors.slurm.profile import ClusterProfile
-from sharmill.files.storage import disk_errors, require_private, require_writable, write_atomic
+from sharmill.files.atomic import require_writable, write_atomic
+from sharmill.files.disk import disk_errors
+from sharmill.files.trust import require_private
 from sharmill.grow.join import append_dataset
 from sharmill.pilot.rates import expect_seconds, ranks_of_use
 from sharmill.pipeline import (

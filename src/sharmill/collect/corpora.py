@@ -34,8 +34,8 @@ import msgspec
 
 from sharmill.audio.files import probe
 from sharmill.errors import ConfigError, FatalError, RejectRecord, one_line, refuse
+from sharmill.files.disk import stopping_errors
 from sharmill.files.host import new_process
-from sharmill.files.storage import stopping_errors
 from sharmill.manifest import write_lines
 from sharmill.registry import nearest
 from sharmill.sources.annotated import split_runs

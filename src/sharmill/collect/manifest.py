@@ -31,16 +31,9 @@ from sharmill.engine.stage import (
 from sharmill.engine.state import describe_rejects
 from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.executors.local import run_alone
-from sharmill.files.storage import (
-    Staging,
-    load_record,
-    make_folder,
-    remove,
-    remove_asides,
-    require_writable,
-    write_atomic,
-    write_new,
-)
+from sharmill.files.atomic import make_folder, remove, remove_temp_files, require_writable, write_atomic, write_new
+from sharmill.files.staging import Staging
+from sharmill.files.stored import load_record
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
 from sharmill.prepare.check import PrepareConfig, check_fields, parse_record, segment_times
 from sharmill.sources import Source, notes_of, record_text
@@ -263,7 +256,7 @@ class ManifestStage(Stage):
         warnings = sorted(log.read_text("utf-8").splitlines()) if log.exists() else []
         for file in destination.files(parts):
             # Left by killed processes.
-            remove_asides(file.parent, {file.name})
+            remove_temp_files(file.parent, {file.name})
         _replace(destination.beside(REJECTS), [self.dir.rejects] if totals.rejects else [])
         remove(destination.beside(LOG))
         if warnings:

@@ -16,7 +16,7 @@ import yaml
 
 from sharmill.config.schema import NAME, Config, References, StageSection
 from sharmill.errors import ConfigError, one_line, refuse
-from sharmill.files.storage import NotRegularError, open_regular
+from sharmill.files.regular import NotRegularError, open_regular
 from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASES, STAGES, nearest
 
 Loaded = TypeVar("Loaded")

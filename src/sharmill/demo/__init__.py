@@ -9,7 +9,8 @@ from sharmill.config import Config, load_config, to_yaml
 from sharmill.demo.corpus import make_corpus
 from sharmill.encode.config import EncodeConfig
 from sharmill.errors import ConfigError
-from sharmill.files.storage import checksum_bytes, write_atomic
+from sharmill.files.atomic import write_atomic
+from sharmill.files.checksums import checksum_bytes
 
 # The first line of demo.yaml, with the checksum of the others: it tells an edited file from one that may be replaced.
 _MARK: Final = "# Written by sharmill demo, with the checksum {}.\n"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from sharmill.demo.espeak import Espeak, VoiceSettings
 from sharmill.errors import ConfigError, refuse
-from sharmill.files.storage import make_folder, open_folder_atomic
+from sharmill.files.atomic import make_folder, open_folder_atomic
 
 # Raised whenever the same arguments would give other files, so that an old corpus is not taken for a new one.
 _VERSION: Final = 2

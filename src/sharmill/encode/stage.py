@@ -49,19 +49,11 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import ConfigError, DeviceError, FatalError, RejectRecord, UnitFailed
-from sharmill.files.storage import (
-    Staging,
-    checksum_bytes,
-    damaged_file,
-    load_record,
-    load_stored_array,
-    map_stored_array,
-    open_new,
-    open_stored,
-    read_record,
-    save_array,
-    write_atomic,
-)
+from sharmill.files.arrays import load_stored_array, map_stored_array, save_array
+from sharmill.files.atomic import open_new, write_atomic
+from sharmill.files.checksums import checksum_bytes
+from sharmill.files.staging import Staging
+from sharmill.files.stored import damaged_file, load_record, open_stored, read_record
 from sharmill.manifest import Reject
 from sharmill.models import Codec, ModelFamily, find_codec, load_codec, make_deterministic
 from sharmill.models.batches import PIECE_SECONDS, Batch, find_pieces, log_padding, plan_batches

@@ -31,15 +31,11 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import ConfigError, UnitFailed
-from sharmill.files.storage import (
-    Staging,
-    checksum,
-    load_record,
-    load_stored_array,
-    open_atomic,
-    save_array,
-    write_array,
-)
+from sharmill.files.arrays import load_stored_array, save_array, write_array
+from sharmill.files.atomic import open_atomic
+from sharmill.files.checksums import checksum
+from sharmill.files.staging import Staging
+from sharmill.files.stored import load_record
 from sharmill.shar.items import ItemTable, read_cut_ids
 from sharmill.shar.layout import CUTS, ShardedDataset
 

@@ -28,23 +28,21 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
 from sharmill.engine.stage import RunDir, Stage, StageDir
 from sharmill.errors import ConfigError, FatalError, refuse
-from sharmill.files.host import user_name
-from sharmill.files.storage import (
-    NOT_JSON,
-    STAGING_NAME,
-    Patience,
+from sharmill.files.atomic import (
     fsync,
     make_folder,
-    read_stored,
-    refuse_strangers,
     remove,
-    remove_asides,
     remove_at_once,
     remove_if_empty,
+    remove_temp_files,
     require_writable,
-    token_staging,
     write_atomic,
 )
+from sharmill.files.host import user_name
+from sharmill.files.shared_disk import VisibilityTimeout
+from sharmill.files.staging import STAGING_NAME, token_staging
+from sharmill.files.stored import NOT_JSON, read_stored
+from sharmill.files.trust import require_trusted_owner
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +166,7 @@ def require_original(run_dir: RunDir) -> None:
             ),
             code="foreign_output",
         )
-    refuse_strangers(run_dir.path, [run_dir.reserved])
+    require_trusted_owner(run_dir.path, [run_dir.reserved])
     refuse_copy(run_dir)
     if (root := run_dir.read_reserved()) is not None:
         _own_folders(root, run_dir)
@@ -253,7 +251,7 @@ def _staging(root: Path) -> Path:
     Raises:
         ConfigError: it is a link: what lies behind it is not the run's to change.
     """
-    refuse_strangers(root, [root / STAGING_NAME])
+    require_trusted_owner(root, [root / STAGING_NAME])
     return root / STAGING_NAME
 
 
@@ -351,12 +349,12 @@ def fenced_folders(stage: Stage) -> list[Path]:
 
 def make_fence(stage: Stage) -> None:
     """Make all folders that the ranks of the stage's plan write to; those that are there stay as they are."""
-    remove_asides(stage.dir.path / "ranks")
+    remove_temp_files(stage.dir.path / "ranks")
     for folder in (*fenced_folders(stage), stage.dir.logs):
         make_folder(folder)
 
 
-def wait_for_plan(stage: Stage, patience: Patience) -> None:
+def wait_for_plan(stage: Stage, patience: VisibilityTimeout) -> None:
     """Wait until this node sees the stage's plan and the folders that ranks write to; the caller looks at them."""
     paths, folders = stage.dir, fenced_folders(stage)
     patience.wait_until(
@@ -364,7 +362,7 @@ def wait_for_plan(stage: Stage, patience: Patience) -> None:
         f"{stage.name}: the plan {stage.token}, or a folder of it,",
     )
     for root in dict.fromkeys((stage.run_dir.path, stage.root)):
-        refuse_strangers(root, folders)
+        require_trusted_owner(root, folders)
 
 
 def require_current(stage: Stage) -> None:
@@ -398,7 +396,7 @@ def remove_fences(paths: StageDir, root: Path) -> None:
         for folder in (root, paths.path):
             remove_at_once(token_staging(folder, ranks.name))
         remove_at_once(ranks)
-    remove_asides(paths.path / "ranks")
+    remove_temp_files(paths.path / "ranks")
 
 
 def stop_ranks(stage: Stage) -> None:

@@ -21,26 +21,23 @@ import msgspec
 from sharmill.engine.fence import remove_fences, require_own_output, reserve
 from sharmill.engine.stage import Commit, Stage, StageDir, Unit
 from sharmill.errors import ConfigError
-from sharmill.files.storage import (
-    STAGING_NAME,
-    Patience,
-    PublishedFile,
-    Tail,
+from sharmill.files.atomic import (
     fsync,
-    load_record,
     make_folder,
     open_folder_atomic,
-    read_records,
-    refuse_strangers,
     remove,
-    remove_asides,
     remove_at_once,
     remove_if_empty,
-    stopping_errors,
-    token_staging,
+    remove_temp_files,
     write_atomic,
     write_new,
 )
+from sharmill.files.disk import stopping_errors
+from sharmill.files.record_log import Tail
+from sharmill.files.shared_disk import VisibilityTimeout
+from sharmill.files.staging import STAGING_NAME, PublishedFile, token_staging
+from sharmill.files.stored import load_record, read_records
+from sharmill.files.trust import require_trusted_owner
 from sharmill.registry import STAGES
 
 _lines = msgspec.json.Encoder()
@@ -104,7 +101,7 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     """
     stage.token = ""
     refuse_linked_folders(stage)
-    refuse_strangers(stage.root, [stage.root / name for name in stage.folders])
+    require_trusted_owner(stage.root, [stage.root / name for name in stage.folders])
     run_id = stage.run_dir.make_id()
     restart = restart or stage.dir.begin_anew.exists()
     require_own_output(stage)
@@ -151,7 +148,9 @@ def _is_planned(stage: Stage) -> bool:
         try:
             stage.dir.plan.mkdir()
         except FileExistsError:
-            return Patience(stage.seconds_until_seen).wait_until(stage.dir.identity.exists, str(stage.dir.identity))
+            return VisibilityTimeout(stage.seconds_until_seen).wait_until(
+                stage.dir.identity.exists, str(stage.dir.identity)
+            )
         remove_if_empty(stage.dir.plan)
     return False
 
@@ -186,7 +185,7 @@ def _remove_files(paths: StageDir) -> None:
     """Remove from a stage's folder what the engine writes there, the plan last; what others have put there stays."""
     folders = [paths.path / name for name in ("parts", "logs", "ranks", STAGING_NAME)]
     if paths.token_file.exists():
-        remove_asides(paths.path)
+        remove_temp_files(paths.path)
         remove(*(path for pattern in _OWN_FILES for path in paths.path.glob(pattern)))
         remove_if_empty(*folders)
         # What came back without the plan would be refused as a stranger's.
@@ -216,8 +215,8 @@ def refuse_linked_folders(stage: Stage) -> None:
             paths.logs,
             *paths.logs.glob("*"),
         ]
-    refuse_strangers(run.path, own)
-    refuse_strangers(stage.root, [token_staging(stage.root, stage.dir.token)])
+    require_trusted_owner(run.path, own)
+    require_trusted_owner(stage.root, [token_staging(stage.root, stage.dir.token)])
 
 
 def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
@@ -286,7 +285,7 @@ def revoke(stage: Stage, indices: Collection[int]) -> None:
     They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
     and others not: the same call makes up for it. Only for the one process that directs a run.
     """
-    remove_asides(stage.dir.ledger)
+    remove_temp_files(stage.dir.ledger)
     commits = read_ledger(stage.dir, stage.dir.read_units())
     taken_back = {index: commits[index] for index in indices if index in commits} | read_revoked(stage)
     write_atomic(stage.dir.revoked, _lines.encode_lines(taken_back.values()))
@@ -319,7 +318,7 @@ def find_outstanding(
     is_finished = paths.done.exists()
     commits = dict(done)
     checked = [done[unit.index] for unit in check if unit.index in done]
-    refuse_strangers(stage.root, {(stage.root / file.name).parent for commit in checked for file in commit.files})
+    require_trusted_owner(stage.root, {(stage.root / file.name).parent for commit in checked for file in commit.files})
     list_folder = cache(_regular_files)
     for commit in checked:
         output = [(stage.root / file.name, file.size) for file in commit.files]
@@ -351,7 +350,7 @@ def wait_for_units(
         found = find_outstanding(stage, units, read_ledger(stage.dir, units), check=given)
         return all(unit.index in failures for unit in found[1])
 
-    if not Patience(stage.seconds_until_seen).wait_until(look, f"{stage.name}: the output of all units"):
+    if not VisibilityTimeout(stage.seconds_until_seen).wait_until(look, f"{stage.name}: the output of all units"):
         # Here an error that has not passed ends the stage.
         look()
     return found

@@ -22,8 +22,9 @@ import msgspec
 from sharmill.config import MetricsConfig
 from sharmill.engine.stage import Commit, Unit
 from sharmill.errors import ConfigError
+from sharmill.files.atomic import temp_path, write_new
 from sharmill.files.host import Process
-from sharmill.files.storage import NOT_JSON, open_stored, path_aside, write_new
+from sharmill.files.stored import NOT_JSON, open_stored
 
 BEATS_PER_LEASE = 8
 # A shared file system may show a record to other nodes half a minute later.
@@ -117,7 +118,7 @@ def peak_memory_mb() -> float:
 
 def _write(path: Path, record: RankProgress) -> bool:
     """Write a record, and return True if it could be written; a full disk is reported by the unit that meets it."""
-    aside = path_aside(path)
+    aside = temp_path(path)
     try:
         write_new(aside, msgspec.json.encode(record))
         aside.replace(path)

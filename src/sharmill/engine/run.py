@@ -15,20 +15,19 @@ from sharmill.engine.progress import RankProgress
 from sharmill.engine.stage import Commit, FailedAttempt, Given, RunDir, Stage, StageResult, Unit
 from sharmill.engine.state import check_rejects, find_live, find_workers
 from sharmill.errors import ConfigError, FatalError
-from sharmill.files.locks import FolderLock
-from sharmill.files.storage import (
+from sharmill.files.atomic import (
     open_atomic,
-    open_stored,
     remove,
-    remove_asides,
     remove_at_once,
-    remove_dead_attempts,
     remove_if_empty,
+    remove_temp_files,
     require_writable,
-    time_of_folder,
-    token_staging,
     write_atomic,
 )
+from sharmill.files.locks import FolderLock
+from sharmill.files.shared_disk import time_of_folder
+from sharmill.files.staging import remove_dead_attempts, token_staging
+from sharmill.files.stored import open_stored
 
 Unlocked = Callable[[], AbstractContextManager[object]]
 
@@ -220,7 +219,7 @@ def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome
         remove_at_once(staging)
         remove_if_empty(staging.parent)
         for folder in (paths.ranks, paths.rejects_of_units, paths.progress):
-            remove_asides(folder)
+            remove_temp_files(folder)
         _check_redone(stage, commits)
         in_order = [commits[unit.index] for unit in units]
         merge_files((paths.unit_rejects(commit.index) for commit in in_order if commit.num_rejected), paths.rejects)
@@ -266,6 +265,6 @@ def _remove_leftovers(stage: Stage) -> None:
     remove_dead_attempts(token_staging(stage.root, stage.token))
     paths = stage.run_dir
     own = (paths.id, paths.reserved, paths.config, paths.given, paths.end, paths.rejects, paths.bad_codes, paths.stats)
-    remove_asides(paths.path, {path.name for path in own})
+    remove_temp_files(paths.path, {path.name for path in own})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
-        remove_asides(folder)
+        remove_temp_files(folder)

@@ -27,17 +27,10 @@ import msgspec
 import sharmill
 from sharmill.config import Config, MetricsConfig, References, StageSection
 from sharmill.errors import CODES, ConfigError, DeviceError, FatalError, SharmillError, refuse
-from sharmill.files.storage import (
-    PublishedFile,
-    Staging,
-    checksum_bytes,
-    damaged_file,
-    read_record,
-    read_records,
-    read_stored,
-    remove,
-    write_atomic,
-)
+from sharmill.files.atomic import remove, write_atomic
+from sharmill.files.checksums import checksum_bytes
+from sharmill.files.staging import PublishedFile, Staging
+from sharmill.files.stored import damaged_file, read_record, read_records, read_stored
 from sharmill.manifest import Reject
 from sharmill.registry import STAGES
 

@@ -24,16 +24,10 @@ from sharmill.engine.plan import iterate_ledger
 from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgress, read_progress
 from sharmill.engine.stage import Commit, FailedAttempt, RunDir, Stage, StageDir, StoredError, Unit
 from sharmill.errors import HARMLESS_REASONS, REMEDIES, FatalError, SharmillError
-from sharmill.files.storage import (
-    RecordLog,
-    Tail,
-    load_record,
-    make_folder,
-    read_records,
-    remove,
-    time_of_folder,
-    write_atomic,
-)
+from sharmill.files.atomic import make_folder, remove, write_atomic
+from sharmill.files.record_log import RecordLog, Tail
+from sharmill.files.shared_disk import time_of_folder
+from sharmill.files.stored import load_record, read_records
 from sharmill.manifest import Reject
 
 # A unit that has failed so often is given up, and a slot that has failed with so many, of which others did one, is out.

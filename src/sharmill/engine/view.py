@@ -11,7 +11,7 @@ from sharmill.engine.fence import require_own_output
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import RankProgress, read_progress
 from sharmill.engine.stage import Commit, Stage, Totals, Unit, add_up
-from sharmill.files.storage import time_of_folder
+from sharmill.files.shared_disk import time_of_folder
 
 # Of ranks and of units.
 _SLOWEST = 3

@@ -37,16 +37,12 @@ from sharmill.errors import (
     is_device_error,
     one_line,
 )
-from sharmill.files.storage import (
-    WRITE_ERRNOS,
-    Patience,
-    RecordLog,
-    Staging,
-    create_once,
-    read_stored,
-    stopping_errors,
-    write_atomic,
-)
+from sharmill.files.atomic import write_atomic
+from sharmill.files.disk import WRITE_ERRNOS, stopping_errors
+from sharmill.files.record_log import RecordLog
+from sharmill.files.shared_disk import VisibilityTimeout
+from sharmill.files.staging import Staging
+from sharmill.files.stored import create_once, read_stored
 from sharmill.registry import describe_import_error
 
 log = logging.getLogger(__name__)
@@ -267,20 +263,22 @@ class _Worker:
         self._stage = stage
         self._rank = rank
         self._on_change = on_change
-        self._patience = Patience(stage.seconds_until_seen)
+        self._visibility = VisibilityTimeout(stage.seconds_until_seen)
         self._ledger = RecordLog(stage.dir.ledger)
         self._failures_in_a_row = 0
         self._reported = 0.0
 
     def run(self) -> None:
         stage, rank = self._stage, self._rank
-        wait_for_plan(stage, self._patience)
+        wait_for_plan(stage, self._visibility)
         require_current(stage)
         interval = min(rank.beat_seconds, stage.lease_seconds / BEATS_PER_LEASE)
         path = stage.dir.rank_progress(rank.owner)
         with ProgressWriter(path, rank.number, rank.slot, rank.owner, interval=interval) as self._progress:
             # The files in a folder may be seen later than the folder.
-            self._state = self._patience.once_seen(lambda: StageState(stage, lambda: self._progress.last_beat))
+            self._state = self._visibility.retry_until_visible(
+                lambda: StageState(stage, lambda: self._progress.last_beat)
+            )
             try:
                 self._do_units(Claims(self._state, rank))
             except FileNotFoundError:
@@ -326,8 +324,8 @@ class _Worker:
         stage = self._stage
         try:
             stage.check_node()
-            self._patience.wait_until(stage.sees_input, f"{stage.name}: its input, as it was planned,")
-            return self._patience.once_seen(lambda: stage.open(self._rank.device))
+            self._visibility.wait_until(stage.sees_input, f"{stage.name}: its input, as it was planned,")
+            return self._visibility.retry_until_visible(lambda: stage.open(self._rank.device))
         except DeviceError as error:
             raise self._setup_error(str(error), error.code, error.place) from error
         except (ConfigError, FatalError, ImportError):
@@ -383,7 +381,7 @@ class _Worker:
         self._processor.expect(following)
         began = time.monotonic()
         try:
-            commit = self._patience.once_seen(lambda: self._commit(unit))
+            commit = self._visibility.retry_until_visible(lambda: self._commit(unit))
         except KeyboardInterrupt:
             end(*judge_leave(time.monotonic() - began, self._rank.job_seconds))
             raise

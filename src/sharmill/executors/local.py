@@ -17,8 +17,10 @@ from sharmill.engine.state import StageState, driven_round
 from sharmill.engine.work import Rank, work
 from sharmill.errors import FatalError
 from sharmill.executors.supervisor import VISIBLE, Device, Supervisor, logging_to, plan_devices, usable_gpus
+from sharmill.files.atomic import remove_at_once, remove_if_empty, remove_temp_files
+from sharmill.files.disk import disk_errors
 from sharmill.files.host import usable_cores, variable
-from sharmill.files.storage import disk_errors, refuse_strangers, remove_asides, remove_at_once, remove_if_empty
+from sharmill.files.trust import require_trusted_owner
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -225,7 +227,7 @@ def run_alone(
         FatalError: units failed.
     """
     run_dir = stage.run_dir
-    refuse_strangers(run_dir.path.parent, [run_dir.path])
+    require_trusted_owner(run_dir.path.parent, [run_dir.path])
     try:
         with disk_errors(run_dir.path), locked(run_dir):
             try:
@@ -245,7 +247,7 @@ def run_alone(
                     remove_at_once(stage.dir.path)
                 if not stage.dir.token_file.exists():
                     # It is finished, or nothing was begun; a run that ended may have been killed while it removed this.
-                    remove_asides(run_dir.path, {stage.dir.path.name})
+                    remove_temp_files(run_dir.path, {stage.dir.path.name})
                     for path in (run_dir.id, run_dir.reserved):
                         path.unlink(missing_ok=True)
                     remove_if_empty(stage.dir.path)

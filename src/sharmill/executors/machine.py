@@ -12,8 +12,8 @@ from typing import Final
 from sharmill.engine.stage import versions
 from sharmill.errors import ConfigError, DeviceError, SharmillError
 from sharmill.executors.local import Check
+from sharmill.files.atomic import write_atomic
 from sharmill.files.locks import FolderLock
-from sharmill.files.storage import write_atomic
 from sharmill.registry import CODECS, ENCODERS, EXECUTORS
 
 # Packages that every run needs.

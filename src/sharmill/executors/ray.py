@@ -36,7 +36,8 @@ from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError,
 from sharmill.executors.local import Check, ConfiguredExecutor, Follower
 from sharmill.executors.supervisor import Device, logging_to, supervise_rank
 from sharmill.files.host import limit_cores
-from sharmill.files.storage import open_regular, remove_dead_attempts, token_staging
+from sharmill.files.regular import open_regular
+from sharmill.files.staging import remove_dead_attempts, token_staging
 
 log = logging.getLogger(__name__)
 

@@ -33,6 +33,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.state import Note, NoteKind, StageState
 from sharmill.engine.work import Rank, Replace, judge_leave, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError
+from sharmill.files.disk import stopping_errors
 from sharmill.files.host import (
     Terminated,
     deferred_interrupts,
@@ -43,7 +44,9 @@ from sharmill.files.host import (
     safe_path,
     usable_cores,
 )
-from sharmill.files.storage import Patience, open_stored, remove_dead_attempts, stopping_errors, token_staging
+from sharmill.files.shared_disk import VisibilityTimeout
+from sharmill.files.staging import remove_dead_attempts, token_staging
+from sharmill.files.stored import open_stored
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +195,7 @@ def supervise_rank(
     stage: Stage, device: Device, number: int, *, job_seconds: float | None = None, beat_seconds: float = 15.0
 ) -> bool:
     """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``."""
-    wait_for_plan(stage, Patience(stage.seconds_until_seen))
+    wait_for_plan(stage, VisibilityTimeout(stage.seconds_until_seen))
     require_current(stage)
     with logging_to(stage.dir.driver_log, stage.log_level):
         return Supervisor(stage, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()

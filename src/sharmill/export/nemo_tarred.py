@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 
 from sharmill.errors import ConfigError, DamagedShard, refuse
 from sharmill.export.run import Export
-from sharmill.files.storage import checksum, checksum_bytes, hash_text, open_atomic, write_atomic
+from sharmill.files.atomic import open_atomic, write_atomic
+from sharmill.files.checksums import checksum, checksum_bytes, hash_text
 from sharmill.manifest import ALIGNMENT
 from sharmill.shar.items import ItemTable, decode_line, read_json_lines
 from sharmill.shar.layout import CUTS, audio_checksum

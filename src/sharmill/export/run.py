@@ -15,20 +15,20 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard, FatalError, refuse
-from sharmill.files.locks import LOCK_NAME, FolderLock
-from sharmill.files.storage import (
-    checksum,
-    disk_errors,
+from sharmill.files.atomic import (
     make_folder,
     open_atomic,
     open_folder_atomic,
-    read_record,
-    refuse_strangers,
-    remove_asides,
     remove_at_once,
+    remove_temp_files,
     write_atomic,
     write_new,
 )
+from sharmill.files.checksums import checksum
+from sharmill.files.disk import disk_errors
+from sharmill.files.locks import LOCK_NAME, FolderLock
+from sharmill.files.stored import read_record
+from sharmill.files.trust import require_trusted_owner
 from sharmill.inspect.cuts import choose_codec
 from sharmill.manifest import ALIGNMENT, CONTEXT_KEYS
 from sharmill.registry import EXPORTS
@@ -147,7 +147,7 @@ def export_dataset(
         write_atomic(out / EXPORT_FILE, msgspec.json.encode(identity) + b"\n")
         for folder in (out, *folders):
             make_folder(folder)
-            remove_asides(folder)
+            remove_temp_files(folder)
         for done, unit in enumerate(files.units, start=1):
             _write_unit(files, unit, out / _UNITS_FOLDER / f"{done - 1:06d}.json")
             progress(done, len(files.units))
@@ -181,7 +181,7 @@ def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -
     """Raise ConfigError unless a folder is missing, empty, or holds this export."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: name a folder", code="bad_usage")
-    refuse_strangers(out, [out / EXPORT_FILE, *folders])
+    require_trusted_owner(out, [out / EXPORT_FILE, *folders])
     own = (LOCK_NAME, f".{EXPORT_FILE}.")
     if not out.exists() or all(path.name.startswith(own) for path in out.iterdir()):
         return
@@ -227,7 +227,7 @@ class NemoCodes(Export):
     def write(self, unit: int) -> Iterable[Path]:
         """Publish the folder of a shard, with the lines of its cuts, null for a cut without codes."""
         final = self._folder(unit)
-        refuse_strangers(self.out, [final])
+        require_trusted_owner(self.out, [final])
         strange = [str(path) for path in final.glob("*") if path.suffix != ".pt" and path.name != _LINES_FILE]
         refuse((bool(strange), f"{', '.join(strange)} is not of this export: move it away"), code="foreign_output")
         remove_at_once(final)

@@ -34,20 +34,13 @@ import msgspec
 import xxhash
 
 from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord, hide_secrets, refuse
+from sharmill.files.atomic import make_folder, temp_path, write_atomic
+from sharmill.files.checksums import checksum, hash_text
+from sharmill.files.disk import disk_errors, stopping_errors
 from sharmill.files.pace import TooLarge
 from sharmill.files.remote import FETCHES_AT_ONCE, Client, Version, request
-from sharmill.files.storage import (
-    NOT_JSON,
-    checksum,
-    disk_errors,
-    hash_text,
-    make_folder,
-    open_stored,
-    path_aside,
-    refuse_strangers,
-    stopping_errors,
-    write_atomic,
-)
+from sharmill.files.stored import NOT_JSON, open_stored
+from sharmill.files.trust import require_trusted_owner
 
 _SECONDS_OF_USE: Final = 60.0
 # A file of some bytes that has no lock: a disk may be so busy.
@@ -123,7 +116,7 @@ class Cache:
         """
         path = self.path_of(url, xxh3)
         with disk_errors(path.parent):
-            self._refuse_strangers(path)
+            self._require_trusted_owner(path)
             # Whoever removes a cache in use removes its marker too.
             if self.folder not in _unswept or not path.parent.is_dir():
                 self._make_folder(path.parent)
@@ -149,15 +142,15 @@ class Cache:
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
         with disk_errors(path.parent):
-            self._refuse_strangers(path)
+            self._require_trusted_owner(path)
             if _about(path).tag not in ("", _tag(found)):
                 # The copy itself may be in use.
                 _path_about(path).unlink(missing_ok=True)
         return found
 
-    def _refuse_strangers(self, path: Path) -> None:
+    def _require_trusted_owner(self, path: Path) -> None:
         may_be_link = None if self.is_of_run else self.folder
-        refuse_strangers(self.folder.parent, [path.parent], may_be_link=may_be_link)
+        require_trusted_owner(self.folder.parent, [path.parent], may_be_link=may_be_link)
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder of copies; raise ConfigError where the cache would be among files of something else."""
@@ -189,7 +182,7 @@ class Cache:
         return self.folder / name[:3] / f"{name}{_EXTENSIONS.search(url)[0]}"  # type: ignore[index]  # it finds nothing
 
     def _fetch(self, url: str, xxh3: str, path: Path, max_bytes: float) -> Copy:
-        aside = path_aside(path)
+        aside = temp_path(path)
         stream = aside.open("x+b")
         try:
             _lock(stream, fcntl.LOCK_SH)

@@ -29,8 +29,11 @@ import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.files.atomic import write_new
+from sharmill.files.disk import stopping_errors
 from sharmill.files.host import Process, interrupt
-from sharmill.files.storage import open_regular, refuse_strangers, stopping_errors, write_new
+from sharmill.files.regular import open_regular
+from sharmill.files.trust import require_trusted_owner
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner
     """
     found = {}
     try:
-        refuse_strangers(lock.parent, [lock])
+        require_trusted_owner(lock.parent, [lock])
         files = [path for path in lock.iterdir() if path.name.startswith("owner-")]
     except FileNotFoundError:
         return {}

@@ -18,22 +18,21 @@ from sharmill.encode.config import EncodeConfig
 from sharmill.engine.fence import refuse_reservations
 from sharmill.engine.stage import name_devices
 from sharmill.errors import ConfigError, DamagedShard, refuse
-from sharmill.files.locks import FolderLock
-from sharmill.files.storage import (
+from sharmill.files.atomic import (
     NO_LINKS,
-    STAGING_NAME,
-    checksum,
     fsync,
-    hash_text,
     make_folder,
     open_atomic,
-    refuse_strangers,
     remove,
-    remove_asides,
     remove_if_empty,
+    remove_temp_files,
     require_writable,
-    stopping_errors,
 )
+from sharmill.files.checksums import checksum, hash_text
+from sharmill.files.disk import stopping_errors
+from sharmill.files.locks import FolderLock
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.trust import require_trusted_owner
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.shar.items import read_cut_ids
@@ -83,7 +82,7 @@ class SourceDataset:
             ConfigError: it is not a finished dataset, a file of its index is a link, or another tool wrote its files.
             DamagedShard: its index is damaged, or does not name the files of every shard.
         """
-        refuse_strangers(directory, [directory / DATASET_FILE, directory / SHARDS_FILE])
+        require_trusted_owner(directory, [directory / DATASET_FILE, directory / SHARDS_FILE])
         record = read_dataset(directory)
         shards = list(read_shards(directory, record.num_shards))
         if record.contract != "sharmill" and not any_tool:
@@ -112,7 +111,7 @@ class SourceDataset:
         """
         file = shard.fields[field]
         path = self.directory / file.file
-        refuse_strangers(self.directory, [path])
+        require_trusted_owner(self.directory, [path])
         if not path.is_file() or path.stat().st_size != file.size or checksum(path) != file.xxh3:
             raise DamagedShard(
                 f"{path} is not what the index lists; sharmill validate {self.directory} tells all damage"
@@ -335,7 +334,7 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
     if directory.resolve() == addition.directory.resolve():
         raise ConfigError(f"{directory} cannot be appended to itself", code="bad_usage")
     require_writable(directory)
-    refuse_strangers(
+    require_trusted_owner(
         directory, (directory / name for name in (STAGING_NAME, *part.record.fields, *addition.record.fields))
     )
     with changing_index(directory):
@@ -385,7 +384,7 @@ def merge_datasets(
     require_alike(parts)
     require_distinct_ids(parts)
     make_folder(out.parent)
-    refuse_strangers(out.parent, [staging / "dataset"])
+    require_trusted_owner(out.parent, [staging / "dataset"])
     with stopping_errors(staging):
         staging.mkdir(exist_ok=True)
     try:
@@ -478,7 +477,7 @@ def _remove_leftovers(part: SourceDataset, addition: SourceDataset) -> None:
     placed = [shard for shard in read_shards(directory) if shard.index >= part.record.num_shards]
     for field in (*addition.record.layout, *part.record.layout) if placed else ():
         files = {directory / field.path(shard.index): shard.fields.get(field.name) for shard in placed}
-        remove_asides(directory / field.name, {path.name for path in files})
+        remove_temp_files(directory / field.name, {path.name for path in files})
         remove(*(path for path, file in files.items() if file and path.is_file() and checksum(path) == file.xxh3))
     if placed:
         write_shards(directory, part.shards)

@@ -12,8 +12,9 @@ import msgspec
 import xxhash
 
 from sharmill.errors import ConfigError, FatalError, RejectRecord
+from sharmill.files.checksums import checksum
 from sharmill.files.remote import FETCHES_AT_ONCE, Version, request
-from sharmill.files.storage import NOT_JSON, checksum
+from sharmill.files.stored import NOT_JSON
 from sharmill.grow.join import SourceDataset
 from sharmill.prefetch import prefetch
 from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, FieldFile, ShardRecord, write_dataset, write_shards

@@ -34,18 +34,11 @@ from sharmill.engine.stage import (
 )
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.executors.local import run_alone
-from sharmill.files.storage import (
-    Staging,
-    checksum,
-    checksum_bytes,
-    hash_text,
-    load_record,
-    map_stored_array,
-    remove,
-    remove_asides,
-    save_array,
-    write_new,
-)
+from sharmill.files.arrays import map_stored_array, save_array
+from sharmill.files.atomic import remove, remove_temp_files, write_new
+from sharmill.files.checksums import checksum, checksum_bytes, hash_text
+from sharmill.files.staging import Staging
+from sharmill.files.stored import load_record
 from sharmill.grow.join import SourceDataset, add_up_shards
 from sharmill.manifest import parse_speaker_tag
 from sharmill.shar.items import (
@@ -302,7 +295,7 @@ class SplitStage(Stage):
             shards[name].append(shard_record(commit, self.part.record.layout, shard, f"{name}/"))
         for name, records in shards.items():
             record = msgspec.structs.replace(self.part.record, name=f"{self.part.record.name}_{name}")
-            remove_asides(self.root / name, {SHARDS_FILE, DATASET_FILE})
+            remove_temp_files(self.root / name, {SHARDS_FILE, DATASET_FILE})
             write_shards(self.root / name, records)
             write_dataset(self.root / name, add_up_shards(record, records))
         return add_up(commits)

@@ -18,8 +18,8 @@ from sharmill.audio.decoder import encode
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
+from sharmill.files.atomic import write_atomic
 from sharmill.files.cache import RemoteFile
-from sharmill.files.storage import write_atomic
 from sharmill.models import DecodingCodec, load_recorded_codec
 from sharmill.shar.histograms import supervision_of
 from sharmill.shar.items import Item, array_from_bytes, decode_cut, open_items, read_cuts, read_json_lines

@@ -16,7 +16,7 @@ import xxhash
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
-from sharmill.files.storage import decode_stored, read_stored_lines
+from sharmill.files.stored import decode_stored, read_stored_lines
 from sharmill.manifest import AudioNotes, Member, Utterance, tagged_speaker, write_lines
 from sharmill.match.config import MatchConfig
 from sharmill.shar.items import NO_DATA, ItemTable, read_utterances

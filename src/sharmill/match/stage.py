@@ -32,7 +32,9 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.storage import Staging, map_stored_array, remove, save_array
+from sharmill.files.arrays import map_stored_array, save_array
+from sharmill.files.atomic import remove
+from sharmill.files.staging import Staging
 from sharmill.manifest import (
     Context,
     Reject,

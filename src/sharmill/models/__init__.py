@@ -29,7 +29,7 @@ import xxhash
 
 from sharmill.config import Precision
 from sharmill.errors import ConfigError, FatalError, UnitFailed
-from sharmill.files.storage import checksum
+from sharmill.files.checksums import checksum
 from sharmill.models.device import make_deterministic, with_precision
 from sharmill.registry import CODECS, ENCODERS, Registry, nearest
 

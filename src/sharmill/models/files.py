@@ -26,7 +26,7 @@ import yaml
 
 from sharmill.config.loading import load_untrusted_yaml
 from sharmill.errors import ConfigError, one_line
-from sharmill.files.storage import open_regular
+from sharmill.files.regular import open_regular
 
 # Seconds for a request to a server that answers, and for all with the look-up of its name, which has no limit.
 _ANSWER_SECONDS: Final = 4.0

@@ -17,7 +17,7 @@ from sharmill.engine.stage import Commit, RunDir, Stage, Unit
 from sharmill.errors import refuse
 from sharmill.executors.supervisor import plan_devices, usable_gpus
 from sharmill.files.host import usable_cores
-from sharmill.files.storage import read_record
+from sharmill.files.stored import read_record
 from sharmill.pilot.advice import Advice
 from sharmill.pipeline import config_of_run, make_stages
 from sharmill.write.stage import WriteConfig

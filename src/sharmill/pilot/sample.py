@@ -26,7 +26,9 @@ from sharmill.engine.run import Listener
 from sharmill.engine.stage import RunDir
 from sharmill.errors import RejectRecord, refuse
 from sharmill.executors.local import LocalExecutor
-from sharmill.files.storage import disk_errors, hash_text, remove_asides, require_writable, write_atomic
+from sharmill.files.atomic import remove_temp_files, require_writable, write_atomic
+from sharmill.files.checksums import hash_text
+from sharmill.files.disk import disk_errors
 from sharmill.manifest import Context, Utterance, tagged_speaker, write_lines
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
@@ -203,7 +205,7 @@ def run_pilot(
     path = RunDir(Path(config.run_dir)).calibration
     with disk_errors(path.parent):
         require_writable(path.parent)
-        remove_asides(path.parent, {path.name})
+        remove_temp_files(path.parent, {path.name})
     tell("reading the speaker groups of all records")
     records = read_pilot(config, size, seed)
     refuse((not records.num_records, "the sources have no records"), code="bad_manifest")

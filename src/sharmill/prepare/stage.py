@@ -35,18 +35,12 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import RejectRecord
+from sharmill.files.arrays import load_stored_array, save_array
+from sharmill.files.atomic import open_atomic, write_atomic, write_new
+from sharmill.files.checksums import hash_text
 from sharmill.files.remote import FETCHES_AT_ONCE, is_url
-from sharmill.files.storage import (
-    Staging,
-    hash_text,
-    load_record,
-    load_stored_array,
-    open_atomic,
-    open_stored,
-    save_array,
-    write_atomic,
-    write_new,
-)
+from sharmill.files.staging import Staging
+from sharmill.files.stored import load_record, open_stored
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
     SOURCE_CUT_ID,

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from sharmill.audio.sound import Sound
 from sharmill.engine.view import StageView
 from sharmill.errors import REASONS, REMEDIES
-from sharmill.files.storage import read_record
+from sharmill.files.stored import read_record
 from sharmill.pilot.rates import Calibration
 from sharmill.report.charts import columns, curves, figure, histogram, scatter
 from sharmill.report.facts import Facts

@@ -29,7 +29,9 @@ from sharmill.engine.plan import committed_files, read_ledger
 from sharmill.engine.stage import RunDir, Stage, Totals
 from sharmill.engine.view import StageView, read_stage, view_stage
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.files.storage import checksum, load_record, map_stored_array, read_record, read_records, read_stored
+from sharmill.files.arrays import map_stored_array
+from sharmill.files.checksums import checksum
+from sharmill.files.stored import load_record, read_record, read_records, read_stored
 from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard
 from sharmill.manifest import Reject
 from sharmill.match.embed import unpack_voice

@@ -15,7 +15,7 @@ from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
 from sharmill.engine.stage import RunDir, Stage
 from sharmill.errors import SharmillError, refuse
-from sharmill.files.storage import write_atomic
+from sharmill.files.atomic import write_atomic
 from sharmill.registry import SECTIONS
 from sharmill.report.charts import plain_text
 from sharmill.report.section import Section, render

@@ -15,7 +15,7 @@ import numpy as np
 
 from sharmill.audio.sound import Sound
 from sharmill.errors import DamagedShard
-from sharmill.files.storage import NOT_JSON
+from sharmill.files.stored import NOT_JSON
 from sharmill.manifest import CLIPPED_KEYS
 
 _KEPT_EXTREMES: Final = 4

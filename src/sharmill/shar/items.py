@@ -30,7 +30,8 @@ import numpy as np
 
 from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.files.storage import NOT_JSON, open_new
+from sharmill.files.atomic import open_new
+from sharmill.files.stored import NOT_JSON
 from sharmill.manifest import (
     ALIGNMENT,
     ORIGINAL_TAG,

@@ -19,23 +19,14 @@ import msgspec
 
 from sharmill.config import Precision, require
 from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord
+from sharmill.files.atomic import fsync, open_atomic, remove, remove_if_empty, remove_temp_files, write_atomic
 from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.checksums import checksum, checksum_bytes
 from sharmill.files.locks import LOCK_NAME, FolderLock
 from sharmill.files.remote import check_url, is_url
-from sharmill.files.storage import (
-    NOT_JSON,
-    STAGING_NAME,
-    PublishedFile,
-    checksum,
-    checksum_bytes,
-    fsync,
-    open_atomic,
-    refuse_strangers,
-    remove,
-    remove_asides,
-    remove_if_empty,
-    write_atomic,
-)
+from sharmill.files.staging import STAGING_NAME, PublishedFile
+from sharmill.files.stored import NOT_JSON
+from sharmill.files.trust import require_trusted_owner
 from sharmill.shar.tar import open_field
 
 FORMAT_VERSION: Final = 1
@@ -526,7 +517,7 @@ def changing_index(directory: Path) -> Iterator[None]:
     What those that were killed have left of a change is removed.
     """
     with FolderLock(directory, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
-        remove_asides(directory, {SHARDS_FILE, DATASET_FILE})
+        remove_temp_files(directory, {SHARDS_FILE, DATASET_FILE})
         yield
     # The dataset may be finished now: the folder of the lock is not to come back.
     fsync(directory)
@@ -647,7 +638,7 @@ class ShardedDataset:
             added = [*added, *self.record().added_fields]
         codes = [field for codec in self.stored_codecs() for field in codec_fields(codec)]
         fields = [*added, *codes, *base_fields(contexts=True)]
-        refuse_strangers(self.directory, (self.directory / field.name for field in fields))
+        require_trusted_owner(self.directory, (self.directory / field.name for field in fields))
         remove(*self.index_files)
         self._remove_files(fields, num_shards)
 
@@ -701,7 +692,7 @@ class ShardedDataset:
         names = {field.name for field in fields}
         if not self.has_files(names):
             return
-        refuse_strangers(self.directory, (self.directory / name for name in names))
+        require_trusted_owner(self.directory, (self.directory / name for name in names))
         with changing_index(self.directory):
             write_dataset(self.directory, _without_fields(self.record(), fields))
             shards = []
@@ -725,7 +716,7 @@ class ShardedDataset:
             files = {field.path(shard) for shard in (found if num_shards is None else range(num_shards))}
             names = files | {sidecar for file in files for sidecar in sidecar_files(file)}
             folder = self.directory / field.name
-            remove_asides(folder, {PurePosixPath(name).name for name in names})
+            remove_temp_files(folder, {PurePosixPath(name).name for name in names})
             stored = folder.iterdir() if folder.is_dir() else ()
             remove(*(path for path in stored if f"{field.name}/{path.name}" in names))
             remove_if_empty(folder, *(() if folder.parent == self.directory else (folder.parent,)))

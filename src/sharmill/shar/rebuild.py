@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard, refuse
-from sharmill.files.storage import checksum
+from sharmill.files.checksums import checksum
 from sharmill.shar.items import decode_cut, read_cuts, read_field, salvage_lines
 from sharmill.shar.layout import (
     CONTEXT_AUDIO,

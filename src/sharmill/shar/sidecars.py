@@ -11,13 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sharmill.files.storage import (
-    make_folder,
-    refuse_strangers,
-    remove_asides,
-    require_writable,
-    write_atomic,
-)
+from sharmill.files.atomic import make_folder, remove_temp_files, require_writable, write_atomic
+from sharmill.files.trust import require_trusted_owner
 from sharmill.shar.items import ItemTable, read_json_lines
 from sharmill.shar.layout import CUTS, changing_index, read_dataset, read_shards, sidecar_files
 from sharmill.shar.reading.shard_source import IndexedShardSource
@@ -47,7 +42,7 @@ def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
     require_writable(root)
     with changing_index(root):
         for shard in read_shards(directory, num_shards):
-            refuse_strangers(root, {(root / file.file).parent for file in shard.fields.values()})
+            require_trusted_owner(root, {(root / file.file).parent for file in shard.fields.values()})
             for name in shard.files.values():
                 _write_sidecars_of(name, directory, root)
 
@@ -86,7 +81,7 @@ def _write_sidecars_of(name: str, directory: Path, root: Path) -> None:
     *plain, index = sidecar_files(name)
     folder = (root / index).parent
     make_folder(folder)
-    remove_asides(folder, {PurePosixPath(sidecar).name for sidecar in (*plain, index)})
+    remove_temp_files(folder, {PurePosixPath(sidecar).name for sidecar in (*plain, index)})
     if name.endswith(".tar"):
         table = ItemTable(directory / name)
         for number in range(len(table)):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from sharmill.errors import DamagedShard
-from sharmill.files.storage import open_regular
+from sharmill.files.regular import open_regular
 
 BLOCK: Final = 512
 EMPTY: Final = bytes(BLOCK)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 import msgspec
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
-from sharmill.files.storage import checksum
+from sharmill.files.checksums import checksum
 from sharmill.manifest import TIME_DIGITS
 from sharmill.registry import nearest
 from sharmill.sources import Described, RawRecord, Unreadable, record_text

@@ -26,8 +26,9 @@ import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.checksums import checksum, checksum_bytes
+from sharmill.files.regular import NotRegularError, open_regular
 from sharmill.files.remote import FETCHES_AT_ONCE, is_url
-from sharmill.files.storage import NotRegularError, checksum, checksum_bytes, open_regular
 from sharmill.prefetch import prefetch
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
-from sharmill.files.storage import checksum, checksum_bytes
+from sharmill.files.checksums import checksum, checksum_bytes
 from sharmill.manifest import (
     ALIGNMENT,
     CONTEXT_KEYS,

@@ -20,7 +20,8 @@ import msgspec
 
 from sharmill.audio.roots import AudioRoots, normalise_path
 from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
-from sharmill.files.storage import NOT_JSON, checksum
+from sharmill.files.checksums import checksum
+from sharmill.files.stored import NOT_JSON
 from sharmill.manifest import (
     DURATION_FROM_HEADER,
     MAX_PATH,

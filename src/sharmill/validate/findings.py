@@ -19,7 +19,9 @@ from sharmill.engine.run import locked
 from sharmill.engine.stage import RunDir, Stage, stage_classes
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, refuse
-from sharmill.files.storage import NOT_JSON, open_regular, remove
+from sharmill.files.atomic import remove
+from sharmill.files.regular import open_regular
+from sharmill.files.stored import NOT_JSON
 from sharmill.registry import STAGES
 from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, Field, ShardedDataset
 

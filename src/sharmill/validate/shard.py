@@ -33,8 +33,11 @@ from sharmill.audio.sound import Sound, measure_sound
 from sharmill.engine.plan import find_differences, show
 from sharmill.engine.stage import Advance, Output, Processor, Unit
 from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.files.atomic import write_new
 from sharmill.files.cache import RemoteFile
-from sharmill.files.storage import Staging, checksum_stream, open_regular, write_new
+from sharmill.files.checksums import checksum_stream
+from sharmill.files.regular import open_regular
+from sharmill.files.staging import Staging
 from sharmill.manifest import ALIGNMENT, CLIPPED_KEYS, CONTEXT_KEYS, fit_alignments
 from sharmill.models import Codec
 from sharmill.models.batches import pad

@@ -23,8 +23,10 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import refuse
+from sharmill.files.atomic import write_atomic
 from sharmill.files.cache import RemoteFile
-from sharmill.files.storage import checksum, load_record, read_records, write_atomic
+from sharmill.files.checksums import checksum
+from sharmill.files.stored import load_record, read_records
 from sharmill.models import find_recorded_codec, load_recorded_codec
 from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
 from sharmill.validate.accounts import ExpectedRecords, RecordRow, open_accounts

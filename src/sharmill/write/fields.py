@@ -28,7 +28,8 @@ from sharmill.engine.stage import (
     versions,
 )
 from sharmill.errors import ConfigError, UnitFailed, refuse
-from sharmill.files.storage import Staging, checksum
+from sharmill.files.checksums import checksum
+from sharmill.files.staging import Staging
 from sharmill.manifest import Reject
 from sharmill.shar.items import read_cut_ids, read_field
 from sharmill.shar.layout import BASE_FIELDS, CUTS, CodecRecord, Field, FieldFile, ShardedDataset, ShardRecord

@@ -22,7 +22,8 @@ from sharmill.engine.hashes import find_first
 from sharmill.engine.plan import committed_files, count_planned
 from sharmill.engine.stage import Advance, Commit, Output, Processor, Stage, Totals, Unit, add_up, make_unit, versions
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.storage import Staging, map_stored_array, save_array
+from sharmill.files.arrays import map_stored_array, save_array
+from sharmill.files.staging import Staging
 from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig

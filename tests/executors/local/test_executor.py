@@ -32,7 +32,7 @@ from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
 from sharmill.errors import ConfigError, DeviceError
 from sharmill.executors.supervisor import Device, plan_devices, usable_gpus
-from sharmill.files.storage import token_staging
+from sharmill.files.staging import token_staging
 
 
 @pytest.fixture(autouse=True)

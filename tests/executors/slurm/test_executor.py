@@ -28,7 +28,9 @@ from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, require_no_jobs
 from sharmill.executors.supervisor import Device, supervise_rank
 from sharmill.files.host import ended_by_sigterm
-from sharmill.files.storage import STAGING_NAME, RecordLog, make_private_folder
+from sharmill.files.record_log import RecordLog
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.trust import make_private_folder
 
 
 @pytest.fixture

@@ -36,9 +36,12 @@ from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm import queue
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.supervisor import Device, logging_to, supervise_rank
+from sharmill.files.atomic import remove
 from sharmill.files.host import deferred_interrupts, ended_by_sigterm, limit_cores
 from sharmill.files.locks import lock_owner
-from sharmill.files.storage import Patience, load_record, make_private_folder, read_stored, remove, time_of_folder
+from sharmill.files.shared_disk import VisibilityTimeout, time_of_folder
+from sharmill.files.stored import load_record, read_stored
+from sharmill.files.trust import make_private_folder
 from sharmill.registry import describe_missing
 
 log = logging.getLogger(__name__)
@@ -429,7 +432,7 @@ class SlurmExecutor(Executor):
         with logging_to(self.run_dir.advance_log, stages[-1].log_level):
             try:
                 with ended_by_sigterm():
-                    Patience(stages[-1].seconds_until_seen).wait_until(
+                    VisibilityTimeout(stages[-1].seconds_until_seen).wait_until(
                         lambda: self.run_dir.read_given() == self.given or self.run_dir.read_end() is not None,
                         "the run",
                     )
@@ -542,7 +545,7 @@ def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks:
         token: the token of its plan.
         had_ranks: that ranks of that plan have run and ended.
     """
-    patience = Patience(stages[-1].seconds_until_seen)
+    patience = VisibilityTimeout(stages[-1].seconds_until_seen)
     for stage in stages:
         if stage.name == name:
             stage.token = token
@@ -576,7 +579,9 @@ def wait_for_end(run_dir: RunDir) -> End:
         end = run_dir.read_end()
         if end is not None and not jobs:
             return end
-        if not jobs and not Patience(5.0).wait_until(lambda: run_dir.read_end() is not None, "the end of the run"):
+        if not jobs and not VisibilityTimeout(5.0).wait_until(
+            lambda: run_dir.read_end() is not None, "the end of the run"
+        ):
             reason = find_reason(run_dir.jobs) or f"see {run_dir.jobs}"
             raise FatalError(
                 f"the jobs have ended before the work did: {reason}; submit again to go on", code="jobs_gone"

@@ -33,7 +33,7 @@ from miniaudio import ffi, lib
 
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, flac_header, to_float
 from sharmill.errors import DamagedShard, one_line
-from sharmill.files.storage import NOT_JSON
+from sharmill.files.stored import NOT_JSON
 from sharmill.shar.items import (
     NO_DATA,
     IndexedLines,

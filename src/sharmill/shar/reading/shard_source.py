@@ -13,7 +13,7 @@ import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.cache import RemoteFile
-from sharmill.files.storage import checksum_bytes
+from sharmill.files.checksums import checksum_bytes
 from sharmill.shar.items import read_json_lines
 from sharmill.shar.layout import (
     CUTS,

@@ -22,8 +22,8 @@ from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import DamagedShard, RejectRecord, refuse
 from sharmill.files.cache import Cache, Copy, RemoteFile
+from sharmill.files.checksums import checksum_bytes
 from sharmill.files.remote import Version, is_url
-from sharmill.files.storage import checksum_bytes
 from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.files import decode_json, decode_text, find_files, iterate_lines, open_input, read_ends

@@ -37,8 +37,8 @@ from nemo.utils.data_utils import is_datastore_cache_shared
 from omegaconf import DictConfig, OmegaConf
 
 from sharmill.errors import ConfigError, FatalError, refuse
+from sharmill.files.checksums import checksum_bytes
 from sharmill.files.remote import FETCHES_AT_ONCE
-from sharmill.files.storage import checksum_bytes
 from sharmill.manifest import nemo_language
 from sharmill.prefetch import prefetch
 from sharmill.shar import open_shar

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from sharmill.errors import ConfigError, one_line, refuse
-from sharmill.files.storage import open_regular
+from sharmill.files.regular import open_regular
 from sharmill.registry import nearest
 from sharmill.training.nemo.classic import (
     DIVIDED,

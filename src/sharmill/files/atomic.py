@@ -1,0 +1,185 @@
+"""Files and folders that appear and disappear as a whole, and outlast a power failure.
+
+A file is written under a temporary name beside its final one, synced and renamed, so that no reader sees a part of it.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
+
+from sharmill.errors import ConfigError
+from sharmill.files.disk import stopping_errors
+
+# Of hard links: another file system, one without them, a file of somebody else's, or one that has all it may have.
+NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
+# What ``temp_path`` calls a file until it is published.
+_TEMP_NAME = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
+
+
+def fsync(path: Path) -> None:
+    """Make the contents of a closed file, or the renames inside a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a new file for writing, under a name that this process alone writes to.
+
+    What has that name is removed first: it may be a link, or a second name of another file, and nothing is written
+    through it.
+    """
+    try:
+        return path.open("xb")
+    except FileExistsError:
+        path.unlink()
+        return path.open("xb")
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a new file, as ``open_new`` opens it."""
+    with open_new(path) as stream:
+        stream.write(data)
+
+
+def temp_path(path: Path) -> Path:
+    """Return the path at which to write what will be published as ``path``: beside it, under a name of its own."""
+    return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+
+
+@contextmanager
+def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
+    """Open a file beside ``path`` for writing and publish it under that name if no error is raised.
+
+    ``parents`` makes the folder where it is missing.
+    """
+    with stopping_errors(path):
+        if parents:
+            _make_folder(path.parent)
+        aside = temp_path(path)
+        try:
+            with aside.open("xb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+        fsync(path.parent)
+
+
+def write_atomic(path: Path, data: bytes, *, parents: bool = True) -> None:
+    """Publish ``data`` as ``path``."""
+    with open_atomic(path, parents=parents) as stream:
+        stream.write(data)
+
+
+def publish_directory(aside: Path, final: Path) -> None:
+    """Publish a complete directory: sync the files and folders in it, then rename it as a whole."""
+    with stopping_errors(final):
+        for path in (aside, *sorted(aside.rglob("*"))):
+            if path.is_dir() or path.is_file():
+                fsync(path)
+        aside.rename(final)
+        fsync(final.parent)
+
+
+@contextmanager
+def open_folder_atomic(path: Path) -> Iterator[Path]:
+    """Make a folder beside ``path`` to be filled, and publish it under that name if no error is raised."""
+    aside = temp_path(path)
+    with stopping_errors(path):
+        try:
+            aside.mkdir()
+            yield aside
+            publish_directory(aside, path)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, with its parents, so that it outlasts a loss of power."""
+    with stopping_errors(path):
+        _make_folder(path)
+
+
+def _make_folder(path: Path) -> None:
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        fsync(path.parent)
+
+
+def require_writable(directory: Path) -> None:
+    """Make a directory if it is missing, and raise ConfigError unless files can be written there."""
+    try:
+        _make_folder(directory)
+        if os.access(directory, os.W_OK | os.X_OK):
+            return
+        problem = "it is read-only, or others permit it to nobody"
+    except OSError as error:
+        problem = os.strerror(error.errno or 0)
+    raise ConfigError(f"cannot write to {directory}: {problem}; choose a folder that you may write to", code="disk")
+
+
+def remove(*paths: Path) -> None:
+    """Remove files and directories with all that is in them, if they exist, so that no loss of power brings them back.
+
+    Of a link, what it leads to stays.
+    """
+    for path in paths:
+        with stopping_errors(path):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    for folder in dict.fromkeys(path.parent for path in paths):
+        if folder.is_dir():
+            fsync(folder)
+
+
+def remove_if_empty(*folders: Path) -> None:
+    """Remove those of the folders that are there and have nothing in them."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def remove_at_once(folder: Path) -> None:
+    """Remove a folder in which others may be at work: by a rename first, after which nobody finds it any more.
+
+    When this returns, nothing that was in it can be renamed out of it either. What processes that were killed while
+    they did this have left goes too.
+    """
+    aside = temp_path(folder)
+    with stopping_errors(folder):
+        with suppress(FileNotFoundError):
+            folder.rename(aside)
+            fsync(folder.parent)
+        # Another process may be making a file in it at this moment.
+        for _ in range(10):
+            shutil.rmtree(aside, ignore_errors=True)
+            if not aside.exists():
+                break
+        # Others that are removing it are at work on the same files.
+        with suppress(FileNotFoundError):
+            remove_temp_files(folder.parent, {folder.name})
+
+
+def remove_temp_files(folder: Path, names: Container[str] | None = None) -> None:
+    """Remove what killed processes left in a folder, not in those below it, of files that were to be published there.
+
+    Only for the one process that may publish there; where others publish files too, ``names`` are its own.
+    """
+    for path in folder.glob(".*.tmp"):
+        match = _TEMP_NAME.fullmatch(path.name)
+        if match and (names is None or match[1] in names):
+            remove(path)

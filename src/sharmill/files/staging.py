@@ -1,0 +1,160 @@
+"""Staging of the files of a unit: they are written in a folder of one process, and published together by renames."""
+
+import os
+import re
+import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from sharmill.files.checksums import checksum_bytes, checksum_stream
+from sharmill.files.disk import STOPPING_ERRNOS, stopping_errors
+from sharmill.files.host import is_gone, this_kernel
+from sharmill.files.regular import open_regular
+from sharmill.files.trust import check_name, owned_by_other_user, require_trusted_owner
+
+STAGING_NAME = ".sharmill-staging"
+_SCRATCH_PREFIX = "sharmill-"
+
+
+def token_staging(root: Path, token: str) -> Path:
+    """Return the folder below which all ranks of a plan write aside what they publish below ``root``."""
+    return root / STAGING_NAME / token
+
+
+@dataclass(frozen=True)
+class PublishedFile:
+    """A file of a committed unit; ``name`` is relative to the root that it was published below."""
+
+    name: str
+    size: int
+    xxh3: str
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+
+class Staging:
+    """Folder in which one process writes the files of its units, one unit at a time, before they are published.
+
+    It lies on the file system of ``root``, below which they are published, so that this is a rename. Each process has
+    its own: two attempts at one unit do not meet before the rename, and then both bring the same bytes. Parents are
+    never made: the folder of the plan's token, and those of the final files, are there as long as the plan is valid,
+    and are missed (FileNotFoundError) as soon as it is not. In a folder for each attempt, with the folders of the final
+    files in it, making and removing these would be most of what a unit asks of the file system.
+
+    With ``scratch``, a folder of this machine, the files are written there, and copied to the folder that is renamed
+    from when all of a unit are there: many small writes go to a disk of the machine, and few large ones to the shared
+    one.
+    """
+
+    def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
+        self.root = root
+        name = f"{_names_here()}{os.getpid()}-{uuid4().hex}"
+        self.folder = token_staging(root, token) / name
+        self.written_in = self.folder if scratch is None else scratch / f"{_SCRATCH_PREFIX}{name}"
+        self._has_scratch = scratch is not None
+
+    def __enter__(self) -> "Staging":
+        require_trusted_owner(self.root, [self.folder.parent])
+        with stopping_errors(self.folder):
+            self.folder.mkdir()
+        if self._has_scratch:
+            remove_dead_attempts(self.written_in.parent)
+            with self.write_errors():
+                # Others may look into the folders of a machine.
+                self.written_in.mkdir(mode=0o700)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for folder in dict.fromkeys((self.folder, self.written_in)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def write_errors(self, errnos: frozenset[int] = STOPPING_ERRNOS) -> AbstractContextManager[None]:
+        """Turn errors of writing there into a FatalError, or where it is a disk of this machine into a DeviceError."""
+        host = socket.gethostname() if self._has_scratch else ""
+        return stopping_errors(self.written_in, errnos, host=host)
+
+    def path(self, name: str) -> Path:
+        """Return the path at which to write the file that will be published as ``root / name``."""
+        return self.written_in / self._aside(name).name
+
+    def publish(self, names: list[str]) -> list[PublishedFile]:
+        """Publish the files in the order given.
+
+        Where the last one lies in a folder of its own, a reader may rely on it to mean that all are there.
+        """
+        if not names:
+            return []
+        finals = [self.root / name for name in names]
+        with stopping_errors(self.root), ExitStack() as stack:
+            for name in names if self._has_scratch else ():
+                shutil.copyfile(self.path(name), self._aside(name), follow_symlinks=False)
+            streams = [stack.enter_context(open_regular(self._aside(name), buffering=0)) for name in names]
+            # The disk gets all files at once, and writes while their checksums are computed.
+            with ThreadPoolExecutor(len(names), "fsync") as pool:
+                flushed = [pool.submit(os.fsync, stream.fileno()) for stream in streams]
+                published = [
+                    PublishedFile(name, os.fstat(stream.fileno()).st_size, checksum_stream(stream))
+                    for name, stream in zip(names, streams, strict=True)
+                ]
+                for future in flushed:
+                    future.result()
+            folders = {folder: self._open_folder(folder, stack) for folder in {final.parent: None for final in finals}}
+            for name, final in zip(names, finals, strict=True):
+                if final == finals[-1]:
+                    for folder, descriptor in folders.items():
+                        if folder != final.parent:
+                            os.fsync(descriptor)
+                self._aside(name).replace(final)
+            os.fsync(folders[finals[-1].parent])
+        return published
+
+    def clear(self) -> None:
+        """Remove the files that an attempt has not published."""
+        with suppress(OSError):
+            for folder in dict.fromkeys((self.folder, self.written_in)):
+                for path in folder.iterdir():
+                    path.unlink()
+
+    def _aside(self, name: str) -> Path:
+        check_name(name)
+        return self.folder / name.replace("/", "+")
+
+    def _open_folder(self, folder: Path, stack: ExitStack) -> int:
+        """Open a folder of final files, to be synced, until ``stack`` is left.
+
+        Raises:
+            ConfigError: it is a link or a stranger's: what was the run's own when it was planned was replaced since.
+        """
+        require_trusted_owner(self.root, [folder])
+        flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if folder != self.root else 0)
+        descriptor = os.open(folder, flags)
+        stack.callback(os.close, descriptor)
+        if owned_by_other_user(os.fstat(descriptor), folder.parent):
+            require_trusted_owner(self.root, [folder])
+        return descriptor
+
+
+def _names_here() -> str:
+    """Return how the names of folders begin whose processes can be asked for here.
+
+    Containers of one machine may have its host name, and the numbers of their processes mean nothing in others.
+    """
+    return f"rank-{socket.gethostname()}-{checksum_bytes(this_kernel().encode())[:8]}-"
+
+
+def remove_dead_attempts(parent: Path) -> None:
+    """Remove what processes of this machine that have ended left in a folder, unless it is another user's.
+
+    Others may be at work in it: it is that of a plan's ranks, or a scratch folder.
+    """
+    name = re.compile(rf"({_SCRATCH_PREFIX})?{re.escape(_names_here())}([0-9]{{1,9}})-[0-9a-f]+")
+    for folder in parent.glob("*rank-*"):
+        match = name.fullmatch(folder.name)
+        with suppress(FileNotFoundError):
+            if match and folder.lstat().st_uid == os.geteuid() and is_gone(int(match[2])):
+                shutil.rmtree(folder, ignore_errors=True)

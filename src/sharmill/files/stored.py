@@ -1,0 +1,123 @@
+"""Files of run directories: sharmill wrote them, and others may have replaced them since.
+
+Only regular files of a bounded size are read, their content is decoded to a known type, and links are not followed.
+Folders above them are checked by ``sharmill.engine.fence``.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Final, TypeVar
+
+import msgspec
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
+
+from sharmill.errors import ConfigError
+from sharmill.files.atomic import open_folder_atomic, write_new
+from sharmill.files.regular import open_regular
+from sharmill.files.trust import owned_by_other_user
+
+Decoded = TypeVar("Decoded")
+
+# msgspec raises RecursionError for JSON that is nested too deeply.
+NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_MAX_BYTES: Final = 64 << 20
+
+
+def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> BinaryIO:
+    """Open a file of a run directory: one that sharmill wrote, and that others may have replaced since.
+
+    Args:
+        append: open it for writing at its end, and make it where it is not there; else it is read.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ConfigError: it is a link, not a regular file, or a stranger's; where it is to be written to, also if it has a
+            second name (a hard link), which may be that of a file elsewhere.
+    """
+    try:
+        stream = open_regular(path, follow_links=False, append=append, buffering=buffering)
+        status = os.fstat(stream.fileno())
+        problem = "it belongs to another user, and anybody may write to its folder"
+        if append and status.st_nlink > 1:
+            problem = "it has a second name (a hard link), and what is appended would be in both"
+        elif not owned_by_other_user(status, path.parent):
+            return stream
+        stream.close()
+        raise ValueError(problem)
+    except ValueError as error:
+        raise damaged_file(path, str(error)) from error
+
+
+def damaged_file(path: Path, what: str) -> ConfigError:
+    """Return the error of a file of a run directory that does not hold what sharmill writes there."""
+    return ConfigError(
+        f"{path} is damaged or not sharmill's: {what}; begin this stage anew with --restart, or restore the file; in a "
+        "cache of copies, remove it",
+        code="damaged_run_dir",
+    )
+
+
+# On NFS another node may replace a file while it is read: opened once more it is the new one.
+@retry(
+    retry=retry_if_exception(lambda error: getattr(error, "errno", None) == errno.ESTALE),
+    stop=stop_after_attempt(3),
+    wait=wait_fixed(0.1),
+    reraise=True,
+)
+def read_stored(path: Path) -> bytes:
+    """Return the content of a small file of a run directory; raises as ``open_stored``, and where it is too large."""
+    with open_stored(path) as stream:
+        data = stream.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise damaged_file(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
+    return data
+
+
+def read_stored_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file of a run directory with their ends; one that is too long comes in parts."""
+    with open_stored(path) as stream:
+        yield from iter(partial(stream.readline, _MAX_BYTES), b"")
+
+
+def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
+    """Decode JSON that a file of a run directory has.
+
+    Raises:
+        ConfigError: it is not what it should be.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except NOT_JSON as error:
+        raise damaged_file(path, str(error)) from error
+
+
+def load_record(path: Path, kind: type[Decoded]) -> Decoded:
+    """Return what a small file of a run directory holds as JSON; raises as ``read_stored`` and ``decode_stored``."""
+    return decode_stored(path, read_stored(path), kind)
+
+
+def read_record(path: Path, kind: type[Decoded]) -> Decoded | None:
+    """Return what ``load_record`` does, or None where the file is not there."""
+    try:
+        return load_record(path, kind)
+    except FileNotFoundError:
+        return None
+
+
+def read_records(path: Path, kind: type[Decoded]) -> Iterator[Decoded]:
+    """Yield what the lines of a file of a run directory hold as JSON; raises as ``load_record``."""
+    return (decode_stored(path, line, kind) for line in read_stored_lines(path))
+
+
+def create_once(folder: Path, data: bytes) -> bytes:
+    """Return the data that a folder was made with: these, unless there is one. Of several processes one makes it."""
+    try:
+        with open_folder_atomic(folder) as aside:
+            write_new(aside / "data", data)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    return read_stored(folder / "data")

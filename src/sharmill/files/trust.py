@@ -1,0 +1,117 @@
+"""Owners, links and permissions: the files and folders of others that this process relies on.
+
+``require_trusted_owner`` checks what lies below a directory that this user named, ``require_private`` a folder with
+settings that decide what this process runs.
+"""
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+
+from sharmill.errors import ConfigError, refuse
+from sharmill.files.atomic import make_folder
+from sharmill.files.disk import stopping_errors
+
+
+def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
+    """Return True if a thing in a folder belongs to another user whom nobody has let in: anybody may write there.
+
+    Who may write to a folder by its group is trusted, so that several users can work on one run. So is the owner of a
+    file that was there when others could write, but not of a folder in one of this user's: links may come into it.
+    """
+    if status.st_uid in (os.geteuid(), 0):
+        return False
+    above = folder.stat()
+    is_let_in = above.st_uid != os.geteuid() or bool(above.st_mode & stat.S_IWGRP) or not stat.S_ISDIR(status.st_mode)
+    return status.st_uid != above.st_uid and (bool(above.st_mode & stat.S_IWOTH) or not is_let_in)
+
+
+def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Path | None = None) -> None:
+    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or a stranger's.
+
+    So it is if it is a FIFO, a socket or a device. One path may be a link, but no stranger's.
+    """
+    seen: set[Path] = set()
+    for path in paths:
+        for part in (path, *path.parents):
+            if part == root or part in seen or not part.is_relative_to(root):
+                break
+            seen.add(part)
+            try:
+                status = part.lstat()
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            refuse(
+                (
+                    stat.S_ISLNK(status.st_mode) and part != may_be_link,
+                    f"{part} is a link, and links inside {root} are not followed: put what it leads to there itself, "
+                    "or let the directory as a whole be a link",
+                ),
+                (
+                    owned_by_other_user(status, part.parent),
+                    f"{part} belongs to another user, whom {part.parent} does not let in by its group, or anybody may "
+                    "write there (chmod o-w): look at what is there, and remove it or make it yours (chown)",
+                ),
+                (
+                    stat.S_IFMT(status.st_mode) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK),
+                    f"{part} is neither a file nor a folder: remove it",
+                ),
+                code="foreign_output",
+            )
+
+
+def require_private(folder: Path) -> None:
+    """Raise ConfigError unless a folder and what lies in it belong to this user, and nobody else can put things there.
+
+    What is read there decides what this process does: a configuration may name code of other packages.
+    """
+    for path in (folder, *folder.parents):
+        status = path.lstat()
+        writers = stat.S_IWGRP | stat.S_IWOTH
+        is_shared, owners = bool(status.st_mode & writers), {os.geteuid()}
+        if path != folder:
+            is_shared, owners = _is_shared(status, writers), {os.geteuid(), 0}
+        if is_shared or status.st_uid not in owners:
+            raise ConfigError(
+                f"{folder} is not for this user alone: others may write to {path}, or it is theirs (chmod go-w, chown)",
+                code="foreign_output",
+            )
+    for path in folder.iterdir():
+        status = path.lstat()
+        if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode):
+            raise ConfigError(f"{path} is a link or another user's: {folder} is not worked on", code="foreign_output")
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only its owner may look into; one that is there becomes so.
+
+    What is unpickled may lie there: nobody can put anything there, or another folder in its place.
+
+    Raises:
+        ConfigError: it is a link or another user's, or anybody may write to a folder that it lies in.
+    """
+    make_folder(path.parent)
+    require_trusted_owner(path.parent, [path])
+    with stopping_errors(path):
+        path.mkdir(mode=0o700, exist_ok=True)
+        is_own = path.stat().st_uid == os.geteuid()
+        shared = [str(one) for one in path.absolute().parents if _is_shared(one.stat(), stat.S_IWOTH)]
+        refuse(
+            (not is_own, f"{path} belongs to another user: choose another run_dir, or remove it if it is not needed"),
+            (shared, f"anybody may write to {', '.join(shared)}: take that permission away (chmod o-w)"),
+            code="foreign_output",
+        )
+        path.chmod(0o700)
+
+
+def _is_shared(status: os.stat_result, writers: int) -> bool:
+    """Return True if these others may replace what lies in a folder; in one like /tmp they can only replace theirs."""
+    return bool(status.st_mode & writers) and not status.st_mode & stat.S_ISVTX
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless a name that a file of a run directory holds is that of a file below a folder."""
+    path = PurePath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or not name.isprintable():
+        raise ValueError(f"{name!r} is no name below a folder")

@@ -21,7 +21,7 @@ from lhotse.audio.utils import AudioLoadingError
 
 from sharmill.errors import ConfigError
 from sharmill.files.atomic import make_folder, open_folder_atomic
-from sharmill.shar.layout import read_dataset
+from sharmill.shar.index import read_dataset
 from sharmill.shar.rebuild import rebuild_index
 
 ROLES = ("user", "assistant")

@@ -14,7 +14,8 @@ from train_config import TrainConfig
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.layout import CONTEXT_CODES, TARGET_CODES, read_dataset
+from sharmill.shar.fields import CONTEXT_CODES, TARGET_CODES
+from sharmill.shar.index import read_dataset
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training.codes import CodecForm
 from sharmill.training.speech_text import SpeechTextDataset

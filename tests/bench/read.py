@@ -19,15 +19,10 @@ from bench.rows import Case, row
 from bench.speech import RATE, clip
 from sharmill.audio.decoder import encode
 from sharmill.shar import open_shar
-from sharmill.shar.items import (
-    FieldWriter,
-    Item,
-    array_json,
-    array_to_bytes,
-    recording_json,
-    temporal_array_json,
-    write_cuts,
-)
+from sharmill.shar.arrays import array_to_bytes
+from sharmill.shar.items import FieldWriter, Item
+from sharmill.shar.json_lines import write_cuts
+from sharmill.shar.manifests import array_json, recording_json, temporal_array_json
 from sharmill.shar.rebuild import rebuild_index
 
 FRAME_SHIFT, CODEBOOKS = 0.02, 8

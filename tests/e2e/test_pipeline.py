@@ -23,7 +23,7 @@ from support.project import (
 )
 from support.toy_stage import wait_until
 
-from sharmill.shar.layout import read_dataset
+from sharmill.shar.index import read_dataset
 
 pytestmark = pytest.mark.e2e
 

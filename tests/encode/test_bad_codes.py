@@ -31,8 +31,8 @@ from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.pipeline import make_stages
 from sharmill.shar import open_shar
+from sharmill.shar.index import read_dataset
 from sharmill.shar.items import read_field
-from sharmill.shar.layout import read_dataset
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.training import get_dataloader
 

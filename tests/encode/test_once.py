@@ -15,8 +15,8 @@ from sharmill.encode.survey import PLACE, merge_tables
 from sharmill.engine.plan import read_ledger, revoke
 from sharmill.engine.stage import RunDir
 from sharmill.shar import open_shar
+from sharmill.shar.index import read_dataset
 from sharmill.shar.items import read_field
-from sharmill.shar.layout import read_dataset
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.validate.findings import take_back_commits
 from sharmill.validate.stage import ValidateConfig, ValidateStage

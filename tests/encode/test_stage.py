@@ -26,7 +26,7 @@ from sharmill.encode.config import EncodeConfig
 from sharmill.encode.stage import AssembleStage, EncodeStage, read_counts
 from sharmill.errors import ConfigError, FatalError
 from sharmill.shar import open_shar
-from sharmill.shar.layout import read_dataset
+from sharmill.shar.index import read_dataset
 from sharmill.write.stage import WriteStage
 
 SECONDS = [1.0, 0.5, 1.25, 0.31, 2.0]

@@ -13,7 +13,7 @@ from support.project import REPOSITORY, put, raises, speaker_tag, voice, write_c
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.layout import read_dataset
+from sharmill.shar.index import read_dataset
 
 
 def run(program: str, *arguments, status: int = 0) -> str:

@@ -39,7 +39,7 @@ from sharmill.errors import ConfigError, SharmillError
 from sharmill.files.locks import LOCK_NAME
 from sharmill.files.staging import STAGING_NAME
 from sharmill.shar import open_shar
-from sharmill.shar.layout import (
+from sharmill.shar.fields import (
     BASE_FIELDS,
     CONTEXT_AUDIO,
     CONTEXT_CODES,
@@ -48,8 +48,8 @@ from sharmill.shar.layout import (
     TARGET_CODES,
     codes_field,
     published_field,
-    read_shards,
 )
+from sharmill.shar.index import read_shards
 
 STAGES = ("prepare", "match", "write", "encode", "validate")
 CODEC = "tiny"

@@ -24,7 +24,7 @@ from sharmill.export.run import export_dataset
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.grow.split import split_dataset
 from sharmill.pipeline import choose_stages, run_dataset
-from sharmill.shar.layout import TARGET_AUDIO, published_field
+from sharmill.shar.fields import TARGET_AUDIO, published_field
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import read_report, take_back_commits

@@ -42,7 +42,8 @@ from sharmill.grow.join import SourceDataset, append_dataset, merge_datasets, re
 from sharmill.grow.split import SpeakerTable, split_dataset
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
-from sharmill.shar.layout import ShardedDataset, read_dataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import read_dataset
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_what_is_in_the_way_or_being_changed_is_refused(coded, growing, tmp_path
     with raises(ConfigError, "reserved", str(claim)):
         append_dataset(growing, coded[1])
     claim.unlink()
-    monkeypatch.setattr("sharmill.shar.layout.SECONDS_TO_WAIT_FOR_INDEX", 0.0)
+    monkeypatch.setattr("sharmill.shar.index.SECONDS_TO_WAIT_FOR_INDEX", 0.0)
     with FolderLock(growing), raises(ConfigError, "locked", str(growing)):
         append_dataset(growing, coded[1])
     staging = tmp_path / f".out{STAGING_NAME}"

@@ -14,7 +14,7 @@ from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
 from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError, hide_secrets
 from sharmill.grow.join import append_dataset
 from sharmill.grow.publish import publish_dataset
-from sharmill.shar.layout import DatasetRecord, read_dataset
+from sharmill.shar.index import DatasetRecord, read_dataset
 
 INDEX = ["shards.jsonl", "dataset.json"]
 

@@ -16,8 +16,8 @@ from sharmill.errors import ConfigError, DamagedShard
 from sharmill.inspect.cuts import choose_codec, decode_stored_codes, find_cut
 from sharmill.models import find_recorded_codec
 from sharmill.shar import open_shar
-from sharmill.shar.items import array_to_bytes
-from sharmill.shar.layout import CodecRecord, read_dataset
+from sharmill.shar.arrays import array_to_bytes
+from sharmill.shar.index import CodecRecord, read_dataset
 
 HOSTILE = "\x1b[31mred\x07 <script>alert(1)</script> [bold]x[/bold] \u202eabc\nnew line"
 

@@ -18,8 +18,9 @@ from sharmill.errors import ConfigError
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.pipeline import choose_stages, make_stages, run_dataset
 from sharmill.shar import open_shar
-from sharmill.shar.items import write_values
-from sharmill.shar.layout import Field, ShardedDataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import Field
+from sharmill.shar.json_lines import write_values
 from sharmill.validate.findings import take_back_commits
 
 

@@ -9,7 +9,7 @@ from support.project import config_for, make_record, raises, run_prepare, speake
 from sharmill.errors import ConfigError
 from sharmill.prepare.check import parse_filters
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
-from sharmill.shar.items import cut_json
+from sharmill.shar.manifests import cut_json
 
 
 def only(prepared):

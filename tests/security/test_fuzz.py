@@ -51,7 +51,8 @@ from sharmill.prepare.stage import PrepareStage
 from sharmill.report.facts import read_run_facts
 from sharmill.report.page import make_page
 from sharmill.shar import open_shar
-from sharmill.shar.items import array_from_bytes, array_to_bytes, read_field
+from sharmill.shar.arrays import array_from_bytes, array_to_bytes
+from sharmill.shar.items import read_field
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import encode_report, make_report, read_report
 from sharmill.validate.stage import ValidateConfig, ValidateStage

@@ -31,7 +31,9 @@ from sharmill.files.staging import STAGING_NAME, Staging, token_staging
 from sharmill.files.stored import open_stored
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.pipeline import run_dataset
-from sharmill.shar.layout import ShardedDataset, codec_fields, read_dataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import codec_fields
+from sharmill.shar.index import read_dataset
 from sharmill.shar.sidecars import write_sidecars
 
 CODES = "codes_a/target_codes"

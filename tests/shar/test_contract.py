@@ -14,7 +14,7 @@ from support.project import Project, lines, shar_fields, speaker_tag, voice
 
 from sharmill.manifest import Segment, Utterance, recording_id, segment_id
 from sharmill.shar import open_shar
-from sharmill.shar.items import cut_json, utterance_of
+from sharmill.shar.manifests import cut_json, utterance_of
 
 LONG = "deep/" * 30 + "utterance"
 

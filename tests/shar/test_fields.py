@@ -10,17 +10,10 @@ from support.project import copy, make_bare_dataset, raises, snapshot
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.items import read_cut_ids, read_json_lines, write_cut_lines
-from sharmill.shar.layout import (
-    Field,
-    FieldFile,
-    ShardedDataset,
-    base_fields,
-    codec_fields,
-    read_dataset,
-    read_shards,
-    write_dataset,
-)
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import Field, base_fields, codec_fields
+from sharmill.shar.index import FieldFile, read_dataset, read_shards, write_dataset
+from sharmill.shar.json_lines import read_cut_ids, read_json_lines, write_cut_lines
 from sharmill.shar.rebuild import rebuild_index
 
 

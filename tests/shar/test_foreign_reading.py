@@ -16,7 +16,10 @@ from support.project import DATA, raises, voice, write_tone
 from sharmill.audio.decoder import encode
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.items import FieldWriter, Item, array_to_bytes, recording_json, temporal_array_json, write_cuts
+from sharmill.shar.arrays import array_to_bytes
+from sharmill.shar.items import FieldWriter, Item
+from sharmill.shar.json_lines import write_cuts
+from sharmill.shar.manifests import recording_json, temporal_array_json
 from sharmill.shar.rebuild import find_shards
 
 KEPT = ("shar_position", "shard_origin", "shar_epoch")

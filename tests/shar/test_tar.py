@@ -16,7 +16,8 @@ from support.project import examples, members_of, raises, write_members
 from support.sources import tar_bytes
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.items import FieldWriter, Item, ItemTable, array_from_bytes, array_to_bytes, codes_dtype, read_field
+from sharmill.shar.arrays import array_from_bytes, array_to_bytes, codes_dtype
+from sharmill.shar.items import FieldWriter, Item, ItemTable, read_field
 from sharmill.shar.tar import TarDamage, TarMember, Window, tar_header, walk
 
 NAMES = ["a.flac", "a.json", "x" * 101 + ".flac", "y" * 300 + ".json", "größe-日本語.wav", "ü" * 99, "with space'\".b"]

@@ -11,7 +11,7 @@ from support.toy_cluster import slurm
 from support.toy_stage import wait_until
 
 from sharmill.shar import open_shar
-from sharmill.shar.layout import ShardedDataset
+from sharmill.shar.dataset import ShardedDataset
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -24,7 +24,9 @@ import numpy as np
 import soundfile as sf
 
 from sharmill.errors import DamagedShard
-from sharmill.shar.items import FieldWriter, Item, array_from_bytes, array_to_bytes, read_cuts, read_field
+from sharmill.shar.arrays import array_from_bytes, array_to_bytes
+from sharmill.shar.items import FieldWriter, Item, read_field
+from sharmill.shar.json_lines import read_cuts
 from support.project import lines, reindex, write_lines
 
 Damage = Callable[[Path], object]

@@ -8,8 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from sharmill.files.checksums import checksum
-from sharmill.shar.items import FieldWriter, Item, array_json, array_to_bytes, read_cut_ids, write_values
-from sharmill.shar.layout import Field, FieldFile, ShardedDataset
+from sharmill.shar.arrays import array_to_bytes
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import Field
+from sharmill.shar.index import FieldFile
+from sharmill.shar.items import FieldWriter, Item
+from sharmill.shar.json_lines import read_cut_ids, write_values
+from sharmill.shar.manifests import array_json
 
 SCORE = Field(
     name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score", optional=True,

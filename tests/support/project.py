@@ -39,26 +39,12 @@ from sharmill.files.checksums import checksum
 from sharmill.manifest import Context, Utterance
 from sharmill.match.stage import matched_manifest
 from sharmill.prepare.stage import PrepareStage, prepared_manifest
-from sharmill.shar.items import (
-    FieldWriter,
-    Item,
-    ItemTable,
-    array_json,
-    array_to_bytes,
-    recording_json,
-    temporal_array_json,
-    write_cuts,
-)
-from sharmill.shar.layout import (
-    CodecRecord,
-    DatasetRecord,
-    FieldFile,
-    ShardRecord,
-    codes_field,
-    published_field,
-    write_dataset,
-    write_shards,
-)
+from sharmill.shar.arrays import array_to_bytes
+from sharmill.shar.fields import codes_field, published_field
+from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
+from sharmill.shar.items import FieldWriter, Item, ItemTable
+from sharmill.shar.json_lines import write_cuts
+from sharmill.shar.manifests import array_json, recording_json, temporal_array_json
 from sharmill.shar.tar import END, write_member
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report

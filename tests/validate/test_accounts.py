@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from support.project import check_dataset, lines, raises, run, speaker_tag, voice, write_lines
 
 from sharmill.errors import ConfigError, FatalError
-from sharmill.shar.items import read_cuts
+from sharmill.shar.json_lines import read_cuts
 from sharmill.sources.nemo import NemoSource
 from sharmill.validate.accounts import ExpectedRecords, RecordRow, open_accounts, row_of, row_of_cut
 from sharmill.validate.findings import read_report

@@ -7,8 +7,9 @@ from support import damage as do
 from support.fields import SCORE, VOICE, add_fields, score_of, voice_of, write_shard
 from support.project import check_dataset, copy, reindex
 
-from sharmill.shar.items import read_cut_ids
-from sharmill.shar.layout import ShardedDataset, read_dataset, write_dataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.index import read_dataset, write_dataset
+from sharmill.shar.json_lines import read_cut_ids
 
 SCORES = SCORE.path(1)
 

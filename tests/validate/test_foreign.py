@@ -11,7 +11,8 @@ from support.project import check_dataset, copy, lines, put, raises, snapshot, v
 
 from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
-from sharmill.shar.items import FieldWriter, Item, array_to_bytes
+from sharmill.shar.arrays import array_to_bytes
+from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 
 TOY = "toy,codebook_size=64"

@@ -11,7 +11,7 @@ from support.audio import container
 from support.project import Project, ToyCodec, check_dataset, copy, lines, raises, reindex, run, voice
 
 from sharmill.errors import ConfigError
-from sharmill.shar.layout import read_dataset
+from sharmill.shar.index import read_dataset
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.sources.nemo import NemoSource
 from sharmill.validate.accounts import ExpectedRecords

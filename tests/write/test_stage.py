@@ -21,7 +21,7 @@ from sharmill.manifest import Segment
 from sharmill.match.groups import LINE
 from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.shar import open_shar
-from sharmill.shar.layout import read_dataset
+from sharmill.shar.index import read_dataset
 from sharmill.write.stage import WriteConfig, WriteStage, divide_into_shards, order_lines, store_segments
 
 

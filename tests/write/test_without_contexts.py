@@ -6,7 +6,7 @@ from support.project import lines, raises, run, speaker_tag, voice
 from sharmill.errors import ConfigError
 from sharmill.manifest import CONTEXT_KEYS
 from sharmill.prepare.stage import PrepareStage
-from sharmill.shar.layout import read_dataset
+from sharmill.shar.index import read_dataset
 from sharmill.write.stage import WriteStage
 
 NONE = {"match": None, "write": {"shard_size": 2, "order": "manifest"}}

@@ -50,7 +50,8 @@ from sharmill.inspect.cuts import (
 from sharmill.pipeline import config_of_run, stages_of_run
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.page import write_page
-from sharmill.shar.layout import DATASET_FILE, ShardRecord, open_directory, read_dataset
+from sharmill.shar.fields import DATASET_FILE
+from sharmill.shar.index import ShardRecord, open_directory, read_dataset
 from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 from sharmill.shar.sidecars import write_sidecars
 

@@ -64,7 +64,8 @@ from sharmill.pipeline import (
 )
 from sharmill.registry import require_package
 from sharmill.report.page import report_on_run
-from sharmill.shar.layout import DATASET_FILE, open_directory
+from sharmill.shar.fields import DATASET_FILE
+from sharmill.shar.index import open_directory
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource, delimiter_of
 from sharmill.validate.accounts import ExpectedRecords

@@ -59,17 +59,11 @@ from sharmill.models import Codec, ModelFamily, find_codec, load_codec, make_det
 from sharmill.models.batches import PIECE_SECONDS, Batch, find_pieces, log_padding, plan_batches
 from sharmill.models.device import check_device, fit_batch_seconds
 from sharmill.models.memory import ELSEWHERE, MemoryGuard, require_room
-from sharmill.shar.items import (
-    NO_DATA,
-    FieldWriter,
-    Item,
-    array_json,
-    array_to_bytes,
-    codes_dtype,
-    num_frames,
-    temporal_array_json,
-)
-from sharmill.shar.layout import CodecRecord, Field, codec_fields, codec_of_field
+from sharmill.shar.arrays import array_to_bytes, codes_dtype, num_frames
+from sharmill.shar.fields import Field, codec_fields, codec_of_field
+from sharmill.shar.index import CodecRecord
+from sharmill.shar.items import NO_DATA, FieldWriter, Item
+from sharmill.shar.manifests import array_json, temporal_array_json
 from sharmill.shar.tar import open_field
 from sharmill.write.fields import FieldProcessor, FieldStage
 

@@ -36,8 +36,10 @@ from sharmill.files.atomic import open_atomic
 from sharmill.files.checksums import checksum
 from sharmill.files.staging import Staging
 from sharmill.files.stored import load_record
-from sharmill.shar.items import ItemTable, read_cut_ids
-from sharmill.shar.layout import CUTS, ShardedDataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import CUTS
+from sharmill.shar.items import ItemTable
+from sharmill.shar.json_lines import read_cut_ids
 
 _MAX_UINT32 = (1 << 32) - 1
 

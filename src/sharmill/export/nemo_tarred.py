@@ -22,8 +22,10 @@ from sharmill.export.run import Export
 from sharmill.files.atomic import open_atomic, write_atomic
 from sharmill.files.checksums import checksum, checksum_bytes, hash_text
 from sharmill.manifest import ALIGNMENT
-from sharmill.shar.items import ItemTable, decode_line, read_json_lines
-from sharmill.shar.layout import CUTS, audio_checksum
+from sharmill.shar.fields import CUTS
+from sharmill.shar.index import audio_checksum
+from sharmill.shar.items import ItemTable
+from sharmill.shar.json_lines import decode_line, read_json_lines
 from sharmill.shar.tar import END, write_member
 
 _SHARDED: Final = "sharded_manifests"

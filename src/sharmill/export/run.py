@@ -32,8 +32,9 @@ from sharmill.files.trust import require_trusted_owner
 from sharmill.inspect.cuts import choose_codec
 from sharmill.manifest import ALIGNMENT, CONTEXT_KEYS
 from sharmill.registry import EXPORTS
-from sharmill.shar.items import read_json_lines
-from sharmill.shar.layout import CONTEXT_CODES, CUTS, TARGET_CODES, audio_checksum, read_dataset, read_shards
+from sharmill.shar.fields import CONTEXT_CODES, CUTS, TARGET_CODES
+from sharmill.shar.index import audio_checksum, read_dataset, read_shards
+from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.reading.shard_source import open_shard_source
 
 # The record of what a folder is an export of, and within the folder of each shard the lines of its manifest.

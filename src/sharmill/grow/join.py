@@ -35,11 +35,8 @@ from sharmill.files.staging import STAGING_NAME
 from sharmill.files.trust import require_trusted_owner
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
-from sharmill.shar.items import read_cut_ids
-from sharmill.shar.layout import (
-    CUTS,
-    DATASET_FILE,
-    SHARDS_FILE,
+from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
+from sharmill.shar.index import (
     DatasetRecord,
     FieldFile,
     ShardRecord,
@@ -49,6 +46,7 @@ from sharmill.shar.layout import (
     write_dataset,
     write_shards,
 )
+from sharmill.shar.json_lines import read_cut_ids
 from sharmill.shar.tar import open_field
 from sharmill.write.fields import added_fields
 from sharmill.write.stage import WriteConfig

@@ -17,7 +17,8 @@ from sharmill.files.remote import FETCHES_AT_ONCE, Version, request
 from sharmill.files.stored import NOT_JSON
 from sharmill.grow.join import SourceDataset
 from sharmill.prefetch import prefetch
-from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, FieldFile, ShardRecord, write_dataset, write_shards
+from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
+from sharmill.shar.index import FieldFile, ShardRecord, write_dataset, write_shards
 
 # Of one request, when an object is read back.
 _BLOCK_BYTES: Final = 16 << 20

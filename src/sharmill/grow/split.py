@@ -41,26 +41,11 @@ from sharmill.files.staging import Staging
 from sharmill.files.stored import load_record
 from sharmill.grow.join import SourceDataset, add_up_shards
 from sharmill.manifest import parse_speaker_tag
-from sharmill.shar.items import (
-    FieldWriter,
-    ItemTable,
-    decode_line,
-    open_items,
-    read_cut_ids,
-    read_json_lines,
-    write_cut_lines,
-)
-from sharmill.shar.layout import (
-    CUTS,
-    DATASET_FILE,
-    SHARDS_FILE,
-    DatasetRecord,
-    ShardedDataset,
-    ShardRecord,
-    read_dataset,
-    write_dataset,
-    write_shards,
-)
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
+from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, write_dataset, write_shards
+from sharmill.shar.items import FieldWriter, ItemTable, open_items
+from sharmill.shar.json_lines import decode_line, read_cut_ids, read_json_lines, write_cut_lines
 from sharmill.sources.lhotse import Cut
 from sharmill.sources.speakers import is_missing
 from sharmill.write.fields import shard_record

@@ -21,9 +21,12 @@ from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.files.atomic import write_atomic
 from sharmill.files.cache import RemoteFile
 from sharmill.models import DecodingCodec, load_recorded_codec
+from sharmill.shar.arrays import array_from_bytes
+from sharmill.shar.fields import CUTS
 from sharmill.shar.histograms import supervision_of
-from sharmill.shar.items import Item, array_from_bytes, decode_cut, open_items, read_cuts, read_json_lines
-from sharmill.shar.layout import CUTS, CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
+from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
+from sharmill.shar.items import Item, open_items
+from sharmill.shar.json_lines import decode_cut, read_cuts, read_json_lines
 
 _WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
 # Audio that is quieter than this, relative to full scale, is drawn as silence.

@@ -19,8 +19,10 @@ from sharmill.config import Config
 from sharmill.files.stored import decode_stored, read_stored_lines
 from sharmill.manifest import AudioNotes, Member, Utterance, tagged_speaker, write_lines
 from sharmill.match.config import MatchConfig
-from sharmill.shar.items import NO_DATA, ItemTable, read_utterances
-from sharmill.shar.layout import CUTS, ShardedDataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import CUTS
+from sharmill.shar.items import NO_DATA, ItemTable
+from sharmill.shar.manifests import read_utterances
 
 # Of a line of a manifest: where it begins in its file, its number in the prepared manifest, the durations of target and
 # context, and the 128-bit hash of the key of its group.

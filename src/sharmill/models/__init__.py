@@ -36,7 +36,7 @@ from sharmill.registry import CODECS, ENCODERS, Registry, nearest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sharmill.shar.layout import CodecRecord
+    from sharmill.shar.index import CodecRecord
 
 __all__ = [
     "Codec",

@@ -37,7 +37,7 @@ from sharmill.manifest import (
     transcript_of,
 )
 from sharmill.prepare.speaker_key import SpeakerKey, needs_speaker
-from sharmill.shar.items import plain_value
+from sharmill.shar.manifests import plain_value
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.sources import RawRecord, Source, Unreadable, record_text
 from sharmill.sources.files import decode_object

@@ -53,8 +53,9 @@ from sharmill.manifest import (
 from sharmill.prefetch import prefetch
 from sharmill.prepare.check import MAX_SECONDS, PrepareConfig, RecordCheck, parse_filters, parse_record
 from sharmill.prepare.speaker_key import is_doubtful, make_speaker_key
-from sharmill.shar.items import read_utterances
-from sharmill.shar.layout import CUTS, ShardedDataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import CUTS
+from sharmill.shar.manifests import read_utterances
 from sharmill.sources import Described, Piece, RawRecord, notes_of, record_text
 from sharmill.sources.speakers import is_missing
 

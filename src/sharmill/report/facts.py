@@ -37,19 +37,9 @@ from sharmill.manifest import Reject
 from sharmill.match.embed import unpack_voice
 from sharmill.match.stage import MatchStage
 from sharmill.report.section import shorten
+from sharmill.shar.fields import CONTEXT_AUDIO, SHARDS_FILE, TARGET_CODES, codes_field
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values, supervision_of
-from sharmill.shar.layout import (
-    CONTEXT_AUDIO,
-    SHARDS_FILE,
-    TARGET_CODES,
-    CodecRecord,
-    DatasetRecord,
-    FieldFile,
-    ShardRecord,
-    codes_field,
-    read_dataset,
-    read_shards,
-)
+from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord, read_dataset, read_shards
 from sharmill.write.stage import WriteStage
 
 _MAX_SHARDS: Final = 12

@@ -22,8 +22,9 @@ from sharmill.inspect.cuts import StoredCut, decode_stored_codes, load_decoder
 from sharmill.models import DecodingCodec
 from sharmill.report.facts import RANDOM, Facts
 from sharmill.report.section import Section, render
+from sharmill.shar.fields import CONTEXT_AUDIO
 from sharmill.shar.histograms import supervision_of
-from sharmill.shar.layout import CONTEXT_AUDIO, CodecRecord, DatasetRecord
+from sharmill.shar.index import CodecRecord, DatasetRecord
 
 # Of the clips together, as text in the page: it is to stay below 4 MB, of which 1.2 MB draw the charts.
 _MAX_BYTES: Final = 2_600_000

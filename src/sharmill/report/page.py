@@ -19,7 +19,7 @@ from sharmill.files.atomic import write_atomic
 from sharmill.registry import SECTIONS
 from sharmill.report.charts import plain_text
 from sharmill.report.section import Section, render
-from sharmill.shar.layout import DATASET_FILE
+from sharmill.shar.fields import DATASET_FILE
 
 if TYPE_CHECKING:
     from sharmill.report.facts import Facts

@@ -95,7 +95,7 @@ def open_shar(
     """
     from lhotse import CutSet
 
-    from sharmill.shar.layout import open_directory
+    from sharmill.shar.index import open_directory
     from sharmill.shar.reading.iteration import ReadOptions, SharReader
     from sharmill.shar.reading.shard_source import open_shard_source
 

@@ -16,27 +16,30 @@ import msgspec
 
 from sharmill.errors import ConfigError, DamagedShard, refuse
 from sharmill.files.checksums import checksum
-from sharmill.shar.items import decode_cut, read_cuts, read_field, salvage_lines
-from sharmill.shar.layout import (
+from sharmill.shar.fields import (
     CONTEXT_AUDIO,
     CONTEXT_UNALIGNED,
     CUTS,
     DATASET_FILE,
-    FORMAT_VERSION,
     RECORDING,
     TARGET_AUDIO,
+    codec_of_field,
+    sorted_fields,
+)
+from sharmill.shar.index import (
+    FORMAT_VERSION,
     CodecRecord,
     DatasetRecord,
     FieldFile,
     Positive,
     ShardRecord,
     changing_index,
-    codec_of_field,
     read_dataset,
-    sorted_fields,
     write_dataset,
     write_shards,
 )
+from sharmill.shar.items import read_field
+from sharmill.shar.json_lines import decode_cut, read_cuts, salvage_lines
 
 _UNKNOWN = "unknown"
 # Without a number where lhotse was told to make a single shard.

@@ -13,8 +13,10 @@ import numpy as np
 
 from sharmill.files.atomic import make_folder, remove_temp_files, require_writable, write_atomic
 from sharmill.files.trust import require_trusted_owner
-from sharmill.shar.items import ItemTable, read_json_lines
-from sharmill.shar.layout import CUTS, changing_index, read_dataset, read_shards, sidecar_files
+from sharmill.shar.fields import CUTS, sidecar_files
+from sharmill.shar.index import changing_index, read_dataset, read_shards
+from sharmill.shar.items import ItemTable
+from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.reading.shard_source import IndexedShardSource
 
 

@@ -31,18 +31,10 @@ from sharmill.manifest import (
     fit_alignments,
 )
 from sharmill.registry import nearest
-from sharmill.shar.items import NO_DATA, ItemTable, salvage_lines
-from sharmill.shar.layout import (
-    CONTEXT_UNALIGNED,
-    CUTS,
-    DATASET_FILE,
-    RECORDING,
-    TARGET_AUDIO,
-    ShardRecord,
-    is_indexed,
-    read_dataset,
-    read_shards,
-)
+from sharmill.shar.fields import CONTEXT_UNALIGNED, CUTS, DATASET_FILE, RECORDING, TARGET_AUDIO
+from sharmill.shar.index import ShardRecord, is_indexed, read_dataset, read_shards
+from sharmill.shar.items import NO_DATA, ItemTable
+from sharmill.shar.json_lines import salvage_lines
 from sharmill.shar.rebuild import find_foreign_shards
 from sharmill.sources import ContainerSource, Described, LineSource, RawRecord, RunSource, Unreadable
 from sharmill.sources.files import (

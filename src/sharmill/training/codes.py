@@ -17,7 +17,8 @@ from lhotse.array import TemporalArray
 from lhotse.cut import Cut, MixedCut, PaddingCut
 
 from sharmill.errors import refuse
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES, open_directory, read_dataset
+from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
+from sharmill.shar.index import open_directory, read_dataset
 from sharmill.shar.reading.cuts import SafeSource, TimeLastArray, check_claims
 
 # Sources of recordings whose data has been read; a file is where the audio came from, and nothing to load.

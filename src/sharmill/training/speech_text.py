@@ -18,7 +18,7 @@ from lhotse.cut import Cut
 from sharmill.errors import ConfigError
 from sharmill.files.checksums import checksum_bytes
 from sharmill.manifest import CONTEXT_KEYS
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
+from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES, CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
 from sharmill.training.codes import (
     CodecForm,
     ContextDraws,

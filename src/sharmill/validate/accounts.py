@@ -31,8 +31,8 @@ from sharmill.manifest import (
     hash_whole,
     transcript_of,
 )
+from sharmill.shar.fields import CUTS
 from sharmill.shar.histograms import supervision_of
-from sharmill.shar.layout import CUTS
 from sharmill.sources import Source, record_text
 from sharmill.sources.files import decode_object, iterate_lines
 from sharmill.validate.findings import Finding

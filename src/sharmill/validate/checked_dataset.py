@@ -11,16 +11,8 @@ from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.files.cache import RemoteFile
-from sharmill.shar.layout import (
-    DATASET_FILE,
-    SHARDS_FILE,
-    CodecRecord,
-    DatasetRecord,
-    ShardRecord,
-    read_dataset,
-    read_shards,
-    sidecar_files,
-)
+from sharmill.shar.fields import DATASET_FILE, SHARDS_FILE, sidecar_files
+from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
 from sharmill.shar.rebuild import find_shards
 from sharmill.validate.findings import Finding
 

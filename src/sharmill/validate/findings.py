@@ -23,7 +23,8 @@ from sharmill.files.atomic import remove
 from sharmill.files.regular import open_regular
 from sharmill.files.stored import NOT_JSON
 from sharmill.registry import STAGES
-from sharmill.shar.layout import CUTS, DATASET_FILE, SHARDS_FILE, Field, ShardedDataset
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE, Field
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29

@@ -41,33 +41,22 @@ from sharmill.files.staging import Staging
 from sharmill.manifest import ALIGNMENT, CLIPPED_KEYS, CONTEXT_KEYS, fit_alignments
 from sharmill.models import Codec
 from sharmill.models.batches import pad
-from sharmill.shar.histograms import cut_values
-from sharmill.shar.items import (
-    Item,
-    array_from_bytes,
-    array_json,
-    codes_dtype,
-    cut_json,
-    num_frames,
-    open_items,
-    read_cuts,
-    recording_json,
-    temporal_array_json,
-    utterance_of,
-)
-from sharmill.shar.layout import (
+from sharmill.shar.arrays import array_from_bytes, codes_dtype, num_frames
+from sharmill.shar.fields import (
     CONTEXT_AUDIO,
     CUTS,
     DATASET_FILE,
     RECORDING,
     SHARDS_FILE,
     TARGET_AUDIO,
-    CodecRecord,
-    DatasetRecord,
     Field,
     codec_of_field,
-    context_id,
 )
+from sharmill.shar.histograms import cut_values
+from sharmill.shar.index import CodecRecord, DatasetRecord
+from sharmill.shar.items import Item, open_items
+from sharmill.shar.json_lines import read_cuts
+from sharmill.shar.manifests import array_json, context_id, cut_json, recording_json, temporal_array_json, utterance_of
 from sharmill.shar.reading.safety import RECORDING_KEYS, find_forbidden
 from sharmill.validate.accounts import RecordRow, row_of_cut
 from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard

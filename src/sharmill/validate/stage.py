@@ -28,7 +28,7 @@ from sharmill.files.cache import RemoteFile
 from sharmill.files.checksums import checksum
 from sharmill.files.stored import load_record, read_records
 from sharmill.models import find_recorded_codec, load_recorded_codec
-from sharmill.shar.layout import DATASET_FILE, SHARDS_FILE
+from sharmill.shar.fields import DATASET_FILE, SHARDS_FILE
 from sharmill.validate.accounts import ExpectedRecords, RecordRow, open_accounts
 from sharmill.validate.checked_dataset import check_directory, read_checked_dataset
 from sharmill.validate.findings import Finding, Report, encode_report, make_report, read_report

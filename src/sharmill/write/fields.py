@@ -31,8 +31,11 @@ from sharmill.errors import ConfigError, UnitFailed, refuse
 from sharmill.files.checksums import checksum
 from sharmill.files.staging import Staging
 from sharmill.manifest import Reject
-from sharmill.shar.items import read_cut_ids, read_field
-from sharmill.shar.layout import BASE_FIELDS, CUTS, CodecRecord, Field, FieldFile, ShardedDataset, ShardRecord
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import BASE_FIELDS, CUTS, Field
+from sharmill.shar.index import CodecRecord, FieldFile, ShardRecord
+from sharmill.shar.items import read_field
+from sharmill.shar.json_lines import read_cut_ids
 
 
 class FieldStage(Stage):

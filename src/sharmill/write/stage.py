@@ -32,19 +32,13 @@ from sharmill.match.stage import devices_of_match, matched_manifest
 from sharmill.prepare.check import PrepareConfig
 from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.prepare.stage import identify_roots, prepared_manifest
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import BASE_FIELDS, CONTEXT_AUDIO, CUTS, TARGET_AUDIO, base_fields
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
-from sharmill.shar.items import FieldWriter, Item, cut_json, recording_json, write_cuts
-from sharmill.shar.layout import (
-    BASE_FIELDS,
-    CONTEXT_AUDIO,
-    CUTS,
-    FORMAT_VERSION,
-    TARGET_AUDIO,
-    DatasetRecord,
-    ShardedDataset,
-    base_fields,
-    context_id,
-)
+from sharmill.shar.index import FORMAT_VERSION, DatasetRecord
+from sharmill.shar.items import FieldWriter, Item
+from sharmill.shar.json_lines import write_cuts
+from sharmill.shar.manifests import context_id, cut_json, recording_json
 from sharmill.write.fields import added_fields, shard_record
 
 _DEFAULT_SHARD_SIZE: Final = 1000

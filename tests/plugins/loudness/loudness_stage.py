@@ -7,8 +7,9 @@ from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import measure_sound
 from sharmill.config import StageSection
 from sharmill.engine.stage import Unit
-from sharmill.shar.items import ItemTable, write_values
-from sharmill.shar.layout import Field
+from sharmill.shar.fields import Field
+from sharmill.shar.items import ItemTable
+from sharmill.shar.json_lines import write_values
 from sharmill.write.fields import FieldProcessor, FieldStage
 
 

@@ -15,7 +15,7 @@ from support.training import AsIs, Ids, Letters, flat, number, take
 import sharmill.training.nemo.input_type  # noqa: F401 - registers the type, as a script of NeMo's does
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.shar.items import read_json_lines
+from sharmill.shar.json_lines import read_json_lines
 from sharmill.training import ContextSpeechDataset, get_dataloader
 from sharmill.training.codes import CodecForm
 

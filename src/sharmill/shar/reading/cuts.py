@@ -34,16 +34,8 @@ from miniaudio import ffi, lib
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, flac_header, to_float
 from sharmill.errors import DamagedShard, one_line
 from sharmill.files.stored import NOT_JSON
-from sharmill.shar.items import (
-    NO_DATA,
-    IndexedLines,
-    ItemTable,
-    ValueTable,
-    array_from_bytes,
-    array_layout,
-    read_json_lines,
-)
-from sharmill.shar.layout import (
+from sharmill.shar.arrays import array_from_bytes, array_layout
+from sharmill.shar.fields import (
     CONTEXT_AUDIO,
     CONTEXT_CODES,
     CONTEXT_UNALIGNED,
@@ -52,6 +44,9 @@ from sharmill.shar.layout import (
     TARGET_AUDIO,
     TARGET_CODES,
 )
+from sharmill.shar.items import NO_DATA, ItemTable, ValueTable
+from sharmill.shar.json_lines import read_json_lines
+from sharmill.shar.offsets import IndexedLines
 from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_device, is_no_plain_file
 from sharmill.shar.reading.shard_source import ShardFiles
 

@@ -14,21 +14,9 @@ import numpy as np
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.cache import RemoteFile
 from sharmill.files.checksums import checksum_bytes
-from sharmill.shar.items import read_json_lines
-from sharmill.shar.layout import (
-    CUTS,
-    DATASET_FILE,
-    SHARDS_FILE,
-    Field,
-    FieldFile,
-    ShardRecord,
-    codec_of_field,
-    decode_shards,
-    is_indexed,
-    read_dataset,
-    read_shards,
-    sidecar_files,
-)
+from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE, Field, codec_of_field, sidecar_files
+from sharmill.shar.index import FieldFile, ShardRecord, decode_shards, is_indexed, read_dataset, read_shards
+from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.rebuild import find_foreign_shards
 
 # Begins the names of both fields of contexts.

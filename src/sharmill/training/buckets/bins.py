@@ -21,8 +21,9 @@ import numpy as np
 from sharmill.errors import ConfigError, DamagedShard, refuse
 from sharmill.files.remote import is_url
 from sharmill.registry import require_package
-from sharmill.shar.items import read_cuts
-from sharmill.shar.layout import DATASET_FILE, open_directory, read_dataset
+from sharmill.shar.fields import DATASET_FILE
+from sharmill.shar.index import open_directory, read_dataset
+from sharmill.shar.json_lines import read_cuts
 from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.buckets.batch_size import Bucket
 from sharmill.training.parallel import parallel_map

@@ -30,7 +30,8 @@ from nemo.utils import logging as nemo_logging
 from omegaconf import ListConfig
 
 from sharmill.errors import ConfigError, SharmillError, one_line, refuse
-from sharmill.shar.layout import DATASET_FILE, open_directory
+from sharmill.shar.fields import DATASET_FILE
+from sharmill.shar.index import open_directory
 from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.buckets.bins import BinsOptions, Lengths, frame_shift, is_dataset
 from sharmill.training.nemo.classic import Settings, entry_directory, translate, type_of

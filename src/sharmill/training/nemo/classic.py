@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from sharmill.errors import ConfigError, refuse
 from sharmill.registry import nearest
-from sharmill.shar.layout import open_directory
+from sharmill.shar.index import open_directory
 
 Settings = dict[str, Any]
 

@@ -42,7 +42,7 @@ from sharmill.files.remote import FETCHES_AT_ONCE
 from sharmill.manifest import nemo_language
 from sharmill.prefetch import prefetch
 from sharmill.shar import open_shar
-from sharmill.shar.layout import CUTS
+from sharmill.shar.fields import CUTS
 from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.iteration import ReadOptions, SharReader
 from sharmill.shar.reading.shard_source import ShardSource

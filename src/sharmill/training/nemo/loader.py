@@ -43,7 +43,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError, refuse
 from sharmill.registry import require_package
-from sharmill.shar.layout import CONTEXT_AUDIO, CONTEXT_CODES, read_dataset
+from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES
+from sharmill.shar.index import read_dataset
 from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.loading import dataset_states, load_states
 from sharmill.shar.reading.state import merge_states

@@ -19,7 +19,8 @@ from lhotse.cut import Cut
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.host import new_process
 from sharmill.models.nemo_models import quiet_nemo
-from sharmill.shar.layout import TARGET_CODES, read_dataset
+from sharmill.shar.fields import TARGET_CODES
+from sharmill.shar.index import read_dataset
 from sharmill.training.nemo.classic import DIVIDED, Settings, entry_directory, is_read_by_lhotse
 from sharmill.training.nemo.loader import cuts_of, get_dataloader, merge_data_states, place_of
 from sharmill.training.nemo.settings import (

@@ -1,0 +1,185 @@
+"""The fields of a dataset: their declaration, and the names and files of the fields of the published layout.
+
+A dataset names its own fields; see ``DatasetRecord.layout``. The names of the published layout serve the code that
+writes these fields or uses them: training, exports, the page.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, Final, Literal
+
+import msgspec
+
+CUTS: Final = "cuts"
+TARGET_AUDIO: Final = "target_audio"
+# The target audio in lhotse's own Shars.
+RECORDING: Final = "recording"
+CONTEXT_AUDIO: Final = "context_audio"
+TARGET_CODES: Final = "target_codes"
+CONTEXT_CODES: Final = "context_codes"
+# Set in the ``custom`` of every cut that sharmill writes: its context must not be cut along with it.
+CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
+
+# The fields of a dataset with contexts; see ``base_fields``.
+BASE_FIELDS: Final = (CUTS, TARGET_AUDIO, CONTEXT_AUDIO)
+# The files of the index, whose names no field may have.
+DATASET_FILE: Final = "dataset.json"
+SHARDS_FILE: Final = "shards.jsonl"
+
+_CODES_PREFIX: Final = "codes_"
+# Where a file pattern has the index of the shard.
+_INDEX: Final = "{:06d}"
+_ENDINGS: Final = {"cuts": ".jsonl.gz", "audio": ".tar", "array": ".tar", "value": ".jsonl.gz"}
+# Folders that are not hidden, one in the other.
+_NAME: Final = re.compile(r"[^./{][^/{]*(?:/[^./{][^/{]*)*")
+_STEM: Final = re.compile(r"[\w-]+")
+_CODEC: Final = re.compile(r"[\w.-]+")
+# Attributes that a cut has without any field; the last three are set by the writer and the reader.
+_OWN_ATTRIBUTES: Final = frozenset({
+    "id", "start", "duration", "channel", "supervisions", "features", "recording", "custom", "type", "end",
+    CONTEXT_UNALIGNED, "shar_position", "shar_padding",
+})  # fmt: skip
+
+
+class Field(msgspec.Struct, frozen=True, kw_only=True):
+    """One column of a dataset: a file for each shard, with something for each of its cuts.
+
+    Attributes:
+        name: the folder of its files, and its key in ``shards.jsonl``, such as ``codes_mimi/target_codes``.
+        file: the path of a shard's file in the dataset, with ``{:06d}`` for the index of the shard.
+        kind: ``audio`` and ``array`` are tar archives in lhotse's form, with a Recording, or an Array or TemporalArray,
+            for each cut; ``value`` is JSON lines ``{"cut_id": ..., attribute: value}``.
+        attribute: the name of it on a cut.
+        optional: cuts may lack it: there is a ``.nodata`` member, or a line without a value.
+        limits: the lowest and the highest value; then values are numbers.
+        by: the codec or stage that made it.
+        settings: the keys of that stage that its values depend on.
+
+    Raises:
+        ValueError: the file lies elsewhere, the attribute is one that cuts have anyway, or the limits are none.
+
+    Example:
+        >>> field = Field(name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score")
+        >>> field.path(7)
+        'score/score.000007.jsonl.gz'
+    """
+
+    name: str
+    file: str
+    kind: Literal["cuts", "audio", "array", "value"]
+    attribute: str
+    optional: bool = False
+    limits: tuple[float, float] | None = None
+    by: str = ""
+    settings: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        before, behind = f"{self.name}/", f".{_INDEX}{_ENDINGS[self.kind]}"
+        stem = self.file.removeprefix(before).removesuffix(behind)
+        for is_wrong, problem in (
+            (not self.name.isprintable() or not _NAME.fullmatch(self.name) or self.name in (DATASET_FILE, SHARDS_FILE),
+             f"{self.name!r} is not the name of a field"),
+            (not _STEM.fullmatch(stem) or self.file != f"{before}{stem}{behind}",
+             f"the files of the field {self.name} are called {self.file!r} instead of {before}NAME{behind}"),
+            ((self.kind == "cuts") != (self.name == CUTS), f"the field {self.name} is of the kind {self.kind}"),
+            (not self.attribute.isidentifier() or self.attribute[0] == "_" or self.attribute in _OWN_ATTRIBUTES,
+             f"the field {self.name} cannot be called {self.attribute!r} on a cut"),
+            (self.limits is not None and not -math.inf < self.limits[0] <= self.limits[1] < math.inf,
+             f"the limits of the field {self.name} are {self.limits}"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ValueError(problem)
+
+    @property
+    def is_published(self) -> bool:
+        """True for a field of the published layout: of cuts, audio or a codec."""
+        return published_field(self.name) is not None
+
+    def path(self, shard: int) -> str:
+        """Return the path of the file of one shard, relative to the dataset directory."""
+        return self.file.replace(_INDEX, f"{shard:06d}")
+
+    def describe(self) -> str:
+        """Return what it is, in a few words.
+
+        >>> Field(name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score", by="x").describe()
+        'value of each cut, made by x'
+        """
+        what = f"{self.kind} of each cut" if self.attribute == self.name else f"{self.kind}, cut.{self.attribute}"
+        limits = f", from {self.limits[0]:g} to {self.limits[1]:g}" if self.limits else ""
+        missing = ", which may be missing" if self.optional else ""
+        settings = ", ".join(f"{key} {value}" for key, value in self.settings.items())
+        made = f", made by {self.by}{' with ' if settings else ''}{settings}" if self.by else ""
+        return f"{what}{limits}{missing}{made}"
+
+
+def codes_field(codec: str, field: str) -> str:
+    """Return the name of ``target_codes`` or ``context_codes`` of one codec in ``shards.jsonl``: its folder.
+
+    >>> codes_field("mimi", "target_codes")
+    'codes_mimi/target_codes'
+    """
+    return f"{_CODES_PREFIX}{codec}/{field}"
+
+
+def codec_of_field(field: str) -> str | None:
+    """Return the codec whose codes a field has, or None: the reverse of ``codes_field``."""
+    folder, _, name = field.rpartition("/")
+    return folder.removeprefix(_CODES_PREFIX) if name and folder.startswith(_CODES_PREFIX) else None
+
+
+def published_field(name: str) -> Field | None:
+    """Return a field of the published layout by its name, or None: there is none of this name.
+
+    >>> published_field("codes_mimi/target_codes").path(7)
+    'codes_mimi/target_codes/codes.000007.tar'
+    """
+    if name == CUTS:
+        return Field(name=name, file=f"{CUTS}/cuts.{_INDEX}.jsonl.gz", kind="cuts", attribute=CUTS)
+    if name in BASE_FIELDS:
+        return Field(name=name, file=f"{name}/{RECORDING}.{_INDEX}.tar", kind="audio", attribute=name)
+    codec, attribute = codec_of_field(name), name.rpartition("/")[2]
+    if codec is None or not _CODEC.fullmatch(codec) or attribute not in (TARGET_CODES, CONTEXT_CODES):
+        return None
+    return Field(name=name, file=f"{name}/codes.{_INDEX}.tar", kind="array", attribute=attribute, by=codec)
+
+
+def base_fields(*, contexts: bool) -> list[Field]:
+    """Return the fields of cuts and audio of a dataset with or without contexts, in the order of an index.
+
+    >>> [field.name for field in base_fields(contexts=False)]
+    ['cuts', 'target_audio']
+    """
+    return _published(BASE_FIELDS if contexts else (CUTS, TARGET_AUDIO))
+
+
+def codec_fields(codec: str, *, contexts: bool = True) -> list[Field]:
+    """Return the fields of a codec: target codes and, unless the dataset has no contexts, context codes."""
+    names = (TARGET_CODES, CONTEXT_CODES) if contexts else (TARGET_CODES,)
+    return _published(codes_field(codec, name) for name in names)
+
+
+def _published(names: Iterable[str]) -> list[Field]:
+    return [field for name in names if (field := published_field(name)) is not None]
+
+
+def sorted_fields(fields: Iterable[str]) -> list[str]:
+    """Return fields in the order of an index: those of cuts and audio, then all others by name."""
+    fields = set(fields)
+    base = [name for name in BASE_FIELDS if name in fields]
+    return [*base, *sorted(fields - set(base))]
+
+
+def sidecar_files(file: str) -> tuple[str, ...]:
+    """Return the files that may lie beside one of a dataset for readers with random access; see ``sidecars``.
+
+    >>> sidecar_files("cuts/cuts.000007.jsonl.gz")
+    ('cuts/cuts.000007.jsonl', 'cuts/cuts.000007.jsonl.idx')
+    >>> sidecar_files("target_audio/recording.000007.tar")
+    ('target_audio/recording.000007.tar.idx',)
+    """
+    if file.endswith(".jsonl.gz"):
+        plain = file.removesuffix(".gz")
+        return (plain, f"{plain}.idx")
+    return (f"{file}.idx",)

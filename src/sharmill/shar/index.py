@@ -1,0 +1,362 @@
+"""The index of a dataset, ``shards.jsonl`` and ``dataset.json``: its records, and how they are read and written."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, BinaryIO, Final, Literal, TypeVar
+from urllib.parse import unquote
+
+import msgspec
+
+from sharmill.config import Precision, require
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
+from sharmill.files.atomic import fsync, open_atomic, remove_temp_files, write_atomic
+from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.checksums import checksum_bytes
+from sharmill.files.locks import FolderLock
+from sharmill.files.remote import check_url, is_url
+from sharmill.files.staging import STAGING_NAME
+from sharmill.files.stored import NOT_JSON
+from sharmill.shar.fields import (
+    CONTEXT_AUDIO,
+    CUTS,
+    DATASET_FILE,
+    RECORDING,
+    SHARDS_FILE,
+    TARGET_AUDIO,
+    Field,
+    base_fields,
+    codec_fields,
+    codec_of_field,
+    published_field,
+)
+from sharmill.shar.tar import open_field
+
+FORMAT_VERSION: Final = 1
+# Waiting for other processes that change the index.
+SECONDS_TO_WAIT_FOR_INDEX = 600.0
+# Bytes of dataset.json, or of a line of shards.jsonl, at most: a sparse file of any size is not read into memory.
+_MAX_BYTES: Final = 16 << 20
+
+T = TypeVar("T")
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+# Numbers that JSON and arrays hold exactly.
+_AtMost = Annotated[int, msgspec.Meta(le=1 << 53)]
+_Total = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+class FieldFile(msgspec.Struct, frozen=True):
+    """A file of a field and shard, relative to the dataset directory."""
+
+    file: str
+    size: int
+    xxh3: str
+
+    def __post_init__(self) -> None:
+        # A web server undoes the quoting, and some take a backslash for a slash.
+        path = PurePosixPath(unquote(self.file).replace("\\", "/"))
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{self.file!r} lies outside the dataset")
+
+    @property
+    def max_bytes(self) -> float:
+        """The bytes that the file may have at a URL; infinite where the index does not know its size."""
+        return self.size if self.size >= 0 else math.inf
+
+    def below(self, directory: Path) -> Path:
+        """Return the path of the file; of a dataset at a URL, only the content of this checksum is read."""
+        if isinstance(directory, RemoteFile):
+            return RemoteFile.of((directory / self.file).url, directory.cache, self.xxh3, self.max_bytes)
+        return directory / self.file
+
+
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files.
+
+    ``context_seconds`` is 0 in a dataset without contexts. Of a shard that was found without an index only the names of
+    its files are known: ``count`` and the sizes are -1, and the checksums empty.
+    """
+
+    index: _AtMost
+    count: _AtMost
+    target_seconds: float
+    context_seconds: float
+    fields: dict[str, FieldFile]
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The names of the files by their fields."""
+        return {field: file.file for field, file in self.fields.items()}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds of target and context audio by their fields."""
+        return {TARGET_AUDIO: self.target_seconds, CONTEXT_AUDIO: self.context_seconds}
+
+
+# No record has `omit_defaults`: msgspec leaves a default out if it is the same object, so that the bytes of a record
+# would depend on whether its values have been pickled.
+class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a codec that its codes are read by, and what made them.
+
+    ``codebook_size`` is the number of values of one code. ``devices`` are the kinds of device that made the codes, in
+    alphabetical order; none where that is not known.
+    """
+
+    name: str
+    model: str
+    checksum: str
+    trained: bool
+    sampling_rate: Positive
+    samples_per_frame: Positive
+    num_codebooks: Positive
+    codebook_size: Positive
+    devices: list[str] = []
+    precision: Precision = "fp32"
+
+    @property
+    def fields(self) -> list[Field]:
+        """The fields of its codes: of targets, and of contexts where the dataset has any."""
+        return codec_fields(self.name)
+
+
+class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
+
+    ``fields`` are the names of the fields, and ``layout`` says what each is. A file from before there was that key has
+    the published layout, as ``complete`` finds it. Of shards of another tool it may be unknown what a field is.
+
+    ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
+    promises of its cuts and codes does not hold. ``match_precision`` is that of the speaker encoder, and
+    ``match_devices`` are the kinds of device that it chose contexts on; empty for CPUs alone.
+    """
+
+    format_version: int
+    name: str
+    fields: list[str]
+    num_shards: _Total
+    num_cuts: _Total
+    target_seconds: float
+    context_seconds: float
+    audio_format: str
+    sampling_rate: int | None
+    limits: dict[str, Any]
+    codecs: list[CodecRecord]
+    contract: Literal["sharmill", "foreign"] = "sharmill"
+    match_precision: Precision = "fp32"
+    match_devices: list[str] = []
+    layout: list[Field] = []
+
+    @property
+    def has_contexts(self) -> bool:
+        """Return True if the dataset has context audio."""
+        return CONTEXT_AUDIO in self.fields
+
+    @property
+    def audio_fields(self) -> list[str]:
+        """The fields that have codes of a codec: targets, which lhotse calls ``recording``, and contexts."""
+        target = TARGET_AUDIO if TARGET_AUDIO in self.fields else RECORDING
+        return [target, CONTEXT_AUDIO] if self.has_contexts else [target]
+
+    @property
+    def own_fields(self) -> list[str]:
+        """The names of the fields that a dataset of sharmill's own with these codecs and added fields has."""
+        number = len(self.audio_fields)
+        codes = [field for codec in self.codecs for field in codec.fields[:number]]
+        return [field.name for field in (*base_fields(contexts=self.has_contexts), *codes, *self.added_fields)]
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a sentence about each field that a dataset of sharmill's own should have, or should not have."""
+        for name, times in Counter(self.fields).items():
+            if times > 1:
+                yield f"the field {name} is named {times} times"
+        for name in sorted(set(self.own_fields) ^ set(self.fields)):
+            yield f"the field {name} {'is not of its codecs' if name in self.fields else 'is missing'}"
+        attributes: dict[str, list[Field]] = {}
+        for field in self.layout:
+            attributes.setdefault(field.attribute, []).append(field)
+        for attribute, fields in attributes.items():
+            if len(fields) > 1 and any(codec_of_field(field.name) is None for field in fields):
+                yield f"the fields {' and '.join(field.name for field in fields)} are all called {attribute} on a cut"
+        if self.has_contexts and not self.limits:
+            yield f"there is a field {CONTEXT_AUDIO}, but no limits of contexts"
+        if not self.has_contexts and (self.limits or self.context_seconds):
+            yield f"there is no field {CONTEXT_AUDIO}, but limits of contexts or seconds of context audio"
+
+    @property
+    def added_fields(self) -> list[Field]:
+        """The fields that are not of the published layout."""
+        return [field for field in self.layout if not field.is_published]
+
+    @cached_property
+    def fields_by_name(self) -> dict[str, Field]:
+        """The fields that the dataset says what they are."""
+        return {field.name: field for field in self.layout}
+
+    def complete(self) -> "DatasetRecord":
+        """Return the record with a layout of all fields that are known, in their order."""
+        if self.contract != "sharmill":
+            return self
+        known = {field.name: field for field in self.layout}
+        fields = [published_field(name) or known.get(name) for name in dict.fromkeys(self.fields)]
+        # Of a published field, what the file says counts for nothing, but that cuts may lack codes.
+        may_lack = {
+            name for name, told in known.items() if told.optional and (told.kind == "array" or not told.is_published)
+        }
+        layout = [msgspec.structs.replace(one, optional=one.name in may_lack) for one in fields if one is not None]
+        return msgspec.structs.replace(self, layout=layout)
+
+
+class _Version(msgspec.Struct):
+    format_version: int
+
+
+_shard_decoder = msgspec.json.Decoder(ShardRecord)
+
+
+def open_directory(dataset: str | Path, cache_dir: str | None = None, cache_gib: float = 100.0) -> Path:
+    """Return the path of a dataset directory, which reads the files behind a URL from a cache.
+
+    Raises:
+        ConfigError: it is a URL at which there is no index, or that cannot be one of a dataset.
+        OSError: a server cannot be reached.
+    """
+    if isinstance(dataset, Path):
+        return dataset
+    if not is_url(dataset):
+        return Path(dataset)
+    try:
+        check_url(dataset, "dataset")
+        require(isinstance(cache_gib, (int, float)) and cache_gib > 0, f"cache_gib is {cache_gib!r}, and not above 0")
+    except ValueError as error:
+        raise ConfigError(str(error), code="bad_config_value") from error
+    directory = RemoteFile.of(dataset, Cache.at(cache_dir, cache_gib))
+    try:
+        for name in (DATASET_FILE, SHARDS_FILE):
+            directory.cache.refresh(str(directory / name))
+    except RejectRecord as reject:
+        raise ConfigError(
+            f"no dataset can be read at {directory}: {reject.detail}; one without an index (sharmill index) is read "
+            "from a disk only",
+            code="no_dataset",
+        ) from reject
+    return directory
+
+
+def read_dataset(directory: Path) -> DatasetRecord:
+    """Read ``dataset.json``.
+
+    Raises:
+        ConfigError: there is no finished dataset, or one of another format version.
+        DamagedShard: the file is damaged.
+    """
+    path = directory / DATASET_FILE
+    with open_index_file(directory, DATASET_FILE) as stream:
+        data = stream.read(_MAX_BYTES)
+    try:
+        # First of all, since a dataset of another version may have other keys.
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise ConfigError(
+                f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}", code="wrong_version"
+            )
+        return msgspec.json.decode(data, type=DatasetRecord).complete()
+    except NOT_JSON as error:
+        raise DamagedShard(f"{path}: {error}") from error
+
+
+def read_shards(directory: Path, num_shards: int | None = None) -> Iterator[ShardRecord]:
+    """Yield the lines of ``shards.jsonl``, in the order of the shards.
+
+    Args:
+        num_shards: how many shards ``dataset.json`` counts. Lines behind them are of an append that is not committed,
+            and no part of the dataset; by default they are yielded too.
+
+    Raises:
+        ConfigError: there is no finished dataset.
+        DamagedShard: the file is damaged.
+    """
+    return decode_shards(directory, num_shards, _shard_decoder)
+
+
+def decode_shards(directory: Path, num_shards: int | None, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+    """Yield what a decoder makes of the lines of ``shards.jsonl``; raises as ``read_shards``."""
+    # In large reads: each may be a message to a file server, and the index of 100,000 shards has 8,000 small ones.
+    with open_index_file(directory, SHARDS_FILE, buffering=1 << 20) as lines:
+        try:
+            # A line that is longer than any is cut off, and then no JSON.
+            for line in islice(iter(partial(lines.readline, _MAX_BYTES), b""), num_shards):
+                yield decoder.decode(line)
+        except NOT_JSON as error:
+            raise DamagedShard(f"{directory / SHARDS_FILE}: {error}") from error
+
+
+def open_index_file(directory: Path, name: str, *, buffering: int = -1) -> BinaryIO:
+    """Open a file of the index of a dataset.
+
+    Raises:
+        ConfigError: there is no finished dataset.
+        DamagedShard: it is not a regular file.
+    """
+    path = directory / name
+    try:
+        return open_field(path, buffering=buffering)
+    except DamagedShard:
+        if path.exists() and not path.is_dir():
+            raise
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is not a folder", code="no_dataset")
+    if directory.parts and directory.parts[0].endswith(":"):
+        address = str(directory).replace(":/", "://", 1)
+        raise ConfigError(f"{address} is an address: copy the dataset to a folder, and name that", code="no_dataset")
+    hint = ""
+    if (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*")):
+        hint = f"; finish the run that writes it, or, for shards of another tool, make it: sharmill index {directory}"
+    raise ConfigError(f"{directory} is not a finished dataset: there is no {name}{hint}", code="no_dataset")
+
+
+def is_indexed(directory: Path) -> bool:
+    """Return True if a folder has an index, or will have one when the run that writes it has finished."""
+    return any((directory / name).exists() for name in (DATASET_FILE, SHARDS_FILE, STAGING_NAME))
+
+
+def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
+    """Publish ``shards.jsonl``."""
+    with open_atomic(directory / SHARDS_FILE) as stream:
+        stream.writelines(msgspec.json.encode(shard, order="sorted") + b"\n" for shard in shards)
+
+
+def write_dataset(directory: Path, record: DatasetRecord) -> None:
+    """Publish ``dataset.json``, the last file of a dataset to be written."""
+    data = msgspec.json.encode(record.complete())
+    write_atomic(directory / DATASET_FILE, msgspec.json.format(data, indent=2) + b"\n")
+
+
+@contextmanager
+def changing_index(directory: Path) -> Iterator[None]:
+    """Keep other processes from changing the index meanwhile: two runs may add codecs to one dataset.
+
+    What those that were killed have left of a change is removed.
+    """
+    with FolderLock(directory, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
+        remove_temp_files(directory, {SHARDS_FILE, DATASET_FILE})
+        yield
+    # The dataset may be finished now: the folder of the lock is not to come back.
+    fsync(directory)
+
+
+def audio_checksum(shards: Sequence[ShardRecord], fields: Sequence[str]) -> str:
+    """Return a checksum of the cuts and audio of a dataset, whatever codes it has; ``fields`` are those.
+
+    Raises:
+        DamagedShard: a shard lacks one of these fields.
+    """
+    for shard in shards:
+        if missing := [field for field in fields if field not in shard.fields]:
+            raise DamagedShard(f"{SHARDS_FILE} names no {missing[0]} of shard {shard.index}")
+    base = [[shard.index, shard.count, [shard.fields[field].xxh3 for field in fields]] for shard in shards]
+    return checksum_bytes(msgspec.json.encode(base))

@@ -1,0 +1,47 @@
+"""Index files beside shards, by which one item is read without the rest; ``sharmill.shar.sidecars`` writes them."""
+
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from sharmill.errors import DamagedShard
+from sharmill.shar.tar import load, open_field
+
+_OFFSET: Final = np.dtype("<u8")
+# Eight million items.
+_MAX_INDEX_BYTES: Final = 64 << 20
+
+
+def read_offsets(index: Path, path: Path, size: int) -> np.ndarray:
+    """Return where each item of a file of ``size`` bytes begins, and its end, from its index file.
+
+    Raises:
+        DamagedShard: the index is not there, or is that of another file.
+    """
+    with open_field(index) as stream:
+        content = stream.read(_MAX_INDEX_BYTES + 1)
+    if len(content) > _MAX_INDEX_BYTES:
+        raise DamagedShard(f"{index} has more than {_MAX_INDEX_BYTES >> 20} MiB: it is not the index of a shard")
+    offsets = np.frombuffer(content[: len(content) // _OFFSET.itemsize * _OFFSET.itemsize], _OFFSET)
+    if not len(offsets) or int(offsets[-1]) != size or np.any(offsets[1:] < offsets[:-1]):
+        raise DamagedShard(f"{index} is not the index of {path}: write it anew with sharmill sidecars")
+    return offsets
+
+
+class IndexedLines:
+    """The lines of an uncompressed file, of which only those are read that are asked for; raises as ``read_offsets``.
+
+    The file stays open as long as this is referred to.
+    """
+
+    def __init__(self, path: Path, index: Path) -> None:
+        self._content = load(path, in_parts=True)
+        self._offsets = read_offsets(index, path, len(self._content))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, number: int) -> bytes:
+        begin, end = self._offsets[number : number + 2].tolist()
+        return self._content[begin:end]

@@ -19,8 +19,9 @@ from support.project import Project, voice
 from bench.rows import Case, records, row, with_peak
 from sharmill.config import Config, to_config
 from sharmill.encode.config import EncodeConfig
+from sharmill.encode.segments import PLACE, merge_tables
 from sharmill.encode.stage import EncodeStage
-from sharmill.encode.survey import PLACE, SurveyStage, merge_tables
+from sharmill.encode.survey import SurveyStage
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import Listener, run_stage
 from sharmill.engine.stage import Commit, Stage, Unit

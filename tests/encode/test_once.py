@@ -11,7 +11,7 @@ from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
 from support.project import ToyCodec, codec_stages, loading, put, run, snapshot, voice
 
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.survey import PLACE, merge_tables
+from sharmill.encode.segments import PLACE, merge_tables
 from sharmill.engine.plan import read_ledger, revoke
 from sharmill.engine.stage import RunDir
 from sharmill.shar import open_shar

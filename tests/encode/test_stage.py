@@ -22,8 +22,9 @@ from support.project import (
 )
 
 from sharmill.audio.files import decode_bytes
+from sharmill.encode.codes import read_counts
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.stage import AssembleStage, EncodeStage, read_counts
+from sharmill.encode.stage import AssembleStage, EncodeStage
 from sharmill.errors import ConfigError, FatalError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
@@ -122,14 +123,15 @@ def test_a_restart_that_dies_leaves_the_old_codes_or_none(project, config, dying
 
 
 def test_ranks_with_different_models_are_found_out(project, config):
-    class Changing(ToyCodec):
-        @property
-        def checksum(self):
-            return f"toy{len(self.batches)}"
-
+    assert encode(config, ToyCodec(), unit_seconds=1.0).ok
+    _, stage, _ = codec_stages(config.with_section(EncodeConfig(unit_seconds=1.0)))
+    before = read_dataset(project.dataset)
+    next((stage.root / "parts").iterdir()).unlink()
+    other = ToyCodec()
+    other.checksum = "other"
     with raises(FatalError, "bad_model"):
-        encode(config, Changing(), unit_seconds=1.0)
-    assert read_dataset(project.dataset).codecs == []
+        encode(config, other, unit_seconds=1.0)
+    assert read_dataset(project.dataset) == before
 
 
 # By the name of the file.

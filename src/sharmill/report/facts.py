@@ -23,7 +23,8 @@ import numpy as np
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import Sound, measure_sound
 from sharmill.config import Config
-from sharmill.encode.stage import EncodeStage, read_counts
+from sharmill.encode.codes import read_counts
+from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.plan import committed_files, read_ledger
 from sharmill.engine.stage import RunDir, Stage, Totals

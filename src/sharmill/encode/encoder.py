@@ -1,0 +1,300 @@
+"""The encoding of blocks of segments by a codec in one rank."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from sharmill.audio.files import decode_bytes
+from sharmill.audio.resample import resample
+from sharmill.audio.segments import find_peak
+from sharmill.encode.codes import codes_file, write_codes
+from sharmill.encode.config import EncodeConfig
+from sharmill.encode.segments import hash_segment, seconds_of
+from sharmill.engine.ahead import AheadProcessor, LoadedBatches
+from sharmill.engine.progress import spent_on
+from sharmill.engine.stage import Advance, Output, Unit
+from sharmill.errors import FatalError, RejectRecord, UnitFailed
+from sharmill.files.staging import Staging
+from sharmill.manifest import Reject
+from sharmill.models import Codec
+from sharmill.models.batches import PIECE_SECONDS, Batch, find_pieces, plan_batches
+from sharmill.models.device import fit_batch_seconds
+from sharmill.models.memory import ELSEWHERE, MemoryGuard, require_room
+from sharmill.shar.arrays import codes_dtype, num_frames
+from sharmill.shar.index import CodecRecord
+from sharmill.shar.items import Item
+from sharmill.shar.tar import open_field
+
+# Segments that a message names at most.
+_MOST_NAMED: Final = 3
+# Segments that tell a rank which gives no codes from a unit that has none.
+_NUM_PROBES: Final = 16
+# Advice about segments that no batch size helps.
+_TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
+
+# The batches of a unit, their items, and the number of frames of each.
+_Begun = tuple[list[Batch], LoadedBatches[Item, np.ndarray], list[int]]
+
+
+class EncodeProcessor(AheadProcessor[_Begun]):
+    """A codec that encodes blocks of segments, whose audio is decoded ahead of it in batches of like length.
+
+    Args:
+        settings: the section of the configuration.
+        record: the codec as the index of the dataset has it.
+        segments: all segments of the dataset.
+        files: the files of audio, by shard and field.
+        device: of the codec: ``cpu``, or ``cuda``, for which batches may have other sizes and come from pinned memory.
+        device_kind: that of the device.
+        threads: how many may decode and resample audio beside the codec.
+    """
+
+    def __init__(
+        self,
+        settings: EncodeConfig,
+        record: CodecRecord,
+        codec: Codec,
+        segments: np.ndarray,
+        files: list[list[Path]],
+        device: str,
+        device_kind: str,
+        threads: int,
+    ) -> None:
+        super().__init__()
+        self.device_kind = device_kind
+        self._settings = settings
+        self._record = record
+        self._codec = codec
+        self._segments = segments
+        self._files = files
+        self._device = device
+        self._threads = threads
+        self._batch_seconds = seconds = settings.batch_seconds
+        room = require_room(codec, device, seconds, "encode.batch_seconds")
+        self._pieces = find_pieces(codec)
+        # The longest segment that the memory of a GPU can hold.
+        self._most_seconds = room if self._pieces is None else math.inf
+        self._max_frames = fit_batch_seconds(seconds, device) * codec.sampling_rate / codec.samples_per_frame
+        self._guard = MemoryGuard("the codec", "encode.batch_seconds")
+
+    def begin(self, unit: Unit) -> _Begun:
+        """Begin to decode the audio of a unit, and return when its first segment is decoded.
+
+        Raises:
+            UnitFailed: a segment takes more memory than there is, or the audio is not as the survey found it.
+        """
+        segments = self._segments_of(unit)
+        seconds = seconds_of(segments)
+        number = int(np.count_nonzero(seconds > self._most_seconds))
+        if number:
+            longest = segments[int(seconds.argmax())]
+            path = self._files[int(longest["shard"])][int(longest["field"])]
+            raise UnitFailed(
+                f"{number} of {len(segments)} segments are longer than the {self._most_seconds:.0f} s that fit "
+                f"in the memory of the device: the longest, of {seconds.max():.0f} s, is in {path} at byte "
+                f"{longest['place']['offset']}; {_TOO_LONG_ADVICE}",
+                code="out_of_memory",
+            )
+        items = self._read(segments)
+        codec = self._codec
+        frames = list(map(self._count_frames, items))
+        batches = self._plan_batches(frames)
+        loaded = LoadedBatches(
+            items,
+            [batch.items for batch in batches],
+            partial(_load, sampling_rate=codec.sampling_rate),
+            threads=self._threads,
+            weigh=self._count_frames,
+            batch_weight=self._batch_seconds * codec.sampling_rate / codec.samples_per_frame,
+        )
+        return batches, loaded, frames
+
+    def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
+        batches, loaded, frames = self.take(unit)
+        share = unit.cost / max(1, sum(frames))
+        dtype = codes_dtype(self._codec.codebook_size)
+        # A segment that the codec gives no codes for has no frames.
+        codes: list[np.ndarray] = [np.empty((self._codec.num_codebooks, 0), dtype)] * len(frames)
+        problems: dict[int, str] = {}
+        for batch, samples in zip(batches, loaded.take(self.begin_next), strict=True):
+            items = [loaded.items[index] for index in batch.items]
+            for index, found in zip(batch.items, self._encode_each(batch, samples, items), strict=True):
+                if isinstance(found, str):
+                    problems[index] = found
+                else:
+                    codes[index] = np.ascontiguousarray(found.astype(dtype))
+            advance(sum(frames[index] for index in batch.items) * share)
+        self._guard.unit_done()
+        if len(problems) == unit.size:
+            self._require_sound(unit, problems[0])
+        name = codes_file(unit.index)
+        write_codes(staging.path(name), codes, self._codec.codebook_size)
+        seconds = seconds_of(self._segments_of(unit))
+        padded = sum(batch.num_rows * batch.num_frames for batch in batches)
+        rejects = [
+            Reject(
+                f"encode/{self._record.name}", "bad_codes", problem,
+                {"segment": unit.params["start"] + index, "place": loaded.items[index].cut_id},
+            )
+            for index, problem in sorted(problems.items())
+        ]  # fmt: skip
+        return Output(
+            files=[name],
+            num_out=unit.size - len(rejects),
+            rejects=rejects,
+            stats={
+                "seconds": float(np.delete(seconds, list(problems)).sum()),
+                "encoded_seconds": float(seconds.sum()),
+                "padded_seconds": padded * self._codec.samples_per_frame / self._codec.sampling_rate,
+                "codec": msgspec.to_builtins(self._record),
+            },
+        )
+
+    def _count_frames(self, item: Item) -> int:
+        return num_frames(item.metadata or {}, self._codec.sampling_rate, self._codec.samples_per_frame)
+
+    def _segments_of(self, unit: Unit) -> np.ndarray:
+        return self._segments[unit.params["start"] : unit.params["stop"]]
+
+    def _read(self, segments: np.ndarray) -> list[Item]:
+        """Return the stored audio of segments, if it is as the survey found it: damaged audio would give codes as well.
+
+        Each file is opened once and read forward.
+        """
+        items: dict[int, Item] = {}
+        order = np.lexsort((segments["place"]["offset"], segments["shard"], segments["field"]))
+        files = segments[["field", "shard"]][order]
+        begins = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+        for begin, end in pairwise([*begins.tolist(), len(order)]):
+            field, shard = files[begin].tolist()
+            path = self._files[shard][field]
+            with open_field(path) as stream:
+                for index in order[begin:end].tolist():
+                    found, offset, size, num_samples, rate = segments["place"][index].tolist()
+                    stream.seek(offset)
+                    data = stream.read(size)
+                    if hash_segment(data, num_samples, rate) != tuple(found):
+                        raise UnitFailed(
+                            f"{path} has changed since it was written: remove it and run the stage write again",
+                            code="damaged_shard",
+                        )
+                    items[index] = Item(
+                        f"{path} at byte {offset}", "", data, {"num_samples": num_samples, "sampling_rate": rate}
+                    )
+        return [items[index] for index in range(len(segments))]
+
+    def _plan_batches(self, frames: Sequence[int]) -> list[Batch]:
+        """Return the batches of items with these numbers of frames; one that is cut is a batch of its own."""
+        cut = [index for index, number in enumerate(frames) if self._is_cut(number)]
+        whole = [index for index, number in enumerate(frames) if not self._is_cut(number)]
+        planned = plan_batches(
+            [frames[index] for index in whole],
+            self._settings.batch_seconds,
+            self._codec,
+            self._device,
+            canonical=self._settings.canonical_shapes,
+        )
+        return [
+            *(Batch([index], frames[index], 1) for index in cut),
+            *(dataclasses.replace(batch, items=[whole[index] for index in batch.items]) for batch in planned),
+        ]
+
+    def _is_cut(self, num_frames: int) -> bool:
+        return self._pieces is not None and num_frames > self._pieces.length
+
+    def _require_sound(self, unit: Unit, problem: str) -> None:
+        """Raise UnitFailed if this rank gives no codes for segments of other units either: it may be what is broken."""
+        numbers = np.unique(np.linspace(0, len(self._segments) - 1, _NUM_PROBES, dtype=np.int64))
+        probes = self._segments[numbers[(numbers < unit.params["start"]) | (numbers >= unit.params["stop"])]]
+        for item in self._read(probes[seconds_of(probes) <= self._most_seconds]):
+            (batch,) = self._plan_batches([self._count_frames(item)])
+            (found,) = self._encode(batch, [_load(item, self._codec.sampling_rate)], [item])
+            if not isinstance(found, str):
+                return
+        raise UnitFailed(
+            f"there are codes for none of the {unit.size} segments, nor for segments of other units: this device is "
+            f"broken, or the codec cannot be used; the first: {problem}",
+            code="bad_codes",
+        )
+
+    def _encode_each(
+        self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[Item]
+    ) -> Iterator[np.ndarray | str]:
+        """Yield what ``_encode`` returns; in a batch another segment may be to blame, so that each is tried alone."""
+        for item, own, found in zip(items, samples, self._encode(batch, samples, items), strict=True):
+            if isinstance(found, str) and len(items) > 1:
+                (alone,) = self._plan_batches([self._count_frames(item)])
+                (found,) = self._encode(alone, [own], [item])
+            yield found
+
+    def _encode(self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[Item]) -> list[np.ndarray | str]:
+        """Return for each segment of a batch its codes (codebooks, frames), or a sentence that says what is wrong.
+
+        Raises:
+            UnitFailed: the batch does not fit in memory.
+            FatalError: nothing has fitted in memory yet.
+        """
+        names = [item.cut_id for item in items]
+        try:
+            with spent_on("model"):
+                rows = self._run(batch, samples)
+        except RejectRecord as reject:
+            # A larger device gives it codes: it is not left out.
+            raise UnitFailed(
+                f"the segment {names[0]}: {reject.detail}; {_TOO_LONG_ADVICE}", code="out_of_memory"
+            ) from reject
+        except (FatalError, UnitFailed) as error:
+            if error.code == "bad_codes":
+                return [str(error)] * len(items)
+            if isinstance(error, FatalError):
+                raise
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            raise UnitFailed(f"{error} (segments {', '.join(names[:_MOST_NAMED])}{more})", code=error.code) from error
+        # Rows beyond the items are silence.
+        return [self._check(row, batch, self._count_frames(item)) for row, item in zip(rows, items, strict=False)]
+
+    def _check(self, row: np.ndarray, batch: Batch, num_frames: int) -> np.ndarray | str:
+        """Return the codes of the first frames of a row, or what is wrong: not every codec looks itself."""
+        shape, size = (self._codec.num_codebooks, batch.num_frames), self._codec.codebook_size
+        codes = row[:, :num_frames]
+        if row.shape != shape:
+            return f"the codec gave codes of the shape {row.shape} where codebooks and frames are {shape}"
+        # Neither comparison holds for NaN.
+        if not (codes.min() >= 0 and codes.max() < size):
+            return f"the codec gave the indices {codes.min()} to {codes.max()}, outside its {size}"
+        return codes
+
+    def _run(self, batch: Batch, samples: Sequence[np.ndarray]) -> np.ndarray:
+        """Run the codec on a batch; raise RejectRecord for one segment that is too long, and as ``_encode``."""
+        codec, pinned = self._codec, self._device == "cuda"
+        if self._pieces is not None and self._is_cut(batch.num_frames):
+            rows = self._pieces.rows(self._max_frames)
+            with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1):
+                return self._pieces.encode(codec, samples[0], self._max_frames, pinned=pinned)[None]
+        audio, num_samples = batch.fill(samples, codec.samples_per_frame, pinned=pinned)
+        seconds = audio.numel() / codec.sampling_rate
+        is_long = len(batch.items) == 1 and seconds > self._batch_seconds
+        with self._guard.batch(seconds, batch.num_rows, is_long=is_long):
+            return codec.encode(audio, num_samples).numpy()
+
+
+def _load(item: Item, sampling_rate: int) -> np.ndarray:
+    try:
+        samples, rate = decode_bytes(item.data or b"")
+        find_peak(samples)
+    except RejectRecord as error:
+        raise UnitFailed(f"the stored audio of {item.cut_id} cannot be used: {error}", code="damaged_shard") from error
+    promised = tuple((item.metadata or {}).get(key) for key in ("num_samples", "sampling_rate"))
+    if (len(samples), rate) != promised:
+        raise UnitFailed(
+            f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}",
+            code="damaged_shard",
+        )
+    return resample(samples, rate, sampling_rate)

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from sharmill.config import load_config
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import Commit, Stage, StageResult, Unit
+from sharmill.engine.executor import Listener, StageResult
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.pipeline import run_dataset
 

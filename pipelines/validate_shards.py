@@ -10,17 +10,18 @@ from pathlib import Path
 
 from recipe import PrintProgress, exit_with
 
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.executors.local import run_alone
-from sharmill.validate.stage import ValidateConfig, ValidateStage
+from sharmill.validate.findings import read_report
+from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
 
 
 def main(dataset: str) -> int:
     # The check keeps its ledger in a run directory; for a single check a temporary one will do.
     with tempfile.TemporaryDirectory() as scratch:
-        stage = ValidateStage(Path(dataset), RunDir(Path(scratch) / "run"), ValidateConfig(deep=True))
-        with run_alone(stage, listener=PrintProgress(), resumes=False):
-            report = stage.report()
+        stage = ValidateStage(Subject(dataset_dir=Path(dataset), level=ValidateConfig(deep=True)))
+        with run_alone(stage, RunDir(Path(scratch) / "run"), listener=PrintProgress(), resumes=False) as (run, _):
+            report = read_report(run.product("validate/report"))
     for finding in report.findings:
         print(f"{finding['code']}: {finding['sentence']}")
     return 3 if report.errors else 0

@@ -7,9 +7,10 @@ import pytest
 from support.project import REPOSITORY, install, raises
 
 from sharmill.config import load_config, resolve_stage, to_yaml
-from sharmill.encode.config import CodecConfig, EncodeConfig
+from sharmill.encode.config import EncodeConfig
+from sharmill.engine.order import choose_stages, make_stages
 from sharmill.errors import ConfigError
-from sharmill.pipeline import choose_stages, make_stages
+from sharmill.models.config import CodecConfig
 from sharmill.registry import STAGES
 
 BASE = "name: n\nrun_dir: r\ndataset_dir: d\nsources: [{manifest: m.json, audio_root: audio}]\n"

@@ -6,7 +6,7 @@ import pytest
 from support.toy_stage import wait_until
 
 from sharmill.engine.ahead import AheadProcessor
-from sharmill.engine.stage import make_unit
+from sharmill.engine.unit import make_unit
 from sharmill.prefetch import prefetch
 
 

@@ -1,5 +1,6 @@
 """Runs of stages over the dataset of a configuration; the entry point of command line, recipes and cluster jobs."""
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,22 +10,30 @@ from typing import cast
 
 import yaml
 
-from sharmill.config import Config, load_for_display, to_yaml
+from sharmill.config import Config, to_yaml
 from sharmill.encode.config import CodecConfig, EncodeConfig
-from sharmill.encode.stage import EncodeStage
-from sharmill.engine.fence import release, stop_ranks
-from sharmill.engine.plan import mark_to_begin_anew, read_ledger, refuse_linked_folders
-from sharmill.engine.run import Executor, Listener, Unlocked, locked, merge_files, reserved, run_stage
-from sharmill.engine.stage import End, Given, RunDir, Stage, StageResult, stage_classes, stages_behind
+from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
+from sharmill.engine.fence import release, require_own_output, stop_ranks
+from sharmill.engine.order import choose_stages, make_stages, stage_classes, stages_behind
+from sharmill.engine.plan import read_ledger, refuse_linked_folders, request_replan
+from sharmill.engine.run import locked, merge_files, reserved, run_stage
+from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
+from sharmill.engine.stage import ChecksConfig, StageRun, step_of
 from sharmill.engine.state import Attempts, describe_workers, find_workers
+from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import ConfiguredExecutor
 from sharmill.executors.slurm.queue import require_no_jobs
 from sharmill.files.atomic import remove, require_writable, write_atomic
 from sharmill.files.disk import disk_errors
 from sharmill.files.stored import read_stored
-from sharmill.grow.join import require_fitting
-from sharmill.validate.findings import Report, take_back_commits
+from sharmill.grow.join import append_dataset, require_fitting
+from sharmill.rates import ranks_of_use
+from sharmill.report.page import report_on_run
+from sharmill.stages.fields import require_distinct_fields
+from sharmill.validate.findings import Report, read_report, take_back_commits
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,36 +41,36 @@ class DatasetResult:
     """The results of a run over one dataset."""
 
     config: Config
-    stages: list[tuple[Stage, StageResult]]
+    stages: list[tuple[StageRun, StageResult]]
 
     @property
     def ok(self) -> bool:
         """Return True if all stages that were to be run are done."""
         return all(result.ok for _, result in self.stages)
 
-    def end(self, appended: str = "") -> End:
-        """Return the end of the run, as it is noted: of its stages the last is done, or has units that failed.
+    def outcome(self, appended: str = "") -> RunOutcome:
+        """Return the outcome of the run, to be recorded: its last stage is done, or has units that failed.
 
         ``appended`` is a sentence about what went to another dataset.
         """
         stage, result = self.stages[-1] if self.stages else (None, StageResult())
         if stage is not None and not result.ok:
             named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
-            return End(
+            return RunOutcome(
                 state="failed",
                 message=f"{stage.name}: {len(result.failures)} units failed ({named}); "
                 f"tracebacks: {stage.dir.failures}",
                 code="units_failed",
             )
-        out = [sentence for stage, _ in self.stages for sentence in Attempts(stage.dir.attempts).describe_out()]
+        out = [sentence for stage, _ in self.stages for sentence in Attempts(stage.ranks.attempts).describe_out()]
         done = "; on the way: ".join(["all stages are done" if self.stages else "there is no stage to run", *out])
-        return End(state="done", message="; ".join(filter(None, [done, appended])), findings=self.num_errors)
+        return RunOutcome(state="done", message="; ".join(filter(None, [done, appended])), findings=self.num_errors)
 
     @property
     def report(self) -> Report | None:
         """The report of the checker, if it ran."""
-        reports = (stage.report() for stage, result in self.stages if result.ok)
-        return next((report for report in reports if report is not None), None)
+        checked = [stage for stage, result in self.stages if result.totals and "report" in result.totals.products]
+        return read_report(checked[-1].product(f"{checked[-1].key}/report")) if checked else None
 
     @property
     def num_errors(self) -> int:
@@ -69,62 +78,10 @@ class DatasetResult:
         return self.report.errors if self.report else 0
 
 
-def choose_stages(config: Config, names: Sequence[str] | None = None) -> Sequence[str]:
-    """Return the stages that are named, or all of the dataset where none are, with those that are a part of them.
-
-    Raises:
-        ConfigError: one is named that a dataset of this kind does not have.
-    """
-    classes = stage_classes(config)
-    if absent := [name for name in names or () if name not in classes]:
-        what = "null in" if absent[0] in config.sections else "not a key of"
-        raise ConfigError(
-            f"{config.name} has no stage {absent[0]}: {absent[0]} is {what} its configuration; its stages are "
-            f"{', '.join(classes)}",
-            code="unknown_stage",
-        )
-    if names is None:
-        return tuple(classes)
-    return tuple(kind for kind, stage in classes.items() if kind in names or stage.part_of in names)
-
-
-def make_stages(config: Config, names: Sequence[str] | None = None) -> list[Stage]:
-    """Return the stages in the order in which they run, by default all; there may be several of one kind."""
-    kinds, classes = choose_stages(config, names), stage_classes(config)
-    # Each looks for the plan that is there.
-    with disk_errors(Path(config.run_dir)):
-        chosen = [stage for kind in kinds for stage in classes[kind].of(config)]
-    for stage in chosen:
-        stage.metrics = config.metrics
-        stage.references = config.references
-        stage.unit_time_limit = config.executor.unit_time_limit
-        stage.scratch = config.executor.scratch
-        stage.seconds_until_seen = config.executor.seconds_until_seen
-        stage.log_level = config.executor.log_level
-    return chosen
-
-
-def config_of_run(run_dir: str | Path) -> Config:
-    """Return the configuration that a run directory has, to show its run; see ``load_for_display``.
-
-    Raises:
-        ConfigError: it is no run directory.
-    """
-    paths = RunDir(Path(run_dir))
-    if not paths.config.exists():
-        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
-    shown = load_for_display(paths.config)
-    dataset_dir = shown.dataset_dir
-    if ("dataset_dir",) in shown.references.written:
-        dataset_dir = str(paths.read_reserved() or dataset_dir)
-    # By its own path: the stored one is relative to where the run was started, if it is relative.
-    return replace(shown, run_dir=str(run_dir), dataset_dir=dataset_dir)
-
-
-def stages_of_run(config: Config) -> list[Stage]:
+def stages_of_run(config: Config) -> list[StageRun]:
     """Return the stages of a configuration, and those of codecs that earlier runs added to the same run directory."""
     encode = config.section(EncodeConfig)
-    folder = RunDir(Path(config.run_dir)).stage(EncodeStage.kind).path
+    folder = RunDir(Path(config.run_dir)).stage("encode").path
     planned = sorted(path.name for path in folder.glob("*") if RunDir(folder).stage(path.name).units.exists())
     named = {codec.name for codec in encode.codecs}
     earlier = [CodecConfig(name=name, model="") for name in planned if name not in named]
@@ -138,8 +95,11 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         ConfigError: with what to change.
     """
     stages = choose_stages(config, stages)
-    for stage_class in stage_classes(config).values():
-        stage_class.check(config)
+    every = make_stages(config)
+    for stage in stage_classes(config).values():
+        if issubclass(stage, ChecksConfig):
+            stage().check(config)
+    require_distinct_fields(every)
     if config.append_to is not None:
         require_fitting(config, Path(config.append_to))
     run_dir, dataset_dir = Path(config.run_dir).resolve(), Path(config.dataset_dir).resolve()
@@ -148,12 +108,16 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
             "run_dir and dataset_dir must not lie within each other: a dataset holds nothing else",
             code="bad_config_value",
         )
-    for stage in make_stages(config, stages):
-        stage.check_input()
+    for run in [run for run in every if run.kind in stages]:
+        if run.input is not None:
+            run.input.check()
+        if run.publication is not None and run.publication.replaces_root:
+            require_own_output(run)
     if stages:
         require_writable(run_dir)
-    for stage in _unfinished(config, stages, restart=restart):
-        stage.require_models()
+    for run in _unfinished(config, stages, restart=restart):
+        if run.model is not None:
+            run.model.check()
 
 
 def take_back(config: Config, findings: Report, stages: Sequence[str], *, take_over: bool) -> None:
@@ -167,7 +131,7 @@ def take_back(config: Config, findings: Report, stages: Sequence[str], *, take_o
     take_back_commits(config, findings, stages)
 
 
-def _unfinished(config: Config, stages: Sequence[str], *, restart: bool) -> list[Stage]:
+def _unfinished(config: Config, stages: Sequence[str], *, restart: bool) -> list[StageRun]:
     """Return the stages that will load a model, if they have one."""
     return [stage for stage in make_stages(config, stages) if restart or not stage.dir.is_finished()]
 
@@ -221,11 +185,13 @@ def run_dataset(
     with disk_errors(run_dir.path), locked(run_dir, wait_seconds) as lock:
         for stage in make_stages(config):
             refuse_linked_folders(stage)
-        given = Given(stages=list(stages), folder=str(Path.cwd()), run=str(run_dir.path.resolve()), command=command)
+        request = RunRequest(
+            stages=list(stages), folder=str(Path.cwd()), run=str(run_dir.path.resolve()), command=command
+        )
         if not joins:
-            _begin(config, given, executor, restart=restart, take_over=take_over)
-        elif (end := run_dir.read_end()) is not None and end.state != "done":
-            raise end.as_error()
+            _begin(config, request, executor, restart=restart, take_over=take_over)
+        elif (outcome := run_dir.read_outcome()) is not None and outcome.state != "done":
+            raise outcome.as_error()
         lock.must_end = run_dir.is_cancelled
         try:
             with reserved(run_dir, make_stages(config, stages), restart=restart, releases=executor.waits):
@@ -238,18 +204,18 @@ def run_dataset(
                 # An error of the ranks that are added here, such as one of their device, need not end those of others.
                 is_own = executor.waits and not joins and error.code != "superseded_plan"
                 if is_own and not find_workers(run_dir):
-                    run_dir.note_end(End.of(error))
+                    run_dir.note_outcome(RunOutcome.from_error(error))
                 _merge_rejects(config)
             raise
         result = DatasetResult(config, results)
         # Others may go on to stages that were not named here.
-        given = run_dir.read_given() or given
-        if executor.waits and not (result.ok and _unfinished(config, given.stages, restart=False)):
-            run_dir.note_end(result.end())
+        request = run_dir.read_request() or request
+        if executor.waits and not (result.ok and _unfinished(config, request.stages, restart=False)):
+            run_dir.note_outcome(result.outcome())
     return result
 
 
-def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, take_over: bool) -> None:
+def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: bool, take_over: bool) -> None:
     """Begin a run, or join it where others are at work. This process has the run directory.
 
     Raises:
@@ -281,7 +247,7 @@ def _begin(config: Config, given: Given, executor: Executor, *, restart: bool, t
             )
     else:
         write_atomic(run_dir.config, to_yaml(config))
-    executor.begin(run_dir, given, jobs, joins=joins)
+    executor.begin(run_dir, request, jobs, joins=joins)
 
 
 def _run_stages(
@@ -292,7 +258,7 @@ def _run_stages(
     *,
     restart: bool,
     unlocked: Unlocked,
-) -> list[tuple[Stage, StageResult]]:
+) -> list[tuple[StageRun, StageResult]]:
     """Run stages until one has units that failed or is submitted, and return how each ended."""
     results = []
     chosen = make_stages(config, stages)
@@ -302,15 +268,12 @@ def _run_stages(
         for stage in make_stages(config, kinds[kinds.index(stages[0]) :]):
             stop_ranks(stage)
         for stage in chosen:
-            mark_to_begin_anew(stage)
+            request_replan(stage)
     for stage in chosen:
-        if "*" in stage.after:
+        if "*" in stage.declaration.after:
             _merge_rejects(config)
         try:
-            result = run_stage(
-                stage, executor, listener, max_reject_fraction=config.max_reject_fraction, restart=restart,
-                unlocked=unlocked,
-            )  # fmt: skip
+            result = run_stage(stage, executor, listener, restart=restart, unlocked=unlocked)
         except ConfigError as error:
             if error.code != "changed_plan":
                 raise
@@ -318,18 +281,19 @@ def _run_stages(
         results.append((stage, result))
         if not result.ok:
             break
-        if all(one.dir.is_finished() for one in chosen if one.reserves[1]):
+        if all(one.dir.is_finished() for one in chosen if one.publication is not None):
             # The checker looks at a dataset that is finished.
             release(chosen)
     return results
 
 
-def _restart_command(config: Config, stages: Sequence[str], changed: Stage) -> str:
+def _restart_command(config: Config, stages: Sequence[str], changed: StageRun) -> str:
     """Return the command that begins a stage anew, and those behind it, whose input is another then."""
     behind = stages_behind(config, changed.kind)
-    begun = {stage.kind for stage in make_stages(config, behind) if any(stage.dir.ledger.glob("*.jsonl"))}
+    begun = {stage.kind for stage in make_stages(config, behind) if any(stage.ranks.ledger.glob("*.jsonl"))}
     named = [kind for kind in behind if kind in stages or kind in begun or kind == changed.kind]
-    return " ".join(["sharmill run CONFIG", *(named if len(named) < len(choose_stages(config)) else []), "--restart"])
+    steps = dict.fromkeys(map(step_of, named)) if len(named) < len(choose_stages(config)) else []
+    return " ".join(["sharmill run CONFIG", *steps, "--restart"])
 
 
 def _merge_rejects(config: Config) -> None:
@@ -339,12 +303,12 @@ def _merge_rejects(config: Config) -> None:
     """
     run_dir, lost, kept = RunDir(Path(config.run_dir)), list[Path](), list[Path]()
     for stage in stages_of_run(config):
-        files = kept if stage.keeps_cuts else lost
+        files = kept if stage.rejects_keep_cut else lost
         if stage.dir.done.exists():
             files.append(stage.dir.rejects)
         elif stage.dir.units.exists():
             commits = read_ledger(stage.dir, stage.dir.read_units())
-            files += [stage.dir.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected]
+            files += [stage.ranks.unit_rejects(index) for index in sorted(commits) if commits[index].num_rejected]
     merge_files(filter(Path.exists, lost), run_dir.rejects)
     if kept := [path for path in kept if path.exists() and path.stat().st_size]:
         merge_files(kept, run_dir.bad_codes)
@@ -352,19 +316,66 @@ def _merge_rejects(config: Config) -> None:
         remove(run_dir.bad_codes)
 
 
-def _check_accounts(config: Config, results: Sequence[tuple[Stage, StageResult]]) -> None:
+def _check_accounts(config: Config, results: Sequence[tuple[StageRun, StageResult]]) -> None:
     """Raise FatalError unless the records that went on from a stage came into those that read its output."""
     counted = [(stage, result.totals) for stage, result in results if result.totals and stage.counts == "records"]
     for number, (after, came) in enumerate(counted):
-        # Of several the last: it has read the output of the others. What reads all looks at the dataset.
-        read = [
-            one for one in counted[:number] if one[0].kind in after.after or ("*" in after.after and one[0].shares_root)
-        ]
+        # Of several the last: it has read the output of the others. The checker of all looks at the dataset.
+        reads = after.declaration.after
+        read = [one for one in counted[:number] if one[0].kind in reads or ("*" in reads and one[0].shares_root)]
         for before, totals in read[-1:]:
-            went_on = totals.num_in if before.keeps_cuts else totals.num_out
+            went_on = totals.num_in if before.rejects_keep_cut else totals.num_out
             if came.num_in != went_on:
                 raise FatalError(
                     f"accounts do not add up: {went_on} records went on from {before.name}, but {came.num_in} "
                     f"came into {after.name}; begin that anew: {_restart_command(config, (), after)}",
                     code="accounts",
                 )
+
+
+@dataclass(frozen=True)
+class DatasetRun:
+    """The stages of one dataset that are to be run, by default all: what the jobs of a cluster carry along."""
+
+    config: Config
+    stages: tuple[str, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
+
+    def make_stages(self) -> list[StageRun]:
+        """Return the stages in the order in which they run."""
+        return make_stages(self.config, self.stages)
+
+    def run(self, executor: Executor, *, restart: bool, wait_seconds: float) -> RunOutcome | Submitted:
+        """Run the stages; see ``run_dataset``. Once all of them are done, the shards are appended to ``append_to``."""
+        config = self.config
+        result = run_dataset(
+            config, Listener(), stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
+        )
+        if result.stages and (submitted := result.stages[-1][1].submitted) is not None:
+            return submitted
+        if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
+            return result.outcome()
+        appended = append_dataset(config.append_to, config.dataset_dir)
+        return result.outcome(appended.describe(config.append_to, config.dataset_dir))
+
+    def ranks_of_use(self, stage: StageRun, units: Sequence[Unit]) -> int:
+        """Return for how many ranks the units of a stage are enough."""
+        return ranks_of_use(self.config, stage, units)
+
+    def show(self) -> None:
+        """Make the page about a finished run of all stages."""
+        if self.is_whole:
+            # An advance job has little memory: no model is loaded in it.
+            log.info("%s", report_on_run(self.config, make_stages(self.config), decode=False))
+
+    @property
+    def is_whole(self) -> bool:
+        """Return True if all stages of the dataset are among these."""
+        return self.stages is None or set(choose_stages(self.config)) <= set(self.stages)

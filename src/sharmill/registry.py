@@ -179,10 +179,18 @@ STAGES: Final = Registry(
         "prepare": "sharmill.prepare.stage:PrepareStage",
         "match": "sharmill.match.stage:MatchStage",
         "write": "sharmill.write.stage:WriteStage",
-        "survey": "sharmill.encode.survey:SurveyStage",
         "encode": "sharmill.encode.stage:EncodeStage",
-        "assemble": "sharmill.encode.stage:AssembleStage",
         "validate": "sharmill.validate.stage:ValidateStage",
+    },
+    base="sharmill.engine.stage:Stage",
+)
+# Further rounds of steps, which users meet under the name of the step alone.
+ROUNDS: Final = Registry(
+    "round of a stage",
+    "",
+    {
+        "encode.segments": "sharmill.encode.survey:SurveyStage",
+        "encode.shards": "sharmill.encode.stage:ShardsStage",
     },
     base="sharmill.engine.stage:Stage",
 )

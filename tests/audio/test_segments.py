@@ -20,8 +20,8 @@ from sharmill.errors import RejectRecord
 from sharmill.manifest import Member, Segment
 from sharmill.match.embed import Embedder
 from sharmill.prepare.check import PrepareConfig, RecordCheck
-from sharmill.prepare.speaker_key import make_speaker_key
 from sharmill.sources.nemo import NemoSource
+from sharmill.stages.speaker_key import make_speaker_key
 from sharmill.write.stage import WriteConfig, store_segments
 
 RATE = 16000

@@ -9,15 +9,13 @@ from unittest import mock
 import numpy as np
 import torch
 from support.models import save_titanet
-from support.project import Project, run
+from support.project import Project, prepared_manifest, run, stage_of
 
 from bench.rows import Case, row, with_peak
 from bench.speech import in_batches, load, model_seconds, write_corpus
 from sharmill.match.select import select_context
-from sharmill.match.stage import MatchStage
 from sharmill.models import SpeakerEncoder, load_speaker_encoder, make_deterministic
 from sharmill.models.batches import pad
-from sharmill.prepare.stage import prepared_manifest
 
 # Of 8, 16, 32, 60 and 600 padded seconds the fastest for small encoders on one thread of a CPU.
 BEST_BATCH_SECONDS = 32
@@ -56,7 +54,7 @@ def ours(project: Project, encoder: SpeakerEncoder) -> dict[str, float]:
     """Run the stage with a recipe's batches of 600 s; the model is loaded already."""
     config = project.configure(match={"min_similarity": -1.0, "batch_seconds": 600})
     with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
-        assert run(MatchStage(config), restart=True).ok
+        assert run(stage_of(config, "match"), restart=True).ok
     embedded, padded = model_seconds(project.run_dir, "match", "embedded")
     return {"padding": 1 - embedded / padded}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from support.models import save_titanet
-from support.project import Project, voice
+from support.project import Project, matched_manifest, prepared_manifest, stage_of, voice
 
 from bench.rows import Case, records, row, with_peak
 from sharmill.config import Config, to_config
@@ -22,13 +22,13 @@ from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import PLACE, merge_tables
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
+from sharmill.engine.executor import Listener
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.run import Listener, run_stage
-from sharmill.engine.stage import Commit, Stage, Unit
+from sharmill.engine.run import run_stage
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Commit, Unit
 from sharmill.executors.local import LocalExecutor
-from sharmill.match.stage import MatchStage, matched_manifest
-from sharmill.prepare.stage import HASH_FIELDS, Ids, PrepareStage, prepared_manifest
-from sharmill.write.stage import WriteStage
+from sharmill.prepare.stage import HASH_FIELDS, Ids
 
 RECORDS_PER_SPEAKER = 50
 HASHES_AT_ONCE = 100_000
@@ -49,7 +49,7 @@ def write_manifest(path: Path, num_records: int) -> None:
 
 def plan_prepare(path: Path) -> int:
     """Check a manifest as it comes, and divide it into units."""
-    stage = PrepareStage(_config(path))
+    stage = stage_of(_config(path), "prepare")
     stage.identity()
     return _count_units(stage, path)
 
@@ -73,12 +73,12 @@ def find_duplicates(path: Path) -> int:
 
 def plan_match(path: Path) -> int:
     """Check a manifest, index it by speaker, and divide the groups into units."""
-    return _plan(MatchStage(_config(path)), prepared_manifest(_config(path)), path)
+    return _plan(stage_of(_config(path), "match"), prepared_manifest(_config(path)), path)
 
 
 def plan_write(path: Path) -> int:
     """Check a matched manifest, and put its records into the order shuffle."""
-    return _plan(WriteStage(_config(path)), matched_manifest(_config(path)), path)
+    return _plan(stage_of(_config(path), "write"), matched_manifest(_config(path)), path)
 
 
 def _config(path: Path) -> Config:
@@ -214,7 +214,7 @@ def rank(folder: Path, tiny: bool) -> Case:
     def seconds_of(num_ranks: int) -> list[float]:
         starts = _Starts()
         executor = LocalExecutor(num_ranks, device="cpu")
-        stage = MatchStage(config)
+        stage = stage_of(config, "match")
         # A rank with a limit of time is a process of its own, even where it is the only one.
         stage.unit_time_limit = 3600.0
         assert run_stage(stage, executor, starts, max_reject_fraction=1.0, restart=True).ok

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
-from support.project import Project, run
+from support.project import Project, run, stage_of
 
 from bench.rows import Case, row
 from bench.speech import write_corpus
 from sharmill.manifest import Utterance
-from sharmill.write.stage import WriteConfig, WriteStage
+from sharmill.write.stage import WriteConfig
 
 TO_SHAR = "lhotse's `to_shar`"
 
@@ -32,7 +32,7 @@ def case(folder: Path, tiny: bool, *, suffix: str, near: bool = False) -> Case:
     shar = folder / "lhotse"
 
     def ours() -> None:
-        assert run(WriteStage(config), restart=True).ok
+        assert run(stage_of(config, "write"), restart=True).ok
 
     def theirs() -> None:
         shar.mkdir()

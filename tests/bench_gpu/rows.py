@@ -20,18 +20,18 @@ import torch
 from bench.encode import save_codec
 from bench.speech import in_batches, write_corpus
 from support.models import save_mimi, save_titanet
-from support.project import Project, codec_stages, voice
+from support.project import Project, codec_stages, stage_of, voice
 from transformers import MimiConfig
 
-from sharmill.engine.run import Listener, Unlocked, run_stage
-from sharmill.engine.stage import Processor, Stage, StageResult
+from sharmill.engine.executor import Listener, StageResult, Unlocked
+from sharmill.engine.run import run_stage
+from sharmill.engine.stage import Processor, Stage
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import Rank, work
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.host import usable_cores
 from sharmill.match.select import select_context
-from sharmill.match.stage import MatchStage
 from sharmill.models import load_codec, load_speaker_encoder
 from sharmill.models.batches import pad
 from sharmill.models.memory import measure_model, measure_peak
@@ -176,7 +176,7 @@ def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
         config = project.configure(match=match | size | {"precision": precision}, write=write)
         encoder = bench.load(ENCODER, precision)
         with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
-            found = _share(bench, MatchStage(config), encoder.embed, project, 16000, batch_seconds)
+            found = _share(bench, stage_of(config, "match"), encoder.embed, project, 16000, batch_seconds)
         yield {"stage": "match", "precision": precision} | found
     project.write([(n + count // 2) % count for n in range(count)], match=match, write=write)
     batch_seconds = min(batch_seconds, ENCODE_BATCH_SECONDS)

@@ -11,7 +11,7 @@ import pytest
 from support.project import REPOSITORY, command, run_sharmill
 from support.toy_stage import ToyStage, wait_until
 
-from sharmill.engine.stage import End, Given, RunDir
+from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.state import find_workers
 from sharmill.files.host import state_and_start, this_kernel
 from sharmill.files.locks import lock_owner
@@ -19,7 +19,7 @@ from sharmill.files.locks import lock_owner
 _HOLD = """
 import sys, time
 from pathlib import Path
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.files import host
 from sharmill.files.locks import FolderLock
 if len(sys.argv) > 2:
@@ -125,7 +125,7 @@ def jobs(run_dir, tmp_path_factory):
     paths = RunDir(run_dir)
     paths.id.write_text("feedfeedfeedfeed")
     paths.jobs.mkdir()
-    paths.begin(Given(stages=["prepare"], command="sharmill submit c", cluster="here"))
+    paths.begin(RunRequest(stages=["prepare"], command="sharmill submit c", cluster="here"))
     return folder, os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
@@ -133,7 +133,7 @@ def jobs(run_dir, tmp_path_factory):
 def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs, has_failed):
     folder, environment = jobs
     if has_failed:
-        RunDir(run_dir).note_end(End(state="failed", message="units failed"))
+        RunDir(run_dir).note_end(RunOutcome(state="failed", message="units failed"))
     done = cancel(run_dir, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
@@ -148,7 +148,7 @@ FOREIGN = {
     "id is no file of its own": lambda path: ((path / "victim").hardlink_to(path / "id"), os.chown(path, 65534, 65534)),
     "reserved is a link": lambda path: (path / "reserved").symlink_to("victim"),
     "in which the run was begun": lambda path: RunDir(path).begin(
-        Given(stages=[], run=str(shutil.copytree(path, path / "first")), cluster="here")
+        RunRequest(stages=[], run=str(shutil.copytree(path, path / "first")), cluster="here")
     ),
 }
 

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from support.project import Project, copy, lines, make_bare_dataset, reindex, run, voice, write_lines
+from support.project import Project, copy, lines, make_bare_dataset, reindex, run, stage_of, voice, write_lines
 
 from sharmill.config import to_yaml
 from sharmill.executors import machine
-from sharmill.prepare.stage import PrepareStage
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,7 @@ def done(tmp_path_factory):
     config = project.configure(prepare={"unit_records": 2})
     path = project.folder / "config.yaml"
     path.write_bytes(to_yaml(config))
-    assert run(PrepareStage(config)).ok
+    assert run(stage_of(config, "prepare")).ok
     (project.run_dir / "resolved_config.yaml").write_bytes(to_yaml(config))
     return SimpleNamespace(path=path, config=config, run_dir=project.run_dir)
 

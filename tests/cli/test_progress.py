@@ -7,8 +7,9 @@ import pytest
 from rich.console import Console
 
 from sharmill.cli.progress import ProgressListener
+from sharmill.engine.executor import StageResult
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.stage import Commit, StageResult, Totals, make_unit
+from sharmill.engine.unit import Commit, Totals, make_unit
 
 STAGES = ("prepare", "match", "write", "encode/nanocodec")
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from support.project import config_for, make_record, write_lines
+from support.project import config_for, make_record, stage_of, write_lines
 
 from sharmill.cli import status
 from sharmill.config import to_yaml
@@ -20,14 +20,14 @@ from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked
-from sharmill.engine.stage import End, FailedAttempt, Given
+from sharmill.engine.run_dir import RunOutcome, RunRequest
 from sharmill.engine.state import begin_round
+from sharmill.engine.unit import FailedAttempt
 from sharmill.engine.view import read_stage
 from sharmill.engine.work import Rank, work
 from sharmill.executors.slurm.queue import QueuedJob
 from sharmill.files.atomic import write_atomic
 from sharmill.files.host import this_kernel
-from sharmill.prepare.stage import PrepareStage
 
 NOW = datetime(2026, 3, 1, 12, 0, 0)
 NOON = NOW.timestamp()
@@ -55,7 +55,7 @@ def stage(tmp_path, audio_root):
     config = config_for(
         tmp_path, [(write_lines(tmp_path / "m.json", records), audio_root)], prepare={"unit_records": 2}
     )
-    stage = PrepareStage(config)
+    stage = stage_of(config, "prepare")
     units = read_or_make_plan(stage, restart=False)
     make_fence(stage)
     write_atomic(stage.run_dir.config, to_yaml(config))
@@ -157,7 +157,7 @@ QUEUES = {
     "gone": ([], None, "stopped", 1, [GONE]),
     "not to be asked": (None, None, "in the queue", 0,
                         ["it is not known whether its jobs are left: there is no squeue here"]),
-    "cancelled": ([], End(state="cancelled", message="cancelled by ann"), "stopped", 1,
+    "cancelled": ([], RunOutcome(state="cancelled", message="cancelled by ann"), "stopped", 1,
                   ["run: cancelled since 2026-03-01 12:00:00: cancelled by ann"]),
 }  # fmt: skip
 
@@ -166,7 +166,7 @@ QUEUES = {
 def test_text_json_and_exit_status_say_if_jobs_are_left(
     stage, noon, call, monkeypatch, jobs, end, state, code, words, shown
 ):
-    stage.run_dir.begin(Given(stages=["prepare"], command="cd / && sharmill submit", cluster="here"))
+    stage.run_dir.begin(RunRequest(stages=["prepare"], command="cd / && sharmill submit", cluster="here"))
     if end is not None:
         stage.run_dir.note_end(end)
         os.utime(stage.run_dir.end, (noon, noon))
@@ -187,7 +187,7 @@ def test_text_json_and_exit_status_say_if_jobs_are_left(
 
 
 def test_a_process_that_submits_the_first_jobs_is_no_trouble(stage, call, monkeypatch):
-    stage.run_dir.begin(Given(stages=["prepare"], cluster="here"))
+    stage.run_dir.begin(RunRequest(stages=["prepare"], cluster="here"))
     monkeypatch.setattr(status, "queued_jobs", lambda *_, **options: [])
     with locked(stage.run_dir):
         assert call("status", stage.run_dir.path, "--check")[0] == 0

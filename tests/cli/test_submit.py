@@ -7,7 +7,7 @@ import pytest
 from support.project import Project
 
 from sharmill.config import to_yaml
-from sharmill.engine.stage import Submitted
+from sharmill.engine.executor import Submitted
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.executor import SlurmExecutor
 

@@ -10,12 +10,12 @@ from support.project import command, make_record, raises, run_sharmill, snapshot
 from support.toy_stage import wait_until
 
 from sharmill.config import load_config
+from sharmill.engine.order import make_stages
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.stage import End, RunDir
+from sharmill.engine.run_dir import RunDir, RunOutcome
 from sharmill.engine.state import driven_round
 from sharmill.errors import ConfigError
 from sharmill.files.trust import require_private
-from sharmill.pipeline import make_stages
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_goes_on_from_any_folder_with_a_run_that_was_killed(project, tmp_path_fa
 
 def test_a_run_that_has_failed_is_begun_again_by_its_own_command_only(project):
     assert run(project, "prepare").returncode == 0
-    RunDir(project / "run").note_end(End(state="failed", message="toy: 1 units failed", code="units_failed"))
+    RunDir(project / "run").note_end(RunOutcome(state="failed", message="toy: 1 units failed", code="units_failed"))
     done = run_sharmill("work", project / "run", status=1)
     assert (done.returncode, done.stderr) == (1, "Error: toy: 1 units failed\n")
 

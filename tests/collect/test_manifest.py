@@ -13,7 +13,7 @@ import yaml
 from support.project import make_record, raises, write_lines, write_tone
 
 from sharmill.collect.manifest import ManifestOptions, make_manifest
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.errors import ConfigError, FatalError
 from sharmill.sources import folder as folder_source
 

@@ -37,8 +37,8 @@ from support.project import (
 from support.reported import Elements
 
 from sharmill.config.loading import load_for_display
+from sharmill.engine.order import make_stages
 from sharmill.errors import REASONS
-from sharmill.pipeline import make_stages
 from sharmill.report.facts import read_run_facts
 from sharmill.report.page import make_page
 from sharmill.shar import open_shar

@@ -6,7 +6,7 @@ from lhotse import CutSet
 from support.project import DATA, TINY_CODEC, TINY_ENCODER, config_for
 from support.sources import FORMS, whole_files
 
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
 from sharmill.shar.items import read_field

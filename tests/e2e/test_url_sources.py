@@ -23,7 +23,7 @@ from support.project import (
 from support.stores import Fault, S3Store
 from support.web import serving
 
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.executors.local import LocalExecutor
 from sharmill.manifest import Utterance
 from sharmill.pipeline import run_dataset

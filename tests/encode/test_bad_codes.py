@@ -26,10 +26,10 @@ from support.training import AsIs, flat, number, take
 
 from sharmill.cli.main import cli
 from sharmill.config import to_yaml
+from sharmill.engine.order import make_stages
 from sharmill.errors import ConfigError
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.grow.split import split_dataset
-from sharmill.pipeline import make_stages
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.shar.items import read_field

@@ -13,7 +13,7 @@ from support.project import ToyCodec, codec_stages, loading, put, run, snapshot,
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import PLACE, merge_tables
 from sharmill.engine.plan import read_ledger, revoke
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.shar.items import read_field

@@ -18,6 +18,7 @@ from support.project import (
     run,
     shar_fields,
     snapshot,
+    stage_of,
     voice,
 )
 
@@ -28,7 +29,6 @@ from sharmill.encode.stage import AssembleStage, EncodeStage
 from sharmill.errors import ConfigError, FatalError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
-from sharmill.write.stage import WriteStage
 
 SECONDS = [1.0, 0.5, 1.25, 0.31, 2.0]
 
@@ -213,7 +213,7 @@ def test_damage_behind_the_survey_fails_the_blocks_that_have_it(project, config,
 def test_codes_of_other_audio_are_not_taken_for_those_of_this(project, config):
     project.encode(config)
     changed = project.configure(write={"shard_size": 3, "order": "manifest", "sampling_rate": 8000})
-    assert run(WriteStage(changed), restart=True).ok
+    assert run(stage_of(changed, "write"), restart=True).ok
     assert encode(changed, ToyCodec()).ok
     assert {cut.target_codes.shape[1] for cut in open_shar(project.dataset)} == {50, 25, 63, 16, 100}
 

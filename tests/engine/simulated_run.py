@@ -33,10 +33,12 @@ import pytest
 from greenlet import getcurrent, greenlet
 from support.toy_stage import ToyStage
 
+from sharmill.engine.executor import Listener, StageResult, Unlocked
 from sharmill.engine.plan import iterate_ledger
-from sharmill.engine.run import Listener, Unlocked, locked, run_stage
-from sharmill.engine.stage import Advance, Commit, Output, StageResult, Unit
+from sharmill.engine.run import locked, run_stage
+from sharmill.engine.stage import Advance
 from sharmill.engine.state import Attempts, Note, driven_round
+from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.engine.work import Rank, Replace, work
 from sharmill.errors import SharmillError
 from sharmill.executors.local import Follower

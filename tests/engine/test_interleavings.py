@@ -17,8 +17,8 @@ from hypothesis import Phase, given, settings, strategies as st
 from support.project import examples
 
 from sharmill.engine.plan import find_outstanding, read_ledger
-from sharmill.engine.stage import Commit
 from sharmill.engine.state import StageState
+from sharmill.engine.unit import Commit
 from sharmill.engine.work import Claims
 from sharmill.errors import SharmillError
 from sharmill.files.checksums import checksum

@@ -13,7 +13,7 @@ import pytest
 
 from sharmill.config import MetricsConfig
 from sharmill.engine.progress import MetricsLog
-from sharmill.engine.stage import Commit, make_unit
+from sharmill.engine.unit import Commit, make_unit
 
 
 def commit_of(unit, rejects):

@@ -12,7 +12,9 @@ from support.project import raises
 from support.toy_stage import ToyStage, output_bytes, run
 
 from sharmill.engine.plan import find_changes, read_ledger, read_or_make_plan
-from sharmill.engine.stage import Commit, StageDir, identify_folder, make_unit
+from sharmill.engine.run_dir import StageDir
+from sharmill.engine.stage import identify_folder
+from sharmill.engine.unit import Commit, make_unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.files.record_log import RecordLog
 

@@ -3,7 +3,7 @@
 import pytest
 from support.project import Project, add_distribution, raises
 
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.errors import ConfigError
 from sharmill.pipeline import run_dataset
 
@@ -11,8 +11,9 @@ TALLY = '''
 from dataclasses import dataclass
 
 from sharmill.config import StageSection
-from sharmill.engine.stage import Processor, Stage, add_up
-from sharmill.engine.stage import Output, make_unit
+from sharmill.engine.stage import Processor, Stage
+from sharmill.engine.unit import add_up
+from sharmill.engine.unit import Output, make_unit
 from sharmill.manifest import Reject
 
 

@@ -15,10 +15,12 @@ import pytest
 from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
 from support.toy_stage import RecordingListener, ToyStage, is_running, output_bytes, run as run_locally, wait_until
 
+from sharmill.engine.executor import Executor, StageResult, Submitted
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
-from sharmill.engine.run import Executor, locked, reserved, run_stage
-from sharmill.engine.stage import End as RunEnd, Given, StageResult, Submitted
+from sharmill.engine.run import locked, reserved, run_stage
+from sharmill.engine.run_dir import RunRequest
+from sharmill.engine.stage import End as RunEnd
 from sharmill.engine.state import Attempts, find_live, find_workers
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor
@@ -266,7 +268,7 @@ def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole)
     # Of one that was ended since it did not notice in time, the last heartbeat counts for a lease.
     wait_until(lambda: find_live(stage.dir) == [], 180)
     assert len(read_ledger(stage.dir, stage.dir.read_units())) < 60
-    stage.run_dir.begin(Given(stages=["toy"]))
+    stage.run_dir.begin(RunRequest(stages=["toy"]))
     assert run(ToyStage(tmp_path, units=60), 2).ok
     assert output_bytes(stage) == whole(60)
 

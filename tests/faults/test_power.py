@@ -19,11 +19,12 @@ from support.project import TINY_CODEC, TINY_ENCODER, Project, make_voices, put,
 
 from sharmill.collect.manifest import ManifestOptions, make_manifest
 from sharmill.config import Config
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
+from sharmill.engine.order import choose_stages
 from sharmill.export.run import export_dataset
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.grow.split import split_dataset
-from sharmill.pipeline import choose_stages, run_dataset
+from sharmill.pipeline import run_dataset
 from sharmill.shar.fields import TARGET_AUDIO, published_field
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.shar.sidecars import write_sidecars

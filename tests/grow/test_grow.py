@@ -34,7 +34,7 @@ from support.project import (
 )
 
 from sharmill.demo.corpus import make_corpus
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.files.locks import FolderLock
 from sharmill.files.staging import STAGING_NAME

@@ -5,7 +5,8 @@ from hypothesis import given, strategies as st
 
 from sharmill.engine.hashes import find_first
 from sharmill.manifest import Segment, Utterance, write_lines
-from sharmill.match.groups import divide, index_lines
+from sharmill.match.groups import divide
+from sharmill.stages.lines import index_lines
 
 
 def key_of_folder(audio_filepath, speaker):

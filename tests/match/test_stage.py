@@ -10,16 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.project import Project, check_dataset, lines, put, raises, run, voice
+from support.project import Project, check_dataset, lines, matched_manifest, put, raises, run, stage_of, voice
 
 from sharmill.audio.sound import Sound
 from sharmill.errors import ConfigError, FatalError
 from sharmill.manifest import Utterance, records_checksum
 from sharmill.match.choose import min_similarity
 from sharmill.match.config import MatchConfig
-from sharmill.match.stage import MatchStage, matched_manifest
-from sharmill.prepare.stage import PrepareStage
-from sharmill.write.stage import WriteStage
 
 
 class PitchEncoder:
@@ -55,7 +52,7 @@ def match(project, encoder=None, *, restart=False, speaker_key="speaker", **opti
     if not (project.run_dir / "prepare").exists():
         project.prepare(config)
     with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder or PitchEncoder()):
-        assert run(MatchStage(config), restart=restart).ok
+        assert run(stage_of(config, "match"), restart=restart).ok
     records = lines(matched_manifest(config))
     return {f"{one['audio_filepath']} {one['offset'] or ''}".strip(): one for one in records}
 
@@ -243,7 +240,7 @@ def test_the_threshold_is_the_encoders_own_by_default():
 
 def passes_the_check(project, tmp_path, config):
     """Writes the dataset, and tells whether the checker finds nothing in it."""
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     return not check_dataset(project.dataset, tmp_path / "check", deep=True).findings
 
 
@@ -267,12 +264,12 @@ def pair(project):
 def test_times_of_files_are_in_no_identity(project, pair):
     """Files copied to another disk must not make a run begin anew."""
     config = project.configure(match={})
-    before = [MatchStage(config).identity(), WriteStage(config).identity()]
+    before = [stage_of(config, "match").identity(), stage_of(config, "write").identity()]
     for name in ("a.wav", "b.wav"):
         os.utime(project.root / name, (1, 1))
-    assert run(PrepareStage(config), restart=True).ok
+    assert run(stage_of(config, "prepare"), restart=True).ok
     match(project)
-    assert [MatchStage(config).identity(), WriteStage(config).identity()] == before
+    assert [stage_of(config, "match").identity(), stage_of(config, "write").identity()] == before
 
 
 def test_max_group_seeks_contexts_within_the_parts(project):
@@ -418,7 +415,7 @@ def test_the_dataset_names_gpus_that_chose_its_contexts(project, kind, named):
         add(project, name, pitch)
     with mock.patch("sharmill.match.stage.check_device", return_value=kind):
         match(project)
-    assert run(WriteStage(project.configure(speaker_key="speaker", match={}))).ok
+    assert run(stage_of(project.configure(speaker_key="speaker", match={}), "write")).ok
     record = json.loads((project.dataset / "dataset.json").read_text())
     assert record.get("match_devices", []) == named
 
@@ -452,4 +449,4 @@ def test_a_restart_leaves_no_manifest_of_other_limits(project, pair):
     names = {path.name for path in (project.run_dir / "manifests").glob("*withContext*")}
     assert names == {"small_withContextAudioMinDur3.0MinSSIM0.5.json", *others}
     with raises(ConfigError, "stage_not_run", "match"):
-        run(WriteStage(project.configure()))
+        run(stage_of(project.configure(), "write"))

@@ -10,8 +10,8 @@ import pytest
 from support.project import config_for, make_record, raises, write_lines
 from support.web import serving
 
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import RunDir
+from sharmill.engine.executor import Listener
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.models import find_codec, load_codec, load_speaker_encoder
 from sharmill.pipeline import check_config, run_dataset

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.project import Project, run, speaker_tag, voice
+from support.project import Project, run, speaker_tag, stage_of, voice
 from support.web import serving
 
 from sharmill.config import load_config, to_yaml
-from sharmill.match.stage import MatchStage
-from sharmill.pilot.rates import Calibration
+from sharmill.pilot.calibration import Calibration
 from sharmill.pilot.sample import run_pilot
-from sharmill.prepare.stage import PrepareStage
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +55,8 @@ def test_what_is_foretold_comes_true(project, configured, call):
     assert {(one.format, one.sampling_rate, one.count) for one in found.formats} == {
         ("wav", 16000, 17), ("flac", 16000, 1),
     }  # fmt: skip
-    assert run(PrepareStage(config)).ok
-    totals = run(MatchStage(config)).totals
+    assert run(stage_of(config, "prepare")).ok
+    totals = run(stage_of(config, "match")).totals
     foretold = {round(one.min_similarity, 2): one.context_share for one in found.advice.thresholds}
     assert foretold[0.8] == pytest.approx(totals.num_out / 20)
     assert found.durations["1"] == pytest.approx(1.75)

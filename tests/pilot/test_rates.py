@@ -1,15 +1,14 @@
 """Rates of a run and of a pilot, and the predictions of ``sharmill plan`` that are made of them."""
 
 import pytest
-from support.project import Project, raises, run
+from support.project import Project, raises, run, stage_of
 from support.reported import note_pilot
 
 from sharmill.cli.plan import print_plan
-from sharmill.engine.stage import Unit
+from sharmill.engine.order import make_stages
+from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError
-from sharmill.pilot.rates import StageRate, expect_seconds, find_rates, predict, ranks_of_use
-from sharmill.pipeline import make_stages
-from sharmill.prepare.stage import PrepareStage
+from sharmill.rates import StageRate, expect_seconds, find_rates, predict, ranks_of_use
 
 GPU = "NVIDIA H200, capability 9.0"
 
@@ -97,7 +96,7 @@ def test_rates_are_those_of_the_run_and_of_its_pilot_for_other_stages(project, t
     assert "sharmill calibrate" in printed(config)
     with raises(ConfigError, "no_run_dir", "nothing"):
         find_rates(config, str(tmp_path / "nothing"))
-    assert run(PrepareStage(config)).ok
+    assert run(stage_of(config, "prepare")).ok
     note_pilot(project.run_dir, rates=[rate("prepare"), rate(seconds_per_cost=0.5, cost_per_record=2.0, device=GPU)])
     found, source = find_rates(config, None)
     assert (found["prepare"].cost_per_record, found["match"].cost_per_record) == (1, 2)

@@ -4,7 +4,7 @@ from functools import partial
 
 from support.project import Project, add_distribution, install, raises, voice
 
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.errors import ConfigError
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar

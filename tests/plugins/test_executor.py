@@ -8,9 +8,10 @@ import pytest
 from support.project import Project, install
 
 from sharmill.config import load_config, to_yaml
+from sharmill.engine.executor import Listener
+from sharmill.engine.order import make_stages
 from sharmill.engine.progress import read_progress
-from sharmill.engine.run import Listener
-from sharmill.pipeline import make_stages, run_dataset
+from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
 
 

@@ -13,10 +13,11 @@ from support.project import Project, install, raises, voice
 
 from sharmill.audio.sound import measure_sound
 from sharmill.cli.main import main
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
+from sharmill.engine.order import choose_stages, make_stages
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.profile import ClusterProfile
-from sharmill.pipeline import choose_stages, make_stages, run_dataset
+from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import Field

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from support.project import config_for, make_record, run_prepare, write_lines, write_tone
 
 from sharmill.manifest import Segment, Utterance, canonical_id, recording_id, segment_id
-from sharmill.prepare.stage import HASH_FIELDS, Ids, hash_utterance
+from sharmill.prepare.duplicates import HASH_FIELDS, Ids, hash_utterance
 
 
 @pytest.fixture

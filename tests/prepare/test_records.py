@@ -4,11 +4,11 @@ import json
 import math
 
 import pytest
-from support.project import config_for, make_record, raises, run_prepare, speaker_tag, write_lines
+from support.project import config_for, make_record, prepared_manifest, raises, run_prepare, speaker_tag, write_lines
 
 from sharmill.errors import ConfigError
 from sharmill.prepare.check import parse_filters
-from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.prepare.stage import PrepareStage
 from sharmill.shar.manifests import cut_json
 
 

@@ -6,7 +6,7 @@ import pytest
 from support.project import raises
 
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.prepare.speaker_key import PRESETS, make_speaker_key
+from sharmill.stages.speaker_key import PRESETS, make_speaker_key
 
 PUBLISHED = [
     ("speaker", "a/b/c.wav", "9136_Other", "9136_Other"),

@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 import soundfile as sf
 from support.fields import add_fields
-from support.project import REPOSITORY, Project, copy, members_of, run, voice
+from support.project import REPOSITORY, Project, copy, members_of, run, stage_of, voice
 from support.reported import DecodingToy, Elements, make_reported, note_pilot, write_report
 
 from sharmill.config import to_yaml
 from sharmill.config.loading import load_for_display
-from sharmill.engine.stage import RunDir
+from sharmill.engine.order import make_stages
+from sharmill.engine.run_dir import RunDir
 from sharmill.match.embed import sample_voices
-from sharmill.match.stage import MatchStage
 from sharmill.pilot.advice import Advice, Threshold
-from sharmill.pilot.rates import SimilarityCounts
-from sharmill.pipeline import make_stages
+from sharmill.pilot.calibration import SimilarityCounts
 from sharmill.report.charts import histogram
 from sharmill.report.facts import read_dataset_facts
 from sharmill.report.page import report_on_run
@@ -226,7 +225,7 @@ def test_match_notes_voices_and_the_page_has_their_map(tmp_path):
                     speaker=("anna", "bert")[number % 2])  # fmt: skip
     config = project.configure(match={"min_duration": 0.0, "min_similarity": 0.0})
     project.prepare(config)
-    assert run(MatchStage(config)).ok
+    assert run(stage_of(config, "match")).ok
     RunDir(project.run_dir).config.write_bytes(to_yaml(config))
     page = write_report(project, tmp_path / "x.html", {}).read_text()
     assert "4 utterances of 2 groups" in page

@@ -28,17 +28,18 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.project import REPOSITORY, Project, reindex, voice
+from support.project import REPOSITORY, Project, reindex, stage_of, voice
 from support.sources import FORMS, tar_bytes
 
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.cli.main import cli
 from sharmill.config import Config, load_config, load_typed, to_yaml
+from sharmill.engine.executor import Listener
 from sharmill.engine.fence import refuse_reservations
+from sharmill.engine.order import make_stages
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import RejectRecord, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
@@ -46,8 +47,7 @@ from sharmill.files.locks import LOCK_NAME, lock_owner
 from sharmill.files.staging import STAGING_NAME, Staging, token_staging
 from sharmill.manifest import Utterance
 from sharmill.models.files import check_transformers_config, read_nemo_config
-from sharmill.pipeline import make_stages, run_dataset
-from sharmill.prepare.stage import PrepareStage
+from sharmill.pipeline import run_dataset
 from sharmill.report.facts import read_run_facts
 from sharmill.report.page import make_page
 from sharmill.shar import open_shar
@@ -217,7 +217,7 @@ def prepare(config: Config, planned: Path) -> None:
         source.check()
         source.check_speaker()
     segments = SegmentReader(AudioRoots.of(source.audio_root for source in config.sources))
-    for files in outputs(PrepareStage(config), planned):
+    for files in outputs(stage_of(config, "prepare"), planned):
         for line in files[0].splitlines():
             with suppress(RejectRecord):
                 segments.read(Utterance.from_json(line).segment)

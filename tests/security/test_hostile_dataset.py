@@ -18,7 +18,7 @@ import pytest
 from support import audio as odd, damage as do
 from support.project import check_dataset, copy, lines, raises, reindex, run, snapshot, write_lines
 
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.reading.safety import find_forbidden
@@ -367,7 +367,7 @@ import resource, sys
 from pathlib import Path
 import lhotse, torch, torchaudio
 from support.project import run
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.validate.stage import ValidateConfig, ValidateStage

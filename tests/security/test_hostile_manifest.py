@@ -12,16 +12,14 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from support.project import Project, copy, lines, put, run, voice, write_lines
+from support.project import Project, copy, lines, matched_manifest, put, run, stage_of, voice, write_lines
 
 from sharmill.config import to_yaml
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import FailedAttempt
+from sharmill.engine.executor import Listener
+from sharmill.engine.unit import FailedAttempt
 from sharmill.executors.local import LocalExecutor
-from sharmill.match.stage import matched_manifest
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
-from sharmill.write.stage import WriteStage
 
 # Clears the screen, names the window, rings, turns the line around, ends the line; C1 controls; HTML; rich's markup.
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202egnp\r\b\x9b31m\x7f\u2066<script>alert(1)</script>[red]x[/red]"
@@ -92,7 +90,7 @@ def test_a_matched_manifest_cannot_leave_the_audio_root(project, tmp_path):
     for utterance, path in zip(utterances, paths, strict=True):
         utterance.segment = replace(utterance.segment, audio_filepath=path)
     matched_manifest(config).write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     assert [reject["reason"] for reject in project.rejects("write")] == ["outside_root"] * 2
     assert list(open_shar(project.dataset)) == []
 

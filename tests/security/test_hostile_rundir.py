@@ -11,13 +11,13 @@ from support.damage import STRANGE_FILES
 from support.project import Project, raises, run_sharmill
 
 from sharmill.cli.status import read_run
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.locks import LOCK_NAME, FolderLock
 from sharmill.files.staging import PublishedFile, Staging, token_staging
-from sharmill.match.groups import index_lines
 from sharmill.pipeline import run_dataset
+from sharmill.stages.lines import index_lines
 
 strange = pytest.mark.parametrize("change", STRANGE_FILES.values(), ids=STRANGE_FILES.keys())
 

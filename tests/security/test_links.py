@@ -22,8 +22,8 @@ from support.taken import TAKERS, state_of, take
 from support.toy_stage import ToyStage, run
 from support.web import serving
 
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import RunDir
+from sharmill.engine.executor import Listener
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.supervisor import logging_to, redirect_output
 from sharmill.files.cache import Cache

@@ -6,7 +6,7 @@ from support.project import REPOSITORY, raises
 from sharmill.config import load_config, to_yaml
 from sharmill.demo.corpus import make_corpus
 from sharmill.encode.config import EncodeConfig
-from sharmill.engine.run import Listener
+from sharmill.engine.executor import Listener
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.trust import make_private_folder

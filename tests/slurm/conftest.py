@@ -7,7 +7,7 @@ import pytest
 from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
 from support.toy_stage import ToyStage
 
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.executors.slurm.profile import ClusterProfile
 
 

@@ -27,7 +27,7 @@ from support.toy_cluster import (
 )
 from support.toy_stage import wait_until
 
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import job_comment, wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs, require_no_jobs

@@ -15,6 +15,7 @@ from support.project import (
     run_prepare,
     run_sharmill,
     shar_fields,
+    stage_of,
     voice,
     write_config,
     write_lines,
@@ -23,7 +24,6 @@ from support.project import (
 from sharmill.export.run import export_dataset
 from sharmill.grow.split import split_dataset
 from sharmill.shar import open_shar
-from sharmill.write.stage import WriteStage
 
 # In seconds of the recording. The first item begins a little before its supervision, the last one ends behind it.
 WORDS = [AlignmentItem("good", 1.46, 0.54, 0.9), AlignmentItem("day", 2.1, 0.93)]
@@ -82,7 +82,7 @@ def test_an_alignment_counts_from_its_segment(form, recording, tmp_path):
     source |= {} if form is shar else {"audio_root": str(tmp_path / "audio")}
     config = config_for(tmp_path, [source], match=None)
     assert len(run_prepare(config).kept) == 1
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     for cut in (*open_shar(config.dataset_dir), *CutSet.from_shar(fields=shar_fields(tmp_path / "dataset"))):
         assert cut.supervisions[0].alignment == SHIFTED
     assert not check_dataset(tmp_path / "dataset", tmp_path / "check", deep=True).findings

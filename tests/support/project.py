@@ -28,17 +28,20 @@ from lhotse import CutSet
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, to_config
-from sharmill.encode.config import CodecConfig, EncodeConfig
-from sharmill.encode.stage import EncodeStage
+from sharmill.encode.config import EncodeConfig
+from sharmill.engine.executor import Listener, StageResult
 from sharmill.engine.fence import release
-from sharmill.engine.run import Listener, run_stage
-from sharmill.engine.stage import RunDir, Stage, StageResult
+from sharmill.engine.order import make_stages
+from sharmill.engine.run import run_stage
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import StageRun
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.checksums import checksum
 from sharmill.manifest import Context, Utterance
-from sharmill.match.stage import matched_manifest
-from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.match.config import MatchConfig
+from sharmill.match.stage import facts_of
+from sharmill.models.config import CodecConfig
 from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.fields import codes_field, published_field
 from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord, write_dataset, write_shards
@@ -46,10 +49,10 @@ from sharmill.shar.items import FieldWriter, Item, ItemTable
 from sharmill.shar.json_lines import write_cuts
 from sharmill.shar.manifests import array_json, recording_json, temporal_array_json
 from sharmill.shar.tar import END, write_member
+from sharmill.stages.inputs import leave_manifest
 from sharmill.validate.accounts import ExpectedRecords
-from sharmill.validate.findings import Report
-from sharmill.validate.stage import ValidateConfig, ValidateStage
-from sharmill.write.stage import WriteStage
+from sharmill.validate.findings import Report, read_report
+from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
 
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
@@ -195,9 +198,10 @@ def run_sharmill(*arguments: Any, status: int | None = 0, **options: Any) -> sub
     return done
 
 
-def run(stage: Stage, *, restart: bool = False) -> StageResult:
+def run(stage: StageRun, *, restart: bool = False) -> StageResult:
     """Run a stage to its end in this process."""
-    result = run_stage(stage, LocalExecutor(1), Listener(), max_reject_fraction=1.0, restart=restart)
+    stage = dataclasses.replace(stage, options=dataclasses.replace(stage.options, max_reject_fraction=1.0))
+    result = run_stage(stage, LocalExecutor(1), Listener(), restart=restart)
     release([stage])
     return result
 
@@ -207,7 +211,7 @@ class Prepared:
     """The results of a run of ``prepare``."""
 
     config: Config
-    stage: PrepareStage
+    stage: StageRun
     result: StageResult
 
     @property
@@ -225,25 +229,45 @@ class Prepared:
 
 def run_prepare(config: Config) -> Prepared:
     """Run ``prepare`` to its end in this process."""
-    stage = PrepareStage(config)
+    stage = stage_of(config, "prepare")
     return Prepared(config, stage, run(stage))
 
 
 def check_dataset(dataset: Path, scratch: Path, against: ExpectedRecords | None = None, **level: Any) -> Report:
     """Return the report of a check of a dataset, at a level."""
-    stage = ValidateStage(dataset, RunDir(scratch), ValidateConfig(**level), against=against)
+    stage = check_of(dataset, scratch, against, **level)
     result = run(stage)
     assert result.ok, result.failures
-    return stage.report()
+    return read_report(stage.product("validate/report"))
 
 
-def codec_stages(config: Config, name: str = "toy", model: str = "builtin") -> list[Stage]:
-    """Return the stages that bring the codes of one codec into a dataset."""
+def check_of(dataset: Path, scratch: Path, against: ExpectedRecords | None = None, **level: Any) -> StageRun:
+    """Return the check of a dataset, at a level."""
+    subject = Subject(dataset_dir=dataset, level=ValidateConfig(**level), against=against)
+    return StageRun(ValidateStage(subject), RunDir(scratch))
+
+
+def stage_of(config: Config, name: str) -> StageRun:
+    """Return a stage of a run."""
+    return make_stages(config, [name])[0]
+
+
+def prepared_manifest(config: Config) -> Path:
+    """Return the manifest that ``prepare`` has left."""
+    return stage_of(config, "write").product("prepare/manifest")
+
+
+def matched_manifest(config: Config) -> Path:
+    """Return the manifest that ``match`` has left."""
+    return stage_of(config, "write").product("match/manifest")
+
+
+def codec_stages(config: Config, name: str = "toy", model: str = "builtin") -> list[StageRun]:
+    """Return the rounds that bring the codes of one codec into a dataset."""
     codec = CodecConfig(name=name, model=model)
     if codec not in config.section(EncodeConfig).codecs:
         config = config.with_section(dataclasses.replace(config.section(EncodeConfig), codecs=[codec]))
-    encode = EncodeStage(config, codec)
-    return [encode.survey, encode, encode.assemble]
+    return [stage for stage in make_stages(config, ["encode"]) if stage.name in ("encode", f"encode/{name}")]
 
 
 def run_codec(config: Config, name: str = "toy", model: str = "builtin") -> None:
@@ -318,7 +342,10 @@ class Project:
                 text=context.text,
                 similarity=similarities[index] if similarities else 0.75,
             )
-        matched_manifest(config).write_bytes(b"".join(u.to_json() + b"\n" for u in kept))
+        run_dir = RunDir(Path(config.run_dir))
+        manifest = run_dir.manifests / "by_hand.json"
+        manifest.write_bytes(b"".join(u.to_json() + b"\n" for u in kept))
+        leave_manifest(run_dir, "match", manifest, facts_of(config.section(MatchConfig), []), num_out=len(kept))
         return kept
 
     def write(
@@ -330,7 +357,7 @@ class Project:
             self.match_by_hand(config, contexts, similarities)
         else:
             self.prepare(config)
-        assert run(WriteStage(config)).ok
+        assert run(stage_of(config, "write")).ok
         return config
 
     def encode(self, config: Config, name: str = "toy", codec: "ToyCodec | None" = None) -> "ToyCodec":

@@ -9,9 +9,9 @@ import torch
 
 from sharmill.config import to_yaml
 from sharmill.config.loading import load_for_display
-from sharmill.engine.stage import RunDir
-from sharmill.pilot.rates import Calibration
-from sharmill.pipeline import make_stages
+from sharmill.engine.order import make_stages
+from sharmill.engine.run_dir import RunDir
+from sharmill.pilot.calibration import Calibration
 from sharmill.report.facts import read_run_facts
 from sharmill.report.page import write_page
 from support.project import Project, ToyCodec, voice

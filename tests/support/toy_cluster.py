@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sharmill.engine.executor import Listener, StageResult, Submitted
 from sharmill.engine.plan import read_ledger
-from sharmill.engine.run import Listener, locked, run_stage
-from sharmill.engine.stage import Commit, End, RunDir, Stage, StageResult, Submitted, Totals, Unit
+from sharmill.engine.run import locked, run_stage
+from sharmill.engine.run_dir import RunDir, RunOutcome
+from sharmill.engine.stage import Stage
 from sharmill.engine.state import find_live
+from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
@@ -71,7 +74,7 @@ class ToyDataset:
     def make_stages(self) -> list[Stage]:
         return [self.stage, *self.later]
 
-    def run(self, executor: SlurmExecutor, *, restart: bool, wait_seconds: float) -> End | Submitted:
+    def run(self, executor: SlurmExecutor, *, restart: bool, wait_seconds: float) -> RunOutcome | Submitted:
         results: list[tuple[Stage, StageResult]] = []
         with locked(self.stage.run_dir, wait_seconds) as lock:
             joins = bool(find_live(self.stage.dir, ranks=False))

@@ -14,27 +14,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sharmill.engine.executor import Listener, StageResult
 from sharmill.engine.fence import release
-from sharmill.engine.run import Listener, locked, run_stage
-from sharmill.engine.stage import (
-    Advance,
-    Commit,
-    FailedAttempt,
-    Output,
-    Processor,
-    RunDir,
-    Stage,
-    StageResult,
-    Totals,
-    Unit,
-    add_up,
-    make_unit,
-)
+from sharmill.engine.run import locked, run_stage
+from sharmill.engine.run_dir import RankFolders, RunDir, StageDir
+from sharmill.engine.stage import Advance, Processor, Publication, RunOptions, Stage, StageRun
+from sharmill.engine.unit import Commit, FailedAttempt, Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.host import usable_cores
@@ -53,7 +43,7 @@ class ToyStage(Stage):
     ``:argument``. Each unit takes ``seconds``, until there is a mark ``hurry``.
 
     A name that ends in ``_once`` happens at the first attempt only. Subclasses override ``load``, which is called in
-    the rank before the first unit, and ``work``.
+    the rank before the first unit, and ``work``. ``limits`` are options of its run, which ``in_run`` gives.
     """
 
     kind: ClassVar[str] = "toy"
@@ -69,10 +59,10 @@ class ToyStage(Stage):
         option: Any = 1,
         lost_in_finalize: int = 0,
         seconds: float = 0.0,
+        **limits: Any,
     ) -> None:
-        self.run_dir = RunDir(folder / "run")
-        self.root = folder / "out"
-        self.folders = ("first", "last")
+        self.folder = folder
+        self.limits = limits
         self.marks = folder / "marks"
         self.units = units
         self.behaviour = behaviour or {}
@@ -82,18 +72,42 @@ class ToyStage(Stage):
         self.lost_in_finalize = lost_in_finalize
         self.seconds = seconds
 
-    def identity(self) -> dict[str, Any]:
+    @property
+    def in_run(self) -> StageRun:
+        """The stage in its run, as its plan is now."""
+        return StageRun(self, RunDir(self.folder / "run"), options=RunOptions(**self.limits))
+
+    @property
+    def run_dir(self) -> RunDir:
+        return self.in_run.run_dir
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "out"
+
+    @property
+    def dir(self) -> StageDir:
+        return self.in_run.dir
+
+    @property
+    def ranks(self) -> RankFolders:
+        return self.in_run.ranks
+
+    def publication(self, run: StageRun) -> "ToyPublication":
+        return ToyPublication(self.root)
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
         return {"option": self.option, "units": self.units, "tuple": (1, 2), "list": [{"b": 1, "a": 2}]}
 
-    def plan(self, folder: Path) -> Iterator[Unit]:
+    def plan(self, run: StageRun) -> Iterator[Unit]:
         self.mark("plan", str(os.getpid()))
-        (folder / "beside.txt").write_text("beside the units")
+        (run.plan_folder / "beside.txt").write_text("beside the units")
         for index in range(self.units):
             if (self.marks / "die_in_plan").exists() and index == self.units // 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield make_unit(index, cost=float(index % 4 + 1), size=RECORDS_PER_UNIT, params={"index": index})
 
-    def open(self, device: str) -> Processor:
+    def open(self, run: StageRun, device: str) -> Processor:
         self.load(device)
         return ToyProcessor(self)
 
@@ -115,22 +129,16 @@ class ToyStage(Stage):
         staging.path(last).write_text(f"end of unit {unit.index}\n" * 2000)
         return output or Output(files=[first, last], num_out=unit.size, stats={"seconds": 3600.0})
 
-    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        parts = [self.root / file.name for commit in commits for file in commit.files[1:]]
-        (self.root / "merged.txt").write_text("".join(part.read_text() for part in parts))
-        totals = add_up(commits)
+    def finalize(self, run: StageRun) -> Totals:
+        parts = [run.root / file.name for commit in run.commits for file in commit.files[1:]]
+        (run.root / "merged.txt").write_text("".join(part.read_text() for part in parts))
+        totals = add_up(run.commits)
         return Totals(
             num_in=totals.num_in,
             num_out=totals.num_out - self.lost_in_finalize,
             rejects=totals.rejects,
             hours=totals.hours,
         )
-
-    def discard(self) -> None:
-        for name in ("first", "last"):
-            for path in (self.root / name).glob("*"):
-                path.unlink()
-        (self.root / "merged.txt").unlink(missing_ok=True)
 
     def mark(self, name: str, line: str = "") -> None:
         """Adds a line to a file that the test reads; one write, so that ranks do not mix."""
@@ -165,6 +173,19 @@ class ToyStage(Stage):
         if name in _ERRORS:
             raise _ERRORS[name]()
         return globals()[f"_do_{name}"](self, unit, argument)
+
+
+class ToyPublication(Publication):
+    """The output of a toy stage."""
+
+    def folders(self) -> tuple[str, ...]:
+        return ("first", "last")
+
+    def discard(self) -> None:
+        for name in self.folders():
+            for path in (self.root / name).glob("*"):
+                path.unlink()
+        (self.root / "merged.txt").unlink(missing_ok=True)
 
 
 class ToyProcessor(Processor):
@@ -311,6 +332,12 @@ class GoesBlind(ToyStage):
             return output
         return super().work(unit, staging, advance)
 
+    def input(self, run: StageRun) -> "GoesBlind":
+        return self
+
+    def check(self) -> None:
+        """Nothing is wrong before the work."""
+
     def check_node(self) -> None:
         if str(os.getpid()) in self.marked("blind"):
             raise DeviceError("this node does not see the audio", place="node a", code="unlike_nodes")
@@ -334,13 +361,11 @@ def run(
     stage: ToyStage, workers: int = 1, *, max_reject_fraction: float = 0.5, restart: bool = False
 ) -> tuple[StageResult, RecordingListener]:
     """Runs the stage as the pipeline would."""
-    heard = RecordingListener()
-    with locked(stage.run_dir) as lock:
-        result = run_stage(
-            stage, LocalExecutor(workers), heard, max_reject_fraction=max_reject_fraction, restart=restart,
-            unlocked=lock.released,
-        )  # fmt: skip
-        release([stage])
+    heard, in_run = RecordingListener(), stage.in_run
+    in_run = replace(in_run, options=replace(in_run.options, max_reject_fraction=max_reject_fraction))
+    with locked(in_run.run_dir) as lock:
+        result = run_stage(in_run, LocalExecutor(workers), heard, restart=restart, unlocked=lock.released)
+        release([in_run])
     return result, heard
 
 
@@ -392,10 +417,9 @@ ECC = "CUDA error: uncorrectable ECC error encountered"
 class LookingAhead(GpuStage):
     """Notes for each unit the one that its rank is told to expect behind it, and how many cores the rank has."""
 
-    looks_ahead = True
-
-    def open(self, device: str) -> Processor:
-        processor = super().open(device)
+    def open(self, run: StageRun, device: str) -> Processor:
+        processor = super().open(run, device)
+        processor.prefetches = True
         self.mark("cores", str(usable_cores()))
         processor.expect = lambda unit: self.mark("expected", "none" if unit is None else str(unit.index))
         return processor
@@ -408,8 +432,8 @@ class KindStage(GpuStage):
         super().__init__(folder, **options)
         self.kinds = kinds
 
-    def open(self, device: str) -> Processor:
-        processor = super().open(device)
+    def open(self, run: StageRun, device: str) -> Processor:
+        processor = super().open(run, device)
         processor.device_kind = self.kinds[os.environ["CUDA_VISIBLE_DEVICES"]]
         return processor
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, strategies as st
-from support.project import check_dataset, lines, raises, run, speaker_tag, voice, write_lines
+from support.project import check_dataset, lines, raises, run, speaker_tag, stage_of, voice, write_lines
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.shar.json_lines import read_cuts
@@ -54,9 +54,8 @@ def many_kinds(project):
     manifest.write_bytes(b"\n".join([manifest.read_bytes(), *broken, deep, *nan]) + b"\n")
     project.match_by_hand(config)
     (project.root / "late.wav").write_bytes(b"this became text since it was prepared")
-    from sharmill.write.stage import WriteStage
 
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     return project
 
 

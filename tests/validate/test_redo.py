@@ -2,11 +2,22 @@
 
 import pytest
 from support import damage as do
-from support.project import Project, ToyCodec, check_dataset, codec_stages, loading, put, raises, run, snapshot, voice
+from support.project import (
+    Project,
+    ToyCodec,
+    check_dataset,
+    codec_stages,
+    loading,
+    put,
+    raises,
+    run,
+    snapshot,
+    stage_of,
+    voice,
+)
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.validate.findings import encode_report, read_report, take_back_commits
-from sharmill.write.stage import WriteStage
 
 STAGES = ["write", "survey", "encode", "assemble"]
 CODECS = ("a", "b")
@@ -31,7 +42,10 @@ class Finished:
         return self.project.dataset
 
     def stages(self):
-        return [WriteStage(self.config), *(stage for name in CODECS for stage in codec_stages(self.config, name))]
+        return [
+            stage_of(self.config, "write"),
+            *(stage for name in CODECS for stage in codec_stages(self.config, name)),
+        ]
 
     def run(self):
         """The ordinary relaunch."""
@@ -189,7 +203,7 @@ def test_a_shard_whose_source_has_changed_is_not_passed_off_as_the_same(finished
     path.write_bytes(put(path, 0.5 * voice(0.8, seed=99)).read_bytes().ljust(size, b"\0"))
     assert path.stat().st_size == size
     with raises(FatalError, "changed_input", "unit 1"):
-        run(WriteStage(finished.config))
+        run(stage_of(finished.config, "write"))
     put(finished.project.root / "4.flac", voice(0.8, seed=4))
     take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     finished.run()

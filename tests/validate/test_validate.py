@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import damage as do
 from support.audio import container
-from support.project import Project, ToyCodec, check_dataset, copy, lines, raises, reindex, run, voice
+from support.project import Project, ToyCodec, check_dataset, copy, lines, raises, reindex, run, stage_of, voice
 
 from sharmill.errors import ConfigError
 from sharmill.shar.index import read_dataset
@@ -16,7 +16,6 @@ from sharmill.shar.rebuild import rebuild_index
 from sharmill.sources.nemo import NemoSource
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.shard import MAX_CLIPPING_SHARE, MAX_DIFFERENT_CODES, MAX_SILENCE_SHARE
-from sharmill.write.stage import WriteStage
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_a_dataset_without_codecs_and_one_without_cuts_are_clean(project, tmp_pa
     (project.root / "notes.txt").touch()
     for number in range(2):
         (project.root / f"{number}.wav").unlink()
-    assert run(WriteStage(project.configure(match={"min_duration": 0.0})), restart=True).ok
+    assert run(stage_of(project.configure(match={"min_duration": 0.0}), "write"), restart=True).ok
     assert lines(project.dataset / "shards.jsonl")[0]["count"] == 0
     assert found(project.dataset, tmp_path / "second") == set()
 

@@ -9,20 +9,32 @@ import pytest
 import soundfile as sf
 from hypothesis import given, strategies as st
 from lhotse import CutSet
-from support.project import Project, check_dataset, lines, numbers, put, raises, run, shar_fields, snapshot, voice
+from support.project import (
+    Project,
+    check_dataset,
+    lines,
+    matched_manifest,
+    numbers,
+    put,
+    raises,
+    run,
+    shar_fields,
+    snapshot,
+    stage_of,
+    voice,
+)
 
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import to_yaml
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.manifest import Segment
 from sharmill.match.groups import LINE
-from sharmill.match.stage import MatchStage, matched_manifest
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
-from sharmill.write.stage import WriteConfig, WriteStage, divide_into_shards, order_lines, store_segments
+from sharmill.write.stage import WriteConfig, divide_into_shards, order_lines, store_segments
 
 
 def fill(project: Project, count: int = 7, suffix: str = "flac") -> None:
@@ -67,7 +79,7 @@ def test_a_record_that_fails_is_dropped_from_every_field(project, damage, reason
     config = project.configure(write={"order": "manifest", "shard_size": 3})
     project.match_by_hand(config)
     damage(project.root / f"2.{suffix}")
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     rejects = project.rejects("write")
     # 2 is a target, and the context of 1.
     assert [(r["record"]["number"], r["detail"].split(":")[0]) for r in rejects] == [(1, "context"), (2, "target")]
@@ -83,7 +95,7 @@ def test_a_shard_without_a_good_record_is_committed_empty(project):
     project.match_by_hand(config, [1, 0, 3, 2, 5, 4])
     for number in (2, 3):
         (project.root / f"{number}.flac").unlink()
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     shards = lines(project.dataset / "shards.jsonl")
     assert [(shard["index"], shard["count"]) for shard in shards] == [(0, 2), (1, 0), (2, 2)]
     for reader in (CutSet.from_shar(fields=shar_fields(project.dataset)), open_shar(project.dataset)):
@@ -97,7 +109,7 @@ def test_an_empty_input_is_a_valid_empty_dataset(project):
     config = project.configure()
     project.run_dir.joinpath("manifests").mkdir(parents=True)
     matched_manifest(config).write_bytes(b"")
-    assert run(WriteStage(config)).totals.num_in == 0
+    assert run(stage_of(config, "write")).totals.num_in == 0
     assert (project.dataset / "shards.jsonl").read_bytes() == b""
     assert read_dataset(project.dataset).num_cuts == 0
     assert list(open_shar(project.dataset)) == []
@@ -111,11 +123,11 @@ def test_opus_at_22050_hz_is_rejected_with_what_to_set(project):
         project.add(f"{number}.wav", voice(0.5, 22050), rate=22050)
     config = project.configure(write={"audio_format": "opus"})
     project.match_by_hand(config)
-    stage = WriteStage(config)
+    stage = stage_of(config, "write")
     assert run(stage).totals.rejects == {"unsupported_rate": 2}
     assert "sampling_rate" in stage.dir.rejects.read_text()
     config = project.configure(write={"audio_format": "opus", "sampling_rate": 24000})
-    assert run(WriteStage(config), restart=True).ok
+    assert run(stage_of(config, "write"), restart=True).ok
     assert {cut.target_audio.sampling_rate for cut in open_shar(project.dataset)} == {24000}
 
 
@@ -127,7 +139,7 @@ def test_a_lost_file_is_written_again_without_encoding_its_codes(project, name):
     project.encode(config, "second")
     before = snapshot(project.dataset)
     (project.dataset / name).unlink()
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     for codec in ("toy", "second"):
         assert project.encode(config, codec).batches == []
     assert snapshot(project.dataset) == before
@@ -145,7 +157,7 @@ def test_other_bytes_of_the_same_size_are_changed_audio_whatever_the_time(projec
     assert path.stat().st_size == status.st_size
     if same_time:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert run(WriteStage(config)).ok
+    assert run(stage_of(config, "write")).ok
     found = {(r["record"]["number"], r["detail"].split(":")[0], r["reason"]) for r in project.rejects("write")}
     assert found == {(0, "context", "changed_audio"), (1, "target", "changed_audio")}
     assert numbers(open_shar(project.dataset)) == [2]
@@ -171,12 +183,12 @@ def test_a_rank_that_does_not_see_the_audio_root_rejects_nothing(project):
     config = project.configure()
     project.match_by_hand(config)
     project.root.rename(project.root.with_name("elsewhere"))
-    for stage in (WriteStage(config), MatchStage(config)):
+    for stage in (stage_of(config, "write"), stage_of(config, "match")):
         with raises(DeviceError, "unlike_nodes", f"the audio root {project.root} does not exist"):
             run(stage)
         assert not stage.dir.rejects.exists()
     project.root.with_name("elsewhere").rename(project.root)
-    assert run(WriteStage(config)).totals.num_out == 3
+    assert run(stage_of(config, "write")).totals.num_out == 3
 
 
 @pytest.mark.parametrize("format", ["flac", "wav", "original"])
@@ -194,7 +206,7 @@ def test_scaled_floats_are_stored_as_the_integers(project, format):
     assert found[0] == found[1]
     other = dataclasses.replace(config, sources=[dataclasses.replace(config.sources[0], float_scale=1.0)])
     with raises(ConfigError, "changed_plan", "float_scale"):
-        run(WriteStage(other))
+        run(stage_of(other, "write"))
 
 
 LOUD = np.where(np.arange(16000) % 160 < 8, 1.5, voice(1.0)).astype(np.float32)

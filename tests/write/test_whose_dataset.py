@@ -14,20 +14,34 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.project import Project, ToyCodec, codec_stages, lines, loading, raises, run, run_sharmill, snapshot, voice
+from support.project import (
+    Project,
+    ToyCodec,
+    codec_stages,
+    lines,
+    loading,
+    raises,
+    run,
+    run_sharmill,
+    snapshot,
+    stage_of,
+    voice,
+)
 from support.toy_stage import ToyStage, run as run_toy
 
 from sharmill.encode.config import EncodeConfig
+from sharmill.engine.executor import Listener
 from sharmill.engine.fence import make_fence, reserve
+from sharmill.engine.order import make_stages
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.run import Listener, locked
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run import locked
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
 from sharmill.files.staging import STAGING_NAME, token_staging
-from sharmill.pipeline import make_stages, run_dataset
-from sharmill.write.stage import WriteConfig, WriteStage
+from sharmill.pipeline import run_dataset
+from sharmill.write.stage import WriteConfig
 
 SHARDS = {"write": {"shard_size": 2}, "match": {"min_duration": 0.0}}
 OTHER_SHARDS = SHARDS | {"write": {"shard_size": 5}}
@@ -99,18 +113,18 @@ class TestMoved:
         before = {name: data for name, data in snapshot(project.dataset).items() if "/" in name}
         project.dataset = project.dataset.rename(tmp_path / "elsewhere")
         config = project.configure(**SHARDS)
-        assert run(WriteStage(config)).ok
+        assert run(stage_of(config, "write")).ok
         project.encode(config)
         assert before.items() <= snapshot(project.dataset).items()
-        assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
+        assert run(stage_of(project.configure(**OTHER_SHARDS), "write"), restart=True).ok
         assert len(list((project.dataset / "cuts").iterdir())) == 1
 
     def test_away_a_relaunch_says_so_and_a_restart_writes_it_anew(self, project, tmp_path):
         before = snapshot(project.dataset)
         project.dataset.rename(tmp_path / "elsewhere")
         with raises(ConfigError, "no_dataset", "move it back"):
-            run(WriteStage(project.configure(**SHARDS)))
-        assert run(WriteStage(project.configure(**SHARDS)), restart=True).ok
+            run(stage_of(project.configure(**SHARDS), "write"))
+        assert run(stage_of(project.configure(**SHARDS), "write"), restart=True).ok
         assert snapshot(project.dataset) == snapshot(tmp_path / "elsewhere") == before
 
 
@@ -122,12 +136,12 @@ class TestOfAnother:
         config = theirs.configure(**SHARDS)
         theirs.match_by_hand(config)
         if begun:
-            assert run(WriteStage(config)).ok
+            assert run(stage_of(config, "write")).ok
             shutil.rmtree(theirs.dataset)
         shutil.copytree(project.dataset, theirs.dataset)
         before = snapshot(theirs.dataset)
         with raises(ConfigError, "foreign_output"):
-            run(WriteStage(config), restart=restart)
+            run(stage_of(config, "write"), restart=restart)
         assert snapshot(theirs.dataset) == before
 
     @restarts
@@ -158,7 +172,7 @@ class TestRestart:
         for path in mine:
             path.parent.mkdir(exist_ok=True)
             path.write_text("mine")
-        assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
+        assert run(stage_of(project.configure(**OTHER_SHARDS), "write"), restart=True).ok
         assert all(path.read_text() == "mine" for path in mine)
         assert len(list((project.dataset / "cuts").glob("*.gz"))) == 1
 
@@ -187,7 +201,7 @@ class TestRestart:
             read_or_make_plan(encode, restart=False)
         make_fence(encode)
         task = pickle.loads(pickle.dumps(RankTask(encode, 0, RankProfile())))
-        assert run(WriteStage(project.configure(**OTHER_SHARDS)), restart=True).ok
+        assert run(stage_of(project.configure(**OTHER_SHARDS), "write"), restart=True).ok
         before = snapshot(project.dataset)
         # It was overtaken; it has not failed.
         task()

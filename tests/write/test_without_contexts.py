@@ -1,13 +1,11 @@
 """Datasets without contexts (``match: null``): prepare, write and encode, and what becomes of the kind of a dataset."""
 
 import pytest
-from support.project import lines, raises, run, speaker_tag, voice
+from support.project import lines, raises, run, speaker_tag, stage_of, voice
 
 from sharmill.errors import ConfigError
 from sharmill.manifest import CONTEXT_KEYS
-from sharmill.prepare.stage import PrepareStage
 from sharmill.shar.index import read_dataset
-from sharmill.write.stage import WriteStage
 
 NONE = {"match": None, "write": {"shard_size": 2, "order": "manifest"}}
 
@@ -70,7 +68,7 @@ def test_a_restart_changes_the_kind_of_a_dataset_and_leaves_nothing_behind(proje
     config = project.write(**before)
     project.encode(config)
     config = project.configure(**after)
-    for stage in (PrepareStage(config), WriteStage(config)):
+    for stage in (stage_of(config, "prepare"), stage_of(config, "write")):
         if config.has_contexts and stage.kind == "write":
             project.match_by_hand(config)
         with raises(ConfigError, "changed_plan"):

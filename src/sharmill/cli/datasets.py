@@ -27,7 +27,8 @@ from sharmill.cli.command import (
 from sharmill.cli.progress import ProgressListener
 from sharmill.cli.run import run_configs
 from sharmill.collect.manifest import INFO, REJECTS, ManifestOptions, make_manifest
-from sharmill.engine.stage import RunDir
+from sharmill.engine.order import config_of_run
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, printable_line, refuse
 from sharmill.export.run import export_dataset
 from sharmill.grow.join import append_dataset, merge_datasets
@@ -47,7 +48,7 @@ from sharmill.inspect.cuts import (
     read_shard,
     shard_rows,
 )
-from sharmill.pipeline import config_of_run, stages_of_run
+from sharmill.pipeline import stages_of_run
 from sharmill.report.facts import read_dataset_facts, read_run_facts
 from sharmill.report.page import write_page
 from sharmill.shar.fields import DATASET_FILE

@@ -20,6 +20,7 @@ from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.balance import pack
+from sharmill.engine.order import make_stages
 from sharmill.engine.view import read_or_preview_units
 from sharmill.errors import ConfigError
 from sharmill.executors.supervisor import usable_gpus, visible_gpus
@@ -28,10 +29,11 @@ from sharmill.match.stage import MatchStage
 from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
 from sharmill.models.memory import Measurement, measure_canonical, measure_model
 from sharmill.pilot.advice import Advice
-from sharmill.pilot.rates import Calibration, StagePrediction, count_ranks, find_rates, predict
+from sharmill.pilot.calibration import Calibration
 from sharmill.pilot.sample import run_pilot
-from sharmill.pipeline import check_config, make_stages
+from sharmill.pipeline import check_config
 from sharmill.prepare.check import PrepareConfig
+from sharmill.rates import StagePrediction, count_ranks, find_rates, predict
 from sharmill.training.buckets.batch_size import make_budget
 
 # Speech as FLAC at 16 to 24 kHz takes 15 to 35 kB a second; codes add little. A round figure on the safe side.
@@ -133,7 +135,7 @@ def print_plan(config: Config, *, earlier: str | None = None, gpu_hour: float | 
         rows.append([
             stage.name, f"{len(units) - len(left)}/{len(units)}", describe_cost(sum(left), records=records),
             str(len(loads)), describe_cost(largest, records=records), f"{mean / largest:.0%}" if largest else "",
-            f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.replaces_root else "",
+            f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.publication is not None and stage.publication.replaces_root else "",
         ])  # fmt: skip
     predictions = predict(config, stages, rates, planned)
     columns = ("stage", "units", "to process", "ranks", "largest", "balance", "disk")

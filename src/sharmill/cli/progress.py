@@ -12,9 +12,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from sharmill.cli.command import describe_cost, describe_sum, describe_time, make_console, make_table, plain
+from sharmill.engine.executor import Listener, StageResult
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import Commit, Stage, StageResult, Unit
+from sharmill.engine.stage import StageRun
+from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.view import StageView, view_stage
 
 _SECONDS_BETWEEN_VIEWS = 1.0
@@ -59,7 +60,7 @@ class ProgressListener(Listener):
         if self._live is not None:
             self._live.stop()
 
-    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
+    def stage_started(self, stage: StageRun, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         self._stage, self._units = stage, units
         self._commits = {commit.index: commit for commit in done}
         self._began = self._said = self._clock()
@@ -90,7 +91,7 @@ class ProgressListener(Listener):
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self._commits[unit.index] = commit
 
-    def stage_ended(self, stage: Stage, result: StageResult) -> None:
+    def stage_ended(self, stage: StageRun, result: StageResult) -> None:
         took = self._clock() - self._began
         view = view_stage(stage, self._units, self._commits, (), 0.0, totals=result.totals)
         words = "failed"

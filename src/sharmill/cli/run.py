@@ -1,6 +1,5 @@
 """Commands that run stages: here (``run``, ``demo``, ``work``), on SLURM (``submit``), or the checker alone."""
 
-import logging
 import os
 import shlex
 import shutil
@@ -9,7 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -41,9 +40,12 @@ from sharmill.cli.command import (
 from sharmill.cli.progress import ProgressListener
 from sharmill.config import Config, load_config, load_typed, resolve_stage
 from sharmill.demo import make_demo, next_steps
-from sharmill.engine.run import Executor, Listener
-from sharmill.engine.stage import End, RunDir, Stage, StageResult, Submitted, Unit
+from sharmill.engine.executor import StageResult, Submitted
+from sharmill.engine.order import choose_stages, make_stages
+from sharmill.engine.run_dir import RunDir, RunOutcome
+from sharmill.engine.stage import StageRun
 from sharmill.engine.state import pack_units
+from sharmill.engine.unit import Unit
 from sharmill.engine.view import read_or_preview_units
 from sharmill.errors import ConfigError, SharmillError, describe_error, printable_line, refuse
 from sharmill.executors.local import JoiningExecutor, run_alone
@@ -52,16 +54,8 @@ from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.files.atomic import require_writable, write_atomic
 from sharmill.files.disk import disk_errors
 from sharmill.files.trust import require_private
-from sharmill.grow.join import append_dataset
-from sharmill.pilot.rates import expect_seconds, ranks_of_use
-from sharmill.pipeline import (
-    DatasetResult,
-    check_config,
-    choose_stages,
-    make_stages,
-    run_dataset,
-    take_back,
-)
+from sharmill.pipeline import DatasetResult, DatasetRun, check_config, run_dataset, take_back
+from sharmill.rates import expect_seconds
 from sharmill.registry import require_package
 from sharmill.report.page import report_on_run
 from sharmill.shar.fields import DATASET_FILE
@@ -70,7 +64,7 @@ from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource, delimiter_of
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import INDEX, Report, encode_report, read_report
-from sharmill.validate.stage import ValidateConfig, ValidateStage
+from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
 
 T = TypeVar("T")
 _MAX_LINES = 10
@@ -191,7 +185,7 @@ def run_configs(
             "ok": result.ok,
             "stages": [
                 {"name": stage.name, "ok": outcome.ok, "failed_units": sorted(outcome.failures),
-                 "totals": None if outcome.totals is None else asdict(outcome.totals)}
+                 "totals": None if outcome.totals is None else msgspec.to_builtins(outcome.totals)}
                 for stage, outcome in result.stages
             ],
             "findings": {"errors": result.num_errors, "checked": report is not None},
@@ -283,7 +277,7 @@ def join_run(run_dir: Path, workers: int | Literal["auto"], device: str | None) 
     given = None
     if paths.path.is_dir():
         require_private(paths.path)
-        given = paths.read_given()
+        given = paths.read_request()
     if given is None:
         raise ConfigError(
             f"no run has begun in {run_dir}: begin it with sharmill run or sharmill submit", code="no_run_dir"
@@ -373,9 +367,12 @@ def validate(
     )
     accounts = ExpectedRecords(sources=sources, rejects=rejects, audio_roots=audio_roots) if against else None
     with tempfile.TemporaryDirectory(prefix="sharmill-validate-") as scratch, ProgressListener() as listener:
-        stage = ValidateStage(open_directory(arguments[0]), RunDir(Path(scratch) / "run"), level, against=accounts)
-        with run_alone(stage, workers=workers, listener=listener, resumes=False):
-            report = stage.report()
+        subject = Subject(dataset_dir=open_directory(arguments[0]), level=level, against=accounts)
+        checked = run_alone(
+            ValidateStage(subject), RunDir(Path(scratch) / "run"), workers=workers, listener=listener, resumes=False
+        )
+        with checked as (run, _):
+            report = read_report(run.product("validate/report"))
     print_report(report, json_file)
     return FINDINGS if report.errors else OK
 
@@ -396,8 +393,8 @@ def print_result(result: DatasetResult) -> None:
     reasons: Counter[str] = Counter()
     for stage, outcome in result.stages:
         found = outcome.totals.rejects if outcome.totals is not None else {}
-        reasons.update({} if stage.keeps_cuts else found)
-        if stage.keeps_cuts and found:
+        reasons.update({} if stage.rejects_keep_cut else found)
+        if stage.rejects_keep_cut and found:
             listed = f"{sum(found.values())} {'cuts' if stage.counts == 'records' else 'segments'} without codes"
             say(f"{stage.name}: {listed} (see {result.config.run_dir}/bad_codes.jsonl)", style="yellow")
     if reasons:
@@ -439,7 +436,7 @@ def _result_paths(result: DatasetResult) -> dict[str, str]:
     return paths
 
 
-def _accounts(stage: Stage, outcome: StageResult) -> list[str | Text]:
+def _accounts(stage: StageRun, outcome: StageResult) -> list[str | Text]:
     """Return the row of a stage."""
     if outcome.totals is None:
         return [stage.name, "", "", plain("failed", style="red")]
@@ -485,57 +482,6 @@ def print_report(report: Report, json_file: str | None = None) -> None:
         say(f"to be done again by --redo: {listed}")
     if json_file is not None:
         write_atomic(Path(json_file), encode_report(report))
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DatasetRun:
-    """The stages of one dataset that are to be run, by default all: what the jobs of a cluster carry along."""
-
-    config: Config
-    stages: tuple[str, ...] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.config.run_dir)
-
-    def make_stages(self) -> list[Stage]:
-        """Return the stages in the order in which they run."""
-        return make_stages(self.config, self.stages)
-
-    def run(self, executor: Executor, *, restart: bool, wait_seconds: float) -> End | Submitted:
-        """Run the stages; see ``run_dataset``. Once all of them are done, the shards are appended to ``append_to``."""
-        config = self.config
-        result = run_dataset(
-            config, Listener(), stages=self.stages, restart=restart, executor=executor, wait_seconds=wait_seconds
-        )
-        if result.stages and (submitted := result.stages[-1][1].submitted) is not None:
-            return submitted
-        if config.append_to is None or not self.is_whole or result.report is None or result.num_errors:
-            return result.end()
-        appended = append_dataset(config.append_to, config.dataset_dir)
-        return result.end(appended.describe(config.append_to, config.dataset_dir))
-
-    def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
-        """Return for how many ranks the units of a stage are enough."""
-        return ranks_of_use(self.config, stage, units)
-
-    def show(self) -> None:
-        """Make the page about a finished run of all stages."""
-        if self.is_whole:
-            # An advance job has little memory: no model is loaded in it.
-            log.info("%s", report_on_run(self.config, make_stages(self.config), decode=False))
-
-    @property
-    def is_whole(self) -> bool:
-        """Return True if all stages of the dataset are among these."""
-        return self.stages is None or set(choose_stages(self.config)) <= set(self.stages)
 
 
 @click.command()
@@ -604,7 +550,7 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor) -> tuple[int, dict[st
     check_config(config, run.stages)
     if config.append_to is not None and run.is_whole:
         say(f"{config.name}: once all stages are done, its shards are appended to {config.append_to}")
-    left: list[tuple[Stage, list[Unit]]] = []
+    left: list[tuple[StageRun, list[Unit]]] = []
     for stage in run.make_stages():
         units, done = read_or_preview_units(stage) if not left else ([], {})
         missing = [unit for unit in units if unit.index not in done]
@@ -630,7 +576,7 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor) -> tuple[int, dict[st
     return OK, {"name": config.name, "stage": stage.name, "balance": balance, "scripts": scripts, "later": later}
 
 
-def _describe_balance(stage: Stage, units: Sequence[Unit], jobs: SlurmExecutor, num_ranks: int) -> list[str]:
+def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecutor, num_ranks: int) -> list[str]:
     """Return sentences about the units of a stage: who does them, and what waits for whom."""
     behind = "the job behind it, which runs only if that fails (afternotok)"
     if not num_ranks:
@@ -667,6 +613,6 @@ def _finish(jobs: SlurmExecutor, started: tuple[int, dict[str, Any]]) -> tuple[i
     return _describe_end(name, end)
 
 
-def _describe_end(name: str, end: End) -> tuple[int, dict[str, Any]]:
+def _describe_end(name: str, end: RunOutcome) -> tuple[int, dict[str, Any]]:
     status = FAILED if end.state != "done" else FINDINGS if end.findings else OK
     return status, {"name": name} | msgspec.to_builtins(end)

@@ -29,17 +29,19 @@ from sharmill.cli.command import (
 from sharmill.cli.progress import describe_amount, describe_rate
 from sharmill.config import Config
 from sharmill.engine.fence import release_cancelled, require_original
+from sharmill.engine.order import config_of_run
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked
-from sharmill.engine.stage import End, RunDir, Stage
+from sharmill.engine.run_dir import RunDir, RunOutcome
+from sharmill.engine.stage import StageRun
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.engine.view import StageView, read_stage
 from sharmill.errors import ConfigError, FatalError, SharmillError, describe_error, refuse
 from sharmill.executors.slurm.queue import SECONDS_TO_CANCEL, QueuedJob, cancel_jobs, queued_jobs, waits_for_jobs
 from sharmill.files.host import SLURM_JOB, user_name
 from sharmill.files.locks import lock_owner
-from sharmill.pilot.rates import expect_seconds
-from sharmill.pipeline import config_of_run, stages_of_run
+from sharmill.pipeline import stages_of_run
+from sharmill.rates import expect_seconds
 from sharmill.registry import require_package
 
 _SECONDS_TO_END: Final = 60.0
@@ -64,7 +66,7 @@ _METRICS: Final[dict[str, tuple[str, ...]]] = {
     "--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU; not with --json."
 )
 @click.option(
-    "--check", is_flag=True, help="End with status 1 where something failed, is silent, or has lost its jobs."
+    "--check", is_flag=True, help="RunOutcome with status 1 where something failed, is silent, or has lost its jobs."
 )
 @click.option(
     "--prometheus", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -124,9 +126,9 @@ class RunView:
 
     path: Path
     config: Config
-    stages: list[Stage]
+    stages: list[StageRun]
     views: list[StageView]
-    end: End | None
+    end: RunOutcome | None
     jobs: list[QueuedJob]
     problem: str
     asked: float
@@ -165,12 +167,14 @@ def read_run(path: Path, before: RunView | None = None) -> RunView:
     stages = stages_of_run(config)
     views = [read_stage(stage, queued=queued) for stage in stages]
     is_done = all(view.state == "done" for view in views)
-    end = run_dir.read_end()
+    end = run_dir.read_outcome()
     # Planning and submitting the first jobs takes its time.
     if waits and not queued and not is_done and lock_owner(run_dir.path) is None:
-        given = run_dir.read_given()
+        given = run_dir.read_request()
         again = f": {given.command}" if given is not None and given.command else ""
-        end = End(state="failed", message=f"no job is left though work is: submit again{again}", code="jobs_gone")
+        end = RunOutcome(
+            state="failed", message=f"no job is left though work is: submit again{again}", code="jobs_gone"
+        )
     return RunView(path, config, stages, views, end, jobs, problem, asked)
 
 
@@ -226,7 +230,7 @@ def _print_status(run: RunView, gpu_hour: float | None) -> None:
         if failures:
             say(f"{stage.name}: {len(failures)} units failed; tracebacks: {stage.dir.failures}", style="red")
     if run.end is not None:
-        path = RunDir(run.path).end
+        path = RunDir(run.path).outcome
         since = f" since {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M:%S}" if path.exists() else ""
         say(f"run: {run.end.state}{since}: {run.end.message}", style="red" if run.end.state == "failed" else "")
     _print_jobs(run)
@@ -375,7 +379,7 @@ def write_metrics(path: Path, runs: Sequence[RunView], num_unread: int) -> None:
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @json_option
 def cancel(run_dir: Path) -> None:
-    """End what is at work in a run directory: jobs, or a process.
+    """RunOutcome what is at work in a run directory: jobs, or a process.
 
     What is done is kept: the command that began the run goes on from there. A dataset directory in which the run has
     published nothing yet is free for others.
@@ -427,8 +431,8 @@ def _find_processes(run_dir: RunDir, ended_jobs: Sequence[str] = ()) -> list[str
 
 def _mark(run_dir: RunDir) -> None:
     """Note that a run is cancelled, unless it has ended."""
-    if run_dir.read_end() is None:
-        run_dir.note_end(End(state="cancelled", message=f"cancelled by {user_name()}; what is done is kept"))
+    if run_dir.read_outcome() is None:
+        run_dir.note_outcome(RunOutcome(state="cancelled", message=f"cancelled by {user_name()}; what is done is kept"))
 
 
 def _wait_for_processes(run_dir: RunDir, ended_jobs: Sequence[str]) -> None:

@@ -7,28 +7,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
 from sharmill.audio.files import choose_channel, probe
 from sharmill.audio.roots import AudioRoots
 from sharmill.collect.corpora import RECIPE_LOG, Found, run_recipe
-from sharmill.engine.run import Listener, merge_files
-from sharmill.engine.stage import (
-    Advance,
-    Commit,
-    Output,
-    Processor,
-    RunDir,
-    Stage,
-    Totals,
-    Unit,
-    add_up,
-    make_unit,
-    versions,
-)
+from sharmill.engine.executor import Listener
+from sharmill.engine.run import merge_files
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import Advance, Processor, Stage, StageRun, versions
 from sharmill.engine.state import describe_rejects
+from sharmill.engine.unit import Commit, Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.executors.local import run_alone
 from sharmill.files.atomic import make_folder, remove, remove_temp_files, require_writable, write_atomic, write_new
@@ -179,8 +170,9 @@ def make_manifest(
     require_writable(path.parent)
     require_writable(beside.parent)
     with run_alone(
-        ManifestStage(destination, given, options), workers=workers, listener=listener, resumes=False
-    ) as result:
+        ManifestStage(destination, given, options), RunDir(path.with_name(f".{path.name}.manifest")), workers=workers,
+        listener=listener, resumes=False,
+    ) as (_, result):  # fmt: skip
         assert result.totals is not None
         return destination, result.totals
 
@@ -188,20 +180,19 @@ def make_manifest(
 class ManifestStage(Stage):
     """The stage that completes records. One unit is some of an input; its run directory lies beside the manifest."""
 
-    kind: ClassVar[str] = "manifest"
-    cost_unit: ClassVar = "records"
+    kind = "manifest"
+    cost_unit = "records"
 
     def __init__(self, destination: Destination, given: Sequence[Source], options: ManifestOptions) -> None:
-        self.run_dir = RunDir(destination.path.with_name(f".{destination.path.name}.manifest"))
-        self.root = self.dir.path
         self.destination = destination
         self.given = given
         self.options = options
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, run: StageRun) -> dict[str, Any]:
         return {"versions": versions()}
 
-    def plan(self, folder: Path) -> Iterator[Unit]:
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        folder = run.plan_folder
         if self.options.corpus is not None:
             options = self.options
             found = run_recipe(
@@ -241,23 +232,23 @@ class ManifestStage(Stage):
             inputs.append(Input(source, split, found.defaults))
         return inputs
 
-    def open(self, device: str) -> Processor:
-        return Completion(self.inputs(self.dir.plan), self.options, self.destination.root)
+    def open(self, run: StageRun, device: str) -> Processor:
+        return Completion(self.inputs(run.plan_folder), self.options, self.destination.root)
 
-    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
+    def finalize(self, run: StageRun) -> Totals:
         """Publish the manifest and what lies beside it, the description last; return the accounts with notes."""
-        totals = add_up(commits)
-        inputs = self.inputs(self.dir.plan)
+        totals, commits = add_up(run.commits), run.commits
+        inputs = self.inputs(run.plan_folder)
         parts: dict[str, list[Commit]] = {entry.split: [] for entry in inputs}
-        for unit, commit in zip(units, commits, strict=True):
+        for unit, commit in zip(run.units, commits, strict=True):
             parts[inputs[unit.params["input"]].split].append(commit)
-        destination, log = self.destination, self.dir.plan / RECIPE_LOG
+        destination, log = self.destination, run.plan_folder / RECIPE_LOG
         # Recipes look at files in the order of the file system.
         warnings = sorted(log.read_text("utf-8").splitlines()) if log.exists() else []
         for file in destination.files(parts):
             # Left by killed processes.
             remove_temp_files(file.parent, {file.name})
-        _replace(destination.beside(REJECTS), [self.dir.rejects] if totals.rejects else [])
+        _replace(destination.beside(REJECTS), [run.dir.rejects] if totals.rejects else [])
         remove(destination.beside(LOG))
         if warnings:
             write_atomic(destination.beside(LOG), "".join(f"{line}\n" for line in warnings).encode())
@@ -267,12 +258,12 @@ class ManifestStage(Stage):
                 "input, then run the same command with --force. The commonest reasons (all: "
                 f"{destination.beside(REJECTS)}):",
                 code="too_many_rejects",
-                details=describe_rejects(self.dir.rejects_of_units, totals.rejects),
+                details=describe_rejects(run.ranks.rejects, totals.rejects),
             )
         for split, made in parts.items():
-            _replace(destination.of_split(split), [self.root / commit.files[0].name for commit in made])
+            _replace(destination.of_split(split), [run.root / commit.files[0].name for commit in made])
         if destination.vocabulary is not None:
-            write_atomic(destination.vocabulary, self._vocabulary(parts))
+            write_atomic(destination.vocabulary, _vocabulary(run.root, parts))
         by_reason = dict(sorted(totals.rejects.items()))
         numbers = {destination.of_split(split).name: _add_up_counts(made) for split, made in parts.items()}
         write_atomic(destination.beside(INFO), msgspec.yaml.encode({
@@ -295,14 +286,15 @@ class ManifestStage(Stage):
             )
         return replace(totals, rejects=by_reason, notes=notes)
 
-    def _vocabulary(self, parts: dict[str, list[Commit]]) -> bytes:
-        """Return the vocabulary of the splits for training, or of all if none is; the commonest first, one a line."""
-        counts: Counter[str] = Counter()
-        for split in [split for split in parts if "train" in split] or parts:
-            for commit in parts[split]:
-                counts.update(load_record(self.root / commit.files[1].name, dict[str, int]))
-        ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-        return "".join(f"{entry}\n" for entry, _ in ordered).encode()
+
+def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
+    """Return the vocabulary of the splits for training, or of all if none is; the commonest first, one a line."""
+    counts: Counter[str] = Counter()
+    for split in [split for split in parts if "train" in split] or parts:
+        for commit in parts[split]:
+            counts.update(load_record(root / commit.files[1].name, dict[str, int]))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return "".join(f"{entry}\n" for entry, _ in ordered).encode()
 
 
 class Completion(Processor):

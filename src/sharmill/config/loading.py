@@ -111,7 +111,7 @@ def to_plain(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     plain: dict[str, Any] = {}
-    for field in dataclasses.fields(value):
+    for field in _key_fields(value):
         found = to_plain(getattr(value, field.name))
         is_beside = field.name == ("sections" if isinstance(value, Config) else _options_of(value))
         plain |= found if is_beside else {field.name: found}
@@ -259,9 +259,8 @@ def _to_typed(
 ) -> Loaded:
     _check_controls(values, origin, "")
     loaded = _make_section(kind, values, "", origin, for_display=for_display)
-    if kind is Config:
-        # Not a key: nothing that is compared or written as a part of the configuration.
-        object.__setattr__(loaded, "references", references)
+    if isinstance(loaded, Config):
+        loaded = dataclasses.replace(loaded, references=references)
     return cast("Loaded", loaded)
 
 
@@ -300,7 +299,7 @@ def _make_section(kind: Any, values: dict[Any, Any], place: str, origin: str, *,
         key: _make(types[key], values[key], f"{place}.{key}" if place else key, origin, for_display=for_display)
         for key in types if key in values
     }  # fmt: skip
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in _key_fields(kind)}
     if kind is Config:
         made["sections"] = _make_sections(types, made, origin)
     elif options := made.keys() - fields:
@@ -375,7 +374,12 @@ def _own_types(kind: Any) -> dict[str, Any]:
     """Return the types of the keys of a dataclass but for those that lie beside them."""
     hints = get_type_hints(kind, include_extras=True)
     beside = "sections" if kind is Config else _options_of(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.name != beside}
+    return {field.name: hints[field.name] for field in _key_fields(kind) if field.name != beside}
+
+
+def _key_fields(kind: Any) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a dataclass that are keys of a configuration."""
+    return [field for field in dataclasses.fields(kind) if field.metadata.get("is_key", True)]
 
 
 def _types_of(kind: type, values: Any, origin: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ The string below each key is its documentation: docs/configuration.md is generat
 import hashlib
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, cast
 
@@ -53,8 +53,16 @@ class StageSection:
     without: ClassVar[str] = "a dataset without the stage"
     makes_contexts: ClassVar[bool] = False
 
+    def items(self, kind: str) -> Sequence[Any]:
+        """Return the settings of each stage of a kind that these keys make: themselves, or the items of a list in them.
+
+        A stage is called after the ``name`` of its settings, if they have one.
+        """
+        return (self,)
+
 
 Kind = TypeVar("Kind", bound=StageSection)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +250,8 @@ class Config:
     """Where the stages run: see below."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     """Curves of the run: see below."""
-    references: ClassVar[References] = References()  # of an instance, where it was read from a file
+    # No key: it is not written, and does not count in a comparison.
+    references: References = field(default_factory=References, compare=False, repr=False, metadata={"is_key": False})
 
     def __post_init__(self) -> None:
         require(bool(NAME.fullmatch(self.name)), f"name {self.name!r} must be letters, digits, '_', '-', '.'")
@@ -255,6 +264,11 @@ class Config:
         # An id that is kept may look like one that is made of a path.
         require(len({source.keeps_ids for source in self.sources}) == 1,
                 "keep_ids must be the same for all sources; those without the key keep no ids")  # fmt: skip
+
+    def items(self, kind: type[Item]) -> list[Item]:
+        """Return the items of a class in lists that sections have, such as the codecs."""
+        lists = [value for one in self._sections() for value in vars(one).values() if isinstance(value, list)]
+        return [item for found in lists for item in found if isinstance(item, kind)]
 
     def all(self, kind: type[Kind]) -> list[Kind]:
         """Return the sections of a class: none, one, or several where the configuration has a list of them."""

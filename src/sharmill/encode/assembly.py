@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 
 from sharmill.encode.codes import SegmentCodes
-from sharmill.engine.stage import Unit
+from sharmill.engine.stage import StageRun
+from sharmill.engine.unit import Unit
 from sharmill.manifest import Reject
 from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import NO_DATA, FieldWriter, Item
 from sharmill.shar.manifests import array_json, temporal_array_json
-from sharmill.write.fields import FieldProcessor, FieldStage
+from sharmill.stages.fields import FieldProcessor
 
 
 class AssembleProcessor(FieldProcessor):
@@ -23,8 +24,8 @@ class AssembleProcessor(FieldProcessor):
         numbers: the segment at each place of the dataset (audio fields, cuts).
     """
 
-    def __init__(self, stage: FieldStage, codec: CodecRecord, codes: SegmentCodes, numbers: np.ndarray) -> None:
-        super().__init__(stage)
+    def __init__(self, run: StageRun, codec: CodecRecord, codes: SegmentCodes, numbers: np.ndarray) -> None:
+        super().__init__(run)
         self._codec = codec
         self._codes = codes
         self._numbers = numbers
@@ -50,6 +51,6 @@ class AssembleProcessor(FieldProcessor):
                     metadata = array_json(shape) if field else temporal_array_json(shape, frame_shift)
                     writer.add(Item(cut_id, "npy", array_to_bytes(codes[number]), metadata))
         return [
-            Reject(self.stage.name, "bad_codes", f"it has no {' and no '.join(fields)}", {"cut": cut_id})
+            Reject(self.run.name, "bad_codes", f"it has no {' and no '.join(fields)}", {"cut": cut_id})
             for cut_id, fields in lacking.items()
         ]

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.engine.stage import StageDir
+from sharmill.engine.run_dir import StageDir
 from sharmill.errors import UnitFailed
 from sharmill.files.arrays import load_stored_array
 from sharmill.files.atomic import open_new

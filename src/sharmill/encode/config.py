@@ -1,31 +1,11 @@
-"""Keys of the stages of codes: ``survey``, ``encode`` and ``assemble``."""
+"""Keys of the stage ``encode``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sharmill.config import NAME, Above0, Precision, Presence, StageSection, require
-from sharmill.registry import CODECS
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecConfig:
-    """One codec whose codes the dataset has."""
-
-    options_of: ClassVar = (CODECS, "model")
-
-    name: str
-    """Name of the codes in the dataset: they lie in the folder ``codes_<name>``."""
-    model: str
-    """Model to load: ``nemo:<pretrained name or .nemo file>``, ``transformers:<directory or hub name>`` (EnCodec
-    without chunks, DAC, Mimi), or ``builtin``, a small one that ships with sharmill, for trying out."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the model's family, which a configuration has beside ``model``."""
-
-    def __post_init__(self) -> None:
-        require(
-            bool(NAME.fullmatch(self.name)),
-            f"codec name {self.name!r} must be letters, digits, '_', '-', '.'",
-        )
+from sharmill.config import Above0, Precision, Presence, StageSection, require
+from sharmill.models.config import CodecConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +31,7 @@ class EncodeConfig(StageSection):
     def __post_init__(self) -> None:
         names = [codec.name for codec in self.codecs]
         require(len(set(names)) == len(names), "two codecs have the same name")
+
+    def items(self, kind: str) -> Sequence[Any]:
+        # The segments of a dataset serve all codecs.
+        return [self][: len(self.codecs)] if kind == "encode.segments" else self.codecs

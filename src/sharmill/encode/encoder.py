@@ -19,7 +19,8 @@ from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.engine.ahead import AheadProcessor, LoadedBatches
 from sharmill.engine.progress import spent_on
-from sharmill.engine.stage import Advance, Output, Unit
+from sharmill.engine.stage import Advance
+from sharmill.engine.unit import Output, Unit
 from sharmill.errors import FatalError, RejectRecord, UnitFailed
 from sharmill.files.staging import Staging
 from sharmill.manifest import Reject

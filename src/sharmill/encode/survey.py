@@ -1,30 +1,19 @@
-"""Stage ``survey``: a list of the unique segments of a dataset's stored audio, which serves all codecs.
+"""First round of the stage ``encode``: a list of the unique segments of a dataset's stored audio, for all codecs.
 
 It reads every audio file once, so that a dataset needs nothing but its files: whoever wrote it, however it has grown.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
-from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import PLACE, hash_segment, merge_tables
-from sharmill.engine.stage import (
-    Advance,
-    Commit,
-    Output,
-    Processor,
-    Stage,
-    StageDir,
-    Totals,
-    Unit,
-    add_up,
-    make_unit,
-    versions,
-)
+from sharmill.engine.stage import Advance, Processor, Stage, StageRun, name_of, versions
+from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.files.arrays import save_array
 from sharmill.files.checksums import checksum
@@ -34,76 +23,54 @@ from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import CUTS
 from sharmill.shar.items import ItemTable
 from sharmill.shar.json_lines import read_cut_ids
+from sharmill.stages.fields import dataset_of
 
 _MAX_UINT32: Final = (1 << 32) - 1
 
 
 class SurveyStage(Stage):
-    """The stage that lists the unique segments of a dataset in the run directory. One unit is one shard."""
+    """The round that lists the unique segments of a dataset in the run directory. One unit is one shard."""
 
-    kind: ClassVar[str] = "survey"
-    after: ClassVar = ("write",)
-    part_of: ClassVar[str] = "encode"
-    # It costs no more than reading the audio.
-    replan_when_changed: ClassVar[bool] = True
+    kind = "encode.segments"
+    section = EncodeConfig
+    after = ("write",)
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.dataset = ShardedDataset(Path(config.dataset_dir))
+    def identity(self, run: StageRun) -> dict[str, Any]:
+        return {"input": dataset_of(run).audio_checksum(), "versions": versions()}
 
-    @classmethod
-    def of(cls, config: Config) -> list[Self]:
-        return [cls(config)] if config.section(EncodeConfig).codecs else []
-
-    @property
-    def segments_file(self) -> Path:
-        """The unique segments: an array (segments,) of ``SEGMENT``."""
-        return self.dir.merged / "segments.npy"
-
-    @property
-    def numbers_file(self) -> Path:
-        """The numbers of the segments at all places: an array (audio fields, cuts of the dataset) uint32."""
-        return self.dir.merged / "numbers.npy"
-
-    def require_done(self, stage: StageDir) -> None:
-        """Raise ConfigError where a stage of codes is not finished, or was finished with other audio."""
-        name = stage.path.relative_to(self.run_dir.path).as_posix()
-        if not stage.done.exists():
-            raise ConfigError(f"{name} is not finished: run it first", code="stage_not_run")
-        if load_record(stage.identity, dict[str, Any]).get("input") != self.dataset.audio_checksum():
-            raise ConfigError(f"the dataset has changed since {name}: run that again", code="stage_not_run")
-
-    def audio_files(self) -> list[list[Path]]:
-        """Return for each shard its files of audio."""
-        fields = self.dataset.record().audio_fields
-        return [
-            [self.dataset.directory / shard.fields[field].file for field in fields] for shard in self.dataset.shards()
-        ]
-
-    def identity(self) -> dict[str, Any]:
-        return {"input": self.dataset.audio_checksum(), "versions": versions()}
-
-    def plan(self, folder: Path) -> Iterator[Unit]:
-        fields = (CUTS, *self.dataset.record().audio_fields)
-        for shard in self.dataset.shards():
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        dataset = dataset_of(run)
+        fields = (CUTS, *dataset.record().audio_fields)
+        for shard in dataset.shards():
             files = [shard.fields[field] for field in fields]
             yield make_unit(
                 shard.index, cost=round(shard.target_seconds + shard.context_seconds, 3), size=shard.count,
                 params={"files": {file.file: file.xxh3 for file in files}},
             )  # fmt: skip
 
-    def open(self, device: str) -> Processor:
-        return SurveyProcessor(self.dataset.directory)
+    def open(self, run: StageRun, device: str) -> Processor:
+        return SurveyProcessor(dataset_of(run).directory)
 
-    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        shape = len(self.dataset.record().audio_fields), sum(commit.num_out for commit in commits)
-        merge_tables(
-            [self.root / commit.files[0].name for commit in commits], shape, self.segments_file, self.numbers_file
-        )
-        return add_up(commits)
+    def finalize(self, run: StageRun) -> Totals:
+        shape = len(dataset_of(run).record().audio_fields), sum(commit.num_out for commit in run.commits)
+        # The segments: an array (segments,) of SEGMENT. Their numbers at all places: (audio fields, cuts) uint32.
+        segments, numbers = run.dir.merged / "segments.npy", run.dir.merged / "numbers.npy"
+        merge_tables([run.root / commit.files[0].name for commit in run.commits], shape, segments, numbers)
+        return replace(add_up(run.commits), products=run.record_products(segments=segments, numbers=numbers))
 
-    def products(self) -> list[Path]:
-        return [self.segments_file, self.numbers_file]
+
+def require_same_audio(run: StageRun, stage: str) -> None:
+    """Raise ConfigError if a round of codes is not finished, or was finished with other audio."""
+    run.totals_of(stage)
+    identity = load_record(run.run_dir.stage(stage).identity, dict[str, Any])
+    if identity.get("input") != dataset_of(run).audio_checksum():
+        raise ConfigError(f"the dataset has changed since {name_of(stage)}: run that again", code="stage_not_run")
+
+
+def audio_files(dataset: ShardedDataset) -> list[list[Path]]:
+    """Return for each shard its files of audio."""
+    fields = dataset.record().audio_fields
+    return [[dataset.directory / shard.fields[field].file for field in fields] for shard in dataset.shards()]
 
 
 class SurveyProcessor(Processor):

@@ -7,7 +7,8 @@ from itertools import chain, islice
 from typing import Final, Generic, TypeVar
 
 from sharmill.engine.progress import spent_on
-from sharmill.engine.stage import Processor, Unit
+from sharmill.engine.stage import Processor
+from sharmill.engine.unit import Unit
 from sharmill.prefetch import prefetch
 
 BATCHES_AHEAD: Final = 2
@@ -61,6 +62,8 @@ class AheadProcessor(Processor, Generic[Begun]):
     Another unit than the expected one may come: what was begun is dropped then. An error is raised where the unit is
     taken, so that it ends that unit and no other.
     """
+
+    prefetches = True
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next-unit")

@@ -26,7 +26,8 @@ from typing import Annotated
 import msgspec
 from tenacity import retry, retry_if_exception_type, stop_after_attempt
 
-from sharmill.engine.stage import RunDir, Stage, StageDir
+from sharmill.engine.run_dir import RunDir, StageDir
+from sharmill.engine.stage import Publication, StageRun
 from sharmill.errors import ConfigError, FatalError, refuse
 from sharmill.files.atomic import (
     fsync,
@@ -69,7 +70,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     folders: list[str]
 
 
-def reserve(stages: Sequence[Stage], *, restart: bool) -> None:
+def reserve(stages: Sequence[StageRun], *, restart: bool) -> None:
     """Reserve the folders of those of a run's stages that are not done, or of all on a restart.
 
     The run looks before it writes, since its reservation must not be in the way of one that is there, and after it.
@@ -78,20 +79,20 @@ def reserve(stages: Sequence[Stage], *, restart: bool) -> None:
     Raises:
         ConfigError: another run has reserved one of them, or has made what is there; nothing is reserved then.
     """
-    publishing = [stage for stage in stages if stage.reserves[1]]
-    stages = [stage for stage in publishing if restart or not stage.dir.is_finished()]
-    if not stages:
+    publishing = _publishing(stages)
+    unfinished = [(stage, own) for stage, own in publishing if restart or not stage.dir.is_finished()]
+    if not unfinished:
         # A run that was killed between the end of its last stage and this may have left one.
-        release(publishing)
+        release(stages)
         return
-    root, run_dir = stages[0].reserves[0], stages[0].run_dir
+    root, run_dir = unfinished[0][1].root, unfinished[0][0].run_dir
     require_writable(root)
-    wanted = {folder for stage in stages for folder in stage.reserves[1]}
-    if any(stage.replaces_root and (restart or not stage.dir.token_file.exists()) for stage in stages):
+    wanted = {folder for _, own in unfinished for folder in own.reserves()}
+    if any(own.replaces_root and (restart or not stage.dir.token_file.exists()) for stage, own in unfinished):
         # What others are adding to the directory would be lost.
         wanted.add(_ALL)
-    own, before = run_dir.make_id(), _own_folders(root, run_dir)
-    refuse_reservations(root, own, wanted)
+    run_id, before = run_dir.make_id(), _own_folders(root, run_dir)
+    refuse_reservations(root, run_id, wanted)
     write_atomic(run_dir.reserved, os.fsencode(root.resolve()))
     run = run_dir.path.resolve()
     host, user, device = _place(run)
@@ -99,39 +100,44 @@ def reserve(stages: Sequence[Stage], *, restart: bool) -> None:
     _write(
         root,
         Reservation(
-            id=own, run=str(run), host=host, user=user, since=since, device=device,
+            id=run_id, run=str(run), host=host, user=user, since=since, device=device,
             inode=run.stat().st_ino, folders=sorted(before | wanted - {_ALL}),
         ),
     )  # fmt: skip
     try:
-        refuse_reservations(root, own, wanted)
-        for stage in stages:
-            if not before.issuperset(stage.reserves[1]):
+        refuse_reservations(root, run_id, wanted)
+        for _, publication in unfinished:
+            if not before.issuperset(publication.reserves()):
                 # Nobody else can come in between any more.
-                stage.check_output()
+                publication.check_output()
     except BaseException:
-        _keep(root, own, before)
+        _keep(root, run_id, before)
         raise
 
 
-def require_own_output(stage: Stage) -> None:
+def require_own_output(stage: StageRun) -> None:
     """Raise ConfigError if a stage would publish into what another run has reserved, or has made."""
-    root, folders = stage.reserves
-    refuse_reservations(root, stage.run_dir.read_id(), folders)
+    if (own := stage.publication) is None:
+        return
+    refuse_reservations(own.root, stage.run_dir.read_id(), own.reserves())
     # A reservation without a plan says nothing about what was put there since.
-    if not (_own_folders(root, stage.run_dir).issuperset(folders) and stage.dir.token_file.exists()):
-        stage.check_output()
+    if not (_own_folders(own.root, stage.run_dir).issuperset(own.reserves()) and stage.dir.token_file.exists()):
+        own.check_output()
 
 
-def release(stages: Sequence[Stage]) -> None:
+def release(stages: Sequence[StageRun]) -> None:
     """Give up what stages of a run have reserved, but what those of them need that are begun and not finished."""
-    stages = [stage for stage in stages if stage.reserves[1]]
-    begun = [stage for stage in stages if stage.dir.token_file.exists() and not stage.dir.is_finished()]
-    if stages:
-        root, run_dir = stages[0].reserves[0], stages[0].run_dir
-        given_up = {folder for stage in stages for folder in stage.reserves[1]}
-        needed = {folder for stage in begun for folder in stage.reserves[1]}
+    publishing = _publishing(stages)
+    if publishing:
+        root, run_dir = publishing[0][1].root, publishing[0][0].run_dir
+        given_up = {folder for _, own in publishing for folder in own.reserves()}
+        begun = [(stage, own) for stage, own in publishing if stage.dir.token_file.exists()]
+        needed = {folder for stage, own in begun if not stage.dir.is_finished() for folder in own.reserves()}
         _keep(root, run_dir.read_id(), _own_folders(root, run_dir) - (given_up - needed))
+
+
+def _publishing(stages: Sequence[StageRun]) -> list[tuple[StageRun, Publication]]:
+    return [(stage, stage.publication) for stage in stages if stage.publication is not None]
 
 
 def release_cancelled(run_dir: RunDir) -> list[Path]:
@@ -174,10 +180,10 @@ def require_original(run_dir: RunDir) -> None:
 
 def refuse_copy(run_dir: RunDir) -> None:
     """Raise ConfigError for a copy of a directory in which a run was begun: its id would find the jobs of that run."""
-    given = run_dir.read_given()
-    if given is not None and given.run and _is_copy(run_dir, given.run):
+    request = run_dir.read_request()
+    if request is not None and request.run and _is_copy(run_dir, request.run):
         raise ConfigError(
-            f"{run_dir.path} is a copy of {given.run}, in which the run was begun: cancel that, or go on there; for "
+            f"{run_dir.path} is a copy of {request.run}, in which the run was begun: cancel that, or go on there; for "
             f"another run here, remove {run_dir.id} and use --restart",
             code="reserved",
         )
@@ -338,23 +344,23 @@ def _remove_plans(root: Path, run_id: str) -> None:
         remove_at_once(folder)
 
 
-def fenced_folders(stage: Stage) -> list[Path]:
+def fenced_folders(stage: StageRun) -> list[Path]:
     """Return all folders that the ranks of the stage's plan write to."""
     return [
-        *stage.dir.folders_of_ranks,
+        *stage.ranks.all,
         token_staging(stage.root, stage.token),
         *(stage.root / name for name in stage.folders),
     ]
 
 
-def make_fence(stage: Stage) -> None:
+def make_fence(stage: StageRun) -> None:
     """Make all folders that the ranks of the stage's plan write to; those that are there stay as they are."""
     remove_temp_files(stage.dir.path / "ranks")
     for folder in (*fenced_folders(stage), stage.dir.logs):
         make_folder(folder)
 
 
-def wait_for_plan(stage: Stage, patience: VisibilityTimeout) -> None:
+def wait_for_plan(stage: StageRun, patience: VisibilityTimeout) -> None:
     """Wait until this node sees the stage's plan and the folders that ranks write to; the caller looks at them."""
     paths, folders = stage.dir, fenced_folders(stage)
     patience.wait_until(
@@ -365,22 +371,22 @@ def wait_for_plan(stage: Stage, patience: VisibilityTimeout) -> None:
         require_trusted_owner(root, folders)
 
 
-def require_current(stage: Stage) -> None:
+def require_current(stage: StageRun) -> None:
     """Raise FatalError unless ranks of the stage's plan may write: another process has replaced or finished it."""
     if not is_current(stage):
         raise superseded(stage)
 
 
-def is_current(stage: Stage) -> bool:
+def is_current(stage: StageRun) -> bool:
     """Return True as long as ranks of the stage's plan may write."""
-    return stage.dir.ranks.is_dir() and token_staging(stage.root, stage.token).is_dir()
+    return stage.ranks.path.is_dir() and token_staging(stage.root, stage.token).is_dir()
 
 
-def superseded(stage: Stage) -> FatalError:
+def superseded(stage: StageRun) -> FatalError:
     """Return the error of a rank whose plan is not the present one any more, or was never seen on its node."""
     late = (
-        f", or cannot be seen on this node even {stage.seconds_until_seen:g} s later (executor.seconds_until_seen)"
-        if stage.seconds_until_seen
+        f", or cannot be seen on this node even {stage.options.seconds_until_seen:g} s later (executor.seconds_until_seen)"
+        if stage.options.seconds_until_seen
         else ""
     )
     return FatalError(
@@ -399,7 +405,7 @@ def remove_fences(paths: StageDir, root: Path) -> None:
     remove_temp_files(paths.path / "ranks")
 
 
-def stop_ranks(stage: Stage) -> None:
+def stop_ranks(stage: StageRun) -> None:
     """Stop ranks that are at work for the stage's plan, which stays with what they have done: a later run goes on."""
     for ranks in (stage.dir.path / "ranks").glob(_TOKEN):
         remove_at_once(token_staging(stage.root, ranks.name))

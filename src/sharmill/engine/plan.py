@@ -10,6 +10,7 @@ killed can only leave one incomplete last line, which is not a record.
 import os
 import secrets
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from stat import S_ISREG
@@ -19,7 +20,10 @@ from uuid import uuid4
 import msgspec
 
 from sharmill.engine.fence import remove_fences, require_own_output, reserve
-from sharmill.engine.stage import Commit, Stage, StageDir, Unit
+from sharmill.engine.order import dependent_folders
+from sharmill.engine.run_dir import StageDir
+from sharmill.engine.stage import StageRun, step_of
+from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.errors import ConfigError
 from sharmill.files.atomic import (
     fsync,
@@ -93,32 +97,31 @@ _OWN_FILES = (
 )  # fmt: skip
 
 
-def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
-    """Return the units of the stage's plan; the plan is made if there is none. The stage gets the plan's token.
+def read_or_make_plan(stage: StageRun, *, restart: bool) -> tuple[StageRun, list[Unit]]:
+    """Return the stage with its plan's token, and the units of the plan; it is made if there is none.
 
     Raises:
         ConfigError: there is a plan, but of another configuration, input or version; or the output is another run's.
     """
-    stage.token = ""
     refuse_linked_folders(stage)
     require_trusted_owner(stage.root, [stage.root / name for name in stage.folders])
     run_id = stage.run_dir.make_id()
-    restart = restart or stage.dir.begin_anew.exists()
+    restart = restart or stage.dir.replan.exists()
     require_own_output(stage)
-    identity = stage.identity()
+    identity = stage.declaration.identity(stage)
     if stage.kind not in STAGES.own and stage.kind in STAGES.names():
         # Another package brings it.
         identity |= {"package": STAGES.version(stage.kind)}
     # As it is read back: JSON has no tuples, and the keys are stored in order.
-    identity = msgspec.json.decode(msgspec.json.encode(stage.references.identify(identity, stage.kind), order="sorted"))
+    identity = stage.options.references.identify(identity, step_of(stage.kind))
+    identity = msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
     if stage.dir.identity.exists() and not restart:
         changes = find_changes(load_record(stage.dir.identity, dict[str, Any]), identity)
         if not changes:
-            stage.token = stage.dir.read_token()
-            return stage.dir.read_units()
+            return stage.with_plan(stage.dir.read_token()), stage.dir.read_units()
         # Where everything was rejected, nothing is lost.
         goes_on = any(commit.num_out for commit in iterate_ledger(stage.dir))
-        if goes_on and not stage.replan_when_changed:
+        if goes_on and not _loses_nothing(stage):
             raise ConfigError(
                 f"{stage.name} was begun differently in {stage.run_dir.path}: {'; '.join(changes[:4])}. "
                 "Restore that, choose another run_dir, or begin the stage anew",
@@ -130,16 +133,21 @@ def read_or_make_plan(stage: Stage, *, restart: bool) -> list[Unit]:
     return _freeze(stage, identity, run_id)
 
 
-def mark_to_begin_anew(stage: Stage) -> None:
-    """Have the next run that comes to the stage begin it anew, also one without ``--restart``.
+def _loses_nothing(stage: StageRun) -> bool:
+    """Return True if another plan loses nothing: for a check of all stages, and rounds of a step that load no model."""
+    return "*" in stage.declaration.after or step_of(stage.kind) != stage.kind
+
+
+def request_replan(stage: StageRun) -> None:
+    """Have the next run that comes to the stage make another plan, also one without ``--restart``.
 
     A run may end before it has come there itself: killed, or since jobs are to go on.
     """
     if stage.dir.token_file.exists():
-        write_atomic(stage.dir.begin_anew, b"")
+        write_atomic(stage.dir.replan, b"")
 
 
-def _is_planned(stage: Stage) -> bool:
+def _is_planned(stage: StageRun) -> bool:
     """Return True if there is a plan, by the answer of the server: whatever a node sees, only one makes a folder."""
     make_folder(stage.dir.path)
     with stopping_errors(stage.dir.plan):
@@ -148,14 +156,14 @@ def _is_planned(stage: Stage) -> bool:
         try:
             stage.dir.plan.mkdir()
         except FileExistsError:
-            return VisibilityTimeout(stage.seconds_until_seen).wait_until(
+            return VisibilityTimeout(stage.options.seconds_until_seen).wait_until(
                 stage.dir.identity.exists, str(stage.dir.identity)
             )
         remove_if_empty(stage.dir.plan)
     return False
 
 
-def count_planned(stage: Stage) -> int | None:
+def count_planned(stage: StageRun) -> int | None:
     """Return the number of units of a plan, or None where it is damaged: it is to be discarded all the same."""
     try:
         return len(stage.dir.read_units())
@@ -163,7 +171,7 @@ def count_planned(stage: Stage) -> int | None:
         return None
 
 
-def discard_stage(stage: Stage) -> None:
+def discard_stage(stage: StageRun) -> None:
     """Remove the stage's plan, ledger and output, and the plans of the stages whose output goes with that.
 
     The output is that of this run, which has reserved it. First of all go the folders that ranks write to, so that none
@@ -171,14 +179,32 @@ def discard_stage(stage: Stage) -> None:
     in between nor a loss of power leaves output that belongs to nothing: by the ledger its units are to be done again.
     """
     with stopping_errors(stage.dir.path):
-        for paths in (stage.dir, *stage.later()):
+        behind = dependent_folders(stage)
+        for paths in (stage.dir, *behind):
             remove_fences(paths, stage.root)
+        totals = stage.dir.read_totals()
         remove(stage.dir.done)
-        # Without a plan, what lies where the stage publishes is not this run's to remove.
+        # Without a plan, files where the stage publishes are not this run's to remove.
         if stage.dir.token_file.exists():
-            stage.discard()
-        for paths in (*stage.later(), stage.dir):
+            _discard_output(stage, totals)
+        for paths in (*behind, stage.dir):
             _remove_files(paths)
+
+
+def _discard_output(stage: StageRun, totals: Totals | None) -> None:
+    """Remove for good the products of a stage, by its totals, and everything that it has published."""
+    if totals is not None:
+        remove(*(stage.run_dir.path / file.name for file in totals.products.values()))
+    if stage.publication is not None:
+        stage.publication.discard()
+
+
+def has_output(stage: StageRun) -> bool:
+    """Return True if everything that a finished stage has left for others is still in place."""
+    totals = stage.dir.read_totals()
+    products = totals.products.values() if totals is not None else ()
+    is_there = all((stage.run_dir.path / file.name).exists() for file in products)
+    return is_there and (stage.publication is None or stage.publication.is_complete())
 
 
 def _remove_files(paths: StageDir) -> None:
@@ -194,7 +220,7 @@ def _remove_files(paths: StageDir) -> None:
     remove_if_empty(*folders, paths.path, paths.path.parent)
 
 
-def refuse_linked_folders(stage: Stage) -> None:
+def refuse_linked_folders(stage: StageRun) -> None:
     """Raise ConfigError where a folder of the stage, a log or a file of a cluster's jobs is a link or a stranger's.
 
     What lies behind a link is not this run's to change.
@@ -203,9 +229,9 @@ def refuse_linked_folders(stage: Stage) -> None:
     # Submitit itself makes links of such names, which SLURM does not write to.
     jobs = [path for path in run.jobs.glob("*") if not path.match(".submission_file_*.sh")]
     own = [run.manifests, run.copies, run.jobs, *jobs]
-    for paths in (stage.dir, *stage.later()):
+    for paths in (stage.dir, *dependent_folders(stage)):
         own += [
-            *paths.folders_of_ranks,
+            *paths.ranks.all,
             paths.path / STAGING_NAME,
             paths.path / "parts",
             paths.identity,
@@ -216,11 +242,11 @@ def refuse_linked_folders(stage: Stage) -> None:
             *paths.logs.glob("*"),
         ]
     require_trusted_owner(run.path, own)
-    require_trusted_owner(stage.root, [token_staging(stage.root, stage.dir.token)])
+    require_trusted_owner(stage.root, [token_staging(stage.root, stage.ranks.token)])
 
 
-def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
-    """Make the plan anew, and return its units.
+def _freeze(stage: StageRun, identity: dict[str, Any], run_id: str) -> tuple[StageRun, list[Unit]]:
+    """Make a new plan, and return the stage with its token, and its units.
 
     Raises:
         ConfigError: the stage's folder has files, but no plan and nothing that one leaves on its way.
@@ -241,12 +267,11 @@ def _freeze(stage: Stage, identity: dict[str, Any], run_id: str) -> list[Unit]:
     make_folder(stage.dir.path)
     token = f"{run_id}-{secrets.token_hex(8)}"
     with open_folder_atomic(stage.dir.plan) as aside:
-        units = list(stage.plan(aside))
+        units = list(stage.declaration.plan(replace(stage, plan_aside=aside)))
         write_new(aside / stage.dir.units.name, _lines.encode_lines(units))
         write_new(aside / stage.dir.identity.name, msgspec.json.encode(identity))
         write_new(aside / stage.dir.token_file.name, token.encode())
-    stage.token = token
-    return units
+    return stage.with_plan(token), units
 
 
 def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
@@ -265,37 +290,38 @@ def iterate_ledger(
         ids: the ids of the units that count, by their indices; by default all units of the plan.
         tail: reads the ledger; what it has read before is not read again.
     """
-    for commit in (tail or Tail(paths.ledger, Commit)).records():
-        if commit.token == paths.token and (ids is None or ids.get(commit.index) == commit.id):
+    ranks = paths.ranks
+    for commit in (tail or Tail(ranks.ledger, Commit)).records():
+        if commit.token == ranks.token and (ids is None or ids.get(commit.index) == commit.id):
             yield commit
 
 
-def committed_files(stage: Stage) -> list[PublishedFile]:
+def committed_files(stage: StageRun) -> list[PublishedFile]:
     """Return the files of all units that the stage's present plan has finished, those that were revoked too."""
-    if not stage.dir.token:
+    if not stage.ranks.token:
         return []
     # Without a look at the plan's units: it may be damaged, and is to be discarded then.
     commits = [*iterate_ledger(stage.dir), *read_revoked(stage).values()]
     return [file for commit in commits for file in commit.files]
 
 
-def revoke(stage: Stage, indices: Collection[int]) -> None:
+def revoke(stage: StageRun, indices: Collection[int]) -> None:
     """Take the commits of units out of the ledger, so that the next run does them again.
 
     They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
     and others not: the same call makes up for it. Only for the one process that directs a run.
     """
-    remove_temp_files(stage.dir.ledger)
+    remove_temp_files(stage.ranks.ledger)
     commits = read_ledger(stage.dir, stage.dir.read_units())
     taken_back = {index: commits[index] for index in indices if index in commits} | read_revoked(stage)
     write_atomic(stage.dir.revoked, _lines.encode_lines(taken_back.values()))
     kept = [commit for commit in commits.values() if commit.index not in indices]
-    earlier = list(stage.dir.ledger.glob("*.jsonl"))
-    write_atomic(stage.dir.ledger / f"{uuid4().hex}.jsonl", _lines.encode_lines(kept))
+    earlier = list(stage.ranks.ledger.glob("*.jsonl"))
+    write_atomic(stage.ranks.ledger / f"{uuid4().hex}.jsonl", _lines.encode_lines(kept))
     remove(*earlier)
 
 
-def read_revoked(stage: Stage) -> dict[int, Commit]:
+def read_revoked(stage: StageRun) -> dict[int, Commit]:
     """Return the commits that were revoked and whose units are not finished again, by unit index."""
     if not stage.dir.revoked.exists():
         return {}
@@ -303,7 +329,7 @@ def read_revoked(stage: Stage) -> dict[int, Commit]:
 
 
 def find_outstanding(
-    stage: Stage, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
+    stage: StageRun, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
 ) -> tuple[dict[int, Commit], list[Unit]]:
     """Return the commits whose output is in place, and the units without one; only output of ``check`` is looked at.
 
@@ -314,8 +340,8 @@ def find_outstanding(
     Raises:
         ConfigError: a folder on the way to one of them is a link, or a stranger's.
     """
-    paths = stage.dir
-    is_finished = paths.done.exists()
+    ranks = stage.ranks
+    is_finished = stage.dir.done.exists()
     commits = dict(done)
     checked = [done[unit.index] for unit in check if unit.index in done]
     require_trusted_owner(stage.root, {(stage.root / file.name).parent for commit in checked for file in commit.files})
@@ -323,7 +349,7 @@ def find_outstanding(
     for commit in checked:
         output = [(stage.root / file.name, file.size) for file in commit.files]
         if commit.num_rejected:
-            output.append((paths.unit_rejects(commit.index), -1))
+            output.append((ranks.unit_rejects(commit.index), -1))
         for path, size in output:
             is_there = path.name in list_folder(path.parent) if is_finished else _is_regular_file(path, size)
             if not is_there:
@@ -332,7 +358,7 @@ def find_outstanding(
 
 
 def wait_for_units(
-    stage: Stage, units: Sequence[Unit], given: Sequence[Unit], failures: Container[int]
+    stage: StageRun, units: Sequence[Unit], given: Sequence[Unit], failures: Container[int]
 ) -> tuple[dict[int, Commit], list[Unit]]:
     """Wait until this node sees that units are done which ranks have reported as such.
 
@@ -350,7 +376,9 @@ def wait_for_units(
         found = find_outstanding(stage, units, read_ledger(stage.dir, units), check=given)
         return all(unit.index in failures for unit in found[1])
 
-    if not VisibilityTimeout(stage.seconds_until_seen).wait_until(look, f"{stage.name}: the output of all units"):
+    if not VisibilityTimeout(stage.options.seconds_until_seen).wait_until(
+        look, f"{stage.name}: the output of all units"
+    ):
         # Here an error that has not passed ends the stage.
         look()
     return found

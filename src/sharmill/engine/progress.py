@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sharmill.config import MetricsConfig
-from sharmill.engine.stage import Commit, Unit
+from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError
 from sharmill.files.atomic import temp_path, write_new
 from sharmill.files.host import Process

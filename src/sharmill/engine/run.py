@@ -1,19 +1,28 @@
 """Run one stage: plan, do what is missing, check the accounts, finalize; with any stage and any executor."""
 
 import shutil
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import msgspec
 
+from sharmill.engine.executor import Executor, Listener, StageResult, Unlocked
 from sharmill.engine.fence import make_fence, release, reserve
-from sharmill.engine.plan import find_outstanding, read_ledger, read_or_make_plan, read_revoked, revoke, wait_for_units
-from sharmill.engine.progress import RankProgress
-from sharmill.engine.stage import Commit, FailedAttempt, Given, RunDir, Stage, StageResult, Unit
+from sharmill.engine.plan import (
+    find_outstanding,
+    has_output,
+    read_ledger,
+    read_or_make_plan,
+    read_revoked,
+    revoke,
+    wait_for_units,
+)
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import StageRun
 from sharmill.engine.state import check_rejects, find_live, find_workers
+from sharmill.engine.unit import Commit, FailedAttempt, Unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.files.atomic import (
     open_atomic,
@@ -29,73 +38,6 @@ from sharmill.files.shared_disk import time_of_folder
 from sharmill.files.staging import remove_dead_attempts, token_staging
 from sharmill.files.stored import open_stored
 
-Unlocked = Callable[[], AbstractContextManager[object]]
-
-
-class Listener:
-    """Base of those that follow a run: a subclass overrides the events that it shows; the others do nothing.
-
-    All methods are called in the thread that runs the stage.
-    """
-
-    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
-        """Take note that a stage begins; ``done`` are the commits of earlier runs."""
-
-    def looked(self, ranks: Sequence[RankProgress]) -> None:
-        """Take note of the heartbeats of all ranks, those that have ended too; called about once a second."""
-
-    def unit_done(self, unit: Unit, commit: Commit) -> None:
-        """Take note that a unit is done."""
-
-    def stage_ended(self, stage: Stage, result: StageResult) -> None:
-        """Take note that a stage is done, or has units that failed, or is submitted."""
-
-
-class Executor(ABC):
-    """Base of what runs the worker loop on ranks.
-
-    One that ``waits`` returns when its ranks have ended; another submits them to a queue, which knows which are alive.
-    """
-
-    waits: ClassVar[bool] = True
-
-    def require_devices(self, stages: Iterable[Stage]) -> None:  # noqa: B027 - most find out where the ranks are
-        """Raise ConfigError where stages are to run on GPUs of this machine, and none can be used."""
-
-    def find_jobs(self, run_dir: RunDir) -> Sequence[Any] | None:
-        """Return the jobs of a run that are in a queue, each of which has a text.
-
-        None in a process that goes on with a run which another one has begun: it begins nothing.
-
-        Raises:
-            ConfigError: jobs are, or may be, in a queue beside which this executor must not begin.
-            FatalError: the run that this process was to go on with has ended.
-        """
-        return ()
-
-    def begin(self, run_dir: RunDir, given: Given, jobs: Sequence[Any], *, joins: bool) -> None:
-        """Note the beginning of a run, unless this process joins it; ``jobs`` are those of ``find_jobs``."""
-        if not joins:
-            run_dir.begin(given)
-
-    @abstractmethod
-    def run(
-        self,
-        stage: Stage,
-        units: Sequence[Unit],
-        listener: Listener,
-        unlocked: Unlocked = nullcontext,
-    ) -> StageResult:
-        """Do the units, and return those that failed for good; or submit ranks that will do them.
-
-        The listener follows what the executor sees: where ranks are submitted, nothing. An executor that waits for
-        ranks does so in an ``unlocked`` context, so that others may join.
-
-        Raises:
-            ConfigError: the stage cannot be run like this.
-            FatalError: the stage cannot go on, or more is rejected than the stage allows.
-        """
-
 
 def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
     """Return the lock on a run directory: two processes that direct one run would undo each other's work.
@@ -109,7 +51,7 @@ def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
 
 
 @contextmanager
-def reserved(run_dir: RunDir, stages: Sequence[Stage], *, restart: bool, releases: bool = True) -> Iterator[None]:
+def reserved(run_dir: RunDir, stages: Sequence[StageRun], *, restart: bool, releases: bool = True) -> Iterator[None]:
     """Reserve what the stages of a run publish into; if it ``releases``, that ends with it.
 
     Raises:
@@ -133,11 +75,10 @@ def reserved(run_dir: RunDir, stages: Sequence[Stage], *, restart: bool, release
 
 
 def run_stage(
-    stage: Stage,
+    stage: StageRun,
     executor: Executor,
     listener: Listener,
     *,
-    max_reject_fraction: float,
     restart: bool = False,
     unlocked: Unlocked = nullcontext,
 ) -> StageResult:
@@ -150,13 +91,12 @@ def run_stage(
         ConfigError: before any work.
         FatalError: the stage stopped: too many rejects, a full disk, accounts that do not add up.
     """
-    stage.max_reject_fraction = max_reject_fraction
-    units = read_or_make_plan(stage, restart=restart)
+    stage, units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
-    if stage.dir.ledger.is_dir():
+    if stage.ranks.ledger.is_dir():
         # Another process may just have finished the stage, or left it to this one.
-        time_of_folder(stage.dir.ledger)
-    joins = bool(find_live(stage.dir, stage.lease_seconds, ranks=executor.waits))
+        time_of_folder(stage.ranks.ledger)
+    joins = bool(find_live(stage.dir, stage.options.lease_seconds, ranks=executor.waits))
     commits = read_ledger(stage.dir, units)
     missing = [unit for unit in units if unit.index not in commits]
     if not joins:
@@ -168,7 +108,7 @@ def run_stage(
             make_fence(stage)
             if not any(commit.device_kind for commit in commits.values()):
                 # Nothing is done, so it may begin on any kind of device.
-                remove(stage.dir.device_kind)
+                remove(stage.ranks.device_kind)
         result = executor.run(stage, missing, listener, unlocked)
     if result.submitted is None:
         if missing:
@@ -178,7 +118,9 @@ def run_stage(
     return result
 
 
-def _take_back_lost(stage: Stage, units: list[Unit], done: dict[int, Commit]) -> tuple[dict[int, Commit], list[Unit]]:
+def _take_back_lost(
+    stage: StageRun, units: list[Unit], done: dict[int, Commit]
+) -> tuple[dict[int, Commit], list[Unit]]:
     """Return the commits whose output is there, and the units that are to be done, for which the output is reserved.
 
     Raises:
@@ -196,14 +138,14 @@ def _take_back_lost(stage: Stage, units: list[Unit], done: dict[int, Commit]) ->
     if lost:
         # A second commit that may differ, as on another GPU, must not stand beside the first.
         revoke(stage, lost)
-    if missing or not stage.is_finalized():
+    if missing or not has_output(stage):
         remove(stage.dir.done)
     if not stage.dir.done.exists():
         reserve([stage], restart=False)
     return commits, missing
 
 
-def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome: StageResult) -> StageResult:
+def _finish(stage: StageRun, units: list[Unit], commits: dict[int, Commit], outcome: StageResult) -> StageResult:
     """Finalize a stage of which all units are done, or note the errors of the others."""
     paths = stage.dir
     missing = [unit.index for unit in units if unit.index not in commits]
@@ -215,15 +157,15 @@ def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome
     totals = stage.dir.read_totals()
     if totals is None:
         # All is there: a rank that still does a unit once more changes nothing from here on.
-        staging = token_staging(stage.root, stage.token)
+        staging, ranks = token_staging(stage.root, stage.token), stage.ranks
         remove_at_once(staging)
         remove_if_empty(staging.parent)
-        for folder in (paths.ranks, paths.rejects_of_units, paths.progress):
+        for folder in (ranks.path, ranks.rejects, ranks.progress):
             remove_temp_files(folder)
         _check_redone(stage, commits)
         in_order = [commits[unit.index] for unit in units]
-        merge_files((paths.unit_rejects(commit.index) for commit in in_order if commit.num_rejected), paths.rejects)
-        totals = stage.finalize(units, in_order)
+        merge_files((ranks.unit_rejects(commit.index) for commit in in_order if commit.num_rejected), paths.rejects)
+        totals = stage.declaration.finalize(replace(stage, units=units, commits=in_order))
         totals.check(stage.name, sum(unit.size for unit in units))
         check_rejects(stage, units, totals.rejects, totals.num_in)
         write_atomic(paths.done, msgspec.json.encode(totals))
@@ -232,7 +174,7 @@ def _finish(stage: Stage, units: list[Unit], commits: dict[int, Commit], outcome
     return StageResult(totals, given_up=outcome.given_up)
 
 
-def _check_redone(stage: Stage, commits: dict[int, Commit]) -> None:
+def _check_redone(stage: StageRun, commits: dict[int, Commit]) -> None:
     """Raise FatalError where units that were done again did not give what they gave at first.
 
     On a GPU bytes may depend on its type: there, only the records count.
@@ -260,11 +202,20 @@ def merge_files(paths: Iterable[Path], goal: Path) -> None:
                 shutil.copyfileobj(part, merged)
 
 
-def _remove_leftovers(stage: Stage) -> None:
+def _remove_leftovers(stage: StageRun) -> None:
     """Remove what killed processes left aside, but nothing of ranks, which may be at work for the same plan."""
     remove_dead_attempts(token_staging(stage.root, stage.token))
     paths = stage.run_dir
-    own = (paths.id, paths.reserved, paths.config, paths.given, paths.end, paths.rejects, paths.bad_codes, paths.stats)
+    own = (
+        paths.id,
+        paths.reserved,
+        paths.config,
+        paths.request,
+        paths.outcome,
+        paths.rejects,
+        paths.bad_codes,
+        paths.stats,
+    )
     remove_temp_files(paths.path, {path.name for path in own})
     for folder in (paths.manifests, stage.dir.path, stage.dir.merged):
         remove_temp_files(folder)

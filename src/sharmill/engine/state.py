@@ -22,7 +22,9 @@ from sharmill.engine.balance import pack
 from sharmill.engine.fence import is_current
 from sharmill.engine.plan import iterate_ledger
 from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgress, read_progress
-from sharmill.engine.stage import Commit, FailedAttempt, RunDir, Stage, StageDir, StoredError, Unit
+from sharmill.engine.run_dir import RunDir, StageDir, StoredError
+from sharmill.engine.stage import RunOptions, StageRun
+from sharmill.engine.unit import Commit, FailedAttempt, Unit
 from sharmill.errors import HARMLESS_REASONS, REMEDIES, FatalError, SharmillError
 from sharmill.files.atomic import make_folder, remove, write_atomic
 from sharmill.files.record_log import RecordLog, Tail
@@ -227,7 +229,7 @@ class Round(msgspec.Struct):
 
 
 def begin_round(
-    stage: Stage,
+    stage: StageRun,
     missing: Sequence[Unit],
     num_ranks: int,
     *,
@@ -245,35 +247,35 @@ def begin_round(
         goes_on: the attempts of ranks that have ended count on; else they are forgotten too.
         joins: other ranks are there, or about to begin.
     """
-    paths = stage.dir
+    ranks = stage.ranks
     if joins:
-        round = load_record(paths.round, Round)
+        round = load_record(ranks.round, Round)
         numbers = range(len(round.bins), len(round.bins) + num_ranks)
         round.bins += [[] for _ in numbers]
     else:
-        begun = load_record(paths.round, Round).begun if goes_on and paths.round.exists() else []
-        for folder in (paths.claims, paths.progress, *(() if goes_on else (paths.attempts,))):
+        begun = load_record(ranks.round, Round).begun if goes_on and ranks.round.exists() else []
+        for folder in (ranks.claims, ranks.progress, *(() if goes_on else (ranks.attempts,))):
             remove(folder)
             make_folder(folder)
-        attempts = end_attempts(paths, {unit.index for unit in missing})
+        attempts = end_attempts(stage.dir, {unit.index for unit in missing})
         bins = [[unit.index for unit in part] for part in pack_units(missing, num_ranks)]
         numbers = range(len(bins))
         round = Round(bins, join_seconds, [*begun, attempts.num_begun])
-    write_atomic(paths.round, msgspec.json.encode(round), parents=False)
+    write_atomic(ranks.round, msgspec.json.encode(round), parents=False)
     return numbers
 
 
 @contextmanager
 def driven_round(
-    stage: Stage, missing: Sequence[Unit], num_ranks: int, *, join_seconds: float = 0.0, goes_on: bool = False
+    stage: StageRun, missing: Sequence[Unit], num_ranks: int, *, join_seconds: float = 0.0, goes_on: bool = False
 ) -> Iterator[range]:
     """Begin a round, or join that of ranks at work, and give heartbeats until all have ended; see ``begin_round``.
 
     An error ends the context alone if another process has finished the stage, or begun it anew.
     """
-    joins = bool(find_live(stage.dir, stage.lease_seconds))
+    joins = bool(find_live(stage.dir, stage.options.lease_seconds))
     numbers = begin_round(stage, missing, num_ranks, join_seconds=join_seconds, goes_on=goes_on, joins=joins)
-    path, interval = stage.dir.progress / f"driver-{uuid4().hex}.json", stage.lease_seconds / BEATS_PER_LEASE
+    path, interval = stage.ranks.progress / f"driver-{uuid4().hex}.json", stage.options.lease_seconds / BEATS_PER_LEASE
     with ProgressWriter(path, interval=interval):
         try:
             yield numbers
@@ -295,18 +297,19 @@ def describe_workers(live: Sequence[str]) -> str:
     return f"{', '.join(live[:3])}{more}"
 
 
-def find_live(paths: StageDir, lease_seconds: float = Stage.lease_seconds, *, ranks: bool = True) -> list[str]:
+def find_live(paths: StageDir, lease_seconds: float = RunOptions.lease_seconds, *, ranks: bool = True) -> list[str]:
     """Return a few words about each process that may be at work on the plan of a stage that is not finished.
 
     Args:
         ranks: also ranks, rather than their drivers alone; a scheduler's queue knows better than heartbeats which ranks
             are alive.
     """
-    if paths.done.exists() or not paths.round.exists():
+    found = paths.ranks
+    if paths.done.exists() or not found.round.exists():
         return []
     # By the clock of the file system, as what is written there; what others have just made is seen from here on.
-    now = time_of_folder(paths.ranks)
-    records = read_progress(paths.progress, "*.json" if ranks else "driver-*.json")
+    now = time_of_folder(found.path)
+    records = read_progress(found.progress, "*.json" if ranks else "driver-*.json")
     live = [one for one in records if one.is_alive(now, lease_seconds)]
     return [f"{f'rank {one.rank}' if one.slot else f'process {one.pid}'} on {one.host}" for one in live]
 
@@ -323,7 +326,7 @@ def end_attempts(paths: StageDir, missing: Container[int]) -> Attempts:
 
     ``missing`` are the units without a commit.
     """
-    attempts = Attempts(paths.attempts)
+    attempts = Attempts(paths.ranks.attempts)
     for begun in attempts.open():
         kind: NoteKind = "failed" if begun.unit in missing else "done"
         attempts.end(begun, kind, f"its rank on {begun.slot} ended in the middle of it; see {paths.logs}")
@@ -343,15 +346,15 @@ class StageState:
         num_in: how many records were read for that.
     """
 
-    def __init__(self, stage: Stage, last_beat: Callable[[], float] = lambda: math.inf) -> None:
+    def __init__(self, stage: StageRun, last_beat: Callable[[], float] = lambda: math.inf) -> None:
         self.stage = stage
-        self.attempts = Attempts(stage.dir.attempts)
+        self.attempts = Attempts(stage.ranks.attempts)
         self.units = stage.dir.read_units()
-        self.round = load_record(stage.dir.round, Round)
+        self.round = load_record(stage.ranks.round, Round)
         self.missing = {index for part in self.round.bins for index in part}
         self._last_beat = last_beat
         self._given_up_since: float | None = None
-        self._ledger = Tail(stage.dir.ledger, Commit)
+        self._ledger = Tail(stage.ranks.ledger, Commit)
         self._uncommitted = {unit.index: unit.id for unit in self.units}
         self._watched: dict[str, tuple[float, float]] = {}
         self.rejects: Counter[str] = Counter()
@@ -390,11 +393,11 @@ class StageState:
 
     def live_slots(self) -> set[str]:
         """Return the slots of the ranks that are alive, and have loaded what they need or may do so soon."""
-        lease = self.stage.lease_seconds
+        lease = self.stage.options.lease_seconds
         # One that hangs while it loads is waited for by nobody.
         return {
             one.slot
-            for one in read_progress(self.stage.dir.progress)
+            for one in read_progress(self.stage.ranks.progress)
             if not self.is_dead(one.owner, one) and (one.ready or one.updated - one.started < lease)
         }
 
@@ -407,7 +410,7 @@ class StageState:
         """
         if record is not None and record.ended:
             return True
-        now, lease = time.monotonic(), self.stage.lease_seconds
+        now, lease = time.monotonic(), self.stage.options.lease_seconds
         beat = record.updated if record is not None else 0.0
         seen, since = self._watched.get(owner, (None, now))
         # While none of its own heartbeats gets through for this share of a lease, a rank takes no other for dead.
@@ -420,7 +423,7 @@ class StageState:
         return now - since >= (min(lease, 3.0) if is_gone else lease)
 
 
-def check_rejects(stage: Stage, units: Iterable[Unit], reasons: Mapping[str, int], num_in: int) -> None:
+def check_rejects(stage: StageRun, units: Iterable[Unit], reasons: Mapping[str, int], num_in: int) -> None:
     """Raise FatalError with the commonest reasons if these are more rejects than the configuration allows.
 
     Args:
@@ -432,14 +435,14 @@ def check_rejects(stage: Stage, units: Iterable[Unit], reasons: Mapping[str, int
     rejected = sum(reasons.values())
     expected_in = sum(unit.size for unit in units)
     # A quotient, since 0.29 * 100 is less than 29.
-    if rejected == 0 or rejected / expected_in <= stage.max_reject_fraction:
+    if rejected == 0 or rejected / expected_in <= stage.options.max_reject_fraction:
         return
     # Where nothing is left, a higher limit would only move the error to the next stage.
     remedy = "mend the input" if rejected >= num_in else "mend the input, or raise max_reject_fraction"
-    folder = stage.dir.rejects_of_units
+    folder = stage.ranks.rejects
     raise FatalError(
         f"{stage.name} stopped: {rejected} of {expected_in} records are rejected, more than "
-        f"max_reject_fraction={stage.max_reject_fraction:g} allows; {remedy}. The commonest reasons (all: {folder}):",
+        f"max_reject_fraction={stage.options.max_reject_fraction:g} allows; {remedy}. The commonest reasons (all: {folder}):",
         code="too_many_rejects",
         details=describe_rejects(folder, reasons),
     )

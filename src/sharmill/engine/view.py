@@ -3,14 +3,15 @@
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import RankProgress, read_progress
-from sharmill.engine.stage import Commit, Stage, Totals, Unit, add_up
+from sharmill.engine.stage import StageRun
+from sharmill.engine.unit import Commit, Totals, Unit, add_up
 from sharmill.files.shared_disk import time_of_folder
 
 # Of ranks and of units.
@@ -101,7 +102,7 @@ class StageView:
         return max(seconds, self.longest_overdue) if abs(seconds) < 3e9 else None
 
 
-def read_stage(stage: Stage, *, queued: bool = False) -> StageView:
+def read_stage(stage: StageRun, *, queued: bool = False) -> StageView:
     """Return the view of a stage by the files of its run directory.
 
     ``queued`` says that a stage without ranks is one that waits for them.
@@ -111,14 +112,14 @@ def read_stage(stage: Stage, *, queued: bool = False) -> StageView:
     units = stage.dir.read_units()
     commits = read_ledger(stage.dir, units)
     failed = {error.index for error in stage.dir.read_failures()} - set(commits)
-    ranks, now = read_progress(stage.dir.progress), time_of_folder(stage.dir.path)
+    ranks, now = read_progress(stage.ranks.progress), time_of_folder(stage.dir.path)
     return view_stage(
         stage, units, commits, ranks, now, totals=stage.dir.read_totals(), num_failed=len(failed), queued=queued
     )
 
 
 def view_stage(
-    stage: Stage, units: Sequence[Unit], commits: Mapping[int, Commit], ranks: Sequence[RankProgress], now: float, *,
+    stage: StageRun, units: Sequence[Unit], commits: Mapping[int, Commit], ranks: Sequence[RankProgress], now: float, *,
     totals: Totals | None = None, num_failed: int = 0, queued: bool = False,
 ) -> StageView:  # fmt: skip
     """Return the view of a stage by its commits and the heartbeats of its ranks.
@@ -212,16 +213,16 @@ def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: b
     return next((state for state, is_so in holds.items() if is_so), "stopped")
 
 
-def read_or_preview_units(stage: Stage) -> tuple[list[Unit], dict[int, Commit]]:
+def read_or_preview_units(stage: StageRun) -> tuple[list[Unit], dict[int, Commit]]:
     """Return the units of a stage and the commits of those that are done. Without a frozen plan they are planned aside.
 
     Raises:
         ConfigError: it cannot be planned, as long as the stage before it is not finished.
     """
     require_own_output(stage)
-    stage.identity()
+    stage.declaration.identity(stage)
     if stage.dir.units.exists():
         units = stage.dir.read_units()
         return units, read_ledger(stage.dir, units)
     with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:
-        return list(stage.plan(Path(folder))), {}
+        return list(stage.declaration.plan(replace(stage, plan_aside=Path(folder)))), {}

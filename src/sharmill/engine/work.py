@@ -26,8 +26,9 @@ from sharmill.engine.progress import (
     spent_on,
     take_delays,
 )
-from sharmill.engine.stage import Commit, Processor, Stage, Unit
+from sharmill.engine.stage import Processor, StageRun, WaitsForInput
 from sharmill.engine.state import FINAL_CODES, Note, NoteKind, StageState, check_rejects
+from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import (
     REASONS_OF_NODES,
     ConfigError,
@@ -91,12 +92,17 @@ class Claims:
     Args:
         state: what is known of the stage.
         rank: the rank that takes them.
+
+    Attributes:
+        prefetches: the next unit is claimed early.
     """
+
+    prefetches = False
 
     def __init__(self, state: StageState, rank: Rank) -> None:
         self._state = state
         self._rank = rank
-        self._folder = state.stage.dir.claims
+        self._folder = state.stage.ranks.claims
         # Units of each bin that nobody has claimed, as of the last listing, and their cost.
         self._free: list[list[int]] = []
         self._cost_left: list[float] = []
@@ -115,7 +121,7 @@ class Claims:
             if claim is None or claim[0].index not in self._state.missing:
                 claim = self._claim_fresh() or self._claim_returned()
             if claim is not None:
-                if self._state.stage.looks_ahead:
+                if self.prefetches:
                     self._held = self._claim_fresh(num_bins)
                 return *claim, self._held[0] if self._held is not None else None
             self._end_abandoned()
@@ -202,7 +208,7 @@ class Claims:
         """Note the end of attempts whose ranks have ended, or whose heartbeats were not seen for a lease."""
         state, attempts = self._state, self._state.attempts
         latest = self._latest()
-        records = {record.owner: record for record in read_progress(state.stage.dir.progress)}
+        records = {record.owner: record for record in read_progress(state.stage.ranks.progress)}
         # A rank that has ended by now may have committed since the last look.
         state.look()
         for index in sorted(state.missing & latest.keys()):
@@ -243,7 +249,7 @@ class Replace(Exception):
     """The end of a rank in whose place a fresh process is to go on."""
 
 
-def work(stage: Stage, rank: Rank, on_change: Callable[[], object] = lambda: None) -> None:
+def work(stage: StageRun, rank: Rank, on_change: Callable[[], object] = lambda: None) -> None:
     """Do units of a stage until it has ended, or until this slot is taken out of work.
 
     Args:
@@ -259,12 +265,12 @@ def work(stage: Stage, rank: Rank, on_change: Callable[[], object] = lambda: Non
 class _Worker:
     """One rank at work: it loads the stage once, and attempts the units that it claims one after the other."""
 
-    def __init__(self, stage: Stage, rank: Rank, on_change: Callable[[], object]) -> None:
+    def __init__(self, stage: StageRun, rank: Rank, on_change: Callable[[], object]) -> None:
         self._stage = stage
         self._rank = rank
         self._on_change = on_change
-        self._visibility = VisibilityTimeout(stage.seconds_until_seen)
-        self._ledger = RecordLog(stage.dir.ledger)
+        self._visibility = VisibilityTimeout(stage.options.seconds_until_seen)
+        self._ledger = RecordLog(stage.ranks.ledger)
         self._failures_in_a_row = 0
         self._reported = 0.0
 
@@ -272,8 +278,8 @@ class _Worker:
         stage, rank = self._stage, self._rank
         wait_for_plan(stage, self._visibility)
         require_current(stage)
-        interval = min(rank.beat_seconds, stage.lease_seconds / BEATS_PER_LEASE)
-        path = stage.dir.rank_progress(rank.owner)
+        interval = min(rank.beat_seconds, stage.options.lease_seconds / BEATS_PER_LEASE)
+        path = stage.ranks.rank_progress(rank.owner)
         with ProgressWriter(path, rank.number, rank.slot, rank.owner, interval=interval) as self._progress:
             # The files in a folder may be seen later than the folder.
             self._state = self._visibility.retry_until_visible(
@@ -300,11 +306,14 @@ class _Worker:
             return
         stage, began = self._stage, time.monotonic()
         with (
-            Staging(stage.root, stage.token, scratch_folder(stage.scratch)) as self._staging,
+            Staging(stage.root, stage.token, scratch_folder(stage.options.scratch)) as self._staging,
             closing(self._open()) as self._processor,
-            closing(MetricsLog(stage.metrics, stage.name, stage.dir.metrics, self._rank.number)) as self._metrics,
+            closing(
+                MetricsLog(stage.options.metrics, stage.name, stage.ranks.metrics, self._rank.number)
+            ) as self._metrics,
         ):
             self._keep_to_one_kind()
+            claims.prefetches = self._processor.prefetches
             log.info("rank %d is ready for %s on %s after %.1f s", self._rank.number, stage.name, self._rank.device,
                      time.monotonic() - began)  # fmt: skip
             # At once: its supervisor ends ranks that still load.
@@ -323,9 +332,12 @@ class _Worker:
         """
         stage = self._stage
         try:
-            stage.check_node()
-            self._visibility.wait_until(stage.sees_input, f"{stage.name}: its input, as it was planned,")
-            return self._visibility.retry_until_visible(lambda: stage.open(self._rank.device))
+            self._check_node()
+            declaration = stage.declaration
+            if isinstance(declaration, WaitsForInput):
+                seen = partial(declaration.input_visible, stage)
+                self._visibility.wait_until(seen, f"{stage.name}: its input, as it was planned,")
+            return self._visibility.retry_until_visible(lambda: declaration.open(stage, self._rank.device))
         except DeviceError as error:
             raise self._setup_error(str(error), error.code, error.place) from error
         except (ConfigError, FatalError, ImportError):
@@ -337,12 +349,16 @@ class _Worker:
             is_of_device = self._rank.device != "cpu" and isinstance(error, RuntimeError)
             raise self._setup_error(_with_type(error), "device_failed" if is_of_device else "setup_failed") from error
 
+    def _check_node(self) -> None:
+        if (found := self._stage.input) is not None:
+            found.check_node()
+
     def _keep_to_one_kind(self) -> None:
         """Refuse a device of another kind than that of the first rank: its output would have other bits."""
         kind = self._processor.device_kind
         if not kind:
             return
-        first = create_once(self._stage.dir.device_kind, kind.encode()).decode(errors="replace")
+        first = create_once(self._stage.ranks.device_kind, kind.encode()).decode(errors="replace")
         if first != kind:
             raise self._setup_error(
                 f"the stage keeps to the kind of device of its beginning, {first}, and this is {kind}, whose output "
@@ -377,7 +393,11 @@ class _Worker:
         attempts.add(begun)
         end = partial(attempts.end, begun)
         record = self._progress.record
-        record.unit, record.unit_limit, record.unit_began = unit.index, self._stage.time_limit(unit), time.time()
+        record.unit, record.unit_limit, record.unit_began = (
+            unit.index,
+            self._stage.options.time_limit(unit),
+            time.time(),
+        )
         self._processor.expect(following)
         began = time.monotonic()
         try:
@@ -432,7 +452,7 @@ class _Worker:
                     code="accounts",
                 )
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
-                self._stage.check_node()
+                self._check_node()
             self._state.look()
             if unit.index not in self._state.missing:
                 return None
@@ -442,8 +462,8 @@ class _Worker:
             self._staging.clear()
         if output.rejects:
             lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
-            write_atomic(self._stage.dir.unit_rejects(unit.index), lines, parents=False)
-        level = logging.WARNING if self._stage.keeps_cuts else logging.DEBUG
+            write_atomic(self._stage.ranks.unit_rejects(unit.index), lines, parents=False)
+        level = logging.WARNING if self._stage.rejects_keep_cut else logging.DEBUG
         for reject in output.rejects:
             log.log(level, "unit %d, rank %d on %s: %s of %s: %s", unit.index, self._rank.number, socket.gethostname(),
                     reject.reason, reject.record, reject.detail)  # fmt: skip

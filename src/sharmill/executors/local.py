@@ -9,11 +9,14 @@ from typing import ClassVar, Literal
 import msgspec
 
 from sharmill.config import Above0, Config, NotNegative, Positive
+from sharmill.engine.executor import Executor, Listener, StageResult, Unlocked
 from sharmill.engine.fence import require_current
 from sharmill.engine.progress import read_progress
-from sharmill.engine.run import Executor, Listener, Unlocked, locked, reserved, run_stage
-from sharmill.engine.stage import Stage, StageResult, Unit
+from sharmill.engine.run import locked, reserved, run_stage
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import RunOptions, Stage, StageRun
 from sharmill.engine.state import StageState, driven_round
+from sharmill.engine.unit import Unit
 from sharmill.engine.work import Rank, work
 from sharmill.errors import FatalError
 from sharmill.executors.supervisor import VISIBLE, Device, Supervisor, logging_to, plan_devices, usable_gpus
@@ -43,7 +46,7 @@ class Follower:
         given_up: sentences about places that the executor has given up, by which attempts can tell nothing.
     """
 
-    def __init__(self, stage: Stage, units: Sequence[Unit], listener: Listener) -> None:
+    def __init__(self, stage: StageRun, units: Sequence[Unit], listener: Listener) -> None:
         self._stage = stage
         self._listener = listener
         self.state = StageState(stage)
@@ -66,7 +69,7 @@ class Follower:
         for commit in self.state.look():
             if commit.index in self._units:
                 self._listener.unit_done(self._units[commit.index], commit)
-        ranks = read_progress(self._stage.dir.progress)
+        ranks = read_progress(self._stage.ranks.progress)
         self.num_ready = sum(rank.ready > 0 and not rank.ended for rank in ranks)
         self._listener.looked(ranks)
         return self.state.has_ended()
@@ -79,7 +82,7 @@ class Follower:
         """
         self.look()
         paths = self._stage.dir
-        if paths.done.exists() and paths.read_token() == paths.token:
+        if paths.done.exists() and paths.read_token() == self._stage.token:
             # Another process that is at work on it was faster.
             return StageResult()
         require_current(self._stage)
@@ -145,12 +148,12 @@ class ConfiguredExecutor(Executor):
         """Raise ConfigError where the runs of a configuration cannot work here."""
 
     def run(
-        self, stage: Stage, units: Sequence[Unit], listener: Listener,
+        self, stage: StageRun, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Do the units, and return those that failed for good; see ``engine.run.Executor``."""
+        """Do the units, and return those that failed for good; see ``engine.executor.Executor``."""
         # Ranks of other nodes may come later than those that are there.
-        join_seconds = 0.0 if self.runs_here else stage.lease_seconds
+        join_seconds = 0.0 if self.runs_here else stage.options.lease_seconds
         most = max(1, min(self.num_ranks(stage, units), len(units)))
         with driven_round(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
             follower = Follower(stage, units, listener)
@@ -159,11 +162,11 @@ class ConfiguredExecutor(Executor):
         return follower.outcome()
 
     @abstractmethod
-    def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
+    def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         """Return the number of ranks that are wanted; there are never more than units."""
 
     @abstractmethod
-    def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
+    def supervise(self, stage: StageRun, numbers: Sequence[int], follower: Follower) -> None:
         """Start ranks with these numbers, and return when they have ended; ``look`` with the follower meanwhile.
 
         A ``Supervisor`` runs ranks in this process's environment; ``supervise_rank`` does so in a process elsewhere.
@@ -176,19 +179,19 @@ class LocalExecutor(ConfiguredExecutor):
 
     runs_here: ClassVar[bool] = True
 
-    def require_devices(self, stages: Iterable[Stage]) -> None:
+    def require_devices(self, stages: Iterable[StageRun]) -> None:
         if any(stage.resource == "gpu" for stage in stages):
             usable_gpus(self.device)
 
-    def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
+    def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         return len(self._devices(stage))
 
-    def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
+    def supervise(self, stage: StageRun, numbers: Sequence[int], follower: Follower) -> None:
         devices = self._devices(stage)[: len(numbers)]
         # A device may break its process, and a time limit kills it.
-        has_limit = isinstance(stage.unit_time_limit, float | int)
+        has_limit = isinstance(stage.options.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
-        with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.log_level):
+        with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.options.log_level):
             follower.look()
             if is_inline:
                 rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)
@@ -198,7 +201,7 @@ class LocalExecutor(ConfiguredExecutor):
             else:
                 Supervisor(stage, dict(zip(numbers, devices, strict=True)), beat_seconds=1.0).run(follower.look)
 
-    def _devices(self, stage: Stage) -> list[Device]:
+    def _devices(self, stage: StageRun) -> list[Device]:
         uses_gpu = stage.resource == "gpu"
         gpus = usable_gpus(self.device) if uses_gpu else ()
         return plan_devices(self.workers, uses_gpu=uses_gpu, gpus=gpus, cores=usable_cores())
@@ -212,13 +215,13 @@ class JoiningExecutor(LocalExecutor):
 
 @contextmanager
 def run_alone(
-    stage: Stage, *, workers: int | Literal["auto"] = "auto", listener: Listener | None = None, restart: bool = False,
-    resumes: bool = True,
-) -> Iterator[StageResult]:  # fmt: skip
-    """Run a stage that belongs to no dataset's run, and provide its result; its run directory goes at the end.
+    declaration: Stage, run_dir: RunDir, *, workers: int | Literal["auto"] = "auto", listener: Listener | None = None,
+    restart: bool = False, resumes: bool = True, options: RunOptions = RunOptions(),
+) -> Iterator[tuple[StageRun, StageResult]]:  # fmt: skip
+    """Run a stage that belongs to no dataset's run, and provide it with its result; its run directory goes at the end.
 
     Args:
-        stage: its run directory is its own.
+        run_dir: a run directory of its own.
         restart: discard what an interrupted run has left, instead of going on.
         resumes: an interrupted run leaves its state for the next to go on from; else it leaves nothing.
 
@@ -226,20 +229,19 @@ def run_alone(
         ConfigError: the run directory is locked by another process, or the stage cannot be planned.
         FatalError: units failed.
     """
-    run_dir = stage.run_dir
+    stage = StageRun(declaration, run_dir, options=options)
     require_trusted_owner(run_dir.path.parent, [run_dir.path])
     try:
         with disk_errors(run_dir.path), locked(run_dir):
             try:
                 with reserved(run_dir, [stage], restart=restart or not resumes):
                     result = run_stage(
-                        stage, LocalExecutor(workers), listener or Listener(),
-                        max_reject_fraction=stage.max_reject_fraction, restart=restart or not resumes,
-                    )  # fmt: skip
+                        stage, LocalExecutor(workers), listener or Listener(), restart=restart or not resumes
+                    )
                     if not result.ok:
                         reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
                         raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
-                    yield result
+                    yield stage, result
                 # At once, so that no later run takes what a killed process has left of it for a state to go on from.
                 remove_at_once(stage.dir.path)
             finally:

@@ -30,8 +30,9 @@ import sharmill
 from sharmill.config import Config, Positive
 from sharmill.engine.fence import is_current, require_current
 from sharmill.engine.progress import mark_ended, read_progress
-from sharmill.engine.stage import Stage, Unit, versions
+from sharmill.engine.stage import StageRun, versions
 from sharmill.engine.state import MAX_FAILURES
+from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError, one_line
 from sharmill.executors.local import Check, ConfiguredExecutor, Follower
 from sharmill.executors.supervisor import Device, logging_to, supervise_rank
@@ -90,22 +91,22 @@ class RayExecutor(ConfiguredExecutor):
                 code="bad_config_value",
             )
 
-    def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
+    def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         connect(self.address)
         if self.workers != "auto":
             return int(self.workers)
         return _count_places(self.cores, self._gpus(stage)) or len(units)
 
-    def supervise(self, stage: Stage, numbers: Sequence[int], follower: Follower) -> None:
+    def supervise(self, stage: StageRun, numbers: Sequence[int], follower: Follower) -> None:
         actors = _Actors(stage, follower, self.workers, self.cores, self._gpus(stage), numbers[0])
         try:
-            with logging_to(stage.dir.driver_log, stage.log_level):
+            with logging_to(stage.dir.driver_log, stage.options.log_level):
                 actors.run()
         finally:
             # No actor is left that could do it for itself.
             remove_dead_attempts(token_staging(stage.root, stage.token))
 
-    def _gpus(self, stage: Stage) -> int:
+    def _gpus(self, stage: StageRun) -> int:
         """Return the number of GPUs that a rank gets."""
         may_use_gpus = stage.resource == "gpu" and self.device != "cpu"
         return int(may_use_gpus and (self.device == "cuda" or _count_places(self.cores, 1) > 0))
@@ -141,7 +142,7 @@ class RankActor:
                 f"does not have the driver's folder {folder} ({error.strerror}): work in one that all nodes share"
             )
         limit_cores(cores)
-        stage: Stage = pickle.loads(pickled)
+        stage: StageRun = pickle.loads(pickled)
         try:
             supervise_rank(stage, Device.given(device), number, beat_seconds=5.0)
             return None
@@ -149,7 +150,7 @@ class RankActor:
             if is_current(stage):
                 return error
         # The driver knows its plan. If that is the present one, this node does not see one of the two disks.
-        folders = stage.dir.ranks, token_staging(stage.root, stage.token)
+        folders = stage.ranks.path, token_staging(stage.root, stage.token)
         gone = " and ".join(str(folder) for folder in folders if not folder.is_dir())
         return _unlike(f"does not see {gone}: run_dir and dataset_dir must lie on file systems that all nodes share")
 
@@ -173,7 +174,7 @@ class _Actors:
         deaths: how many actors have died since a rank was ready.
     """
 
-    stage: Stage
+    stage: StageRun
     follower: Follower
     workers: int | str
     cores: int
@@ -222,7 +223,7 @@ class _Actors:
 
     def _mark_ended(self, numbers: set[int]) -> None:
         """Note that ranks have ended which can no longer do so: their units are free at once, without a lease."""
-        folder = self.stage.dir.progress
+        folder = self.stage.ranks.progress
         mark_ended(folder, {record.owner for record in read_progress(folder) if record.rank in numbers})
 
     def _ask(self, pickled: bytes, places: int) -> None:

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Final, TextIO
 
 from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.progress import mark_ended, read_progress
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import StageRun
 from sharmill.engine.state import Note, NoteKind, StageState
 from sharmill.engine.work import Rank, Replace, judge_leave, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError
@@ -192,13 +192,18 @@ _SECONDS_TO_END: Final = 2.0
 
 
 def supervise_rank(
-    stage: Stage, device: Device, number: int, *, job_seconds: float | None = None, beat_seconds: float = 15.0
+    stage: StageRun, device: Device, number: int, *, job_seconds: float | None = None, beat_seconds: float = 15.0
 ) -> bool:
     """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``."""
-    wait_for_plan(stage, VisibilityTimeout(stage.seconds_until_seen))
+    wait_for_plan(stage, VisibilityTimeout(stage.options.seconds_until_seen))
     require_current(stage)
-    with logging_to(stage.dir.driver_log, stage.log_level):
+    with logging_to(stage.dir.driver_log, stage.options.log_level):
         return Supervisor(stage, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
+
+
+def _modules_of(stage: StageRun) -> list[str]:
+    """Return the names of the modules that a rank imports; the ranks of one machine import them once."""
+    return [type(stage.declaration).__module__, *(stage.model.modules if stage.model is not None else ())]
 
 
 @dataclass
@@ -211,7 +216,7 @@ class Supervisor:
         beat_seconds: the time between two heartbeats of a rank at most, and between two looks at them.
     """
 
-    stage: Stage
+    stage: StageRun
     devices: Mapping[int, Device]
     job_seconds: float | None = None
     beat_seconds: float = 15.0
@@ -233,7 +238,7 @@ class Supervisor:
                 the slots of all these ranks are taken out of work.
         """
         os.environ["SHARMILL_PRELOAD"] = json.dumps(
-            [[__name__, *self.stage.modules()], sys.path, str(self.stage.dir.driver_log)]
+            [[__name__, *_modules_of(self.stage)], sys.path, str(self.stage.dir.driver_log)]
         )
         multiprocessing.set_forkserver_preload(["sharmill.executors.preload"])
         _end_server()
@@ -241,7 +246,7 @@ class Supervisor:
             self._state.look()
             while not self._state.has_ended() and self._start_missing():
                 self._wait_and_look(on_look)
-            ready = {record.owner for record in read_progress(self.stage.dir.progress) if record.ready}
+            ready = {record.owner for record in read_progress(self.stage.ranks.progress) if record.ready}
             self._end([process for process, rank in self._running.items() if rank.owner not in ready])
             leave_by = time.monotonic() + 30.0
             while self._running and time.monotonic() < leave_by:
@@ -294,7 +299,14 @@ class Supervisor:
         cores = max(1, usable_cores() // len(self.devices))
         process = multiprocessing.get_context("forkserver").Process(
             target=run_rank,
-            args=(pickle.dumps(self.stage), rank, device, cores, self.stage.dir.rank_log(number), self.stage.log_level),
+            args=(
+                pickle.dumps(self.stage),
+                rank,
+                device,
+                cores,
+                self.stage.dir.rank_log(number),
+                self.stage.options.log_level,
+            ),
             name=f"sharmill-rank-{number}",
         )
         try:
@@ -310,11 +322,11 @@ class Supervisor:
 
     def _end_hanging(self) -> None:
         """Kill ranks that give no heartbeat any more, and those whose attempt takes longer than it may."""
-        records = {record.owner: record for record in read_progress(self.stage.dir.progress)}
+        records = {record.owner: record for record in read_progress(self.stage.ranks.progress)}
         attempts = {begun.owner: begun for begun in self._state.attempts.open()}
         for process, rank in list(self._running.items()):
             record, begun = records.get(rank.owner), attempts.get(rank.owner)
-            limit = self.stage.time_limit(self._state.units[begun.unit]) if begun else None
+            limit = self.stage.options.time_limit(self._state.units[begun.unit]) if begun else None
             if begun and limit is not None and time.time() - begun.time > limit:
                 why = f"it took longer than executor.unit_time_limit of {limit:g} s"
             elif record and not record.ended and self._state.is_dead(rank.owner, record):
@@ -367,7 +379,7 @@ class Supervisor:
             self._state.attempts.end(begun, kind, f"{why}; its log is {self.stage.dir.rank_log(rank.number)}")
         if not (open_attempts or told or process.exitcode in (_LEFT, _NOTED)):
             self._state.attempts.log.append(Note(kind="failed", slot=rank.slot, message=why))
-        mark_ended(self.stage.dir.progress, {rank.owner})
+        mark_ended(self.stage.ranks.progress, {rank.owner})
         remove_dead_attempts(token_staging(self.stage.root, self.stage.token))
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
 from sharmill.engine.fence import refuse_reservations
-from sharmill.engine.stage import name_devices
+from sharmill.engine.order import make_stages
+from sharmill.engine.unit import name_devices
 from sharmill.errors import ConfigError, DamagedShard, refuse
 from sharmill.files.atomic import (
     NO_LINKS,
@@ -48,7 +49,7 @@ from sharmill.shar.index import (
 )
 from sharmill.shar.json_lines import read_cut_ids
 from sharmill.shar.tar import open_field
-from sharmill.write.fields import added_fields
+from sharmill.stages.fields import added_fields
 from sharmill.write.stage import WriteConfig
 
 # What must be the same in all parts, with the sentence that says what to do where it is not.
@@ -430,7 +431,7 @@ def require_fitting(config: Config, directory: Path) -> None:
         )
     write, codecs = config.section(WriteConfig), config.section(EncodeConfig).codecs
     added = sorted(
-        field.name for fields in added_fields(config).values() for field in fields
+        field.name for fields in added_fields(make_stages(config)).values() for field in fields
         if not field.is_published
     )  # fmt: skip
     wanted: dict[str, tuple[Any, Any]] = {

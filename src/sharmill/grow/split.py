@@ -11,27 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from sharmill.engine.executor import Listener
 from sharmill.engine.plan import committed_files
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import (
-    Advance,
-    Commit,
-    Output,
-    Processor,
-    RunDir,
-    Stage,
-    Totals,
-    Unit,
-    add_up,
-    identify_folder,
-    make_unit,
-    versions,
-)
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import Advance, Processor, Publication, Stage, StageRun, identify_folder, versions
+from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.executors.local import run_alone
 from sharmill.files.arrays import map_stored_array, save_array
@@ -48,7 +37,7 @@ from sharmill.shar.items import FieldWriter, ItemTable, open_items
 from sharmill.shar.json_lines import decode_line, read_cut_ids, read_json_lines, write_cut_lines
 from sharmill.sources.lhotse import Cut
 from sharmill.sources.speakers import is_missing
-from sharmill.write.fields import shard_record
+from sharmill.stages.fields import shard_record
 
 _decoder = msgspec.json.Decoder(Cut)
 
@@ -221,31 +210,34 @@ def split_dataset(
         code="bad_usage",
     )
     stage = SplitStage(Path(dataset), Path(out).absolute(), dict(shares), seed=seed, shard_size=shard_size)
-    with run_alone(stage, workers=workers, listener=listener, restart=restart):
-        return stage.splits()
+    run_dir = RunDir(stage.out.with_name(f".{stage.out.name}.split"))
+    with run_alone(stage, run_dir, workers=workers, listener=listener, restart=restart) as (run, _):
+        speakers = load_record(run.plan_folder / "speakers.json", dict[str, int])
+        return [Split(name, read_dataset(stage.out / name), count) for name, count in speakers.items()]
 
 
 class SplitStage(Stage):
     """The stage that writes the splits. One unit is one of their shards. Its run directory lies beside ``out``."""
 
-    kind: ClassVar[str] = "split"
+    kind = "split"
 
     def __init__(
         self, dataset: Path, out: Path, shares: dict[str, float], *, seed: int, shard_size: int | None
     ) -> None:
-        self.run_dir = RunDir(out.with_name(f".{out.name}.split"))
-        self.root = out
+        self.out = out
         self.part = SourceDataset.read(dataset)
         if out.resolve().is_relative_to(dataset.resolve()):
             raise ConfigError(f"{out} lies in the dataset itself: choose another place", code="bad_usage")
         self.shares = shares
         self.seed = seed
         self.shard_size = shard_size or max((shard.count for shard in self.part.shards), default=1)
-        self.folders = [f"{name}/{field}" for name in ("train", *shares) for field in self.part.record.fields]
 
-    def identity(self) -> dict[str, Any]:
+    def publication(self, run: StageRun) -> "SplitPublication":
+        return SplitPublication(run, self.out, ["train", *self.shares], self.part.record.fields)
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
         return {
-            "dataset": identify_folder(self.part.directory, self.run_dir.path),
+            "dataset": identify_folder(self.part.directory, run.run_dir.path),
             "input": checksum_bytes(msgspec.json.encode([self.part.record, self.part.shards])),
             "shares": self.shares,
             "seed": self.seed,
@@ -253,15 +245,15 @@ class SplitStage(Stage):
             "versions": versions(),
         }
 
-    def plan(self, folder: Path) -> Iterator[Unit]:
+    def plan(self, run: StageRun) -> Iterator[Unit]:
         table = SpeakerTable.read(self.part)
         splits = table.assign(self.shares, self.seed)
-        write_new(folder / "speakers.json", msgspec.json.encode(
+        write_new(run.plan_folder / "speakers.json", msgspec.json.encode(
             {name: len(np.unique(table.speaker_of[cuts])) for name, cuts in splits.items()}
         ))  # fmt: skip
         index = 0
         for name, cuts in splits.items():
-            save_array(folder / f"{name}.npy", cuts)
+            save_array(run.plan_folder / f"{name}.npy", cuts)
             for shard, start in enumerate(range(0, len(cuts), self.shard_size)):
                 chosen = cuts[start : start + self.shard_size]
                 yield make_unit(
@@ -270,49 +262,57 @@ class SplitStage(Stage):
                 )  # fmt: skip
                 index += 1
 
-    def open(self, device: str) -> Processor:
-        return SplitProcessor(self.part, self.dir.plan)
+    def open(self, run: StageRun, device: str) -> Processor:
+        return SplitProcessor(self.part, run.plan_folder)
 
-    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
+    def finalize(self, run: StageRun) -> Totals:
         shards: dict[str, list[ShardRecord]] = {name: [] for name in ("train", *self.shares)}
-        for unit, commit in zip(units, commits, strict=True):
+        for unit, commit in zip(run.units, run.commits, strict=True):
             name, shard = unit.params["split"], unit.params["shard"]
             shards[name].append(shard_record(commit, self.part.record.layout, shard, f"{name}/"))
         for name, records in shards.items():
             record = msgspec.structs.replace(self.part.record, name=f"{self.part.record.name}_{name}")
-            remove_temp_files(self.root / name, {SHARDS_FILE, DATASET_FILE})
-            write_shards(self.root / name, records)
-            write_dataset(self.root / name, add_up_shards(record, records))
-        return add_up(commits)
+            remove_temp_files(self.out / name, {SHARDS_FILE, DATASET_FILE})
+            write_shards(self.out / name, records)
+            write_dataset(self.out / name, add_up_shards(record, records))
+        return add_up(run.commits)
 
-    def products(self) -> list[Path]:
-        return [self.root / name / file for name in ("train", *self.shares) for file in (SHARDS_FILE, DATASET_FILE)]
+
+class SplitPublication(Publication):
+    """The folder of the splits, with a dataset for each."""
+
+    def __init__(self, run: StageRun, out: Path, splits: Sequence[str], fields: Sequence[str]) -> None:
+        super().__init__(out)
+        self._run = run
+        self._folders = [f"{name}/{field}" for name in splits for field in fields]
+        self._index = [out / name / file for name in splits for file in (SHARDS_FILE, DATASET_FILE)]
+
+    def folders(self) -> list[str]:
+        return self._folders
+
+    def is_complete(self) -> bool:
+        return all(path.exists() for path in self._index)
 
     def discard(self) -> None:
-        remove(*self.products(), *(self.root / file.name for file in committed_files(self)))
+        remove(*self._index, *(self.root / file.name for file in committed_files(self._run)))
 
     def check_output(self) -> None:
-        """Raise ConfigError where the folder holds what this split has not written."""
+        """Raise ConfigError if the folder holds files that this split has not written."""
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"{self.root} is not a folder", code="foreign_output")
         if ShardedDataset(self.root).is_empty():
             return
-        own = {self.root / file.name: file.xxh3 for file in committed_files(self)}
+        own = {self.root / file.name: file.xxh3 for file in committed_files(self._run)}
         # Without those of the engine.
         files = (path for path in self.root.rglob("*") if not str(path).startswith(f"{self.root}/.sharmill"))
         found = {path for path in files if not path.is_dir()}
         # An index is written when all files are there.
-        strange = found.difference(own, self.products() if found.issuperset(own) else ())
+        unknown = found.difference(own, self._index if found.issuperset(own) else ())
         replaced = (path for path in found & own.keys() if not path.is_file() or checksum(path) != own[path])
-        if not own or strange or any(replaced):
+        if not own or unknown or any(replaced):
             raise ConfigError(
                 f"{self.root} is not empty: choose another place, or empty it yourself", code="foreign_output"
             )
-
-    def splits(self) -> list[Split]:
-        """Return what was made."""
-        speakers = load_record(self.dir.plan / "speakers.json", dict[str, int])
-        return [Split(name, read_dataset(self.root / name), count) for name, count in speakers.items()]
 
 
 class SplitProcessor(Processor):

@@ -18,7 +18,7 @@ from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment
 from sharmill.match.select import number_words, select_context
 from sharmill.models import ModelFamily, find_speaker_encoder
-from sharmill.prepare.speaker_key import SpeakerKey
+from sharmill.stages.speaker_key import SpeakerKey
 
 # The similarities of a smaller group take less time on the CPU than their kernels take to start.
 _FEW_ROWS = 500

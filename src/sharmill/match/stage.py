@@ -1,39 +1,26 @@
 """Stage ``match`` (stage 1): a context for every utterance, from its speaker group."""
 
-import glob
+import dataclasses
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from sharmill.audio.resample import RESAMPLING_PACKAGES
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
 from sharmill.engine.ahead import AheadProcessor
 from sharmill.engine.hashes import find_first
-from sharmill.engine.plan import read_ledger
 from sharmill.engine.run import merge_files
-from sharmill.engine.stage import (
-    Advance,
-    Commit,
-    Output,
-    Processor,
-    RunDir,
-    Stage,
-    Totals,
-    Unit,
-    add_up,
-    make_unit,
-    name_devices,
-    versions,
-)
+from sharmill.engine.stage import Advance, Processor, Stage, StageRun, versions
+from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit, name_devices
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.arrays import map_stored_array, save_array
-from sharmill.files.atomic import remove
 from sharmill.files.staging import Staging
 from sharmill.manifest import (
     Context,
@@ -47,27 +34,20 @@ from sharmill.manifest import (
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder, sample_voices
-from sharmill.match.groups import (
-    divide,
-    index_lines,
-    order_by_group,
-    segment_roots,
-    write_candidates,
-)
-from sharmill.models import load_speaker_encoder, make_deterministic
+from sharmill.match.groups import divide, write_candidates
+from sharmill.models import ModelFamily, load_speaker_encoder, make_deterministic
 from sharmill.models.batches import log_padding
 from sharmill.models.device import check_device, fit_batch_seconds
 from sharmill.models.memory import require_room
-from sharmill.prepare.check import PrepareConfig
-from sharmill.prepare.speaker_key import make_speaker_key
-from sharmill.prepare.stage import identify_roots, manifest_stem, prepared_manifest
+from sharmill.stages.inputs import identify_roots, manifest_stem, segment_reader, segment_roots
+from sharmill.stages.lines import index_lines, order_by_group
+from sharmill.stages.speaker_key import make_speaker_key
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
-_MATCHED = "_withContextAudio"
-_CANDIDATES: Final = "candidates.jsonl"
+CANDIDATES: Final = "candidates.jsonl"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
 # until at 600 most of the time goes into new pages of memory.
 _CPU_BATCH_SECONDS = 16.0
@@ -76,52 +56,45 @@ _CPU_BATCH_SECONDS = 16.0
 class MatchStage(Stage):
     """The stage that chooses contexts; it writes ``manifests/<stem>_withContextAudio....json``."""
 
-    kind: ClassVar[str] = "match"
-    section: ClassVar = MatchConfig
-    after: ClassVar = ("prepare",)
-    resource: ClassVar = "gpu"
-    looks_ahead: ClassVar[bool] = True
+    kind = "match"
+    section = MatchConfig
+    after = ("prepare",)
+    resource = "gpu"
 
-    @classmethod
-    def check(cls, config: Config) -> None:
+    def check(self, config: Config) -> None:
         match = config.section(MatchConfig)
         if match.contexts_from_dataset and config.append_to is None:
             raise ConfigError("match.contexts_from_dataset needs append_to", code="bad_config_value")
         encoder_family(match).resolve()
         min_similarity(match)
 
-    def check_input(self) -> None:
-        segment_roots(self.config).check()
+    def input(self, run: StageRun) -> AudioRoots:
+        return segment_roots(run.config)
 
-    def identity(self) -> dict[str, Any]:
-        prepared = prepared_manifest(self.config)
-        if not prepared.exists():
-            raise ConfigError(f"{prepared} is not there: run the stage prepare first", code="stage_not_run")
-        encoder = encoder_family(self.settings)
-        match = asdict(self.settings) | {"min_similarity": min_similarity(self.settings)}
+    def model(self, run: StageRun) -> ModelFamily:
+        return encoder_family(run.settings)
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
+        encoder, settings = self.model(run), run.settings
+        match = asdict(settings) | {"min_similarity": min_similarity(settings)}
         del match["options"]  # the encoder's identity has them
         return {
             "match": match,
-            "speaker_key": self.config.speaker_key,
+            "speaker_key": run.config.speaker_key,
             "encoder": encoder.identity(),
-            "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
-            "input": records_checksum(prepared),
-            "versions": versions(*RESAMPLING_PACKAGES[self.settings.resampling], "torch", *encoder.packages),
+            "audio_roots": identify_roots(self.input(run), run.run_dir.path),
+            "input": records_checksum(run.product("prepare/manifest")),
+            "versions": versions(*RESAMPLING_PACKAGES[settings.resampling], "torch", *encoder.packages),
         }
 
-    def modules(self) -> list[str]:
-        return [*super().modules(), *encoder_family(self.settings).modules]
-
-    def require_models(self) -> None:
-        encoder_family(self.settings).check()
-
-    def plan(self, folder: Path) -> Iterator[Unit]:
-        match: MatchConfig = self.settings
-        key, candidates = make_speaker_key(self.config.speaker_key), folder / _CANDIDATES
-        paths = [prepared_manifest(self.config)]
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        match: MatchConfig = run.settings
+        folder = run.plan_folder
+        key, candidates = make_speaker_key(run.config.speaker_key), folder / CANDIDATES
+        paths = [run.product("prepare/manifest")]
         num_candidates = 0
         if match.contexts_from_dataset:
-            roots = segment_roots(self.config).roots
+            roots = self.input(run).roots
             num_candidates = write_candidates(candidates, roots[-1].path, len(roots) - 1)
             paths.append(candidates)
         lines = index_lines(*paths, group_key=key)
@@ -133,7 +106,7 @@ class MatchStage(Stage):
         order = order_by_group(groups, mixed=match.contexts_from_dataset and match.max_group is not None)
         save_array(folder / "offsets.npy", lines["offset"])
         save_array(folder / "order.npy", order)
-        unit_seconds = self._unit_seconds(float(lines["seconds"].sum(dtype=np.float64)))
+        unit_seconds = _unit_seconds(match, float(lines["seconds"].sum(dtype=np.float64)))
         seconds = lines["seconds"][order]
         spans = divide(seconds, groups[order], unit_seconds=unit_seconds, max_group=match.max_group)
         # Lines from this number on are candidates.
@@ -148,49 +121,52 @@ class MatchStage(Stage):
                 )  # fmt: skip
                 number += 1
 
-    def expect_units(self, num_records: float, cost: float) -> int:
-        return max(1, round(cost / self._unit_seconds(cost)))
+    def expect_units(self, run: StageRun, num_records: float, cost: float) -> int:
+        return max(1, round(cost / _unit_seconds(run.settings, cost)))
 
-    def _unit_seconds(self, total: float) -> float:
-        return self.settings.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
-
-    def check_node(self) -> None:
-        segment_roots(self.config).check_node()
-
-    def open(self, device: str) -> Processor:
+    def open(self, run: StageRun, device: str) -> Processor:
         kind = check_device(device)
-        return MatchProcessor(self.config, self.dir.plan, self.make_embedder(device), kind)
+        return MatchProcessor(run, make_embedder(run.settings, segment_reader(run), device), kind)
 
-    def make_embedder(self, device: str) -> Embedder:
-        """Load the speaker encoder on a device, and return it with what feeds it.
+    def finalize(self, run: StageRun) -> Totals:
+        match, least = run.settings, min_similarity(run.settings)
+        name = f"{manifest_stem(run.config)}_withContextAudioMinDur{match.min_duration}MinSSIM{least}.json"
+        manifest = run.run_dir.manifests / name
+        merge_files((run.root / commit.files[0].name for commit in run.commits), manifest)
+        log_padding([commit.stats for commit in run.commits], "embedded")
+        facts = facts_of(match, name_devices(commit.device_kind for commit in run.commits))
+        return replace(add_up(run.commits), products=run.record_products(manifest=manifest), facts=facts)
 
-        Raises:
-            ConfigError: it cannot be loaded, or a batch does not fit.
-        """
-        match, threads = self.settings, make_deterministic(device)
-        encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
-        require_room(encoder, device, match.batch_seconds, "match.batch_seconds")
-        return Embedder(
-            encoder=encoder,
-            reader=SegmentReader(segment_roots(self.config), self.config.section(PrepareConfig).duration_tolerance),
-            batch_seconds=fit_batch_seconds(match.batch_seconds, device, _CPU_BATCH_SECONDS),
-            threads=threads,
-            resampling=match.resampling,
-            pinned=device == "cuda",
-        )
 
-    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        merge_files((self.root / commit.files[0].name for commit in commits), matched_manifest(self.config))
-        log_padding([commit.stats for commit in commits], "embedded")
-        return add_up(commits)
+def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
+    """Return what the index of a dataset says about its contexts: their limits, and how they were computed."""
+    limits = {
+        "min_similarity": min_similarity(match), "min_duration": match.min_duration, "max_duration": match.max_duration,
+    }  # fmt: skip
+    return {"limits": limits, "precision": match.precision, "devices": devices}
 
-    def products(self) -> list[Path]:
-        return [matched_manifest(self.config)]
 
-    def discard(self) -> None:
-        # Manifests of other limits go too: the stage write would take them for the output of a later plan.
-        pattern = glob.escape(f"{manifest_stem(self.config)}{_MATCHED}") + "MinDur[0-9]*MinSSIM*[0-9].json"
-        remove(matched_manifest(self.config), *self.run_dir.manifests.glob(pattern))
+def _unit_seconds(match: MatchConfig, total: float) -> float:
+    return match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
+
+
+def make_embedder(match: MatchConfig, reader: SegmentReader, device: str) -> Embedder:
+    """Load the speaker encoder on a device, and return it with what feeds it.
+
+    Raises:
+        ConfigError: it cannot be loaded, or a batch does not fit.
+    """
+    threads = make_deterministic(device)
+    encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
+    require_room(encoder, device, match.batch_seconds, "match.batch_seconds")
+    return Embedder(
+        encoder=encoder,
+        reader=reader,
+        batch_seconds=fit_batch_seconds(match.batch_seconds, device, _CPU_BATCH_SECONDS),
+        threads=threads,
+        resampling=match.resampling,
+        pinned=device == "cuda",
+    )
 
 
 _Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], BegunSegments]
@@ -200,20 +176,17 @@ class MatchProcessor(AheadProcessor[_Begun]):
     """The choice of contexts for the speaker groups of a unit, in one rank.
 
     Args:
-        plan: the folder of the stage's plan.
         device_kind: that of the encoder's device.
     """
 
-    def __init__(self, config: Config, plan: Path, embed: Embedder, device_kind: str) -> None:
+    def __init__(self, run: StageRun, embed: Embedder, device_kind: str) -> None:
         super().__init__()
         self.device_kind = device_kind
-        self.config = config
-        self._plan = plan
+        self._plan = run.plan_folder
+        self._manifest = run.product("prepare/manifest")
         self._embed = embed
-        self._num_lines = len(map_stored_array(plan / "order.npy"))
-        self._chooser = ContextChooser(
-            config.section(MatchConfig), embed.reader.roots, make_speaker_key(config.speaker_key)
-        )
+        self._num_lines = len(map_stored_array(self._plan / "order.npy"))
+        self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))
 
     def begin(self, unit: Unit) -> _Begun:
         """Begin to decode the audio of a unit.
@@ -281,7 +254,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
                 continue
             left.append(utterance)
             if own is not None:
-                utterance.segment = replace(utterance.segment, notes=own.notes)
+                utterance.segment = dataclasses.replace(utterance.segment, notes=own.notes)
         embedded = [own for one in left if isinstance(own := found.get(one.segment), EmbeddedSegment)]
         choose = any(one.index not in given for one in left)
         chosen = (
@@ -300,7 +273,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         offsets = map_stored_array(self._plan / "offsets.npy")[lines]
         found: dict[int, Utterance] = {}
         is_record = lines < unit.params.get("num_records", sys.maxsize)
-        manifests = {prepared_manifest(self.config): is_record, self._plan / _CANDIDATES: ~is_record}
+        manifests = {self._manifest: is_record, self._plan / CANDIDATES: ~is_record}
         for manifest, chosen in manifests.items():
             if chosen.any():
                 read = map(Utterance.from_json, read_lines_at(manifest, offsets[chosen]))
@@ -317,18 +290,3 @@ def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | R
         for utterance in group
         if isinstance(own := found.get(utterance.segment), EmbeddedSegment)
     ]
-
-
-def matched_manifest(config: Config) -> Path:
-    """Return the path of the manifest that stage 1 leaves."""
-    match = config.section(MatchConfig)
-    limits = f"MinDur{match.min_duration}MinSSIM{min_similarity(match)}"
-    return RunDir(Path(config.run_dir)).manifests / f"{manifest_stem(config)}{_MATCHED}{limits}.json"
-
-
-def devices_of_match(config: Config) -> list[str]:
-    """Return the kinds of device that contexts were chosen on; none for CPUs alone, or where nothing tells."""
-    stage = MatchStage(config)
-    if not stage.dir.units.exists():
-        return []
-    return name_devices(commit.device_kind for commit in read_ledger(stage.dir, stage.dir.read_units()).values())

@@ -21,9 +21,11 @@ import msgspec
 import numpy as np
 
 from sharmill.audio.files import open_recording
+from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MetricsConfig, References
-from sharmill.engine.run import Listener
-from sharmill.engine.stage import RunDir
+from sharmill.engine.executor import Listener
+from sharmill.engine.order import choose_stages
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import RejectRecord, refuse
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.atomic import remove_temp_files, require_writable, write_atomic
@@ -33,16 +35,17 @@ from sharmill.manifest import Context, Utterance, tagged_speaker, write_lines
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment
-from sharmill.match.groups import segment_roots
-from sharmill.match.stage import MatchStage, matched_manifest
+from sharmill.match.stage import MatchStage, facts_of, make_embedder
 from sharmill.models.device import check_device
 from sharmill.pilot.advice import Voices, advise
-from sharmill.pilot.rates import AudioFormat, Calibration, RejectShare, SimilarityCounts, StageRate, measure_rates
-from sharmill.pipeline import choose_stages, make_stages, run_dataset
-from sharmill.prepare.check import RecordCheck, parse_record
-from sharmill.prepare.speaker_key import is_doubtful, make_speaker_key
-from sharmill.prepare.stage import PrepareStage, prepared_manifest
+from sharmill.pilot.calibration import AudioFormat, Calibration, RejectShare, SimilarityCounts
+from sharmill.pipeline import run_dataset
+from sharmill.prepare.check import PrepareConfig, RecordCheck, parse_record
+from sharmill.prepare.stage import PrepareStage, make_check, pieces_of
+from sharmill.rates import StageRate, measure_rates
 from sharmill.sources import Described, Piece, RawRecord
+from sharmill.stages.inputs import leave_manifest, segment_roots
+from sharmill.stages.speaker_key import is_doubtful, make_speaker_key
 from sharmill.validate.stage import ValidateConfig
 
 _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
@@ -127,10 +130,9 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
     Raises:
         ConfigError: a source cannot be used.
     """
-    stage = PrepareStage(config)
-    check = stage.make_check()
+    check = make_check(config)
     check.roots.check()
-    pieces = list(stage.pieces())
+    pieces = list(pieces_of(config))
     started = time.monotonic()
     groups = _read_groups(config, check, pieces)
     found = PilotRecords(len(groups), draw_groups(groups, size, seed))
@@ -217,7 +219,8 @@ def run_pilot(
     if (match := config.find(MatchConfig)) is not None:
         tell(f"embedding {kept} utterances of {records.sample.num_groups} groups")
         kind, started = check_device(device), time.monotonic()
-        embed = MatchStage(config).make_embedder(device)
+        reader = SegmentReader(segment_roots(config), config.section(PrepareConfig).duration_tolerance)
+        embed = make_embedder(match, reader, device)
         loaded = time.monotonic()
         segments = [one.segment for one in records.utterances]
         for utterance, found in zip(records.utterances, embed(segments), strict=True):
@@ -397,21 +400,23 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
             small = small.with_section(replace(match, contexts_from_dataset=False))
         # The sources have more records than the pilot.
         small = small.with_section(replace(config.section(ValidateConfig), against_sources=False))
-        # Not a key, so that it is not copied: without it, values of the environment would be stored.
-        object.__setattr__(small, "references", config.references)
-        manifest = matched_manifest(small) if config.has_contexts else prepared_manifest(small)
+        run = RunDir(Path(small.run_dir))
+        manifest = run.manifests / "pilot.json"
         manifest.parent.mkdir(parents=True)
         if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
             # Copies that the pilot has fetched are not fetched again, unless the disk has no hard links. A lock with a
             # second name would be refused.
             others = shutil.ignore_patterns(".lock")
             with suppress(shutil.Error):
-                shutil.copytree(copies, RunDir(Path(small.run_dir)).copies, ignore=others, copy_function=os.link)
+                shutil.copytree(copies, run.copies, ignore=others, copy_function=os.link)
         # Its lines are numbered as those of a manifest are.
         write_lines(manifest, (replace(one, index=number).to_json() for number, one in enumerate(utterances)))
+        facts = {"duration_tolerance": config.section(PrepareConfig).duration_tolerance}
+        leave_manifest(run, PrepareStage.kind, manifest, facts, num_out=len(utterances))
+        if match is not None:
+            leave_manifest(run, MatchStage.kind, manifest, facts_of(match, []), num_out=len(utterances))
         stages = [kind for kind in choose_stages(config) if kind not in (PrepareStage.kind, MatchStage.kind)]
         result = run_dataset(
             small, Listener(), stages=stages, executor=LocalExecutor(workers=1, device=config.executor.device)
         )
-        done = {stage.name for stage, outcome in result.stages if outcome.ok}
-        return measure_rates([stage for stage in make_stages(small) if stage.name in done], num_drawn)
+        return measure_rates([stage for stage, outcome in result.stages if outcome.ok], num_drawn)

@@ -36,13 +36,13 @@ from sharmill.manifest import (
     segment_id,
     transcript_of,
 )
-from sharmill.prepare.speaker_key import SpeakerKey, needs_speaker
 from sharmill.shar.manifests import plain_value
 from sharmill.shar.reading.safety import find_forbidden
 from sharmill.sources import RawRecord, Source, Unreadable, record_text
 from sharmill.sources.files import decode_object
 from sharmill.sources.nemo import skip_mark
 from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule, is_missing, names_no_language
+from sharmill.stages.speaker_key import SpeakerKey, needs_speaker
 
 # The share that an earlier dataset has clipped is not the share that this one clips.
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, *CLIPPED_KEYS.values(), SOURCE_CUT_ID, "_skipme"}

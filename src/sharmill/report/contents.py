@@ -14,7 +14,7 @@ from sharmill.audio.sound import Sound
 from sharmill.engine.view import StageView
 from sharmill.errors import REASONS, REMEDIES
 from sharmill.files.stored import read_record
-from sharmill.pilot.rates import Calibration
+from sharmill.pilot.calibration import Calibration
 from sharmill.report.charts import columns, curves, figure, histogram, scatter
 from sharmill.report.facts import Facts
 from sharmill.report.section import Section, render, show_number

@@ -24,10 +24,10 @@ from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import Sound, measure_sound
 from sharmill.config import Config
 from sharmill.encode.codes import read_counts
-from sharmill.encode.stage import EncodeStage
-from sharmill.encode.survey import SurveyStage
 from sharmill.engine.plan import committed_files, read_ledger
-from sharmill.engine.stage import RunDir, Stage, Totals
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import StageRun
+from sharmill.engine.unit import Totals
 from sharmill.engine.view import StageView, read_stage, view_stage
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.arrays import map_stored_array
@@ -36,12 +36,10 @@ from sharmill.files.stored import load_record, read_record, read_records, read_s
 from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard
 from sharmill.manifest import Reject
 from sharmill.match.embed import unpack_voice
-from sharmill.match.stage import MatchStage
 from sharmill.report.section import shorten
 from sharmill.shar.fields import CONTEXT_AUDIO, SHARDS_FILE, TARGET_CODES, codes_field
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values, supervision_of
 from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord, read_dataset, read_shards
-from sharmill.write.stage import WriteStage
 
 _MAX_SHARDS: Final = 12
 _MAX_CUTS_PER_SHARD: Final = 2000
@@ -339,7 +337,9 @@ def read_dataset_facts(directory: Path, models: Mapping[str, str]) -> Facts:
     )
 
 
-def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str, str], *, decode: bool = True) -> Facts:
+def read_run_facts(
+    config: Config, stages: Sequence[StageRun], models: Mapping[str, str], *, decode: bool = True
+) -> Facts:
     """Return the facts about a run, which need not be finished, and its dataset, which need not be there.
 
     Args:
@@ -354,14 +354,14 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     measures = CutMeasures()
     for stage in stages:
         run.stages.append(facts := _read_stage(stage, measures, run.voices))
-        if isinstance(stage, EncodeStage):
+        if stage.kind == "encode":
             counts = read_counts(stage.dir)
             run.code_counts |= {} if counts is None else {stage.settings.name: counts}
-        elif isinstance(stage, WriteStage) and facts.totals:
+        elif stage.kind == "write" and facts.totals:
             run.measures = measures
-        elif isinstance(stage, SurveyStage) and facts.totals:
+        elif stage.kind == "encode.segments" and facts.totals:
             # The second row is of contexts, if the dataset has any.
-            uses = np.bincount(np.ravel(map_stored_array(stage.numbers_file)[1:]))
+            uses = np.bincount(np.ravel(map_stored_array(stage.product("encode.segments/numbers"))[1:]))
             run.context_uses = uses[uses > 0]
     try:
         record = read_dataset(dataset_dir)
@@ -376,7 +376,7 @@ def read_run_facts(config: Config, stages: Sequence[Stage], models: Mapping[str,
     )
 
 
-def _may_show(run_dir: RunDir, stages: Sequence[Stage], shards: Sequence[ShardRecord]) -> bool:
+def _may_show(run_dir: RunDir, stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> bool:
     """Return True if a page in a run directory may show a dataset with these shards.
 
     The configuration of another user may name any dataset that this user alone may read, and that user would find the
@@ -389,21 +389,21 @@ def _may_show(run_dir: RunDir, stages: Sequence[Stage], shards: Sequence[ShardRe
     return all(own.issuperset(shard.fields.values()) for shard in shards)
 
 
-def _read_stage(stage: Stage, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:
+def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:
     """Return the facts of a stage; add what its commits have noted."""
     if not stage.dir.units.exists():
-        return StageFacts(read_stage(stage), stage.part_of or stage.name, stage.counts)
+        return StageFacts(read_stage(stage), stage.name, stage.counts)
     units, totals = stage.dir.read_units(), stage.dir.read_totals()
     commits = read_ledger(stage.dir, units)
     for _, commit in sorted(commits.items()):
-        if isinstance(stage, WriteStage):
+        if stage.kind == "write":
             if "cuts" not in commit.stats:
                 raise ConfigError(
                     "a commit of write has no measures of its cuts: name the dataset instead of the run directory",
                     code="damaged_run_dir",
                 )
             measures.add(CutMeasures.unpack(commit.stats["cuts"]))
-        elif isinstance(stage, MatchStage):
+        elif stage.kind == "match":
             try:
                 noted = msgspec.convert(commit.stats.get("voices", []), list[tuple[Any, str]])
                 voices += [(shorten(group), unpack_voice(text)) for group, text in noted]
@@ -413,7 +413,7 @@ def _read_stage(stage: Stage, measures: CutMeasures, voices: list[tuple[str, np.
         raise ConfigError(_DAMAGED_VOICES.format("embeddings of several lengths"), code="damaged_run_dir")
     return StageFacts(
         view_stage(stage, units, commits, (), 0.0, totals=totals),
-        stage.part_of or stage.name,
+        stage.name,
         stage.counts,
         totals,
         load_record(stage.dir.identity, dict[str, Any]),

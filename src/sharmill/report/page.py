@@ -13,7 +13,8 @@ from markupsafe import Markup
 
 from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
-from sharmill.engine.stage import RunDir, Stage
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import StageRun
 from sharmill.errors import SharmillError, refuse
 from sharmill.files.atomic import write_atomic
 from sharmill.registry import SECTIONS
@@ -85,7 +86,7 @@ def write_page(facts: "Facts", path: Path) -> int:
     return len(data)
 
 
-def report_on_run(config: Config, stages: Sequence[Stage], *, decode: bool) -> str:
+def report_on_run(config: Config, stages: Sequence[StageRun], *, decode: bool) -> str:
     """Write the page into the run directory, and return a sentence: where it is, or why it could not be made.
 
     A page that was written after all stages were finished stays.

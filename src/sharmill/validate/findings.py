@@ -13,18 +13,19 @@ from typing import Any, Final, Literal
 import msgspec
 
 from sharmill.config import Config
-from sharmill.encode.config import EncodeConfig
+from sharmill.engine.order import make_stages
 from sharmill.engine.plan import refuse_linked_folders, revoke
 from sharmill.engine.run import locked
-from sharmill.engine.stage import RunDir, Stage, stage_classes
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import StageRun
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.atomic import remove
 from sharmill.files.regular import open_regular
 from sharmill.files.stored import NOT_JSON
-from sharmill.registry import STAGES
+from sharmill.models.config import CodecConfig
 from sharmill.shar.dataset import ShardedDataset
-from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE, Field
+from sharmill.shar.fields import BASE_FIELDS, CUTS, DATASET_FILE, SHARDS_FILE, Field, codec_of_field
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29
@@ -153,32 +154,36 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {**keys, "where": where, "to_do": _INDEX if self.is_of_index else kind.to_do_for(foreign)}
 
 
-class UnitToRepeat(msgspec.Struct, frozen=True, order=True):
-    """A unit that mends findings when it is done again.
+class UnitToRepeat(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
+    """A unit that repairs findings when it is done again.
 
-    ``stage`` is the name of one, as encode/<codec>, by which what the shard holds is encoded and assembled again, or
-    index, which has no shards.
+    Attributes:
+        stage: the name of its stage, such as ``encode/<codec>``, or ``index``, which has no shards.
+        encode_again: the codec encodes the segments of the shard again; otherwise their codes are only written again.
     """
 
     stage: str
     shard: int | None = None
+    encode_again: bool = False
 
 
-def units_to_repeat(finding: Finding, makers: Mapping[str, str], stages: Sequence[type[Stage]]) -> list[UnitToRepeat]:
-    """Return the units that mend a finding when they are done again; none where none does.
+def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToRepeat]:
+    """Return the units that repair a finding when they are done again; none if none does.
 
     Args:
-        stages: sharmill's own.
         makers: the names of the stages that made the fields which are not of the published layout.
     """
-    mended_by = CODES[finding.code].mended_by
+    repaired_by = CODES[finding.code].mended_by
     units: list[UnitToRepeat] = []
-    if INDEX in mended_by or (mended_by and finding.is_of_index):
+    if INDEX in repaired_by or (repaired_by and finding.is_of_index):
         units.append(UnitToRepeat(INDEX))
-    if mended_by and mended_by[-1] in (_SHARD, _CODES) and finding.shard is not None:
-        field, content = finding.field or CUTS, mended_by[-1] == _CODES
-        own = (stage.mender(field, content=content) for stage in stages)
-        units += [UnitToRepeat(stage, finding.shard) for stage in (makers.get(field), *own) if stage][:1]
+    if repaired_by and repaired_by[-1] in (_SHARD, _CODES) and finding.shard is not None:
+        field = finding.field or CUTS
+        codec = codec_of_field(field)
+        maker = f"encode/{codec}" if codec else makers.get(field, "write" if field in BASE_FIELDS else "")
+        if maker:
+            again = codec is not None and repaired_by[-1] == _CODES
+            units.append(UnitToRepeat(maker, finding.shard, again))
     return units
 
 
@@ -217,7 +222,6 @@ def make_report(
         fields: those that are not of the published layout.
     """
     makers = {field.name: field.by for field in fields}
-    stages = [STAGES.load_class(kind) for kind in STAGES.own]
     counts = Counter(finding.code for finding in findings)
     kinds = [KindCount(code, kind.severity, counts[code], kind.meaning, kind.to_do_for(foreign))
              for code, kind in CODES.items() if counts[code]]  # fmt: skip
@@ -232,7 +236,7 @@ def make_report(
         warnings=len(findings) - errors,
         kinds=kinds,
         units_to_repeat=sorted(
-            {unit for finding in findings for unit in units_to_repeat(finding, makers, stages) if not foreign}
+            {unit for finding in findings for unit in units_to_repeat(finding, makers) if not foreign}
         ),
         findings=[finding.to_row(foreign=foreign) for finding in findings],
     )
@@ -284,9 +288,6 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
         ),
         code="bad_findings",
     )
-    wanted: dict[str, set[int]] = {}
-    for unit in report.units_to_repeat:
-        wanted.setdefault(unit.stage, set()).update(() if unit.shard is None else {unit.shard})
     run_dir = RunDir(Path(config.run_dir))
     with locked(run_dir):
         # Ranks that are at work hold no lock.
@@ -296,12 +297,12 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
                 f"cancel {run_dir.path}",
                 code="locked",
             )
-        every = [stage for kind in stage_classes(config).values() for stage in kind.of(config)]
-        others = wanted.keys() - {INDEX} - {stage.name for stage in every}
+        every, of_index = make_stages(config), UnitToRepeat(INDEX) in report.units_to_repeat
+        others = {unit.stage for unit in report.units_to_repeat} - {INDEX} - {stage.name for stage in every}
         missing = {name.partition("/")[2] or name for name in others}
         advice = "add that codec to encode.codecs, or that stage, with the run_dir that they were made from"
-        if INDEX in wanted:
-            own = {codec.name for codec in config.section(EncodeConfig).codecs}
+        if of_index:
+            own = {codec.name for codec in config.items(CodecConfig)}
             missing.update(set(ShardedDataset(Path(config.dataset_dir)).stored_codecs()) - own)
             advice += "; or make the index with sharmill index"
         named = ", ".join(map(repr, sorted(missing)))
@@ -309,8 +310,8 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
             raise ConfigError(
                 f"the codes or fields called {named} are not of this configuration: {advice}", code="bad_findings"
             )
-        found = [(stage, stage.redo(wanted, of_index=INDEX in wanted)) for stage in every]
-        concerned = [(stage, units) for stage, units in found if units is not None]
+        found = [(stage, _units_of(stage, report.units_to_repeat)) for stage in every]
+        concerned = [(stage, units) for stage, units in found if units or (of_index and stage.shares_root)]
         for stage, _ in concerned:
             refuse(
                 (stage.kind not in stages, f"these findings concern {stage.kind}: name it too, or no stage at all"),
@@ -325,3 +326,14 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
             remove(stage.dir.done)
             if known := units & {unit.index for unit in stage.dir.read_units()}:
                 revoke(stage, known)
+
+
+def _units_of(stage: StageRun, wanted: Iterable[UnitToRepeat]) -> set[int]:
+    """Return the units of a stage that are to be done again."""
+    shards = {
+        unit.shard for unit in wanted
+        if unit.stage == stage.name and unit.shard is not None and (stage.shares_root or unit.encode_again)
+    }  # fmt: skip
+    if not shards or stage.publication is None or not stage.dir.units.exists():
+        return shards
+    return stage.publication.units_of(shards)

@@ -31,7 +31,8 @@ from sharmill.audio.resample import resample
 from sharmill.audio.segments import find_peak
 from sharmill.audio.sound import Sound, measure_sound
 from sharmill.engine.plan import find_differences, show
-from sharmill.engine.stage import Advance, Output, Processor, Unit
+from sharmill.engine.stage import Advance, Processor
+from sharmill.engine.unit import Output, Unit
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.files.atomic import write_new
 from sharmill.files.cache import RemoteFile

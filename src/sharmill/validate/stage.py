@@ -1,37 +1,30 @@
 """Stage ``validate``: the checker. One unit is one shard; nothing in the dataset is changed."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import xxhash
+from msgspec.structs import replace
 
 from sharmill.config import Config, Precision, Presence, StageSection, require
-from sharmill.encode.config import EncodeConfig
-from sharmill.engine.stage import (
-    Commit,
-    Processor,
-    RunDir,
-    Stage,
-    Totals,
-    Unit,
-    add_up,
-    identify_folder,
-    make_unit,
-    versions,
-)
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import Processor, Stage, StageRun, identify_folder, versions
+from sharmill.engine.unit import Commit, Totals, Unit, add_up, make_unit
 from sharmill.errors import refuse
 from sharmill.files.atomic import write_atomic
 from sharmill.files.cache import RemoteFile
 from sharmill.files.checksums import checksum
 from sharmill.files.stored import load_record, read_records
 from sharmill.models import find_recorded_codec, load_recorded_codec
+from sharmill.models.config import CodecConfig
 from sharmill.shar.fields import DATASET_FILE, SHARDS_FILE
 from sharmill.validate.accounts import ExpectedRecords, RecordRow, open_accounts
 from sharmill.validate.checked_dataset import check_directory, read_checked_dataset
-from sharmill.validate.findings import Finding, Report, encode_report, make_report, read_report
+from sharmill.validate.findings import Finding, encode_report, make_report
 from sharmill.validate.shard import ValidateProcessor
 
 # A sparse file of any size is told by its size, which is among the files.
@@ -70,50 +63,130 @@ class ValidateStage(Stage):
     """The check of a dataset, which leaves ``report.json`` in its folder of the run directory.
 
     Args:
+        subject: the dataset and the checks; by default those of the run's configuration.
+    """
+
+    kind = "validate"
+    section = ValidateConfig
+    after = ("*",)
+
+    def __init__(self, subject: "Subject | None" = None) -> None:
+        self._subject = subject
+
+    def subject(self, run: StageRun) -> "Subject":
+        """Return the dataset, and how it is checked."""
+        return self._subject or Subject.from_config(run.config)
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
+        subject = self.subject(run)
+        if subject.against is not None:
+            subject.against.check()
+        dataset = read_checked_dataset(subject.dataset_dir)
+        if subject.level.recheck_share:
+            models = subject.level.codec_models
+            unknown = sorted(models.keys() - {codec.name for codec in dataset.codecs})
+            refuse(
+                (not dataset.codecs, f"--recheck-codes: {subject.dataset_dir} records no codec"),
+                (unknown, f"--codec-model: {subject.dataset_dir} has no codec {', '.join(map(repr, unknown))}"),
+                code="unknown_codec",
+            )
+            for codec in dataset.codecs:
+                find_recorded_codec(codec, models.get(codec.name), subject.codec_options.get(codec.name, {}))
+        directory, is_remote = subject.dataset_dir, isinstance(subject.dataset_dir, RemoteFile)
+        return {
+            "dataset_dir": str(directory) if is_remote else identify_folder(directory, run.run_dir.path),
+            "input": _index_of(directory),
+            # Damage does not change the index: what was checked before may have changed since. A check of a URL is
+            # never resumed.
+            "files": "" if is_remote else _fingerprint(directory),
+            "level": subject.describe_level(),
+            "versions": versions(),
+        }
+
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        for position, shard in enumerate(read_checked_dataset(self.subject(run).dataset_dir).shards):
+            # Without an index, which alone tells the seconds of audio, all shards are alike.
+            cost = 1.0 if shard.record is None else round(sum(shard.record.seconds.values()), 3)
+            yield make_unit(position, cost=cost, size=shard.size, params={"line": position})
+
+    def input_visible(self, run: StageRun) -> bool:
+        planned = load_record(run.dir.identity, dict[str, Any])["input"]
+        return bool(_index_of(self.subject(run).dataset_dir) == planned)
+
+    def open(self, run: StageRun, device: str) -> Processor:
+        subject = self.subject(run)
+        dataset, level = read_checked_dataset(subject.dataset_dir), subject.level
+        codecs = {}
+        for record in dataset.codecs if level.recheck_share else ():
+            # The check computes on a CPU, which has no tf32.
+            precision: Precision = "bf16" if record.precision == "bf16" else "fp32"
+            given, options = level.codec_models.get(record.name), subject.codec_options.get(record.name)
+            codecs[record.name] = load_recorded_codec(record, given, options, precision)
+        return ValidateProcessor(
+            dataset, deep=level.deep, share=level.recheck_share, codecs=codecs, with_records=subject.against is not None
+        )
+
+    def finalize(self, run: StageRun) -> Totals:
+        subject = self.subject(run)
+        dataset, checked = read_checked_dataset(subject.dataset_dir), _add_up_stats(run.commits)
+        unchecked = [*dataset.unchecked, *subject.unchecked(checked)]
+        findings, found = list(check_directory(dataset)), list[Finding]()
+        with open_accounts() as accounts:
+            for shard, commit in zip(dataset.shards, run.commits, strict=True):
+                accounts.add("cuts", read_records(run.root / commit.files[1].name, RecordRow), shard.index)
+            findings += accounts.find_duplicates()
+            if subject.against is not None:
+                found, counts = accounts.check(subject.against, compare_texts=dataset.is_own)
+                checked |= counts
+                if unknown := accounts.count_unknown_origins():
+                    unchecked.append(f"which records {unknown} cuts came from: they do not say")
+        findings += found
+        for commit in run.commits:
+            findings += read_records(run.root / commit.files[0].name, Finding)
+        report = make_report(
+            subject.dataset_dir,
+            findings,
+            level=run.options.references.hide(subject.describe_level()),
+            checked={"shards": len(run.commits), **checked},
+            unchecked=unchecked,
+            fields=dataset.dataset.added_fields if dataset.dataset else (),
+            foreign=dataset.dataset is not None and not dataset.is_own,
+        )
+        path = run.root / "report.json"
+        write_atomic(path, encode_report(report))
+        return replace(add_up(run.commits), products=run.record_products(report=path))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A dataset that is to be checked, and how.
+
+    Attributes:
         level: checks beyond those that are always made.
         codec_options: by codec, the options of its model.
         against: the manifests and rejects that the dataset is to account for.
     """
 
-    kind: ClassVar[str] = "validate"
-    section: ClassVar = ValidateConfig
-    after: ClassVar = ("*",)
-    replan_when_changed: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        dataset_dir: Path,
-        run_dir: RunDir,
-        level: ValidateConfig | None = None,
-        *,
-        codec_options: Mapping[str, Mapping[str, Any]] | None = None,
-        against: ExpectedRecords | None = None,
-    ) -> None:
-        self.run_dir = run_dir
-        self.root = self.dir.path
-        self.dataset_dir = dataset_dir
-        self.level = level or ValidateConfig()
-        self.codec_options = codec_options or {}
-        self.against = against
+    dataset_dir: Path
+    level: ValidateConfig = ValidateConfig()
+    codec_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    against: ExpectedRecords | None = None
 
     @classmethod
-    def of(cls, config: Config) -> list[Self]:
-        level, run_dir, against = config.section(ValidateConfig), RunDir(Path(config.run_dir)), None
+    def from_config(cls, config: Config) -> "Subject":
+        """Return the dataset of a configuration with the checks that it asks for."""
+        level, against = config.section(ValidateConfig), None
         if level.against_sources:
-            against = ExpectedRecords(sources=tuple(config.sources), rejects=(str(run_dir.rejects),))
-        codecs = config.section(EncodeConfig).codecs
+            against = ExpectedRecords(
+                sources=tuple(config.sources), rejects=(str(RunDir(Path(config.run_dir)).rejects),)
+            )
+        codecs = config.items(CodecConfig)
         if level.recheck_share:
             # The checker loads no model because a dataset names it, but those that the configuration names itself.
             own = {codec.name: codec.model for codec in codecs if codec.model != "builtin"}
-            level = replace(level, codec_models=own | level.codec_models)
-        return [cls(
-            Path(config.dataset_dir), run_dir, level, codec_options={codec.name: codec.options for codec in codecs},
-            against=against,
-        )]  # fmt: skip
-
-    @property
-    def report_file(self) -> Path:
-        return self.root / "report.json"
+            level = dataclasses.replace(level, codec_models=own | level.codec_models)
+        options = {codec.name: codec.options for codec in codecs}
+        return cls(dataset_dir=Path(config.dataset_dir), level=level, codec_options=options, against=against)
 
     def describe_level(self) -> dict[str, Any]:
         """Return what the checks depend on beside the files."""
@@ -124,95 +197,8 @@ class ValidateStage(Stage):
             "against": None if self.against is None else self.against.identity(),
         }
 
-    def identity(self) -> dict[str, Any]:
-        if self.against is not None:
-            self.against.check()
-        subject = read_checked_dataset(self.dataset_dir)
-        if self.level.recheck_share:
-            models = self.level.codec_models
-            unknown = sorted(models.keys() - {codec.name for codec in subject.codecs})
-            refuse(
-                (not subject.codecs, f"--recheck-codes: {self.dataset_dir} records no codec"),
-                (unknown, f"--codec-model: {self.dataset_dir} has no codec {', '.join(map(repr, unknown))}"),
-                code="unknown_codec",
-            )
-            for codec in subject.codecs:
-                find_recorded_codec(codec, models.get(codec.name), self.codec_options.get(codec.name, {}))
-        is_remote = isinstance(self.dataset_dir, RemoteFile)
-        return {
-            "dataset_dir": str(self.dataset_dir) if is_remote else identify_folder(self.dataset_dir, self.run_dir.path),
-            "input": self._index(),
-            # Damage does not change the index: what was checked before may have changed since. A check of a URL is
-            # never resumed.
-            "files": "" if is_remote else _fingerprint(self.dataset_dir),
-            "level": self.describe_level(),
-            "versions": versions(),
-        }
-
-    def plan(self, folder: Path) -> Iterator[Unit]:
-        for position, shard in enumerate(read_checked_dataset(self.dataset_dir).shards):
-            # Without an index, which alone tells the seconds of audio, all shards are alike.
-            cost = 1.0 if shard.record is None else round(sum(shard.record.seconds.values()), 3)
-            yield make_unit(position, cost=cost, size=shard.size, params={"line": position})
-
-    def sees_input(self) -> bool:
-        return bool(self._index() == load_record(self.dir.identity, dict[str, Any])["input"])
-
-    def open(self, device: str) -> Processor:
-        subject, level = read_checked_dataset(self.dataset_dir), self.level
-        codecs = {}
-        for record in subject.codecs if level.recheck_share else ():
-            # The check computes on a CPU, which has no tf32.
-            precision: Precision = "bf16" if record.precision == "bf16" else "fp32"
-            given, options = level.codec_models.get(record.name), self.codec_options.get(record.name)
-            codecs[record.name] = load_recorded_codec(record, given, options, precision)
-        return ValidateProcessor(
-            subject, deep=level.deep, share=level.recheck_share, codecs=codecs, with_records=(self.against is not None)
-        )
-
-    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        subject = read_checked_dataset(self.dataset_dir)
-        checked = _add_up_stats(commits)
-        unchecked = [*subject.unchecked, *self._unchecked(checked)]
-        findings, found = list(check_directory(subject)), list[Finding]()
-        with open_accounts() as accounts:
-            for shard, commit in zip(subject.shards, commits, strict=True):
-                accounts.add("cuts", read_records(self.root / commit.files[1].name, RecordRow), shard.index)
-            findings += accounts.find_duplicates()
-            if self.against is not None:
-                found, counts = accounts.check(self.against, compare_texts=subject.is_own)
-                checked |= counts
-                if unknown := accounts.count_unknown_origins():
-                    unchecked.append(f"which records {unknown} cuts came from: they do not say")
-        findings += found
-        for commit in commits:
-            findings += read_records(self.root / commit.files[0].name, Finding)
-        report = make_report(
-            self.dataset_dir,
-            findings,
-            level=self.references.hide(self.describe_level()),
-            checked={"shards": len(commits), **checked},
-            unchecked=unchecked,
-            fields=subject.dataset.added_fields if subject.dataset else (),
-            foreign=subject.dataset is not None and not subject.is_own,
-        )
-        write_atomic(self.report_file, encode_report(report))
-        return add_up(commits)
-
-    def products(self) -> list[Path]:
-        return [self.report_file]
-
-    def report(self) -> Report:
-        """Read the report of the finished validation."""
-        return read_report(self.report_file)
-
-    def _index(self) -> list[str]:
-        """Return the checksums of the files of the index that are there and not far too large."""
-        paths = [self.dataset_dir / name for name in (DATASET_FILE, SHARDS_FILE)]
-        return [checksum(path) for path in paths if path.is_file() and path.stat().st_size <= _MAX_INDEX_BYTES]
-
-    def _unchecked(self, checked: dict[str, float]) -> Iterator[str]:
-        """Yield what this level leaves unchecked, a phrase each."""
+    def unchecked(self, checked: dict[str, float]) -> Iterator[str]:
+        """Yield what this level leaves unchecked, a phrase each; ``checked`` has the counts of what was checked."""
         for name, number in checked.items():
             if name.startswith("unchecked "):
                 yield f"{number:.0f} {name.removeprefix('unchecked ')}: nothing is known of such data"
@@ -226,6 +212,12 @@ class ValidateStage(Stage):
             (self.against is None, "completeness: the dataset was not compared with its manifests (--against)"),
         )  # fmt: skip
         yield from (phrase for is_so, phrase in causes if is_so)
+
+
+def _index_of(directory: Path) -> list[str]:
+    """Return the checksums of the files of the index that are there and not far too large."""
+    paths = [directory / name for name in (DATASET_FILE, SHARDS_FILE)]
+    return [checksum(path) for path in paths if path.is_file() and path.stat().st_size <= _MAX_INDEX_BYTES]
 
 
 def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:

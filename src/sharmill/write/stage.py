@@ -1,37 +1,33 @@
 """Stage ``write`` (stage 2): cuts, target audio and, in a dataset with contexts, context audio as shards."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from sharmill.audio.decoder import check_encoder, count_clipped, encode, encoder_problem, to_float
 from sharmill.audio.resample import resample
+from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import FileCopy, Location, SegmentAudio, SegmentReader, SegmentsOnce
 from sharmill.audio.sound import Sound
 from sharmill.config import Config, Positive, Presence, StageSection, require
 from sharmill.engine.balance import divide_evenly
-from sharmill.engine.fence import require_own_output
 from sharmill.engine.hashes import find_first
+from sharmill.engine.order import make_stages
 from sharmill.engine.plan import committed_files, count_planned
-from sharmill.engine.stage import Advance, Commit, Output, Processor, Stage, Totals, Unit, add_up, make_unit, versions
+from sharmill.engine.stage import Advance, Processor, Publication, Stage, StageRun, versions
+from sharmill.engine.unit import Commit, Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.arrays import map_stored_array, save_array
 from sharmill.files.staging import Staging
 from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
-from sharmill.match.choose import min_similarity
-from sharmill.match.config import MatchConfig
-from sharmill.match.groups import index_lines, order_by_group, segment_roots
-from sharmill.match.stage import devices_of_match, matched_manifest
-from sharmill.prepare.check import PrepareConfig
-from sharmill.prepare.speaker_key import make_speaker_key
-from sharmill.prepare.stage import identify_roots, prepared_manifest
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import BASE_FIELDS, CONTEXT_AUDIO, CUTS, TARGET_AUDIO, base_fields
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
@@ -39,7 +35,10 @@ from sharmill.shar.index import FORMAT_VERSION, DatasetRecord
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.json_lines import write_cuts
 from sharmill.shar.manifests import context_id, cut_json, recording_json
-from sharmill.write.fields import added_fields, shard_record
+from sharmill.stages.fields import added_fields, dataset_of, shard_record
+from sharmill.stages.inputs import identify_roots, segment_reader, segment_roots
+from sharmill.stages.lines import index_lines, order_by_group
+from sharmill.stages.speaker_key import make_speaker_key
 
 _DEFAULT_SHARD_SIZE: Final = 1000
 _ORIGINAL: Final = "original"
@@ -88,47 +87,38 @@ class WriteConfig(StageSection):
 class WriteStage(Stage):
     """The stage that writes the dataset directory from the manifest of the stage before it. One unit is one shard."""
 
-    kind: ClassVar[str] = "write"
-    section: ClassVar = WriteConfig
-    after: ClassVar = ("prepare", "match")
-    replaces_root: ClassVar[bool] = True
+    kind = "write"
+    section = WriteConfig
+    after = ("prepare", "match")
 
-    def __init__(self, config: Config, settings: WriteConfig | None = None) -> None:
-        super().__init__(config, settings)
-        self.root = Path(config.dataset_dir)
-        self._fields = base_fields(contexts=config.has_contexts)
-        self.folders = [field.name for field in self._fields]
-        self._dataset = ShardedDataset(self.root)
-
-    @classmethod
-    def check(cls, config: Config) -> None:
+    def check(self, config: Config) -> None:
         write = config.section(WriteConfig)
-        if write.sampling_rate is not None and write.audio_format != "original":
+        if write.sampling_rate is not None and write.audio_format != _ORIGINAL:
             check_encoder(write.audio_format, write.sampling_rate)
 
-    def check_input(self) -> None:
-        segment_roots(self.config).check()
-        require_own_output(self)
+    def input(self, run: StageRun) -> AudioRoots:
+        return segment_roots(run.config)
 
-    def identity(self) -> dict[str, Any]:
-        manifest = input_manifest(self.config)
-        if not manifest.exists():
-            before = self.after[self.config.has_contexts]
-            raise ConfigError(f"{manifest} is not there: run the stage {before} first", code="stage_not_run")
+    def publication(self, run: StageRun) -> "DatasetPublication":
+        return DatasetPublication(run)
+
+    def identity(self, run: StageRun) -> dict[str, Any]:
         return {
-            "write": asdict(self.settings),
-            "name": self.config.name,
-            "audio_roots": identify_roots(segment_roots(self.config), self.run_dir.path),
-            "limits": self._limits(),
-            "input": records_checksum(manifest),
+            "write": asdict(run.settings),
+            "name": run.config.name,
+            "audio_roots": identify_roots(segment_roots(run.config), run.run_dir.path),
+            "limits": _match_facts(run).get("limits", {}),
+            "input": records_checksum(_input_manifest(run)),
             "versions": versions("soundfile", "av", "torchaudio"),
         }
 
-    def plan(self, folder: Path) -> Iterator[Unit]:
-        manifest, write = input_manifest(self.config), self.settings
-        lines = index_lines(manifest, group_key=None if self.config.has_contexts else make_speaker_key("speaker"))
+    def plan(self, run: StageRun) -> Iterator[Unit]:
+        write: WriteConfig = run.settings
+        lines = index_lines(
+            _input_manifest(run), group_key=None if run.config.has_contexts else make_speaker_key("speaker")
+        )
         order = order_lines(lines, write.order, write.seed)
-        save_array(folder / "offsets.npy", lines["offset"][order])
+        save_array(run.plan_folder / "offsets.npy", lines["offset"][order])
         seconds = lines["seconds"] + lines["context"]
         for number, (start, stop) in enumerate(pairwise(divide_into_shards(lines["seconds"][order], write))):
             yield make_unit(
@@ -136,67 +126,78 @@ class WriteStage(Stage):
                 params={"start": start, "stop": stop},
             )  # fmt: skip
 
-    def check_node(self) -> None:
-        segment_roots(self.config).check_node()
+    def open(self, run: StageRun, device: str) -> Processor:
+        return WriteProcessor(run)
 
-    def open(self, device: str) -> Processor:
-        return WriteProcessor(self.config, self.dir.plan)
-
-    def finalize(self, units: list[Unit], commits: list[Commit]) -> Totals:
-        shards = [shard_record(commit, self._fields, commit.index) for commit in commits]
-        match = self.config.find(MatchConfig)
+    def finalize(self, run: StageRun) -> Totals:
+        fields, matched = base_fields(contexts=run.config.has_contexts), _match_facts(run)
+        shards = [shard_record(commit, fields, commit.index) for commit in run.commits]
         record = DatasetRecord(
             format_version=FORMAT_VERSION,
-            name=self.config.name,
-            fields=list(self.folders),
+            name=run.config.name,
+            fields=[field.name for field in fields],
             num_shards=len(shards),
             num_cuts=sum(shard.count for shard in shards),
             target_seconds=round(sum(shard.target_seconds for shard in shards), 3),
             context_seconds=round(sum(shard.context_seconds for shard in shards), 3),
-            audio_format=self.settings.audio_format,
-            sampling_rate=self.settings.sampling_rate,
-            limits=self._limits(),
+            audio_format=run.settings.audio_format,
+            sampling_rate=run.settings.sampling_rate,
+            limits=matched.get("limits", {}),
             codecs=[],
-            match_precision="fp32" if match is None else match.precision,
-            match_devices=devices_of_match(self.config) if self.config.has_contexts else [],
+            match_precision=matched.get("precision", "fp32"),
+            match_devices=matched.get("devices", []),
         )
-        self._dataset.write_index(record, shards)
-        return replace(add_up(commits), notes=_describe_clipping(commits))
+        dataset_of(run).write_index(record, shards)
+        return replace(add_up(run.commits), notes=_describe_clipping(run.commits))
 
-    def products(self) -> list[Path]:
-        return self._dataset.index_files
+
+class DatasetPublication(Publication):
+    """The dataset directory as a whole, with all that stages have published there."""
+
+    replaces_root = True
+
+    def __init__(self, run: StageRun) -> None:
+        super().__init__(Path(run.config.dataset_dir))
+        self._run = run
+        self._dataset = ShardedDataset(self.root)
+
+    def folders(self) -> list[str]:
+        return [field.name for field in base_fields(contexts=self._run.config.has_contexts)]
+
+    def is_complete(self) -> bool:
+        return all(path.exists() for path in self._dataset.index_files)
 
     def discard(self) -> None:
-        fields = [field for fields in added_fields(self.config).values() for field in fields]
-        self._dataset.remove(count_planned(self), fields)
-
-    @classmethod
-    def mender(cls, field: str, *, content: bool) -> str | None:
-        return cls.kind if field in BASE_FIELDS else None
+        config = self._run.config
+        added = added_fields(make_stages(config)).values()
+        self._dataset.remove(count_planned(self._run), [field for fields in added for field in fields])
 
     def check_output(self) -> None:
-        """Raise ConfigError where the dataset directory holds what this run has not written."""
+        """Raise ConfigError if the dataset directory holds files that this run has not written."""
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"dataset_dir {self.root} is not a folder", code="foreign_output")
         if self._dataset.is_empty():
             return
-        if not self.dir.token_file.exists() or not self._dataset.is_made_of(BASE_FIELDS, committed_files(self)):
+        has_plan = self._run.dir.token_file.exists()
+        if not has_plan or not self._dataset.is_made_of(BASE_FIELDS, committed_files(self._run)):
             raise ConfigError(
-                f"dataset_dir {self.root} is not empty and was not written from {self.run_dir.path}; "
+                f"dataset_dir {self.root} is not empty and was not written from {self._run.run_dir.path}; "
                 "choose another dataset_dir, or empty it yourself",
                 code="foreign_output",
             )
 
-    def _limits(self) -> dict[str, Any]:
-        if (match := self.config.find(MatchConfig)) is None:
-            return {}
-        return {
-            "min_similarity": min_similarity(match), "min_duration": match.min_duration,
-            "max_duration": match.max_duration,
-        }  # fmt: skip
+
+def _input_manifest(run: StageRun) -> Path:
+    """Return the manifest that the dataset is written from."""
+    return run.product("match/manifest" if run.config.has_contexts else "prepare/manifest")
 
 
-def _describe_clipping(commits: list[Commit]) -> list[str]:
+def _match_facts(run: StageRun) -> dict[str, Any]:
+    """Return what match has left for the index of the dataset; nothing for a dataset without contexts."""
+    return run.totals_of("match").facts if run.config.has_contexts else {}
+
+
+def _describe_clipping(commits: Sequence[Commit]) -> list[str]:
     """Return a sentence about the samples that were clipped, if there are any."""
     cuts = sum(commit.stats.get("clipped_cuts", 0) for commit in commits)
     clipped = sum(commit.stats.get("clipped_seconds", 0.0) for commit in commits)
@@ -211,7 +212,7 @@ def order_lines(lines: np.ndarray, order: Literal["manifest", "speaker", "shuffl
     The permutation is of the input's order, so it does not depend on how groups were found.
 
     Args:
-        lines: (N,) of ``match.groups.LINE``.
+        lines: (N,) of ``stages.lines.LINE``.
     """
     if order == "speaker":
         return order_by_group(find_first(*lines["group"].T))
@@ -251,25 +252,23 @@ def divide_into_shards(seconds: np.ndarray, write: WriteConfig) -> list[int]:
     return [*range(0, count, write.shard_size), count]
 
 
-@dataclass(frozen=True)
 class WriteProcessor(Processor):
-    """Writes shards.
+    """The writing of shards in one rank."""
 
-    Args:
-        plan: the folder of the stage's plan.
-    """
-
-    config: Config
-    plan: Path
+    def __init__(self, run: StageRun) -> None:
+        self._config: WriteConfig = run.settings
+        self._has_contexts = run.config.has_contexts
+        self._manifest = _input_manifest(run)
+        self._offsets = map_stored_array(run.plan_folder / "offsets.npy")
+        self._reader = segment_reader(run)
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         utterances = self._read(unit)
-        reader = SegmentReader(segment_roots(self.config), self.config.section(PrepareConfig).duration_tolerance)
         audio = store_segments(
-            self.config.section(WriteConfig), reader,
+            self._config, self._reader,
             [segment for utterance in utterances for segment, _ in _parts(utterance).values()],
         )  # fmt: skip
-        files = {field.name: field.path(unit.index) for field in base_fields(contexts=self.config.has_contexts)}
+        files = {field.name: field.path(unit.index) for field in base_fields(contexts=self._has_contexts)}
         rejects: list[Reject] = []
         cuts: list[dict[str, Any]] = []
         values: list[dict[str, float]] = []
@@ -311,17 +310,12 @@ class WriteProcessor(Processor):
         )
 
     def _read(self, unit: Unit) -> list[Utterance]:
-        offsets = map_stored_array(self.plan / "offsets.npy")[unit.params["start"] : unit.params["stop"]]
-        utterances = [Utterance.from_json(line) for line in read_lines_at(input_manifest(self.config), offsets)]
-        for utterance in utterances if not self.config.has_contexts else ():
+        offsets = self._offsets[unit.params["start"] : unit.params["stop"]]
+        utterances = [Utterance.from_json(line) for line in read_lines_at(self._manifest, offsets)]
+        for utterance in utterances if not self._has_contexts else ():
             # A source may have contexts of its own, which are not in the dataset.
             utterance.custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
         return utterances
-
-
-def input_manifest(config: Config) -> Path:
-    """Return the path of the manifest that the dataset is written from: that of the stage before."""
-    return matched_manifest(config) if config.has_contexts else prepared_manifest(config)
 
 
 @dataclass(frozen=True, slots=True)

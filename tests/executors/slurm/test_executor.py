@@ -17,10 +17,11 @@ from support.project import raises
 from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 
+from sharmill.engine.executor import Submitted
 from sharmill.engine.fence import make_fence, reserve
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run import locked
-from sharmill.engine.stage import End, Given, RunDir, Submitted
+from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.state import Attempts, Note, begin_round
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import SlurmExecutor, find_reason, job_comment
@@ -106,13 +107,13 @@ class TestGuard:
     @pytest.mark.parametrize("is_done", [True, False])
     def test_a_run_that_is_done_or_was_not_on_a_cluster_has_left_no_jobs(self, run_dir, monkeypatch, is_done):
         monkeypatch.setenv("PATH", str(run_dir.path))
-        run_dir.begin(Given(stages=[], cluster="here" if is_done else ""))
+        run_dir.begin(RunRequest(stages=[], cluster="here" if is_done else ""))
         if is_done:
-            run_dir.note_end(End(state="done", message="all stages are done"))
+            run_dir.note_end(RunOutcome(state="done", message="all stages are done"))
         require_no_jobs(run_dir)
 
     def test_a_run_that_waits_on_another_cluster_is_refused_unless_it_is_taken_over(self, cluster, run_dir):
-        run_dir.begin(Given(stages=["toy"], cluster="elsewhere"))
+        run_dir.begin(RunRequest(stages=["toy"], cluster="elsewhere"))
         run = ToyRun(ToyDataset(ToyStage(run_dir.path.parent)), ClusterProfile())
         wanted = (ConfigError, "jobs_elsewhere", "the cluster elsewhere", "this one is here", "--take-over")
         for ask in (run.start, lambda: require_no_jobs(run_dir)):
@@ -235,9 +236,9 @@ def job(cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     (tmp_path / "run").mkdir()
     dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run", make_stages=lambda: [ToyStage(tmp_path)])
-    dataset.run = lambda executor, **options: End(state="done", message="all stages are done")
+    dataset.run = lambda executor, **options: RunOutcome(state="done", message="all stages are done")
     dataset.show = lambda: None
-    job = SlurmExecutor(dataset, ClusterProfile(), role="advance", given=Given(stages=["toy"], cluster="here"))
+    job = SlurmExecutor(dataset, ClusterProfile(), role="advance", given=RunRequest(stages=["toy"], cluster="here"))
     job.run_dir.begin(job.given)
     return job
 
@@ -302,9 +303,9 @@ def test_one_that_another_process_has_put_out_of_the_run_directory_leaves_the_ru
 @pytest.mark.parametrize("is_cancelled", [True, False])
 def test_of_a_run_that_was_cancelled_or_taken_over_does_and_notes_nothing(job, is_cancelled):
     if is_cancelled:
-        job.run_dir.note_end(End(state="cancelled", message="cancelled by bob"))
+        job.run_dir.note_end(RunOutcome(state="cancelled", message="cancelled by bob"))
     else:
-        job.run_dir.begin(Given(stages=[]))
+        job.run_dir.begin(RunRequest(stages=[]))
     before = job.run_dir.read_end()
     assert advance(job, AssertionError("it goes on")) == before
     assert "the run has ended, or another one has begun in its place" in job.run_dir.advance_log.read_text()
@@ -333,7 +334,7 @@ def test_one_that_meets_ranks_submits_the_next_behind_them_and_one_that_meets_th
 ):
     """One was requeued after it had submitted, of the other the submission never heard."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    given = Given(stages=["toy"], cluster="here")
+    given = RunRequest(stages=["toy"], cluster="here")
     run = ToyRun(ToyDataset(ToyStage(tmp_path, units=8)), ClusterProfile(), role="advance", given=given)
     with locked(run.run_dir):
         run.run_dir.make_id()
@@ -364,7 +365,7 @@ def make_job(cluster, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
 
     def make(stage, role="advance"):
-        given = Given(stages=["toy"], cluster="here")
+        given = RunRequest(stages=["toy"], cluster="here")
         job = ToyRun(ToyDataset(stage), ClusterProfile(), patience=0.2, role=role, given=given)
         stage.run_dir.path.mkdir()
         stage.run_dir.begin(given)

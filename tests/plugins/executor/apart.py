@@ -6,7 +6,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from sharmill.engine.stage import Stage, Unit
+from sharmill.engine.stage import Stage
+from sharmill.engine.unit import Unit
 from sharmill.executors.local import ConfiguredExecutor, Follower
 from sharmill.executors.supervisor import Device, supervise_rank
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import measure_sound
 from sharmill.config import StageSection
-from sharmill.engine.stage import Unit
+from sharmill.engine.unit import Unit
 from sharmill.shar.fields import Field
 from sharmill.shar.items import ItemTable
 from sharmill.shar.json_lines import write_values
-from sharmill.write.fields import FieldProcessor, FieldStage
+from sharmill.stages.fields import FieldProcessor, FieldStage
 
 
 @dataclass(frozen=True, kw_only=True)

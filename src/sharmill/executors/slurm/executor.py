@@ -25,12 +25,14 @@ from typing import Any, ClassVar, Protocol
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
+from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
 from sharmill.engine.fence import is_current, refuse_copy, release, superseded, wait_for_plan
-from sharmill.engine.plan import find_outstanding, read_ledger
+from sharmill.engine.plan import find_outstanding, has_output, read_ledger
 from sharmill.engine.progress import read_progress
-from sharmill.engine.run import Executor, Listener, Unlocked
-from sharmill.engine.stage import End, Given, RunDir, Stage, StageResult, Submitted, Unit
+from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
+from sharmill.engine.stage import StageRun
 from sharmill.engine.state import MAX_FAILURES, Attempts, Round, begin_round, end_attempts, find_live, find_workers
+from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError, one_line
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm import queue
@@ -69,13 +71,13 @@ class Dataset(Protocol):
     def run_dir(self) -> Path:
         """Its run directory."""
 
-    def make_stages(self) -> list[Stage]:
+    def make_stages(self) -> list[StageRun]:
         """Return the stages in the order in which they run."""
 
-    def run(self, executor: "SlurmExecutor", *, restart: bool, wait_seconds: float) -> End | Submitted:
+    def run(self, executor: "SlurmExecutor", *, restart: bool, wait_seconds: float) -> RunOutcome | Submitted:
         """Run the stages until one fails or is submitted; wait so long for the run directory to be free."""
 
-    def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
+    def ranks_of_use(self, stage: StageRun, units: Sequence[Unit]) -> int:
         """Return for how many ranks the units of a stage are enough."""
 
     def show(self) -> None:
@@ -89,7 +91,7 @@ class RankTask:
     Told to leave (preemption, time limit), its rank gives the unit in flight back, and the task is requeued, to go on.
     """
 
-    stage: Stage
+    stage: StageRun
     number: int
     ranks: RankProfile
 
@@ -112,9 +114,9 @@ class RankTask:
     def _end_others(self, array: str) -> None:
         """Cancel the tasks that find nothing left, and those whose nodes stand still: an advance job waits for all."""
         stage, first = self.stage, self.number - int(os.environ["SLURM_ARRAY_TASK_ID"])
-        now = time_of_folder(stage.dir.ranks)
-        records = [record for record in read_progress(stage.dir.progress) if not record.ended]
-        silent = [record.rank - first for record in records if not record.is_alive(now, stage.lease_seconds)]
+        now = time_of_folder(stage.ranks.path)
+        records = [record for record in read_progress(stage.ranks.progress) if not record.ended]
+        silent = [record.rank - first for record in records if not record.is_alive(now, stage.options.lease_seconds)]
         queue.scancel([array], "--state=PENDING")
         queue.scancel([f"{array}_{task}" for task in silent if task >= 0])
 
@@ -147,7 +149,7 @@ class SlurmExecutor(Executor):
     take_over: bool = False
     patience: float = queue.PATIENCE_SECONDS
     role: queue.Role | None = None
-    given: Given = field(default_factory=lambda: Given(stages=[]))
+    given: RunRequest = field(default_factory=lambda: RunRequest(stages=[]))
     run_dir: RunDir = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,7 +163,7 @@ class SlurmExecutor(Executor):
             )
         self.run_dir = RunDir(path)
 
-    def start(self) -> End | Submitted:
+    def start(self) -> RunOutcome | Submitted:
         """Run the stages in this process, which plans and submits. Units that were given up before are tried again.
 
         Raises:
@@ -172,7 +174,7 @@ class SlurmExecutor(Executor):
             raise ConfigError("there is no SLURM cluster here", code="no_cluster")
         refuse_copy(self.run_dir)
         kinds = dict.fromkeys(stage.kind for stage in self.dataset.make_stages())
-        self.given = Given(
+        self.given = RunRequest(
             stages=list(kinds), folder=str(Path.cwd()), run=str(self.run_dir.path.resolve()), command=self.command,
             cluster=cluster,
         )  # fmt: skip
@@ -186,19 +188,19 @@ class SlurmExecutor(Executor):
             queue.require_no_jobs(run_dir, take_over=self.take_over)
         return queue.queued_jobs(run_dir, self.patience, on_any_cluster=self.take_over)
 
-    def begin(self, run_dir: RunDir, given: Given, jobs: Sequence[queue.QueuedJob], *, joins: bool) -> None:
+    def begin(self, run_dir: RunDir, given: RunRequest, jobs: Sequence[queue.QueuedJob], *, joins: bool) -> None:
         if any(job.role != "rank" for job in jobs):
             return  # its advance jobs go on, and this adds ranks
         run_dir.begin(self.given)
         # The work of ranks whose advance job is gone, or was never submitted, counts on.
         for stage in self.dataset.make_stages() if not (jobs or joins) else ():
-            remove(stage.dir.attempts, stage.dir.round)
+            remove(stage.ranks.attempts, stage.ranks.round)
 
     def run(
-        self, stage: Stage, units: Sequence[Unit], listener: Listener,
+        self, stage: StageRun, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Submit the units, or return those that failed for good once no other is left; see ``engine.run.Executor``.
+        """Submit the units, or return those that failed for good once no other is left; see ``engine.executor.Executor``.
 
         Beside advance jobs that are in the queue already only ranks are added, and none by an advance job. Few units
         are done in the advance job. If that is killed, they wait for ranks in the next round.
@@ -211,12 +213,12 @@ class SlurmExecutor(Executor):
         others = self._competing_jobs()
         message, ids = f"{queue.describe_jobs(others)} are still in the queue", [job.id for job in others]
         is_advanced = any(job.role == "advance" for job in others)
-        goes_on = stage.dir.round.exists()
+        goes_on = stage.ranks.round.exists()
         if is_advanced and (self.role is not None or not goes_on):
             return StageResult(submitted=Submitted(message, ids))
         if others and not is_advanced:
             return self._submit(stage, message, behind=ids)
-        joins = is_advanced or bool(find_live(stage.dir, stage.lease_seconds, ranks=False))
+        joins = is_advanced or bool(find_live(stage.dir, stage.options.lease_seconds, ranks=False))
         left = list(units)
         if not joins:
             attempts = end_attempts(stage.dir, {unit.index for unit in units})
@@ -230,7 +232,12 @@ class SlurmExecutor(Executor):
         workers = 0 if goes_on else self.workers_in_job(stage, left)
         if not workers:
             numbers = begin_round(
-                stage, left, self.num_ranks(stage, left), join_seconds=stage.lease_seconds, goes_on=goes_on, joins=joins
+                stage,
+                left,
+                self.num_ranks(stage, left),
+                join_seconds=stage.options.lease_seconds,
+                goes_on=goes_on,
+                joins=joins,
             )
             message = f"{stage.name}: {len(left)} units on {len(numbers)} {'more ' if joins else ''}ranks"
             return self._submit(stage, message, numbers, is_advanced=is_advanced)
@@ -251,25 +258,25 @@ class SlurmExecutor(Executor):
         own = int(os.environ["SLURM_JOB_ID"])
         return [job for job in found if job.role == "rank" or (job.role == "advance" and int(job.id) > own)]
 
-    def _require_progress(self, stage: Stage, attempts: Attempts) -> None:
+    def _require_progress(self, stage: StageRun, attempts: Attempts) -> None:
         """Raise FatalError where ranks end again and again without doing anything: nothing would ever end that."""
-        before = load_record(stage.dir.round, Round).begun
+        before = load_record(stage.ranks.round, Round).begun
         if len(before) < MAX_FAILURES or set(before[-MAX_FAILURES:]) != {attempts.num_begun}:
             return
         if attempts.slots_out():
             raise attempts.all_out_error(stage.name, stage.dir.logs)
-        reason = find_reason(self.run_dir.jobs, stage.dir.round.stat().st_mtime)
+        reason = find_reason(self.run_dir.jobs, stage.ranks.round.stat().st_mtime)
         raise FatalError(
             f"{stage.name}: the ranks ended {MAX_FAILURES} times without doing a unit: "
             f"{reason or f'see the logs in {self.run_dir.jobs} and {stage.dir.logs}'}",
             code="no_ranks",
         )
 
-    def ranks_of(self, stage: Stage) -> RankProfile:
+    def ranks_of(self, stage: StageRun) -> RankProfile:
         """Return the profile of a stage's ranks."""
-        return self.profile.for_stage(stage.name, stage.resource)
+        return self.profile.for_stage(stage.kind, stage.resource)
 
-    def workers_in_job(self, stage: Stage, units: Sequence[Unit]) -> int:
+    def workers_in_job(self, stage: StageRun, units: Sequence[Unit]) -> int:
         """Return the number of workers with which an advance job does a stage itself, or 0 where ranks are to do it."""
         cluster = self.profile
         if stage.resource == "gpu" or cluster.python is not None or cluster.container_image is not None:
@@ -281,16 +288,16 @@ class SlurmExecutor(Executor):
         fits = len(units) <= cluster.driver_units * workers and hours <= cluster.driver_hours
         return min(workers, len(units)) if fits else 0
 
-    def num_ranks(self, stage: Stage, units: Sequence[Unit]) -> int:
+    def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         """Return the number of ranks for these units: as many as the profile allows and are of use."""
         return min(self.ranks_of(stage).max_ranks, self.dataset.ranks_of_use(stage, units))
 
-    def max_parallel(self, stage: Stage) -> int:
+    def max_parallel(self, stage: StageRun) -> int:
         """Return how many ranks of a stage may run at once."""
         parallel = self.ranks_of(stage).max_parallel or self.profile.max_parallel
         return min(parallel, self.profile.max_parallel_all or parallel)
 
-    def scripts(self, stage: Stage, num_ranks: int) -> list[str]:
+    def scripts(self, stage: StageRun, num_ranks: int) -> list[str]:
         """Return the sbatch scripts of a stage's ranks, if it has any, and of both jobs behind, to be shown.
 
         Numbers of jobs that are not known yet are RANKS and ADVANCE.
@@ -306,7 +313,7 @@ class SlurmExecutor(Executor):
         return [str(job._make_submission_file_text(job._submitit_command_str, "dry-run")) for job in jobs]
 
     def _submit(
-        self, stage: Stage, message: str, numbers: Sequence[int] = (), behind: Sequence[str] = (), *,
+        self, stage: StageRun, message: str, numbers: Sequence[int] = (), behind: Sequence[str] = (), *,
         is_advanced: bool = False,
     ) -> StageResult:  # fmt: skip
         """Submit ranks, an advance job behind them or behind jobs that are in the queue, and one behind that.
@@ -320,7 +327,7 @@ class SlurmExecutor(Executor):
         patience = 0.25 * 60.0 * self.profile.driver.timeout_min
         # Only the first begins anew.
         job = replace(self, restart=False, take_over=False, patience=min(patience, _MOST_PATIENCE_SECONDS))
-        told = (stage.name, stage.token, stage.dir.round.exists())
+        told = (stage.key, stage.token, stage.ranks.round.exists())
         with deferred_interrupts(), queue.outside_own_job():
             try:
                 if numbers:
@@ -363,7 +370,7 @@ class SlurmExecutor(Executor):
                 raise queue.SlurmSilent(f"SLURM takes no jobs at present: {said}") from error
             raise FatalError(f"SLURM refuses the jobs: {said}", code="jobs_refused") from error
 
-    def _submitter(self, stage: Stage, role: queue.Role, behind: Sequence[str] = ()) -> Any:
+    def _submitter(self, stage: StageRun, role: queue.Role, behind: Sequence[str] = ()) -> Any:
         """Return submitit's executor for an array of ranks, or for an advance job behind others."""
         import submitit
 
@@ -429,11 +436,11 @@ class SlurmExecutor(Executor):
             FatalError: the run has failed; the message names its units.
         """
         stages = self.dataset.make_stages()
-        with logging_to(self.run_dir.advance_log, stages[-1].log_level):
+        with logging_to(self.run_dir.advance_log, stages[-1].options.log_level):
             try:
                 with ended_by_sigterm():
-                    VisibilityTimeout(stages[-1].seconds_until_seen).wait_until(
-                        lambda: self.run_dir.read_given() == self.given or self.run_dir.read_end() is not None,
+                    VisibilityTimeout(stages[-1].options.seconds_until_seen).wait_until(
+                        lambda: self.run_dir.read_request() == self.given or self.run_dir.read_outcome() is not None,
                         "the run",
                     )
                     self.require_current()
@@ -450,10 +457,10 @@ class SlurmExecutor(Executor):
                 is_left_to_second = self.role == "advance" and (may_pass or not code)
                 # The process that has taken the run directory over notes what becomes of the run.
                 if not (is_left_to_second or code == "locked"):
-                    self._note(End.of(error))
+                    self._note(RunOutcome.from_error(error))
                 raise
             log.info("%s", outcome.message)
-        if isinstance(outcome, End) and outcome.state == "failed":
+        if isinstance(outcome, RunOutcome) and outcome.state == "failed":
             raise FatalError(outcome.message, code=outcome.code)
 
     def _is_requeued(self) -> bool:
@@ -469,26 +476,26 @@ class SlurmExecutor(Executor):
 
     def require_current(self) -> None:
         """Raise FatalError if the run has ended, or another one has begun in its place."""
-        if self.run_dir.read_end() is not None or self.run_dir.read_given() != self.given:
+        if self.run_dir.read_outcome() is not None or self.run_dir.read_request() != self.given:
             raise FatalError("the run has ended, or another one has begun in its place", code="cancelled")
 
-    def _run_stages(self, wait_seconds: float) -> End | Submitted:
+    def _run_stages(self, wait_seconds: float) -> RunOutcome | Submitted:
         outcome = self.dataset.run(self, restart=self.restart, wait_seconds=wait_seconds)
-        if isinstance(outcome, End):
+        if isinstance(outcome, RunOutcome):
             self._note(outcome)
             if outcome.state == "done":
                 # Last of all: the run is done, whatever becomes of this.
                 self.dataset.show()
         return outcome
 
-    def _note(self, end: End) -> None:
+    def _note(self, end: RunOutcome) -> None:
         """Note the end of the run, and run the command of the profile; what becomes of that changes nothing.
 
         Raises:
             FatalError: a user has cancelled it.
         """
         self.require_current()
-        self.run_dir.note_end(end)
+        self.run_dir.note_outcome(end)
         # Another process may have taken over meanwhile; its ranks hold no lock.
         if lock_owner(self.run_dir.path) is None and not find_workers(self.run_dir, ranks=False):
             release(self.dataset.make_stages())
@@ -536,7 +543,7 @@ def _checked_lines(lines: Sequence[str]) -> list[str]:
     ]
 
 
-def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks: bool = True) -> None:
+def wait_for_stage(stages: Sequence[StageRun], name: str, token: str, *, had_ranks: bool = True) -> None:
     """Wait until this node sees the plan of a stage, what its ranks have done, and what the stages before left.
 
     Args:
@@ -545,10 +552,10 @@ def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks:
         token: the token of its plan.
         had_ranks: that ranks of that plan have run and ended.
     """
-    patience = VisibilityTimeout(stages[-1].seconds_until_seen)
+    patience = VisibilityTimeout(stages[-1].options.seconds_until_seen)
     for stage in stages:
-        if stage.name == name:
-            stage.token = token
+        if stage.key == name:
+            stage = stage.with_plan(token)
             wait_for_plan(stage, patience)
             if had_ranks:
                 patience.wait_until(partial(_have_ranks_ended, stage), f"{stage.name}: the end of all units")
@@ -556,19 +563,19 @@ def wait_for_stage(stages: Sequence[Stage], name: str, token: str, *, had_ranks:
         patience.wait_until(partial(_is_finished, stage), f"{stage.name}: its end")
 
 
-def _is_finished(stage: Stage) -> bool:
-    return stage.dir.done.exists() and stage.is_finalized()
+def _is_finished(stage: StageRun) -> bool:
+    return stage.dir.done.exists() and has_output(stage)
 
 
-def _have_ranks_ended(stage: Stage) -> bool:
+def _have_ranks_ended(stage: StageRun) -> bool:
     """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
-    attempts = Attempts(stage.dir.attempts)
+    attempts = Attempts(stage.ranks.attempts)
     units = stage.dir.read_units()
     _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)
     return attempts.stopped is not None or all(attempts.is_given_up(unit.index, ()) for unit in missing)
 
 
-def wait_for_end(run_dir: RunDir) -> End:
+def wait_for_end(run_dir: RunDir) -> RunOutcome:
     """Wait until a run has ended, and its jobs have left the queue.
 
     Raises:
@@ -576,11 +583,11 @@ def wait_for_end(run_dir: RunDir) -> End:
     """
     while True:
         jobs = queue.queued_jobs(run_dir, math.inf)
-        end = run_dir.read_end()
+        end = run_dir.read_outcome()
         if end is not None and not jobs:
             return end
         if not jobs and not VisibilityTimeout(5.0).wait_until(
-            lambda: run_dir.read_end() is not None, "the end of the run"
+            lambda: run_dir.read_outcome() is not None, "the end of the run"
         ):
             reason = find_reason(run_dir.jobs) or f"see {run_dir.jobs}"
             raise FatalError(
@@ -589,7 +596,7 @@ def wait_for_end(run_dir: RunDir) -> End:
         # A queue lists the jobs of a whole cluster; the end of a run is a file.
         ask_again = time.monotonic() + 10.0
         time.sleep(2.0)
-        while run_dir.read_end() is None and time.monotonic() < ask_again:
+        while run_dir.read_outcome() is None and time.monotonic() < ask_again:
             time.sleep(2.0)
 
 

@@ -68,7 +68,7 @@ class ClusterProfile:
     """Ranks of the other stages, and the advance jobs between the stages: see below."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Keys of ``gpu`` and ``cpu`` that are different for one of the stages ``prepare``, ``match``, ``write``,
-    ``survey``, ``encode``, ``assemble``, ``validate`` and those of other packages, or for ``driver``, the advance
+    ``encode`` (on GPUs), ``validate`` and those of other packages, or for ``driver``, the advance
     jobs between the stages. ``extra`` comes beside that of ``gpu`` or ``cpu``; of two options with one name that of
     the stage counts."""
     account: str | None = None
@@ -91,8 +91,8 @@ class ClusterProfile:
     """A stage on the CPU with at most so many units per worker is done by the advance job itself, instead of by ranks
     that have to wait in the queue. It has as many workers as its cores and memory are enough for. ``0``: none is."""
     driver_hours: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Most hours of audio of a stage that an advance job does itself. ``prepare`` and ``assemble``, whose work goes by
-    records, have no limit but ``driver_units``."""
+    """Most hours of audio of a stage that an advance job does itself. ``prepare``, and the part of ``encode`` that puts
+    codes into shards, whose work goes by records, have no limit but ``driver_units``."""
     setup: list[str] = field(default_factory=list)
     """Shell lines that run before a rank or an advance job starts, such as ``module load cuda``. Each is a whole
     command, of several lines with ``|``. Where one fails, the job ends: add ``|| true`` to one that may."""
@@ -125,10 +125,13 @@ class ClusterProfile:
                     f"signal_s of {self.signal_s} leaves no time before {name}.timeout_min of {ranks.timeout_min}"
                 )
 
-    def for_stage(self, name: str, resource: Resource) -> RankProfile:
-        """Return the profile of the ranks of a stage, such as ``encode/builtin``, which needs a resource."""
+    def for_stage(self, kind: str, resource: Resource) -> RankProfile:
+        """Return the profile of the ranks of a kind of stage, which needs a resource; rounds of a step have their own.
+
+        Rounds on CPUs, which put codes into the shards, have the profile ``cpu`` as it is.
+        """
         ranks = self.gpu if resource == "gpu" else self.cpu
-        own = self.stages.get(name.split("/")[0], {})
+        own = self.stages.get(kind, {})
         extra = ranks.extra | own.get("extra", {})
         return msgspec.convert(asdict(ranks) | own | {"extra": extra}, RankProfile, strict=False)
 

@@ -24,7 +24,7 @@ from tenacity import (
 )
 from tenacity.retry import retry_base
 
-from sharmill.engine.stage import RunDir
+from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, FatalError, SharmillError
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def queued_jobs(
         if not is_over and number != os.environ.get("SLURM_JOB_ID"):
             waits_for = re.sub(r"\((null|unfulfilled)\)", "", waits_for)
             jobs.append(QueuedJob(number, state, reason, waits_for, user, role))
-    given = run_dir.read_given()
+    given = run_dir.read_request()
     if jobs or on_any_cluster or given is None or not waits_for_jobs(run_dir):
         return jobs
     if (here := setting("ClusterName")) != given.cluster:
@@ -103,8 +103,8 @@ def queued_jobs(
 
 def waits_for_jobs(run_dir: RunDir) -> bool:
     """Return True if a run was submitted to a cluster, and has not ended."""
-    given = run_dir.read_given()
-    return given is not None and given.cluster != "" and run_dir.read_end() is None
+    given = run_dir.read_request()
+    return given is not None and given.cluster != "" and run_dir.read_outcome() is None
 
 
 def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
@@ -134,7 +134,7 @@ def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
     try:
         jobs = queued_jobs(run_dir, on_any_cluster=take_over)
     except SharmillError as error:
-        given, end = run_dir.read_given(), run_dir.read_end()
+        given, end = run_dir.read_request(), run_dir.read_outcome()
         # The last run was none on SLURM, or has left no jobs.
         if take_over or (given is not None and not given.cluster) or (end is not None and end.state == "done"):
             return

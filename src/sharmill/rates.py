@@ -11,15 +11,16 @@ import msgspec
 
 from sharmill.config import Config
 from sharmill.engine.balance import pack
+from sharmill.engine.order import config_of_run, make_stages
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
-from sharmill.engine.stage import Commit, RunDir, Stage, Unit
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import EstimatesUnits, StageRun
+from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import refuse
 from sharmill.executors.supervisor import plan_devices, usable_gpus
 from sharmill.files.host import usable_cores
 from sharmill.files.stored import read_record
-from sharmill.pilot.advice import Advice
-from sharmill.pipeline import config_of_run, make_stages
 from sharmill.write.stage import WriteConfig
 
 
@@ -29,7 +30,7 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
     Costs are in the stage's own unit: seconds of audio, or records.
 
     Attributes:
-        name: of the stage, with the codec where there is one.
+        name: the key of the stage, with the codec if there is one.
         device: the kind of device of its ranks; "" where it needs none but a core.
         seconds_per_cost: time of a rank.
         seconds_to_start: beside its units: starting ranks, loading models, planning and the end.
@@ -49,70 +50,14 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
     records_per_unit: float
 
 
-class RejectShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Records that a run would reject: the reason, how many of the pilot, the share of all, and one sentence of one."""
+class _Pilot(msgspec.Struct):
+    """The part of a calibration that tells rates."""
 
-    stage: str
-    reason: str
-    count: int
-    share: float
-    example: str
-
-
-class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of a format, by sampling rate and channels."""
-
-    format: str
-    sampling_rate: int
-    channels: int
-    count: int
-
-
-class SimilarityCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts in bins of equal width from -1 to 1: pairs of utterances by their similarity."""
-
-    within_groups: list[int]
-    across_groups: list[int]
-
-
-class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a pilot, as ``calibration.json`` of the run directory has it.
-
-    Attributes:
-        num_records: of the whole input; of the pilot are ``num_drawn``, of ``num_groups`` groups.
-        num_partial_groups: groups too large to be taken whole. Yields and wrong shares are lower bounds then, since
-            in the whole group there is more to choose from.
-        durations: seconds of the utterances that passed the checks, at the shares that are the keys.
-        too_short_for_context: share of them that is outside ``match.min_duration`` and ``max_duration``.
-        advice, similarities: None for a dataset without contexts.
-        near_copies: utterances whose context would be a recording of their text that is as long, and similar like a
-            copy of theirs that is stored with loss or quieter.
-        max_similarity: keeps these copies out; None where there is none.
-        audio_seconds: that was decoded and embedded.
-        rates: of the stages on one rank of this machine; empty where nothing was left to measure them on.
-    """
-
-    name: str
-    seed: int
-    encoder: str | None
-    device: str
     num_records: int
-    num_drawn: int
-    num_groups: int
-    num_partial_groups: int
-    rejects: list[RejectShare]
-    formats: list[AudioFormat]
-    durations: dict[str, float]
-    too_short_for_context: float
-    advice: Advice | None
-    similarities: SimilarityCounts | None
-    audio_seconds: float
     rates: list[StageRate]
-    near_copies: int = 0
-    max_similarity: float | None = None
 
 
-def measure_rates(stages: Sequence[Stage], num_records: int) -> list[StageRate]:
+def measure_rates(stages: Sequence[StageRun], num_records: int) -> list[StageRate]:
     """Return the rates of those stages that have finished units; ``num_records`` is the size of the input."""
     found = []
     for stage in stages:
@@ -124,7 +69,7 @@ def measure_rates(stages: Sequence[Stage], num_records: int) -> list[StageRate]:
         if not done:
             continue
         found.append(StageRate(
-            name=stage.name,
+            name=stage.key,
             device=max((commit.device_kind for commit in commits.values()), default=""),
             seconds_per_cost=sum(commit.seconds for commit in commits.values()) / done,
             seconds_to_start=_seconds_to_start(stage, commits),
@@ -136,16 +81,16 @@ def measure_rates(stages: Sequence[Stage], num_records: int) -> list[StageRate]:
     return found
 
 
-def _seconds_to_start(stage: Stage, commits: dict[int, Commit]) -> float:
+def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
     """Return the time of a stage beside that of its busiest rank; 0 where it was not done in one go.
 
     By the file system's clock: from the plan, the first file that the stage writes, to the record of its end.
     """
-    started = [rank.started for rank in read_progress(stage.dir.progress)]
+    started = [rank.started for rank in read_progress(stage.ranks.progress)]
     if not stage.dir.done.exists() or not started:
         return 0.0
     planned, ended = stage.dir.units.stat().st_mtime, stage.dir.done.stat().st_mtime
-    if any(path.stat().st_mtime < min(started) for path in stage.dir.ledger.glob("*.jsonl")):
+    if any(path.stat().st_mtime < min(started) for path in stage.ranks.ledger.glob("*.jsonl")):
         return 0.0
     busy: Counter[int] = Counter()
     for commit in commits.values():
@@ -168,7 +113,7 @@ def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate
         refuse((not rates, f"{earlier} has no finished units: there are no rates in it"), code="no_run_dir")
         return rates, earlier
     run_dir = RunDir(Path(config.run_dir))
-    pilot = read_record(run_dir.calibration, Calibration)
+    pilot = read_record(run_dir.calibration, _Pilot)
     piloted = {rate.name: rate for rate in pilot.rates} if pilot else {}
     own = _rates_of_run(config)
     sources = [str(run_dir.calibration)] if piloted.keys() - own.keys() else []
@@ -205,7 +150,7 @@ class StagePrediction:
 
 def predict(
     config: Config,
-    stages: Sequence[Stage],
+    stages: Sequence[StageRun],
     rates: Mapping[str, StageRate],
     planned: Mapping[str, tuple[Sequence[Unit], Collection[int]]],
 ) -> list[StagePrediction]:
@@ -218,16 +163,16 @@ def predict(
         stages: all stages of the run.
         planned: the units of stages, by name, and the indices of those that are done.
     """
-    first = planned.get(stages[0].name)
-    pilot = read_record(RunDir(Path(config.run_dir)).calibration, Calibration) if first is None else None
+    first = planned.get(stages[0].key)
+    pilot = read_record(RunDir(Path(config.run_dir)).calibration, _Pilot) if first is None else None
     num_records = sum(unit.size for unit in first[0]) if first else pilot.num_records if pilot else 0
     found, audio_ratio = [], 1.0
     for stage in stages:
-        if (rate := rates.get(stage.name)) is None:
+        if (rate := rates.get(stage.key)) is None:
             continue
         expected = rate.cost_per_record * num_records
-        if stage.name in planned:
-            units, done = planned[stage.name]
+        if stage.key in planned:
+            units, done = planned[stage.key]
             costs = [unit.cost for unit in units if unit.index not in done]
             if stage.cost_unit != "records" and expected:
                 audio_ratio = sum(unit.cost for unit in units) / expected
@@ -245,22 +190,23 @@ def predict(
             rank_seconds=sum(costs) * rate.seconds_per_cost + used * rate.seconds_to_start,
             on_gpu=stage.resource == "gpu" and rate.device not in ("", "cpu"),
             num_bytes=sum(costs) * rate.bytes_per_cost,
-            is_planned=stage.name in planned,
+            is_planned=stage.key in planned,
         ))  # fmt: skip
     return found
 
 
-def _count_units(config: Config, stage: Stage, rate: StageRate, num_records: int, cost: float) -> int:
+def _count_units(config: Config, stage: StageRun, rate: StageRate, num_records: int, cost: float) -> int:
     """Return into how many units a stage of a cost would be divided."""
-    if (units := stage.expect_units(num_records, cost)) is not None:
-        return units
+    declaration = stage.declaration
+    if isinstance(declaration, EstimatesUnits):
+        return declaration.expect_units(stage, num_records, cost)
     # The others have a unit for each shard.
     records = rate.records_per_record * num_records
     write = config.section(WriteConfig)
     return write.num_shards or max(1, math.ceil(records / (write.shard_size or rate.records_per_unit)))
 
 
-def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
+def expect_seconds(config: Config, stages: Sequence[StageRun]) -> dict[str, float]:
     """Return the time that the rest of each stage will take on this machine, by its name, of those whose rate is known.
 
     Rates are those of the pilot, and of what the run has done before.
@@ -272,11 +218,14 @@ def expect_seconds(config: Config, stages: Sequence[Stage]) -> dict[str, float]:
     for stage in stages:
         if stage.dir.units.exists():
             units = stage.dir.read_units()
-            planned[stage.name] = units, read_ledger(stage.dir, units)
-    return {one.name: one.wall_seconds for one in predict(config, stages, find_rates(config, None)[0], planned)}
+            planned[stage.key] = units, read_ledger(stage.dir, units)
+    seconds: Counter[str] = Counter()
+    for one in predict(config, stages, find_rates(config, None)[0], planned):
+        seconds[one.name] += one.wall_seconds  # type: ignore[assignment]
+    return dict(seconds)
 
 
-def ranks_of_use(config: Config, stage: Stage, units: Sequence[Unit]) -> int:
+def ranks_of_use(config: Config, stage: StageRun, units: Sequence[Unit]) -> int:
     """Return for how many ranks units are enough by ``executor.least_seconds_per_rank``; all where no pace is known."""
     rate = find_rates(config, None)[0].get(stage.name)
     if rate is None or not units:
@@ -288,7 +237,7 @@ def ranks_of_use(config: Config, stage: Stage, units: Sequence[Unit]) -> int:
     return max(1, min(len(units), int(seconds / least))) if least else len(units)
 
 
-def count_ranks(config: Config, stage: Stage) -> int:
+def count_ranks(config: Config, stage: StageRun) -> int:
     """Return on how many ranks the executor of the configuration would run a stage if it ran on this machine."""
     workers = config.executor.workers
     gpus = usable_gpus(config.executor.device) if stage.resource == "gpu" and workers == "auto" else ()

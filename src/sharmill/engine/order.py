@@ -1,0 +1,134 @@
+"""The stages of a configuration, in the order in which they run."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import get_args
+
+from sharmill.config import Config, load_for_display
+from sharmill.engine.run_dir import RunDir, StageDir
+from sharmill.engine.stage import Resource, RunOptions, Stage, StageRun, step_of
+from sharmill.errors import ConfigError, refuse
+from sharmill.registry import ROUNDS, STAGES
+
+
+def stage_classes(config: Config) -> dict[str, type[Stage]]:
+    """Return the classes of the stages of a dataset by their kinds, in the order in which they run.
+
+    Raises:
+        ConfigError: a stage of another package is not as it has to be.
+    """
+    kinds = dict.fromkeys((*STAGES.own, *config.sections))
+    classes: dict[str, type[Stage]] = {kind: STAGES.load_class(kind) for kind in kinds}
+    classes |= {kind: ROUNDS.load_class(kind) for kind in ROUNDS.own}
+    for kind, stage in [(kind, stage) for kind, stage in classes.items() if kind not in {*STAGES.own, *ROUNDS.own}]:
+        refuse(
+            (
+                getattr(stage, "kind", None) != kind,
+                f"the stage {kind!r} calls itself {getattr(stage, 'kind', None)!r}",
+            ),
+            (
+                stage.resource not in get_args(Resource),
+                f"the stage {kind!r} needs {stage.resource!r}; a resource is {' or '.join(get_args(Resource))}",
+            ),
+            (
+                not {*stage.after} <= {"*", *STAGES.names()},
+                f"the stage {kind!r} reads the output of {', '.join(stage.after)}, of which one is no stage",
+            ),
+            code="bad_plugin",
+        )
+    classes = {kind: stage for kind, stage in classes.items() if stage.section is None or config.all(stage.section)}
+    before = {
+        kind: [
+            other for other, its in classes.items()
+            if _reads(stage, other) or ("*" in stage.after and kind not in its.after and other != kind)
+        ]
+        for kind, stage in classes.items()
+    }  # fmt: skip
+    try:
+        return {kind: classes[kind] for kind in TopologicalSorter(before).static_order()}
+    except CycleError as error:
+        raise ConfigError(f"stages read each other's output: {', '.join(error.args[1])}", code="bad_plugin") from error
+
+
+def _reads(stage: type[Stage], kind: str) -> bool:
+    """Return True if a stage names a kind, or the step of which that is a round, as one whose output it reads."""
+    step = step_of(kind)
+    return kind in stage.after or (step in stage.after and step != step_of(stage.kind))
+
+
+def stages_behind(config: Config, kind: str) -> list[str]:
+    """Return a kind of stage and those that read its output, or that of one of these, in the order of the run."""
+    classes, behind = stage_classes(config), {kind}
+    for other, stage in classes.items():
+        if "*" in stage.after or any(_reads(stage, one) for one in behind):
+            behind.add(other)
+    return [other for other in classes if other in behind]
+
+
+def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequence[str]:
+    """Return the kinds of the stages that are named, with all rounds of a step, or all of the dataset if none are.
+
+    Raises:
+        ConfigError: one is named that a dataset of this kind does not have.
+    """
+    classes = stage_classes(config)
+    if names is None:
+        return tuple(classes)
+    names = list(names)
+    if absent := [name for name in names if name not in classes]:
+        what = "null in" if absent[0] in config.sections else "not a key of"
+        raise ConfigError(
+            f"{config.name} has no stage {absent[0]}: {absent[0]} is {what} its configuration; its stages are "
+            f"{', '.join(dict.fromkeys(map(step_of, classes)))}",
+            code="unknown_stage",
+        )
+    return tuple(kind for kind in classes if kind in names or step_of(kind) in names)
+
+
+def make_stages(config: Config, names: Iterable[str] | None = None) -> list[StageRun]:
+    """Return the stages in the order in which they run, by default all: one for each item of a section."""
+    run_dir, options, classes = RunDir(Path(config.run_dir)), RunOptions.from_config(config), stage_classes(config)
+    runs = []
+    for kind in choose_stages(config, names):
+        stage = classes[kind]
+        items = (
+            [None] if stage.section is None else [one for keys in config.all(stage.section) for one in keys.items(kind)]
+        )
+        runs += [StageRun(stage(), run_dir, config, item, options) for item in items]
+    return runs
+
+
+def config_of_run(run_dir: str | Path) -> Config:
+    """Return the configuration that a run directory has, to show its run; see ``load_for_display``.
+
+    Raises:
+        ConfigError: it is no run directory.
+    """
+    paths = RunDir(Path(run_dir))
+    if not paths.config.exists():
+        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
+    shown = load_for_display(paths.config)
+    dataset_dir = shown.dataset_dir
+    if ("dataset_dir",) in shown.references.written:
+        dataset_dir = str(paths.read_reserved() or dataset_dir)
+    # By its own path: the stored one is relative to where the run was started, if it is relative.
+    return replace(shown, run_dir=str(run_dir), dataset_dir=dataset_dir)
+
+
+def dependent_folders(stage: StageRun) -> list[StageDir]:
+    """Return the folders of the stages whose output goes when a stage is started again.
+
+    If it replaces all of ``root``, these are all in the run directory but those that do not read its output, and those
+    that read the output of all stages, which notice a change by themselves.
+    """
+    if stage.publication is None or not stage.publication.replaces_root:
+        return []
+    root = stage.run_dir.path
+    patterns = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("plan", "ranks")]
+    found = {path.parent for pattern in patterns for path in root.glob(pattern)}
+    names = [path.relative_to(root).as_posix() for path in sorted(found)]
+    classes, behind = stage_classes(stage.config), stages_behind(stage.config, stage.kind)
+    kept = {kind for kind, one in classes.items() if kind not in behind or "*" in one.after} | {stage.kind}
+    return [stage.run_dir.stage(name) for name in names if name.partition("/")[0] not in kept]

@@ -1,0 +1,125 @@
+"""Duplicates and ambiguous ids over a whole input, and records that a finished dataset has already.
+
+They are found by hashes: 40 bytes for a record of the input, 16 bytes for a cut of the dataset.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from sharmill.engine.hashes import find_first
+from sharmill.files.checksums import hash_text
+from sharmill.manifest import SOURCE_CUT_ID, Utterance, segment_id
+from sharmill.shar.dataset import ShardedDataset
+from sharmill.shar.fields import CUTS
+from sharmill.shar.manifests import read_utterances
+
+# A segment is known by 128 bits, which do not meet by chance.
+HASH_FIELDS: Final = np.dtype([("segment", "u8", 2), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
+
+
+def hash_utterance(utterance: Utterance) -> tuple[tuple[int, int], int, int, int]:
+    """Return hashes of the exact segment, of its file and channel, and of the two ids: a row of ``HASH_FIELDS``."""
+    file = _file_text(utterance)
+    segment = xxhash.xxh3_128_intdigest(_segment_text(utterance).encode())
+    return (
+        (segment >> 64, segment & (1 << 64) - 1),
+        hash_text(file),
+        hash_text(utterance.recording_id),
+        # An id that was kept says nothing about the file.
+        hash_text(f"{'' if SOURCE_CUT_ID in utterance.custom else file}\n{utterance.cut_id}"),
+    )
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The duplicates and the ambiguous ids of an input.
+
+    Attributes:
+        duplicates: (N,) bool, by the number of the record: those whose segment was there before.
+        ambiguous: (N,) bool, those with an id that stands for something else too.
+        recordings: the hashes of recording ids that stand for more than one file.
+        cuts: the hashes of cut ids that stand for more than one segment, of those made of paths within a file.
+    """
+
+    duplicates: np.ndarray
+    ambiguous: np.ndarray
+    recordings: frozenset[int]
+    cuts: frozenset[int]
+
+    @classmethod
+    def of(cls, hashes: np.ndarray) -> "Ids":
+        """Return those of an input, from rows (N,) of ``HASH_FIELDS``."""
+        segment = find_first(*hashes["segment"].T)
+        recordings = _has_several(hashes["recording"], hashes["file"])
+        cuts = _has_several(hashes["cut"], segment)
+        return cls(
+            duplicates=segment != np.arange(len(hashes), dtype=np.uint32),
+            ambiguous=recordings | cuts,
+            recordings=frozenset(hashes["recording"][recordings].tolist()),
+            cuts=frozenset(hashes["cut"][cuts].tolist()),
+        )
+
+    def make_unique(self, utterance: Utterance) -> None:
+        """Give an utterance ids that no other one has.
+
+        An ambiguous id gets a suffix made from what it stands for, so that it does not depend on the order of the
+        input.
+        """
+        _, file, recording, cut = hash_utterance(utterance)
+        if recording in self.recordings:
+            utterance.recording_id += f"-{file:016x}"
+            if SOURCE_CUT_ID not in utterance.custom:
+                segment = utterance.segment
+                utterance.cut_id = segment_id(utterance.recording_id, segment.offset, segment.duration)
+        if cut in self.cuts:
+            utterance.cut_id += f"-{hash_text(_segment_text(utterance)):016x}"
+
+
+def _file_text(utterance: Utterance) -> str:
+    segment = utterance.segment
+    channel = "" if segment.channel is None else f"\n{segment.channel}"
+    return f"{segment.root}/{segment.audio_filepath}{channel}"
+
+
+def _segment_text(utterance: Utterance) -> str:
+    return f"{_file_text(utterance)}\n{utterance.segment.offset!r}\n{utterance.segment.duration!r}"
+
+
+def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Mark the entries whose key occurs with more than one value."""
+    first = find_first(keys)
+    several = np.zeros(len(keys), bool)
+    several[first[values != values[first]]] = True
+    return several[first]
+
+
+class KnownRecords:
+    """The cuts of a dataset, by what they were made of (path, channel, offset, duration) and by their ids.
+
+    Args:
+        directory: a finished dataset of sharmill's own.
+
+    Raises:
+        ConfigError: there is no finished dataset.
+        DamagedShard: a file of cuts cannot be read, or a cut does not say what it was made of.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        files = [directory / shard.fields[CUTS].file for shard in ShardedDataset(directory).shards()]
+        hashes = (number for file in files for _, one in read_utterances(file) for number in _known_by(one))
+        # The last one is for what would stand behind all others.
+        self._hashes = np.append(np.unique(np.fromiter(hashes, np.uint64)), np.uint64(0))
+
+    def __contains__(self, utterance: Utterance) -> bool:
+        wanted = np.array(_known_by(utterance), np.uint64)
+        return bool((self._hashes[np.searchsorted(self._hashes[:-1], wanted)] == wanted).any())
+
+
+def _known_by(utterance: Utterance) -> tuple[int, int]:
+    segment = utterance.segment
+    text = f"{segment.audio_filepath}\n{segment.channel}\n{segment.offset!r}\n{segment.duration!r}"
+    return hash_text(text), hash_text(utterance.cut_id)

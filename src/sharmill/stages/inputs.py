@@ -1,0 +1,54 @@
+"""The input of stages that read audio: the roots of a dataset's segments, and the names of its manifests."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sharmill.audio.roots import AudioRoots
+from sharmill.audio.segments import SegmentReader
+from sharmill.config import Config
+from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import StageRun, identify_folder
+from sharmill.engine.unit import Totals
+from sharmill.files.atomic import write_atomic
+from sharmill.files.checksums import checksum
+from sharmill.files.staging import PublishedFile
+
+
+def segment_roots(config: Config) -> AudioRoots:
+    """Return the audio roots of all segments of a dataset: its sources, and last the dataset that is appended to."""
+    roots: list[str | list[str] | None] = [source.audio_root for source in config.sources]
+    if config.append_to is not None:
+        roots.append(config.append_to)
+    return AudioRoots.of(roots, config.cache, [source.float_scale for source in config.sources])
+
+
+def segment_reader(run: StageRun) -> SegmentReader:
+    """Return the reader of the segments that prepare has let through."""
+    return SegmentReader(segment_roots(run.config), run.totals_of("prepare").facts["duration_tolerance"])
+
+
+def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
+    """Return what identifies audio roots in the identity of a plan: folders, however they are spelt, and URLs.
+
+    The scale of floats is named if it is not 1.
+    """
+    return [
+        ({"url": root.url} if root.url else identify_folder(root.path, run_dir))
+        | ({} if root.float_scale == 1 else {"float_scale": root.float_scale})
+        for root in roots.roots
+    ]
+
+
+def manifest_stem(config: Config) -> str:
+    """Return how the manifests of a dataset are called: after its only manifest, or after the dataset."""
+    return (config.sources[0].stem if len(config.sources) == 1 else None) or config.name
+
+
+def leave_manifest(run_dir: RunDir, stage: str, manifest: Path, facts: dict[str, Any], *, num_out: int) -> None:
+    """Leave a manifest as the product of a stage that has not run, for the stages behind it."""
+    name = manifest.relative_to(run_dir.path).as_posix()
+    products = {"manifest": PublishedFile(name, manifest.stat().st_size, checksum(manifest))}
+    totals = Totals(num_in=num_out, num_out=num_out, rejects={}, hours=0.0, products=products, facts=facts)
+    write_atomic(run_dir.stage(stage).done, msgspec.json.encode(totals))

@@ -21,7 +21,6 @@ from sharmill.errors import refuse
 from sharmill.executors.supervisor import plan_devices, usable_gpus
 from sharmill.files.host import usable_cores
 from sharmill.files.stored import read_record
-from sharmill.write.stage import WriteConfig
 
 
 class StageRate(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,8 +201,9 @@ def _count_units(config: Config, stage: StageRun, rate: StageRate, num_records: 
         return declaration.expect_units(stage, num_records, cost)
     # The others have a unit for each shard.
     records = rate.records_per_record * num_records
-    write = config.section(WriteConfig)
-    return write.num_shards or max(1, math.ceil(records / (write.shard_size or rate.records_per_unit)))
+    write = config.sections["write"]
+    number: int | None = write.num_shards
+    return number or max(1, math.ceil(records / (write.shard_size or rate.records_per_unit)))
 
 
 def expect_seconds(config: Config, stages: Sequence[StageRun]) -> dict[str, float]:

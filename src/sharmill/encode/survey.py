@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import PLACE, hash_segment, merge_tables
-from sharmill.engine.stage import Advance, Processor, Stage, StageRun, name_of, versions
+from sharmill.engine.stage import Advance, Processor, Stage, StageRun, display_name, versions
 from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.files.arrays import save_array
@@ -64,7 +64,7 @@ def require_same_audio(run: StageRun, stage: str) -> None:
     run.totals_of(stage)
     identity = load_record(run.run_dir.stage(stage).identity, dict[str, Any])
     if identity.get("input") != dataset_of(run).audio_checksum():
-        raise ConfigError(f"the dataset has changed since {name_of(stage)}: run that again", code="stage_not_run")
+        raise ConfigError(f"the dataset has changed since {display_name(stage)}: run that again", code="stage_not_run")
 
 
 def audio_files(dataset: ShardedDataset) -> list[list[Path]]:

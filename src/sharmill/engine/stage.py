@@ -118,7 +118,7 @@ class Model(Protocol):
         """Raise ConfigError if the model can neither be found on this machine nor be downloaded."""
 
 
-class Input(Protocol):
+class StageInput(Protocol):
     """The input of a stage outside of the run directory, such as the folders of its audio."""
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class ChecksConfig(Protocol):
 class HasInput(Protocol):
     """A stage that reads more than other stages have left in the run directory."""
 
-    def input(self, run: "StageRun") -> Input:
+    def input(self, run: "StageRun") -> StageInput:
         """Return the input."""
 
 
@@ -318,7 +318,7 @@ class StageRun:
     @property
     def name(self) -> str:
         """The stage in messages, as in ``encode/mimi``; the rounds of a step have one name."""
-        return name_of(self.key)
+        return display_name(self.key)
 
     @cached_property
     def dir(self) -> StageDir:
@@ -369,7 +369,7 @@ class StageRun:
         return self.declaration.model(self) if isinstance(self.declaration, HasModel) else None
 
     @property
-    def input(self) -> Input | None:
+    def input(self) -> StageInput | None:
         """The input of the stage outside of the run directory, None if it has none."""
         return self.declaration.input(self) if isinstance(self.declaration, HasInput) else None
 
@@ -393,7 +393,7 @@ class StageRun:
         stage, _, file = name.rpartition("/")
         path = self.run_dir.path / self.totals_of(stage).products[file].name
         if not path.exists():
-            raise ConfigError(f"{path} is not there: run the stage {name_of(stage)} again", code="stage_not_run")
+            raise ConfigError(f"{path} is not there: run the stage {display_name(stage)} again", code="stage_not_run")
         return path
 
     def totals_of(self, stage: str) -> Totals:
@@ -405,7 +405,7 @@ class StageRun:
         totals = self.run_dir.stage(stage).read_totals()
         if totals is None:
             raise ConfigError(
-                f"{name_of(stage)} is not finished in {self.run_dir.path}: run it first", code="stage_not_run"
+                f"{display_name(stage)} is not finished in {self.run_dir.path}: run it first", code="stage_not_run"
             )
         return totals
 
@@ -419,10 +419,10 @@ def step_of(kind: str) -> str:
     return kind.partition(".")[0]
 
 
-def name_of(key: str) -> str:
+def display_name(key: str) -> str:
     """Return the name of a stage in messages.
 
-    >>> name_of("encode.shards/mimi")
+    >>> display_name("encode.shards/mimi")
     'encode/mimi'
     """
     kind, slash, item = key.partition("/")

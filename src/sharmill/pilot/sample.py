@@ -24,7 +24,8 @@ from sharmill.audio.files import open_recording
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MetricsConfig, References
 from sharmill.engine.executor import Listener
-from sharmill.engine.order import choose_stages
+from sharmill.engine.order import make_stages
+from sharmill.engine.run import locked, run_stage
 from sharmill.engine.run_dir import RunDir
 from sharmill.errors import RejectRecord, refuse
 from sharmill.executors.local import LocalExecutor
@@ -39,7 +40,6 @@ from sharmill.match.stage import MatchStage, facts_of, make_embedder
 from sharmill.models.device import check_device
 from sharmill.pilot.advice import Voices, advise
 from sharmill.pilot.calibration import AudioFormat, Calibration, RejectShare, SimilarityCounts
-from sharmill.pipeline import run_dataset
 from sharmill.prepare.check import PrepareConfig, RecordCheck, parse_record
 from sharmill.prepare.stage import PrepareStage, make_check, pieces_of
 from sharmill.rates import StageRate, measure_rates
@@ -415,8 +415,12 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         leave_manifest(run, PrepareStage.kind, manifest, facts, num_out=len(utterances))
         if match is not None:
             leave_manifest(run, MatchStage.kind, manifest, facts_of(match, []), num_out=len(utterances))
-        stages = [kind for kind in choose_stages(config) if kind not in (PrepareStage.kind, MatchStage.kind)]
-        result = run_dataset(
-            small, Listener(), stages=stages, executor=LocalExecutor(workers=1, device=config.executor.device)
-        )
-        return measure_rates([stage for stage, outcome in result.stages if outcome.ok], num_drawn)
+        stages = [stage for stage in make_stages(small) if stage.kind not in (PrepareStage.kind, MatchStage.kind)]
+        executor, done = LocalExecutor(workers=1, device=config.executor.device), []
+        executor.require_devices(stages)
+        with locked(run) as lock:
+            for stage in stages:
+                if not run_stage(stage, executor, Listener(), unlocked=lock.released).ok:
+                    break
+                done.append(stage)
+        return measure_rates(done, num_drawn)

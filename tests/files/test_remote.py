@@ -25,8 +25,9 @@ from tenacity import wait_none
 import sharmill.files.remote as module
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files import pace
-from sharmill.files.cache import Cache, RemoteFile
-from sharmill.files.remote import check_url, request
+from sharmill.files.cache import Cache
+from sharmill.files.location import RemoteLocation, check_url
+from sharmill.files.remote import request
 from sharmill.shar import open_shar
 
 DATA = bytes(range(256)) * 64
@@ -118,8 +119,8 @@ def test_what_a_server_says_of_a_file_is_a_reject(path, reason, said, requests, 
 )
 def test_an_answer_that_trickles_is_no_reject(answer, web, tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "SECONDS", 0.5)
-    file = RemoteFile.of(f"{web.url}/slow/a?{quote(answer)}", Cache(tmp_path / "copies", 1 << 40))
-    for ask in (file.read_bytes, lambda: file.read_head(50)):
+    file = RemoteLocation(f"{web.url}/slow/a?{quote(answer)}", Cache(tmp_path / "copies", 1 << 40))
+    for ask in (file.fetch, lambda: file.read_head(50)):
         with pytest.raises(ConnectionError, match="timed out"):
             ask()
 
@@ -242,26 +243,25 @@ def test_a_process_forked_in_mid_copy_holds_nobody_up(tmp_path):
                 children[0].join()
 
 
-def test_a_path_that_is_a_url_is_read_as_a_file_is(web, tmp_path):
-    file = RemoteFile.of(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1 << 40))
+def test_a_url_is_read_as_a_file_is(web, tmp_path):
+    file = RemoteLocation(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1 << 40))
     assert (file.name, file.suffix, str(file)) == ("a.flac", ".flac", f"{web.url}/84/a.flac")
-    assert file.stat().st_size == len(DATA)
+    assert file.version().size == len(DATA)
     assert file.read_head(5) == DATA[:5]
     assert not (tmp_path / "copies").exists()
-    assert pickle.loads(pickle.dumps(file)).read_bytes() == DATA
-    with open(file, "rb") as stream:  # noqa: PTH123
+    with pickle.loads(pickle.dumps(file)).open("rb") as stream:
         assert stream.read() == DATA
-    assert not (RemoteFile.of(f"{web.url}/84", file.cache) / "none.flac").exists()
+    assert not (RemoteLocation(f"{web.url}/84", file.cache) / "none.flac").exists()
 
 
 @pytest.mark.parametrize("name", ["{}", "about-{}"])
 def test_what_a_full_disk_has_left_is_fetched_again(name, web, tmp_path):
     """Also where the old copy and the new one are more than the cache may hold."""
-    file = RemoteFile.of(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1.5 * len(DATA)))
+    file = RemoteLocation(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1.5 * len(DATA)))
     path = file.cache.get(file.url)
     os.truncate(path.with_name(name.format(path.name)), 5)
-    assert file.refresh().size == len(DATA)
-    assert file.read_bytes() == DATA
+    assert file.version().size == len(DATA)
+    assert file.local().read_bytes() == DATA
 
 
 @pytest.fixture(params=[S3Store, GcsStandIn, AIStoreStandIn], ids=lambda kind: kind.scheme)
@@ -310,8 +310,8 @@ def test_an_answer_of_a_store_that_trickles_is_no_reject(answer, store, tmp_path
     monkeypatch.setattr(pace, "SECONDS", 1.0)
     store.put("a.bin", DATA)
     store.faults.append(Fault("a.bin", methods="GET", answer=answer, pause=1))
-    file = RemoteFile.of(store.url("a.bin"), Cache(tmp_path / "copies", 1 << 40))
-    for ask in (file.read_bytes, lambda: file.read_head(50)):
+    file = RemoteLocation(store.url("a.bin"), Cache(tmp_path / "copies", 1 << 40))
+    for ask in (file.fetch, lambda: file.read_head(50)):
         with pytest.raises(ConnectionError, match="cannot fetch"):
             ask()
 
@@ -386,7 +386,7 @@ def test_what_is_missing_on_this_machine_is_said_in_a_line(url, variables, said,
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "aistore.sdk", None)
+    monkeypatch.setitem(sys.modules, "aistore", None)
     monkeypatch.setenv("AIS_ENDPOINT", "http://127.0.0.1:9")
     with raises(ConfigError, "missing_package", "run pip install 'sharmill[stores]'"):
         Cache(tmp_path, 1 << 40).get("ais://bucket/a")

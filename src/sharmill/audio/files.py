@@ -28,7 +28,8 @@ from sharmill.audio.decoder import (
 )
 from sharmill.audio.ffmpeg import open_decoder
 from sharmill.errors import RejectRecord
-from sharmill.files.regular import NotRegularError, open_regular
+from sharmill.files.location import Location, open_location
+from sharmill.files.regular import NotRegularError
 from sharmill.manifest import Channel, Member
 
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -36,7 +37,7 @@ _BLOCK_SAMPLES: Final = 1 << 20
 _NO_SAMPLES: Final = np.empty(0, dtype=np.float32)
 
 
-def probe(path: str | os.PathLike[str], *, whole: bool = False) -> AudioInfo:
+def probe(path: str | Path, *, whole: bool = False) -> AudioInfo:
     """Read the header of an audio file; any number of channels.
 
     An MP3 is read as a whole, to count its frames, unless its first frame states the length of the file. Files
@@ -80,14 +81,14 @@ def decode_bytes(
         return recording.read(start, num_samples, channel), recording.info.sampling_rate
 
 
-def open_audio(path: str | os.PathLike[str]) -> BinaryIO:
+def open_audio(path: str | Location) -> BinaryIO:
     """Open a regular file for reading without a buffer: its descriptor is libsndfile's to move.
 
     Raises:
         RejectRecord: missing_audio, unreadable_audio (not a regular file, no permission).
     """
     try:
-        return open_regular(path, buffering=0)
+        return open_location(path, buffering=0)
     except (PermissionError, NotRegularError) as error:
         why = "there is no permission to read it" if isinstance(error, PermissionError) else "it is not a regular file"
         raise RejectRecord("unreadable_audio", f"{path}: {why}") from None
@@ -103,7 +104,7 @@ def open_audio(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 @contextmanager
-def open_recording(path: str | os.PathLike[str], member: Member | None = None, name: str = "") -> "Iterator[Recording]":
+def open_recording(path: str | Path, member: Member | None = None, name: str = "") -> "Iterator[Recording]":
     """Open an audio file, or the one at a place in a container; a range of bytes is read in parts, as a file is.
 
     Args:

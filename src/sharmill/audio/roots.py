@@ -19,8 +19,8 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
-from sharmill.files.cache import Cache, RemoteFile
-from sharmill.files.remote import is_url
+from sharmill.files.cache import Cache
+from sharmill.files.location import Location, RemoteLocation, is_url, local
 from sharmill.manifest import MAX_PATH, Segment
 
 # A part of a URL's path goes up whatever query or parameter is behind it.
@@ -284,15 +284,14 @@ class AudioRoots:
         Raises:
             RejectRecord: what ``Cache.get`` raises.
         """
-        path = self.path_of(number, relative)
-        if isinstance(path, RemoteFile):
-            return self.cache.get(path.url, max_bytes=math.inf if is_container else _MAX_BYTES)
-        return path
+        return local(self.path_of(number, relative, math.inf if is_container else _MAX_BYTES))
 
-    def path_of(self, number: int, relative: str) -> Path:
-        """Return the path of a file below a root; one below a URL is copied where it is opened."""
+    def path_of(self, number: int, relative: str, max_bytes: float = math.inf) -> Location:
+        """Return the location of a file below a root; behind a URL, a file of more than ``max_bytes`` is refused."""
         root = self.roots[number]
-        return RemoteFile.of(_url_below(root.url, relative), self.cache) if root.url else root.path / relative
+        if root.url:
+            return RemoteLocation(_url_below(root.url, relative), self.cache, max_bytes=max_bytes)
+        return root.path / relative
 
     def real_name(self, segment: Segment) -> str:
         """Return a name of a segment's recording: the same for one file, by whatever links and roots it is named."""

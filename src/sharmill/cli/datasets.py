@@ -31,6 +31,7 @@ from sharmill.engine.order import config_of_run
 from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, printable_line, refuse
 from sharmill.export.run import export_dataset
+from sharmill.files.location import Location
 from sharmill.grow.join import append_dataset, merge_datasets
 from sharmill.grow.publish import publish_dataset
 from sharmill.grow.split import split_dataset
@@ -301,7 +302,7 @@ def inspect(source: str, cut_id: str | None, shard_index: int | None, folder: Pa
         say(f"sharmill inspect {dataset} --shard 0 lists the cuts of a shard", style="dim")
 
 
-def _show_shard(directory: Path, shard: ShardRecord) -> None:
+def _show_shard(directory: Location, shard: ShardRecord) -> None:
     cuts = list(read_shard(directory, shard))
     print_json({"shard": shard, "cuts": cuts})
     # Datasets without contexts have nothing in some columns.

@@ -452,7 +452,7 @@ def _make_source(source: str, options: ManifestOptions) -> Source:
         kind = _TYPES.get(file.suffix.lower(), TableSource)
         if file.suffix.lower() not in _TYPES and read_ends(file, "source")[0].lstrip().startswith(b"{"):
             kind = NemoSource
-        root = expand_home(options.audio_root) if options.audio_root else file.parent
+        root = expand_home(options.audio_root) if options.audio_root else Path(str(file)).parent
         own = {"manifest": source}
         if kind is TableSource:
             own = {"table": source, "delimiter": delimiter_of(file.name)}

@@ -9,8 +9,6 @@ with its process, says that it is in use:
 
 So a name never leads to another file between the look at it and the removal. The file ``about-...`` beside a copy tells
 its size and version, and is written last: a copy without it is fetched again.
-
-A ``RemoteFile`` is a path whose file is copied where it is opened, so that all that reads files reads URLs.
 """
 
 from __future__ import annotations
@@ -22,23 +20,22 @@ import os
 import re
 import stat
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PosixPath
 from typing import Any, BinaryIO, Final
-from urllib.parse import quote
 
 import msgspec
 import xxhash
 
-from sharmill.errors import ConfigError, DamagedShard, FatalError, RejectRecord, hide_secrets, refuse
+from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.files.atomic import make_folder, temp_path, write_atomic
 from sharmill.files.checksums import checksum, hash_text
+from sharmill.files.clients import Client, Version
 from sharmill.files.disk import disk_errors, stopping_errors
 from sharmill.files.pace import TooLarge
-from sharmill.files.remote import FETCHES_AT_ONCE, Client, Version, request
+from sharmill.files.remote import request
 from sharmill.files.stored import NOT_JSON, open_stored
 from sharmill.files.trust import require_trusted_owner
 
@@ -50,10 +47,10 @@ _SWEPT_AFTER: Final = 1 / 64
 _KEPT_SHARE: Final = 0.75
 _MORE: Final = "more than the cache may hold ({:,.0f}): raise its limit (cache_gib)"
 # Libraries tell archives and packed files by their extensions.
-_EXTENSIONS: Final = re.compile(r"(\.[A-Za-z0-9]{1,8}){0,2}\Z")
+_EXTENSIONS: Final = r"(\.[A-Za-z0-9]{1,8}){0,2}"
 # A file of this name says that what has the names of a cache in this folder is the cache's.
 _MARKER: Final = ".sharmill-cache"
-_COPY: Final = re.compile(r"[0-9a-f]{32}(\.[A-Za-z0-9]{1,8}){0,2}")
+_COPY: Final = re.compile(rf"[0-9a-f]{{32}}{_EXTENSIONS}")
 _TEMPORARY: Final = re.compile(rf"\.(about-)?{_COPY.pattern}\.[0-9a-f]{{32}}\.tmp")
 
 
@@ -179,7 +176,8 @@ class Cache:
     def path_of(self, url: str, xxh3: str = "") -> Path:
         """Return where the copy of a URL is, or would be."""
         name = xxhash.xxh3_128_hexdigest(f"{url}\n{xxh3 or self.scope}".encode())
-        return self.folder / name[:3] / f"{name}{_EXTENSIONS.search(url)[0]}"  # type: ignore[index]  # it finds nothing
+        extensions = re.search(rf"{_EXTENSIONS}\Z", url)
+        return self.folder / name[:3] / f"{name}{extensions[0] if extensions else ''}"
 
     def _fetch(self, url: str, xxh3: str, path: Path, max_bytes: float) -> Copy:
         aside = temp_path(path)
@@ -321,82 +319,3 @@ def _evict(path: Path) -> bool:
     except OSError:
         return False  # it is in use, another user's, or no file any more
     return True
-
-
-# Copies stay while those that got their paths open them.
-_opened: Final[deque[Copy]] = deque(maxlen=4 * FETCHES_AT_ONCE)
-
-
-class RemoteFile(PosixPath):
-    """A path that is a URL: the file is copied into a cache where it is opened, and the copy is what is read.
-
-    Opening it raises FileNotFoundError where the server does not give the file, and else as ``Cache.get``.
-    """
-
-    url: str
-    cache: Cache
-    xxh3: str
-    max_bytes: float
-    _copy: Copy | None = None
-
-    @classmethod
-    def of(cls, url: str, cache: Cache, xxh3: str = "", max_bytes: float = math.inf) -> RemoteFile:
-        """Make the path of a URL; ``xxh3`` is the checksum that its content must have, ``max_bytes`` its limit."""
-        path = cls(url)
-        path.url, path.cache, path.xxh3, path.max_bytes = url.rstrip("/"), cache, xxh3, max_bytes
-        return path
-
-    def __str__(self) -> str:
-        return getattr(self, "url", None) or super().__str__()
-
-    def __fspath__(self) -> str:
-        if self._copy is not None:
-            return str(self._copy)
-        with self._refused():
-            copy = self.cache.get(self.url, self.xxh3, self.max_bytes)
-        _opened.append(copy)
-        return str(copy)
-
-    def hold(self) -> None:
-        """Copy the file, which is then not evicted as long as this path lives; raises as ``Cache.get``."""
-        self._copy = self.cache.get(self.url, self.xxh3, self.max_bytes)
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Return the size, without copying the file; raises as opening it."""
-        return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, self.refresh().size, 0, 0, 0))
-
-    def refresh(self) -> Version:
-        """Return the version that its server has; the copy of another one is fetched again. Raises as opening it."""
-        with self._refused():
-            return self.cache.refresh(self.url)
-
-    def check_copy(self) -> None:
-        """Raise DamagedShard if the copy has changed since it was fetched, which reading it does not look at."""
-        copy = self.cache.path_of(self.url, self.xxh3)
-        with suppress(FileNotFoundError, ValueError):
-            if self.xxh3 and checksum(copy) != self.xxh3:
-                raise DamagedShard(f"{copy}, the copy of {self.url}, is damaged: remove it, and it is fetched again")
-
-    def read_head(self, size: int) -> bytes:
-        """Return the first bytes, without copying the file; raises as opening it."""
-        with self._refused():
-            return self.cache.ask(self.url, lambda client: client.read(self.url, 0, size))
-
-    @contextmanager
-    def _refused(self) -> Iterator[None]:
-        try:
-            yield
-        except RejectRecord as reject:
-            number = errno.ENOENT if reject.reason == "missing_audio" else errno.EREMOTEIO
-            raise OSError(number, reject.detail, hide_secrets(self.url)) from reject
-
-    def __truediv__(self, name: str | os.PathLike[str]) -> RemoteFile:
-        # The name of a file, in which a web server would take '?', '#' and '%2e' for something else.
-        quoted = quote(os.fspath(name)) if self.url.startswith("http") else name
-        return type(self).of(f"{self.url}/{quoted}", self.cache)
-
-    def __reduce__(self) -> Any:
-        return type(self).of, (self.url, self.cache, self.xxh3, self.max_bytes)
-
-    def absolute(self) -> RemoteFile:
-        return self

@@ -28,6 +28,12 @@ class TooLarge(RejectRecord):
     """A file that has more bytes than it may."""
 
 
+def check_size(url: str, num_bytes: int, max_bytes: float) -> None:
+    """Raise TooLarge if a file has too many bytes."""
+    if num_bytes > max_bytes:
+        raise TooLarge("unreadable_audio", f"{url} has more than {max_bytes:,} bytes")
+
+
 class AnswerPace:
     """The time by which the next block of an answer must have come, and the bytes that its body may have.
 
@@ -52,8 +58,7 @@ class AnswerPace:
     def relative_update(self, num_bytes: int) -> None:
         """Count bytes of the body; raise TooLarge where they are too many."""
         self._size += num_bytes
-        if self._size > self._max_bytes:
-            raise TooLarge("unreadable_audio", f"{self._url} has more than {self._max_bytes:,} bytes")
+        check_size(self._url, self._size, self._max_bytes)
         if self._size >= self._end_of_block:
             self._end_of_block, self._deadline = self._size + _BLOCK_BYTES, time.monotonic() + self._seconds
 

@@ -13,7 +13,8 @@ import xxhash
 
 from sharmill.errors import ConfigError, FatalError, RejectRecord
 from sharmill.files.checksums import checksum
-from sharmill.files.remote import FETCHES_AT_ONCE, Version, request
+from sharmill.files.clients import FETCHES_AT_ONCE, Version
+from sharmill.files.remote import request
 from sharmill.files.stored import NOT_JSON
 from sharmill.grow.join import SourceDataset
 from sharmill.prefetch import prefetch

@@ -19,7 +19,7 @@ from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
 from sharmill.files.atomic import write_atomic
-from sharmill.files.cache import RemoteFile
+from sharmill.files.location import Location, check_copy
 from sharmill.models import DecodingCodec, load_recorded_codec
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.fields import CUTS
@@ -50,7 +50,7 @@ class StoredCut:
     items: dict[str, Item]
 
 
-def find_shard(directory: Path, index: int) -> ShardRecord:
+def find_shard(directory: Location, index: int) -> ShardRecord:
     """Return the index's record of a shard.
 
     Raises:
@@ -64,7 +64,7 @@ def find_shard(directory: Path, index: int) -> ShardRecord:
     raise ConfigError(f"{directory} has no shard {index}: its {num_shards} shards begin with 0", code="unknown_shard")
 
 
-def find_cut(directory: Path, cut_id: str) -> StoredCut:
+def find_cut(directory: Location, cut_id: str) -> StoredCut:
     """Return a cut of a dataset; the shards are searched one after the other, since the index has no ids.
 
     Raises:
@@ -84,7 +84,7 @@ def find_cut(directory: Path, cut_id: str) -> StoredCut:
     )
 
 
-def open_stored_shard(directory: Path, shard: ShardRecord) -> Callable[[int], StoredCut]:
+def open_stored_shard(directory: Location, shard: ShardRecord) -> Callable[[int], StoredCut]:
     """Open the files of a shard, and return a function that returns the cut at a place of it.
 
     Raises:
@@ -110,7 +110,7 @@ def open_stored_shard(directory: Path, shard: ShardRecord) -> Callable[[int], St
     return read
 
 
-def read_shard(directory: Path, shard: ShardRecord) -> Iterator[dict[str, Any]]:
+def read_shard(directory: Location, shard: ShardRecord) -> Iterator[dict[str, Any]]:
     """Yield the cuts of a shard.
 
     Raises:
@@ -119,13 +119,12 @@ def read_shard(directory: Path, shard: ShardRecord) -> Iterator[dict[str, Any]]:
     return read_cuts(_file(directory, shard, CUTS))
 
 
-def _file(directory: Path, shard: ShardRecord, field: str) -> Path:
+def _file(directory: Location, shard: ShardRecord, field: str) -> Location:
     if field not in shard.fields:
         raise DamagedShard(f"{directory}: the index names no {field} of shard {shard.index}")
-    path = shard.fields[field].below(directory)
-    if isinstance(path, RemoteFile):
-        path.check_copy()
-    return path
+    location = shard.fields[field].below(directory)
+    check_copy(location)
+    return location
 
 
 def read_codes(item: Item) -> np.ndarray:
@@ -154,7 +153,7 @@ def waveform(samples: np.ndarray, width: int = 60) -> str:
     return "".join(_WAVEFORM_CHARACTERS[step] for step in steps)
 
 
-def dataset_rows(directory: Path, record: DatasetRecord) -> Iterator[tuple[str, str]]:
+def dataset_rows(directory: Location, record: DatasetRecord) -> Iterator[tuple[str, str]]:
     """Yield names and values of what the index says of a dataset."""
     yield "dataset", f"{record.name}, in {directory}"
     yield "size", f"{record.num_cuts:,} cuts in {record.num_shards:,} shards"

@@ -20,7 +20,8 @@ from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import RejectRecord
 from sharmill.files.arrays import load_stored_array, save_array
 from sharmill.files.atomic import open_atomic, write_atomic, write_new
-from sharmill.files.remote import FETCHES_AT_ONCE, is_url
+from sharmill.files.clients import FETCHES_AT_ONCE
+from sharmill.files.location import is_url
 from sharmill.files.staging import Staging
 from sharmill.files.stored import load_record, open_stored
 from sharmill.manifest import (

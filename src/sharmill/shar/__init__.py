@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from sharmill.files.location import Location
 from sharmill.shar.reading.state import merge_states
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ __all__ = ["merge_states", "open_shar"]
 
 
 def open_shar(
-    dataset: str | Path,
+    dataset: str | Location,
     fields: Sequence[str] | None = None,
     *,
     codec: str | None = None,
@@ -115,5 +116,6 @@ def open_shar(
         max_damaged=max_damaged,
     )
     directory = open_directory(dataset, cache_dir, cache_gib)
-    folder = (directory if sidecars is None else Path(sidecars)) if shuffle == "global" else None
-    return CutSet(SharReader(open_shard_source(directory, fields, codec, folder), options))
+    folder = directory if sidecars is None else Path(sidecars)
+    source = open_shard_source(directory, fields, codec, folder if shuffle == "global" else None)
+    return CutSet(SharReader(source, options))

@@ -15,10 +15,10 @@ import msgspec
 from sharmill.config import Precision, require
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.atomic import fsync, open_atomic, remove_temp_files, write_atomic
-from sharmill.files.cache import Cache, RemoteFile
+from sharmill.files.cache import Cache
 from sharmill.files.checksums import checksum_bytes
+from sharmill.files.location import Location, RemoteLocation, check_url, is_url, with_content
 from sharmill.files.locks import FolderLock
-from sharmill.files.remote import check_url, is_url
 from sharmill.files.staging import STAGING_NAME
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.fields import (
@@ -67,11 +67,9 @@ class FieldFile(msgspec.Struct, frozen=True):
         """The bytes that the file may have at a URL; infinite where the index does not know its size."""
         return self.size if self.size >= 0 else math.inf
 
-    def below(self, directory: Path) -> Path:
-        """Return the path of the file; of a dataset at a URL, only the content of this checksum is read."""
-        if isinstance(directory, RemoteFile):
-            return RemoteFile.of((directory / self.file).url, directory.cache, self.xxh3, self.max_bytes)
-        return directory / self.file
+    def below(self, directory: Location) -> Location:
+        """Return the location of the file; in a dataset at a URL, only content with this checksum is read."""
+        return with_content(directory / self.file, self.xxh3, self.max_bytes)
 
 
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,14 +216,14 @@ class _Version(msgspec.Struct):
 _shard_decoder = msgspec.json.Decoder(ShardRecord)
 
 
-def open_directory(dataset: str | Path, cache_dir: str | None = None, cache_gib: float = 100.0) -> Path:
-    """Return the path of a dataset directory, which reads the files behind a URL from a cache.
+def open_directory(dataset: str | Location, cache_dir: str | None = None, cache_gib: float = 100.0) -> Location:
+    """Return the location of a dataset directory; files behind a URL are read from a cache.
 
     Raises:
         ConfigError: it is a URL at which there is no index, or that cannot be one of a dataset.
         OSError: a server cannot be reached.
     """
-    if isinstance(dataset, Path):
+    if not isinstance(dataset, str):
         return dataset
     if not is_url(dataset):
         return Path(dataset)
@@ -234,10 +232,11 @@ def open_directory(dataset: str | Path, cache_dir: str | None = None, cache_gib:
         require(isinstance(cache_gib, (int, float)) and cache_gib > 0, f"cache_gib is {cache_gib!r}, and not above 0")
     except ValueError as error:
         raise ConfigError(str(error), code="bad_config_value") from error
-    directory = RemoteFile.of(dataset, Cache.at(cache_dir, cache_gib))
+    cache = Cache.at(cache_dir, cache_gib)
+    directory = RemoteLocation(dataset.rstrip("/"), cache)
     try:
         for name in (DATASET_FILE, SHARDS_FILE):
-            directory.cache.refresh(str(directory / name))
+            cache.refresh(str(directory / name))
     except RejectRecord as reject:
         raise ConfigError(
             f"no dataset can be read at {directory}: {reject.detail}; one without an index (sharmill index) is read "
@@ -247,7 +246,7 @@ def open_directory(dataset: str | Path, cache_dir: str | None = None, cache_gib:
     return directory
 
 
-def read_dataset(directory: Path) -> DatasetRecord:
+def read_dataset(directory: Location) -> DatasetRecord:
     """Read ``dataset.json``.
 
     Raises:
@@ -269,7 +268,7 @@ def read_dataset(directory: Path) -> DatasetRecord:
         raise DamagedShard(f"{path}: {error}") from error
 
 
-def read_shards(directory: Path, num_shards: int | None = None) -> Iterator[ShardRecord]:
+def read_shards(directory: Location, num_shards: int | None = None) -> Iterator[ShardRecord]:
     """Yield the lines of ``shards.jsonl``, in the order of the shards.
 
     Args:
@@ -283,7 +282,7 @@ def read_shards(directory: Path, num_shards: int | None = None) -> Iterator[Shar
     return decode_shards(directory, num_shards, _shard_decoder)
 
 
-def decode_shards(directory: Path, num_shards: int | None, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+def decode_shards(directory: Location, num_shards: int | None, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
     """Yield what a decoder makes of the lines of ``shards.jsonl``; raises as ``read_shards``."""
     # In large reads: each may be a message to a file server, and the index of 100,000 shards has 8,000 small ones.
     with open_index_file(directory, SHARDS_FILE, buffering=1 << 20) as lines:
@@ -295,17 +294,19 @@ def decode_shards(directory: Path, num_shards: int | None, decoder: msgspec.json
             raise DamagedShard(f"{directory / SHARDS_FILE}: {error}") from error
 
 
-def open_index_file(directory: Path, name: str, *, buffering: int = -1) -> BinaryIO:
+def open_index_file(directory: Location, name: str, *, buffering: int = -1) -> BinaryIO:
     """Open a file of the index of a dataset.
 
     Raises:
         ConfigError: there is no finished dataset.
         DamagedShard: it is not a regular file.
     """
-    path = directory / name
     try:
-        return open_field(path, buffering=buffering)
+        return open_field(directory / name, buffering=buffering)
     except DamagedShard:
+        if isinstance(directory, RemoteLocation):
+            raise
+        path = directory / name
         if path.exists() and not path.is_dir():
             raise
     if directory.exists() and not directory.is_dir():

@@ -15,6 +15,7 @@ import msgspec
 
 from sharmill.errors import DamagedShard
 from sharmill.files.atomic import open_new
+from sharmill.files.location import Location
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.json_lines import decode_cut, read_json_lines
 from sharmill.shar.offsets import IndexedLines, read_offsets
@@ -92,7 +93,7 @@ class ItemTable:
     """
 
     def __init__(
-        self, path: Path, *, index: Path | None = None, ids: Sequence[str] | None = None, salvage: bool = False
+        self, path: Location, *, index: Location | None = None, ids: Sequence[str] | None = None, salvage: bool = False
     ) -> None:
         self._path = path
         self._content = load(path, in_parts=index is not None)
@@ -204,7 +205,7 @@ class ValueTable:
     """
 
     def __init__(
-        self, path: Path, *, lines: Sequence[bytes] | IndexedLines | None = None, ids: Sequence[str] | None = None
+        self, path: Location, *, lines: Sequence[bytes] | IndexedLines | None = None, ids: Sequence[str] | None = None
     ) -> None:
         self._path = path
         self._lines = read_json_lines(path) if lines is None else lines
@@ -247,12 +248,12 @@ def _require_ids(table: ItemTable | ValueTable, ids: Sequence[str]) -> None:
             raise table.damage(f"item {number} is {found!r}, the cut there is {cut_id!r}")
 
 
-def open_items(path: Path, ids: Sequence[str] | None = None) -> ItemTable | ValueTable:
+def open_items(path: Location, ids: Sequence[str] | None = None) -> ItemTable | ValueTable:
     """Open the items of a file of a field, by its name a tar archive or JSON lines; raises as these."""
     return ItemTable(path, ids=ids) if path.suffix == ".tar" else ValueTable(path, ids=ids)
 
 
-def read_field(path: Path, ids: Sequence[str] | None = None) -> Iterator[Item]:
+def read_field(path: Location, ids: Sequence[str] | None = None) -> Iterator[Item]:
     """Return the items of a file of a field, in order; raises as ``open_items`` and while they are read."""
     table = open_items(path, ids)
     return map(table.item, range(len(table)))

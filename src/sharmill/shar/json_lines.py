@@ -11,6 +11,7 @@ import msgspec
 
 from sharmill.errors import DamagedShard
 from sharmill.files.atomic import open_new
+from sharmill.files.location import Location
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.tar import open_field
 
@@ -50,7 +51,7 @@ def write_values(path: Path, attribute: str, values: Iterable[tuple[str, Any]]) 
     write_cuts(path, ({"cut_id": cut_id} | ({} if value is None else {attribute: value}) for cut_id, value in values))
 
 
-def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
+def read_cuts(path: Location) -> Iterator[dict[str, Any]]:
     """Yield the cuts of a ``.jsonl.gz`` or ``.jsonl`` file.
 
     Raises:
@@ -60,7 +61,7 @@ def read_cuts(path: Path) -> Iterator[dict[str, Any]]:
         yield decode_line(path, line, _decoder)
 
 
-def read_cut_ids(path: Path) -> Iterator[str]:
+def read_cut_ids(path: Location) -> Iterator[str]:
     """Yield the ids of the cuts of a file.
 
     Raises:
@@ -70,12 +71,12 @@ def read_cut_ids(path: Path) -> Iterator[str]:
         yield decode_line(path, line, _id_decoder).id
 
 
-def decode_cut(path: Path, line: bytes) -> dict[str, Any]:
+def decode_cut(path: Location, line: bytes) -> dict[str, Any]:
     """Return the cut that one line of a file of cuts has; raises as ``decode_line``."""
     return decode_line(path, line, _decoder)
 
 
-def decode_line(path: Path, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+def decode_line(path: Location, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
     """Return what a decoder makes of one line of a file of cuts.
 
     Raises:
@@ -87,7 +88,7 @@ def decode_line(path: Path, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
         raise DamagedShard(f"{path}: {error}") from error
 
 
-def read_json_lines(path: Path) -> list[bytes]:
+def read_json_lines(path: Location) -> list[bytes]:
     """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file.
 
     Raises:
@@ -99,7 +100,7 @@ def read_json_lines(path: Path) -> list[bytes]:
     return lines
 
 
-def salvage_lines(path: Path) -> tuple[list[bytes], DamagedShard | None]:
+def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
     """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file, and None.
 
     Of a damaged one the lines before the damage are returned, and the error; of one that is not there, the error alone.

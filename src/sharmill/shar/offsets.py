@@ -1,11 +1,11 @@
 """Index files beside shards, by which one item is read without the rest; ``sharmill.shar.sidecars`` writes them."""
 
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from sharmill.errors import DamagedShard
+from sharmill.files.location import Location
 from sharmill.shar.tar import load, open_field
 
 _OFFSET: Final = np.dtype("<u8")
@@ -13,7 +13,7 @@ _OFFSET: Final = np.dtype("<u8")
 _MAX_INDEX_BYTES: Final = 64 << 20
 
 
-def read_offsets(index: Path, path: Path, size: int) -> np.ndarray:
+def read_offsets(index: Location, path: Location, size: int) -> np.ndarray:
     """Return where each item of a file of ``size`` bytes begins, and its end, from its index file.
 
     Raises:
@@ -35,7 +35,7 @@ class IndexedLines:
     The file stays open as long as this is referred to.
     """
 
-    def __init__(self, path: Path, index: Path) -> None:
+    def __init__(self, path: Location, index: Location) -> None:
         self._content = load(path, in_parts=True)
         self._offsets = read_offsets(index, path, len(self._content))
 

@@ -72,7 +72,9 @@ def indexed_shar(
     for shard in range(source.num_shards):
         found = source.files(shard)
         for name, path in ((CUTS, found.cuts), *found.fields.items()):
-            *plain, index = (str(root / sidecar) for sidecar in sidecar_files(path.relative_to(directory).as_posix()))
+            *plain, index = (
+                str(root / sidecar) for sidecar in sidecar_files(str(Path(str(path)).relative_to(directory)))
+            )
             files.setdefault(name, []).append(plain[0] if plain else str(path))
             indices.setdefault(name, []).append(index)
     return {"fields": files, "index_path": indices}

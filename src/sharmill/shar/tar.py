@@ -13,11 +13,10 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from sharmill.errors import DamagedShard
-from sharmill.files.regular import open_regular
+from sharmill.files.location import Location, open_location
 
 BLOCK: Final = 512
 EMPTY: Final = bytes(BLOCK)
@@ -297,7 +296,7 @@ def _skip_sparse_map(data: Content, header: bytes, start: int) -> int:
     return start
 
 
-def load(path: Path, *, in_parts: bool = False) -> mmap.mmap | bytes:
+def load(path: Location, *, in_parts: bool = False) -> mmap.mmap | bytes:
     """Return the bytes of a file of a shard, mapped where it is large, or only parts of it will be read.
 
     A file that is mapped stays open as long as its bytes are referred to.
@@ -313,14 +312,14 @@ def load(path: Path, *, in_parts: bool = False) -> mmap.mmap | bytes:
         return stream.read()
 
 
-def open_field(path: Path, *, buffering: int = -1) -> BinaryIO:
+def open_field(path: Location, *, buffering: int = -1) -> BinaryIO:
     """Open a file of a shard for reading.
 
     Raises:
         DamagedShard: it is not there, or not a regular file, or a server gives it otherwise than the index says.
     """
     try:
-        return open_regular(path, buffering=buffering)
+        return open_location(path, buffering=buffering)
     except ValueError as error:
         raise DamagedShard(f"{path}: {error}") from error
     except OSError as error:

@@ -44,8 +44,8 @@ import msgspec
 
 from sharmill.audio.roots import AudioRoot, normalise_path
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.cache import Cache, RemoteFile
-from sharmill.files.remote import check_url, is_url
+from sharmill.files.cache import Cache
+from sharmill.files.location import Location, RemoteLocation, check_url, is_url
 from sharmill.manifest import Channel, Member
 from sharmill.registry import nearest
 from sharmill.sources.files import (
@@ -200,9 +200,9 @@ class Source(ABC):
         object.__setattr__(source, "cache", cache)
         return source
 
-    def path_of(self, name: str) -> Path:
-        """Return the path of a file or folder that a key names: of a URL one that is copied where it is opened."""
-        return RemoteFile.of(name, self.cache) if is_url(name) else expand_home(name)
+    def path_of(self, name: str) -> Location:
+        """Return the location of a file or folder that a key names."""
+        return RemoteLocation(name, self.cache) if is_url(name) else expand_home(name)
 
     def named(self, key: str) -> list[str]:
         """Return the paths, patterns or URLs under a key; none where it is not given."""
@@ -285,7 +285,7 @@ class FileSource(Source):
 
     digests: ClassVar[dict[str, Digest]] = {}
 
-    def find(self, key: str) -> list[Path]:
+    def find(self, key: str) -> list[Location]:
         """Return the files that a key names, in order."""
         return find_files(self.named(key), self.cache)
 
@@ -295,7 +295,7 @@ class FileSource(Source):
         return next(filter(self.named, self.file_keys))
 
     @cached_property
-    def files(self) -> list[Path]:
+    def files(self) -> list[Location]:
         """The files of the first key that is given."""
         return self.find(self.file_key)
 
@@ -412,7 +412,7 @@ class LineSource(RunSource, FileSource):
         return iterate_stream(stream, self.files[number], self.file_key, begin)
 
     @cached_property
-    def _open(self) -> Callable[[Path], BinaryIO]:
+    def _open(self) -> Callable[[Location], BinaryIO]:
         """The last file stays open: in gzip, only an earlier place makes it be unpacked from its begin again."""
         return lru_cache(maxsize=1)(open_lines)
 
@@ -436,7 +436,7 @@ class ContainerSource(FileSource):
             common = re.sub(r"^([a-z0-9]+):/", r"\1://", os.path.commonpath(folders))
             object.__setattr__(self, "audio_root", common or ".")
 
-    def container(self, file: Path) -> str:
+    def container(self, file: Location) -> str:
         """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.
 
         Raises:

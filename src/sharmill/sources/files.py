@@ -25,10 +25,20 @@ import numpy as np
 import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
-from sharmill.files.cache import Cache, RemoteFile
-from sharmill.files.checksums import checksum, checksum_bytes
+from sharmill.files.cache import Cache
+from sharmill.files.checksums import checksum_bytes
+from sharmill.files.clients import FETCHES_AT_ONCE
+from sharmill.files.location import (
+    Location,
+    RemoteLocation,
+    checksum_of,
+    is_remote,
+    is_url,
+    open_location,
+    read_head_of,
+    tell_version,
+)
 from sharmill.files.regular import NotRegularError, open_regular
-from sharmill.files.remote import FETCHES_AT_ONCE, is_url
 from sharmill.prefetch import prefetch
 
 T = TypeVar("T")
@@ -62,21 +72,20 @@ _COMPRESSED: Final = {
 }
 
 
-def identify_files(files: Iterable[Path], digest: Digest = "whole") -> dict[str, Any]:
+def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[str, Any]:
     """Return the size of every file, and a checksum of all of it or of its ends, by its number and name.
 
     Without folders: the files may be moved, with the project or alone.
     """
-    digests = {"whole": checksum, "ends": lambda file: checksum_bytes(b"".join(read_ends(file, "file"))), "size": None}
-    made = digests[digest]
 
-    def identify(file: Path) -> list[Any]:
-        if isinstance(file, RemoteFile):
-            # The copy may be of an earlier version.
-            version = file.refresh()
-            if made is None:
-                return list(version)
-        return [file.stat().st_size, *([made(file)] if made else [])]
+    def identify(file: Location) -> list[Any]:
+        # Asked first, since a copy may be of an earlier version.
+        version = tell_version(file)
+        if digest == "size":
+            return version
+        if digest == "ends":
+            return [version[0], checksum_bytes(b"".join(read_ends(file, "file")))]
+        return [version[0], checksum_of(file)]
 
     files = list(files)
     told = prefetch(identify, files, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE)
@@ -88,22 +97,22 @@ def expand_home(path: str) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
-def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Path]:
+def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Location]:
     """Return the files that patterns stand for: in their order, those found by ``*`` and ``?`` sorted by name.
 
-    Those of URLs are copied into ``cache``, by default that of the user, where they are opened.
+    Files behind URLs are copied into ``cache``, by default the user's cache, when they are opened.
 
     Raises:
         ConfigError: a range runs backwards, there are too many files, or ``*`` and ``?`` find none.
     """
-    files: list[Path] = []
+    files: list[Location] = []
     for pattern in patterns:
         if is_url(pattern):
             problem = (
                 f"{pattern} has *, and files behind URLs are not looked for; name them by a range such as {{0..63}}"
             )
             refuse(("*" in pattern, problem))
-            files += [RemoteFile.of(name, cache or Cache.at(None)) for name in expand_shards(pattern)]
+            files += [RemoteLocation(name, cache or Cache.at(None)) for name in expand_shards(pattern)]
             continue
         for name in expand_shards(str(expand_home(pattern))):
             # A file may be called like a pattern.
@@ -160,44 +169,43 @@ def expand_shards(pattern: str) -> list[str]:
     return ["".join(chosen) + pattern[position:] for chosen in itertools.product(*choices)]
 
 
-def open_input(path: Path, kind: str) -> BinaryIO:
+def open_input(path: Location, kind: str) -> BinaryIO:
     """Open a file that a source names; ``kind`` is the key of the source.
 
     Raises:
         ConfigError: it is missing, or no regular file.
     """
     with _refused(path, kind):
-        return open_regular(path)
+        return open_location(path)
 
 
 @contextmanager
-def _refused(path: Path, kind: str) -> Iterator[None]:
+def _refused(path: Location, kind: str) -> Iterator[None]:
     """Turn the errors of opening a file into the ConfigError of ``open_input``."""
     try:
         yield
     except NotRegularError as error:
         sentence = "is not a regular file; copy its content into one"
-        raise bad_file(path, kind, f"is a folder; name the {kind} file in it" if path.is_dir() else sentence) from error
+        if isinstance(path, Path) and path.is_dir():
+            sentence = f"is a folder; name the {kind} file in it"
+        raise bad_file(path, kind, sentence) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "correct its path"
-        if isinstance(path, RemoteFile):
+        if is_remote(path):
             remedy = "correct its URL, or run again when the server gives it"
-        elif not path.is_absolute():
+        elif path != path.absolute():
             remedy = f"the path is relative to {Path.cwd()}; run from its folder, or {remedy}"
         raise ConfigError(f"cannot read the {kind} {path}: {reason}; {remedy}", code="missing_input") from error
 
 
-def read_head(path: Path, kind: str, size: int) -> bytes:
-    """Return the first bytes of a file, of a URL without copying it; raises as ``open_input``."""
+def read_head(path: Location, kind: str, size: int) -> bytes:
+    """Return the first bytes of a file, without copying it; raises as ``open_input``."""
     with _refused(path, kind):
-        if isinstance(path, RemoteFile):
-            return path.read_head(size)
-        with open_regular(path) as stream:
-            return stream.read(size)
+        return read_head_of(path, size)
 
 
-def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:
+def read_ends(path: Location, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:
     """Return the first 64 KiB and the last MiB of a file; ``kind`` is the key of the source that names it.
 
     Raises:
@@ -213,14 +221,14 @@ def read_ends(path: Path, kind: str, compressed: Collection[str] = ()) -> tuple[
     return head, tail
 
 
-def refuse_compressed(path: Path, kind: str, head: bytes, compressed: Collection[str] = ()) -> None:
+def refuse_compressed(path: Location, kind: str, head: bytes, compressed: Collection[str] = ()) -> None:
     """Raise ConfigError where a file that begins with ``head`` is compressed, but not as ``compressed`` names."""
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic) and name not in compressed:
             raise bad_file(path, kind, f"is compressed ({name}); unpack it, and name the unpacked file")
 
 
-def bad_file(path: Path, kind: str, sentence: str) -> ConfigError:
+def bad_file(path: Location, kind: str, sentence: str) -> ConfigError:
     """Return the error about a file that cannot be what its source takes it for."""
     return ConfigError(f"the {kind} {path} {sentence}", code="bad_manifest")
 
@@ -290,7 +298,7 @@ def decode_object(data: bytes, problem: str) -> dict[str, Any]:
         raise RejectRecord("malformed", f"{problem}: it is nested too deeply") from error
 
 
-def check_text(path: Path, kind: str) -> bytes:
+def check_text(path: Location, kind: str) -> bytes:
     """Return the begin of a file of texts; raise ConfigError as ``read_ends``, and where it is binary."""
     head, _ = read_ends(path, kind)
     if b"\0" in head:
@@ -298,13 +306,13 @@ def check_text(path: Path, kind: str) -> bytes:
     return head
 
 
-def is_gzip(path: Path) -> bool:
+def is_gzip(path: Location) -> bool:
     """Return True if a file is in gzip, whatever its name."""
     with open_input(path, "file") as stream:
         return stream.read(2) == _GZIP
 
 
-def open_lines(path: Path, kind: str = "file") -> BinaryIO:
+def open_lines(path: Location, kind: str = "file") -> BinaryIO:
     """Open a file, plain or in gzip; positions are those of the unpacked bytes."""
     stream = open_input(path, kind)
     if not is_gzip(path):
@@ -315,7 +323,7 @@ def open_lines(path: Path, kind: str = "file") -> BinaryIO:
     return cast("BinaryIO", io.BufferedReader(cast("Any", packed), 1 << 20))
 
 
-def iterate_lines(path: Path, kind: str) -> Iterator[tuple[int, bytes]]:
+def iterate_lines(path: Location, kind: str) -> Iterator[tuple[int, bytes]]:
     """Yield (end, line) of all lines that are not blank; ``kind`` is the key of the source that names the file.
 
     Raises:
@@ -325,7 +333,7 @@ def iterate_lines(path: Path, kind: str) -> Iterator[tuple[int, bytes]]:
         yield from iterate_stream(stream, path, kind)
 
 
-def iterate_stream(stream: BinaryIO, path: Path, kind: str, position: int = 0) -> Iterator[tuple[int, bytes]]:
+def iterate_stream(stream: BinaryIO, path: Location, kind: str, position: int = 0) -> Iterator[tuple[int, bytes]]:
     """Yield (end, line) of the lines of an open file that are not blank, from its ``position`` on.
 
     Raises:
@@ -343,7 +351,7 @@ def iterate_stream(stream: BinaryIO, path: Path, kind: str, position: int = 0) -
 
 
 def check_json_lines(
-    path: Path,
+    path: Location,
     kind: str,
     remedy: str,
     check: Callable[[dict[str, Any]], str | None] = lambda first: None,
@@ -422,7 +430,7 @@ class KeyedLines:
         key_of: returns the key of a line, or None for a line that has none and cannot be found.
     """
 
-    def __init__(self, files: Sequence[Path], kind: str, key_of: Callable[[bytes], bytes | None]) -> None:
+    def __init__(self, files: Sequence[Location], kind: str, key_of: Callable[[bytes], bytes | None]) -> None:
         self._files = files
         self._kind = kind
         self._key_of = key_of
@@ -457,7 +465,7 @@ class KeyedLines:
         self._streams[number].seek(position)
         return next(iterate_stream(self._streams[number], self._files[number], self._kind))[1]
 
-    def _unpack(self, file: Path) -> BinaryIO:
+    def _unpack(self, file: Location) -> BinaryIO:
         stream = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - it goes with the index
         stream.writelines(line + b"\n" for _, line in iterate_lines(file, self._kind))
         stream.seek(0)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from sharmill.errors import RejectRecord, refuse
-from sharmill.files.remote import is_url
+from sharmill.files.location import Location
 from sharmill.sources import EncodedSource, LineSource
 from sharmill.sources.files import KeyedLines, check_text, decode_text, identify_files
 
@@ -47,7 +47,7 @@ class KaldiSource(LineSource, EncodedSource):
         """Raise ConfigError where there is no such directory, or a file of it is none of Kaldi's."""
         refuse(
             (
-                not (is_url(self.data_dir) or self._folder.is_dir()),
+                isinstance(self._folder, Path) and not self._folder.is_dir(),
                 f"the data directory {self._folder} is not there; correct data_dir in sources",
             ),
             (
@@ -115,16 +115,16 @@ class KaldiSource(LineSource, EncodedSource):
         return decode_text(text, self.encoding, "a line of the utterance")
 
     @property
-    def _folder(self) -> Path:
+    def _folder(self) -> Location:
         return self.path_of(self.data_dir)
 
     @property
-    def _files(self) -> list[Path]:
+    def _files(self) -> list[Location]:
         names = (_AUDIO, _SEGMENTS, *_VALUES, _GENDERS)
         return [self._folder / name for name in names if (self._folder / name).exists()]
 
     @cached_property
-    def files(self) -> list[Path]:
+    def files(self) -> list[Location]:
         """The file whose lines are the records."""
         segments = self._folder / _SEGMENTS
         return [segments if segments.exists() else self._folder / _AUDIO]

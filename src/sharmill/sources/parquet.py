@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import msgspec
 
 from sharmill.audio.arrow import RowFile, UnreadableRows, open_rows, read_audio_column
-from sharmill.errors import ConfigError, refuse
+from sharmill.errors import ConfigError, RejectRecord, refuse
+from sharmill.files.location import Location, local
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
 from sharmill.sources import ContainerSource, Described, RawRecord, RunSource, Unreadable
@@ -113,11 +114,12 @@ class ParquetSource(ContainerSource, RunSource):
         """Yield the records of rows of a group; without ``with_audio`` only their texts."""
         number, group = place
         file = self.files[number]
-        rows, container = open_rows(file), None
+        path, container = _local(file), None
+        rows = open_rows(path)
         with suppress(ConfigError):  # it lies elsewhere, as files of paths may
             container = self.container(file)
         texts = self._texts(file, rows, group, slice(begin, end))
-        sizes, problem = self._sizes(file, rows, group, slice(begin, end), with_audio)
+        sizes, problem = self._sizes(path, rows, group, slice(begin, end), with_audio)
         first = rows.starts[group] + begin
         for row, record, size in zip(range(first, first + end - begin), texts, sizes, strict=True):
             own = f"{container or file.name}#{row}"
@@ -143,7 +145,7 @@ class ParquetSource(ContainerSource, RunSource):
             else:
                 yield text
 
-    def _texts(self, file: Path, rows: RowFile, group: int, part: slice) -> list[dict[str, Any] | str]:
+    def _texts(self, file: Location, rows: RowFile, group: int, part: slice) -> list[dict[str, Any] | str]:
         """Return the keys of rows of a group without their audio, or the reason why a row cannot be read."""
         mapped = {*self.columns, *self.columns.values(), self.audio}
         schema, labels = rows.schema, _label_names(rows.schema)
@@ -172,7 +174,7 @@ class ParquetSource(ContainerSource, RunSource):
         return found
 
     def _sizes(
-        self, file: Path, rows: RowFile, group: int, part: slice, with_audio: bool
+        self, path: Path, rows: RowFile, group: int, part: slice, with_audio: bool
     ) -> tuple[list[int | None], str | None]:
         """Return how many bytes of audio rows have, None for those without any; and why they cannot be read.
 
@@ -186,32 +188,44 @@ class ParquetSource(ContainerSource, RunSource):
         if not with_audio and (num_nulls := rows.num_nulls(group, column)) in (0, rows.group_sizes[group]):
             return [0 if num_nulls == 0 else None] * count, None
         try:
-            audio = read_audio_column(file, self.audio, group)[part]
+            audio = read_audio_column(path, self.audio, group)[part]
         except UnreadableRows as error:
-            return [0] * count, f"{file.name}: {error}"
+            return [0] * count, f"{path.name}: {error}"
         return pyarrow.compute.binary_length(audio).to_pylist(), None
 
 
-def _open(file: Path) -> RowFile:
-    read_ends(file, "parquet")
+def _local(file: Location) -> Path:
+    """Return the path of a file on this machine; raise UnreadableRows if its server does not give it."""
     try:
-        rows = open_rows(file)
+        return local(file)
+    except RejectRecord as reject:
+        raise UnreadableRows(reject.detail) from reject
+
+
+def _open(file: Location) -> RowFile:
+    read_ends(file, "parquet")
+    path = _local(file)
+    try:
+        rows = open_rows(path)
         _label_names(rows.schema)
     except UnreadableRows as error:
-        raise ConfigError(str(error), code="bad_manifest") from error
+        # Users know a file by its URL, not by its copy.
+        raise ConfigError(str(error).replace(str(path), str(file)), code="bad_manifest") from error
     except msgspec.MsgspecError as error:
         raise bad_file(file, "parquet", "has metadata under 'huggingface' that cannot be read; remove it") from error
     return rows
 
 
-def _begins_with_bytes(file: Path, rows: RowFile, audio: str) -> bool:
+def _begins_with_bytes(file: Location, rows: RowFile, audio: str) -> bool:
     """Return True if any of the first rows has audio in it."""
     name = rows.audio_bytes(audio)
     if name is None or not rows.group_sizes:
         return False
     num_nulls = rows.num_nulls(0, name)
     try:
-        return (read_audio_column(file, audio, 0).null_count if num_nulls is None else num_nulls) < rows.group_sizes[0]
+        if num_nulls is None:
+            num_nulls = read_audio_column(_local(file), audio, 0).null_count
+        return num_nulls < rows.group_sizes[0]
     except UnreadableRows:
         return True
 

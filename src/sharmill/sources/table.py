@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
+from sharmill.files.location import Location
 from sharmill.registry import nearest
 from sharmill.sources import Described, EncodedSource, LineSource, RawRecord, Unreadable
 from sharmill.sources.files import bad_file, check_text, open_input
@@ -132,7 +132,7 @@ class TableSource(LineSource, EncodedSource):
         """Return the cells of a row."""
         return self.delimiter.join(entry[1])
 
-    def _columns_of(self, file: Path) -> list[str]:
+    def _columns_of(self, file: Location) -> list[str]:
         if self.header is not None:
             return self.header
         _, row = next(self._rows(file), (0, [""]))
@@ -141,7 +141,7 @@ class TableSource(LineSource, EncodedSource):
         return [name.strip() for name in row]
 
     def _rows(
-        self, file: Path, begin: int = 0, num_columns: int | None = None
+        self, file: Location, begin: int = 0, num_columns: int | None = None
     ) -> Iterator[tuple[int, list[str] | Unreadable]]:
         """Yield (end, cells) of every row from a place on that is not blank.
 

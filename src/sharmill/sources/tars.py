@@ -21,7 +21,7 @@ import msgspec
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import ConfigError, RejectRecord
-from sharmill.files.cache import RemoteFile
+from sharmill.files.location import Location, is_remote, tell_version
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
 from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk
@@ -55,7 +55,7 @@ def clean_name(name: str) -> str:
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
-def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember]:
+def walk_members(path: Location, begin: int = 0) -> Iterator[TarMember]:
     """Yield the regular files of an archive from the header at ``begin`` on.
 
     Raises:
@@ -66,7 +66,7 @@ def walk_members(path: Path, begin: int = 0) -> Iterator[TarMember]:
         yield from map(TarMember._make, walk(Window(stream), begin, strict=False))
 
 
-def _describe(path: Path, damage: TarDamage) -> str:
+def _describe(path: Location, damage: TarDamage) -> str:
     return f"the archive {path.name} {damage}; copy it again"
 
 
@@ -83,7 +83,7 @@ class TarSource(ContainerSource):
                 raise ValueError(f"tars {pattern!r} is a command; copy the files, and name them")
 
     @cached_property
-    def tar_files(self) -> list[Path]:
+    def tar_files(self) -> list[Location]:
         """The archives, in order."""
         return self.find("tars")
 
@@ -104,7 +104,7 @@ class TarSource(ContainerSource):
 MemberTable = tuple[dict[str, TarMember | None], str | None]
 
 
-def read_table(path: Path) -> MemberTable:
+def read_table(path: Location) -> MemberTable:
     """Return the members of an archive.
 
     Raises:
@@ -173,7 +173,7 @@ class NemoTarredSource(TarSource, LineSource):
         return iter(found)
 
     @cached_property
-    def _table(self) -> Callable[[Path], MemberTable]:
+    def _table(self) -> Callable[[Location], MemberTable]:
         """The members of an archive; those of the archives that were read last are kept."""
         return lru_cache(maxsize=4)(read_table)
 
@@ -214,7 +214,7 @@ class NemoTarredSource(TarSource, LineSource):
         return pairs
 
 
-def _find(table: MemberTable, name: str, file: Path) -> TarMember:
+def _find(table: MemberTable, name: str, file: Location) -> TarMember:
     """Return the member that a record names, which may be the n-th segment of one."""
     members, damage = table
     wanted = clean_name(name)
@@ -232,7 +232,7 @@ def _find(table: MemberTable, name: str, file: Path) -> TarMember:
     raise RejectRecord("missing_audio", f"the archive {file.name} has no member {wanted[:200]!r} that is a file")
 
 
-def _pair(manifests: Sequence[Path], tars: Sequence[Path], first: int) -> list[dict[int | None, int]]:
+def _pair(manifests: Sequence[Location], tars: Sequence[Location], first: int) -> list[dict[int | None, int]]:
     """Pair manifests with archives by their numbers; ``first`` is the number of the first archive among all files.
 
     Raises:
@@ -254,7 +254,7 @@ def _pair(manifests: Sequence[Path], tars: Sequence[Path], first: int) -> list[d
     return [{None: first + numbers[shard]} for shard in wanted]
 
 
-def _number_all(files: Sequence[Path], key: str) -> dict[int, int]:
+def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
     """Return the places of files by the last numbers in their names."""
     places: dict[int, int] = {}
     for place, file in enumerate(files):
@@ -293,13 +293,13 @@ class Archive:
     """An archive of samples.
 
     Attributes:
-        path: of the file.
+        path: its location.
         container: its path below the audio root.
         named: the path by which the audio root is asked for it.
         reject: why it cannot be one.
     """
 
-    path: Path
+    path: Location
     container: str
     named: str
     reject: RejectRecord | None = None
@@ -401,7 +401,7 @@ class _SampleSource(RunSource, EncodedSource):
         yield from filter(None, (sample, damaged))
 
     @cached_property
-    def _opened(self) -> Callable[[Path], BinaryIO]:
+    def _opened(self) -> Callable[[Location], BinaryIO]:
         return lru_cache(maxsize=1)(open_audio)
 
     def audio_of(self, sample: _TarSample) -> TarMember:
@@ -503,8 +503,8 @@ class WenetSource(_SampleSource, LineSource):
                 raise bad_file(file, "data_list", "has paths of archives; set data_type: shard")
         # A server is asked when an archive is read.
         usable = [archive.path for archive in self.archives if archive.reject is None]
-        found = [path for path in usable if not isinstance(path, RemoteFile) and path.is_file()]
-        if self.archives and not found and not any(isinstance(path, RemoteFile) for path in usable):
+        found = [path for path in usable if not is_remote(path) and path.is_file()]
+        if self.archives and not found and not any(map(is_remote, usable)):
             raise ConfigError(
                 f"none of the {len(self.archives)} archives of data_list is there; correct audio_root in sources, the "
                 "folder that they lie below",
@@ -524,11 +524,9 @@ class WenetSource(_SampleSource, LineSource):
         """Yield the name of each archive and its size, of a URL its version, or None where it is not there."""
 
         def measure(archive: Archive) -> Any:
-            path = archive.path
-            if not isinstance(path, RemoteFile):
-                return path.stat().st_size if path.is_file() else None
             with suppress(FileNotFoundError):
-                return list(path.refresh())
+                size, *tag = tell_version(archive.path)
+                return [size, *tag] if tag else size
             return None
 
         paths = [archive.path.name for archive in self.archives]

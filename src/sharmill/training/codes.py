@@ -7,7 +7,6 @@ frames of the codec, the same for the same cut.
 import math
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from lhotse.array import TemporalArray
 from lhotse.cut import Cut, MixedCut, PaddingCut
 
 from sharmill.errors import refuse
+from sharmill.files.location import Location
 from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from sharmill.shar.index import open_directory, read_dataset
 from sharmill.shar.reading.cuts import SafeSource, TimeLastArray, check_claims
@@ -207,7 +207,7 @@ class CodecForm:
         )
 
     @classmethod
-    def of_dataset(cls, dataset: str | Path, codec: str | None = None, **ids: Any) -> "CodecForm":
+    def of_dataset(cls, dataset: str | Location, codec: str | None = None, **ids: Any) -> "CodecForm":
         """Return the form of a codec of a dataset directory or URL; ``codec`` may be left out where there is one.
 
         Raises:

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, TypeVar
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.files.cache import RemoteFile
+from sharmill.files.location import Location, RemoteLocation, is_remote
 from sharmill.shar.fields import DATASET_FILE, SHARDS_FILE, sidecar_files
 from sharmill.shar.index import CodecRecord, DatasetRecord, ShardRecord, read_dataset, read_shards
 from sharmill.shar.rebuild import find_shards
@@ -52,7 +52,7 @@ class CheckedDataset:
         has_index: whether there is, or was, an index of sharmill's, so that other files are strays.
     """
 
-    directory: Path
+    directory: Location
     dataset: DatasetRecord | None
     shards: list[Shard]
     findings: list[Finding]
@@ -76,7 +76,7 @@ class CheckedDataset:
         return self.dataset.codecs if self.dataset else []
 
 
-def read_checked_dataset(directory: Path) -> CheckedDataset:
+def read_checked_dataset(directory: Location) -> CheckedDataset:
     """Read the index of a directory, or list its shards where there is none.
 
     Raises:
@@ -87,18 +87,9 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
     if has_index:
         dataset = _read(directory, DATASET_FILE, read_dataset, findings)
         records = _read(directory, SHARDS_FILE, lambda folder: list(read_shards(folder)), findings)
-    found, is_remote = records, isinstance(directory, RemoteFile)
-    if found is None and is_remote:
-        found = []
+    found = records
     if found is None:
-        try:
-            found = find_shards(directory, complete=False)
-        except ConfigError as error:
-            if has_index:
-                raise
-            raise ConfigError(
-                f"{directory} is not a finished dataset, nor a Shar of another tool: {error}", code="no_dataset"
-            ) from error
+        found = [] if isinstance(directory, RemoteLocation) else _find_shards(directory, has_index)
     shards = [Shard(shard.index, shard.files, None if records is None else shard) for shard in found]
     is_own = dataset is not None and dataset.contract == "sharmill"
     causes = (
@@ -106,7 +97,7 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
         (records is None, "whether shards are missing at the end: nothing tells how many there should be"),
         (dataset is None, f"the limits of contexts, and totals: there is no readable {DATASET_FILE}"),
         (dataset is None, "the range of codes and their frames to the last one: no codec is recorded"),
-        (is_remote, "stray files: a URL is not listed"),
+        (is_remote(directory), "stray files: a URL is not listed"),
         (not has_index, "stray files: nothing tells which files belong to the dataset"),
         (not is_own, "speaker tags, contexts and provenance of cuts: another tool wrote them, and promises nothing of "
                      "them"),
@@ -116,7 +107,18 @@ def read_checked_dataset(directory: Path) -> CheckedDataset:
     )
 
 
-def _read(directory: Path, name: str, read: Callable[[Path], Read], findings: list[Finding]) -> Read | None:
+def _find_shards(directory: Path, has_index: bool) -> list[ShardRecord]:
+    try:
+        return find_shards(directory, complete=False)
+    except ConfigError as error:
+        if has_index:
+            raise
+        raise ConfigError(
+            f"{directory} is not a finished dataset, nor a Shar of another tool: {error}", code="no_dataset"
+        ) from error
+
+
+def _read(directory: Location, name: str, read: Callable[[Location], Read], findings: list[Finding]) -> Read | None:
     """Return what a file of the index has; None, and a finding, where it cannot be read."""
     if not (directory / name).is_file():
         findings.append(Finding(code="missing_file", file=name, sentence="the file is not there"))
@@ -163,7 +165,7 @@ def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
     if subject.dataset is not None:
         for sentence in _disagreements(subject.dataset, subject.shards):
             yield Finding(code="wrong_totals", sentence=sentence, file=DATASET_FILE)
-    if not subject.has_index or isinstance(subject.directory, RemoteFile):
+    if not subject.has_index or isinstance(subject.directory, RemoteLocation):
         return  # nothing tells which files belong to a shard, or a URL is not listed
     expected = {DATASET_FILE, SHARDS_FILE} | {file for shard in subject.shards for file in shard.files.values()}
     expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}

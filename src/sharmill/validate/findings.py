@@ -21,6 +21,7 @@ from sharmill.engine.stage import StageRun
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.atomic import remove
+from sharmill.files.location import Location
 from sharmill.files.regular import open_regular
 from sharmill.files.stored import NOT_JSON
 from sharmill.models.config import CodecConfig
@@ -213,7 +214,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"units_to_repeat
 
 
 def make_report(
-    dataset: Path, findings: Sequence[Finding], *, level: dict[str, Any], checked: dict[str, float],
+    dataset: Location, findings: Sequence[Finding], *, level: dict[str, Any], checked: dict[str, float],
     unchecked: Iterable[str], foreign: bool = False, fields: Iterable[Field] = (),
 ) -> Report:  # fmt: skip
     """Return the report of a dataset directory, which another tool may have written (``foreign``).

@@ -35,9 +35,8 @@ from sharmill.engine.stage import Advance, Processor
 from sharmill.engine.unit import Output, Unit
 from sharmill.errors import DamagedShard, RejectRecord
 from sharmill.files.atomic import write_new
-from sharmill.files.cache import RemoteFile
 from sharmill.files.checksums import checksum_stream
-from sharmill.files.regular import open_regular
+from sharmill.files.location import RemoteLocation, open_location, tell_version, with_content
 from sharmill.files.staging import Staging
 from sharmill.manifest import ALIGNMENT, CLIPPED_KEYS, CONTEXT_KEYS, fit_alignments
 from sharmill.models import Codec
@@ -163,12 +162,14 @@ class ValidateProcessor(Processor):
             field = subject.dataset.fields_by_name.get(name) if subject.dataset and subject.is_own else None
             if recorded is not None and field is not None and file != field.path(shard.index):
                 add("wrong_name", name, f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs")
-            of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy)" if isinstance(path, RemoteFile) else ""
+            path = with_content(path, "", math.inf if recorded is None else recorded.max_bytes)
+            of_copy = ""
+            if isinstance(path, RemoteLocation):
+                of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy)"
             try:
-                if isinstance(path, RemoteFile):
-                    path.max_bytes = math.inf if recorded is None else recorded.max_bytes
-                    path.refresh()
-                with open_regular(path, buffering=0) as stream:
+                # A copy of another version is fetched again.
+                tell_version(path)
+                with open_location(path, buffering=0) as stream:
                     size = os.fstat(stream.fileno()).st_size
                     stats["files"] += 1
                     stats["bytes"] += size

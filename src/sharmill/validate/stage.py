@@ -16,8 +16,7 @@ from sharmill.engine.stage import Processor, Stage, StageRun, identify_folder, v
 from sharmill.engine.unit import Commit, Totals, Unit, add_up, make_unit
 from sharmill.errors import refuse
 from sharmill.files.atomic import write_atomic
-from sharmill.files.cache import RemoteFile
-from sharmill.files.checksums import checksum
+from sharmill.files.location import Location, checksum_of, tell_version
 from sharmill.files.stored import load_record, read_records
 from sharmill.models import find_recorded_codec, load_recorded_codec
 from sharmill.models.config import CodecConfig
@@ -92,13 +91,13 @@ class ValidateStage(Stage):
             )
             for codec in dataset.codecs:
                 find_recorded_codec(codec, models.get(codec.name), subject.codec_options.get(codec.name, {}))
-        directory, is_remote = subject.dataset_dir, isinstance(subject.dataset_dir, RemoteFile)
+        folder = subject.dataset_dir
         return {
-            "dataset_dir": str(directory) if is_remote else identify_folder(directory, run.run_dir.path),
-            "input": _index_of(directory),
+            "dataset_dir": identify_folder(folder, run.run_dir.path) if isinstance(folder, Path) else str(folder),
+            "input": _index_of(folder),
             # Damage does not change the index: what was checked before may have changed since. A check of a URL is
             # never resumed.
-            "files": "" if is_remote else _fingerprint(directory),
+            "files": _fingerprint(folder) if isinstance(folder, Path) else "",
             "level": subject.describe_level(),
             "versions": versions(),
         }
@@ -167,7 +166,7 @@ class Subject:
         against: the manifests and rejects that the dataset is to account for.
     """
 
-    dataset_dir: Path
+    dataset_dir: Location
     level: ValidateConfig = ValidateConfig()
     codec_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     against: ExpectedRecords | None = None
@@ -214,10 +213,10 @@ class Subject:
         yield from (phrase for is_so, phrase in causes if is_so)
 
 
-def _index_of(directory: Path) -> list[str]:
+def _index_of(directory: Location) -> list[str]:
     """Return the checksums of the files of the index that are there and not far too large."""
     paths = [directory / name for name in (DATASET_FILE, SHARDS_FILE)]
-    return [checksum(path) for path in paths if path.is_file() and path.stat().st_size <= _MAX_INDEX_BYTES]
+    return [checksum_of(path) for path in paths if path.is_file() and tell_version(path)[0] <= _MAX_INDEX_BYTES]
 
 
 def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:

@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
@@ -32,7 +31,8 @@ from lhotse.utils import compute_num_samples
 from miniaudio import ffi, lib
 
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, flac_header, to_float
-from sharmill.errors import DamagedShard, one_line
+from sharmill.errors import DamagedShard, RejectRecord, one_line
+from sharmill.files.location import Location, local
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.arrays import array_from_bytes, array_layout
 from sharmill.shar.fields import (
@@ -361,6 +361,11 @@ class OpenShard:
         self.index = files.index
         self._foreign = foreign
         self._needed = needed
+        try:
+            # Copies of remote files are not evicted as long as the shard is open.
+            self._held = [local(location) for location in files.locations]
+        except RejectRecord as reject:
+            raise self.damage(reject.detail) from reject
         sidecars = files.sidecars
         self._lines = _open_lines(files.cuts, sidecars.get(CUTS)) if files.lines is None else files.lines
         if files.count not in (None, len(self._lines)):
@@ -461,7 +466,7 @@ def _read_value(table: ValueTable, name: str, number: int, cut_id: str) -> Any:
     return value
 
 
-def _open_lines(path: Path, sidecars: list[Path] | None) -> IndexedLines | list[bytes]:
+def _open_lines(path: Location, sidecars: list[Location] | None) -> IndexedLines | list[bytes]:
     """Return the lines of a file, or open its uncompressed copy by the index beside it."""
     if not sidecars:
         return read_json_lines(path)

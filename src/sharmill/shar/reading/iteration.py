@@ -14,8 +14,8 @@ from lhotse.cut import Cut
 from torch.utils.data import get_worker_info
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
-from sharmill.files.cache import RemoteFile
-from sharmill.files.remote import FETCHES_AT_ONCE
+from sharmill.files.clients import FETCHES_AT_ONCE
+from sharmill.files.location import Location, check_copy, local
 from sharmill.prefetch import prefetch
 from sharmill.shar.reading.cuts import POSITION, OpenShard, decode_audio
 from sharmill.shar.reading.epochs import NextEpoch
@@ -401,8 +401,8 @@ class SharReader:
                 except DamagedShard as damage:
                     cut = damage
                 if isinstance(cut, DamagedShard) and self._options.on_damage == "raise":
-                    for file in self._source.remote_files(int(permutation[slot])):
-                        file.check_copy()
+                    for file in self._source.locations(int(permutation[slot])):
+                        check_copy(file)
                     raise cut
                 yield Position(group, draw, block, item), cut, shard
 
@@ -416,25 +416,26 @@ class SharReader:
             yield from groups
             return
 
-        def copy(item: RemoteFile | tuple[int, _Choice]) -> RemoteFile | tuple[int, _Choice]:
-            if isinstance(item, RemoteFile):
-                # What is wrong with one file is said where its shard is opened.
-                with suppress(RejectRecord):
-                    item.cache.get(item.url, item.xxh3)
-            return item
+        def copy(item: Location | tuple[int, _Choice]) -> tuple[int, _Choice] | None:
+            if isinstance(item, tuple):
+                return item
+            # An error of one file is raised when its shard is opened.
+            with suppress(RejectRecord):
+                local(item)
+            return None
 
-        def with_files() -> Iterator[RemoteFile | tuple[int, _Choice]]:
+        def with_files() -> Iterator[Location | tuple[int, _Choice]]:
             for group, choice in groups:
                 for slot in dict.fromkeys(choice[-1]):
                     with suppress(DamagedShard):
-                        yield from self._source.remote_files(int(permutation[slot]))
+                        yield from self._source.locations(int(permutation[slot]))
                 yield group, choice
 
         # Files weigh nothing and a group 1, so that the files of one more group are copied, or as many as threads.
         copied = prefetch(
-            copy, with_files(), threads=FETCHES_AT_ONCE, ahead=1, weigh=lambda item: not isinstance(item, RemoteFile)
+            copy, with_files(), threads=FETCHES_AT_ONCE, ahead=1, weigh=lambda item: isinstance(item, tuple)
         )
-        yield from (item for item in copied if not isinstance(item, RemoteFile))
+        yield from filter(None, copied)
 
     def _choose(self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray) -> _Choice:
         """Return draws, blocks, items and slots of the cuts of a group that are left for a part, in order."""

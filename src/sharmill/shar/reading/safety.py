@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sharmill.audio.decoder import MAX_SAMPLING_RATE, MIN_SAMPLING_RATE
-from sharmill.files.remote import is_url
+from sharmill.files.location import is_url
 
 SAFE_SOURCES: Final = frozenset({"file", "shar", "memory"})
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.files.cache import RemoteFile
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.files.checksums import checksum_bytes
+from sharmill.files.location import Location, RemoteLocation
 from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE, Field, codec_of_field, sidecar_files
 from sharmill.shar.index import FieldFile, ShardRecord, decode_shards, is_indexed, read_dataset, read_shards
 from sharmill.shar.json_lines import read_json_lines
@@ -37,16 +37,15 @@ class ShardFiles:
     """
 
     index: int
-    cuts: Path
-    fields: Mapping[str, Path]
+    cuts: Location
+    fields: Mapping[str, Location]
     count: int | None
-    sidecars: Mapping[str, list[Path]] = dataclasses.field(default_factory=dict)
+    sidecars: Mapping[str, list[Location]] = dataclasses.field(default_factory=dict)
     lines: list[bytes] | None = None
 
     @property
-    def remote(self) -> list[RemoteFile]:
-        """The files that are behind URLs."""
-        return [path for path in (self.cuts, *self.fields.values()) if isinstance(path, RemoteFile)]
+    def locations(self) -> list[Location]:
+        return [self.cuts, *self.fields.values()]
 
 
 class ReadableShard(Protocol):
@@ -88,8 +87,8 @@ class ShardSource(ABC):
     def num_cuts(self) -> int:
         return sum(self.count(shard) for shard in range(self.num_shards))
 
-    def remote_files(self, shard: int) -> list[RemoteFile]:
-        """Return the files of a shard that are behind URLs."""
+    def locations(self, shard: int) -> list[Location]:
+        """Return the files of a shard, if they may be behind URLs."""
         return []
 
     @abstractmethod
@@ -97,14 +96,14 @@ class ShardSource(ABC):
 
 
 def open_shard_source(
-    directory: Path, fields: Sequence[str] | None, codec: str | None, sidecars: Path | None = None
+    directory: Location, fields: Sequence[str] | None, codec: str | None, sidecars: Location | None = None
 ) -> "CutSource":
     """Open the shards of a folder; with ``sidecars``, the folder of its index files, for random access.
 
     Raises:
         ConfigError: there are none, or not this field or codec; or there are no index files.
     """
-    if isinstance(directory, RemoteFile):
+    if isinstance(directory, RemoteLocation):
         if sidecars is not None:
             raise ConfigError(
                 f"shuffle='global' reads each cut by itself, and of {directory} whole shards are copied: use "
@@ -136,7 +135,7 @@ class CutSource(ShardSource):
 
     def __init__(
         self,
-        directory: Path,
+        directory: Location,
         stored: Mapping[str, Field | None],
         fields: Sequence[str] | None,
         codec: str | None,
@@ -152,26 +151,20 @@ class CutSource(ShardSource):
             if codec_of_field(name) and (known := stored[name]) is not None and known.optional
         ]
 
-        self.is_remote = isinstance(directory, RemoteFile)
+        self.is_remote = isinstance(directory, RemoteLocation)
 
     @abstractmethod
     def files(self, shard: int) -> ShardFiles:
         """Return the files of a shard."""
 
-    def remote_files(self, shard: int) -> list[RemoteFile]:
-        return self.files(shard).remote
+    def locations(self, shard: int) -> list[Location]:
+        return self.files(shard).locations
 
     def open(self, shard: int, epoch: int) -> ReadableShard:
         # Bins and sidecars need no lhotse, which this imports.
         from sharmill.shar.reading.cuts import OpenShard
 
-        files = self.files(shard)
-        try:
-            for file in files.remote:
-                file.hold()
-        except RejectRecord as reject:
-            raise DamagedShard(f"shard {files.index}: {reject.detail}") from reject
-        return OpenShard(files, foreign=self._foreign, needed=self.needed)
+        return OpenShard(self.files(shard), foreign=self._foreign, needed=self.needed)
 
 
 class _Line(msgspec.Struct):
@@ -191,7 +184,7 @@ class IndexedShardSource(CutSource):
     """
 
     def __init__(
-        self, directory: Path, fields: Sequence[str] | None, codec: str | None, sidecars: Path | None = None
+        self, directory: Location, fields: Sequence[str] | None, codec: str | None, sidecars: Location | None = None
     ) -> None:
         self._dataset = read_dataset(directory)
         self.num_shards = self._dataset.num_shards
@@ -249,7 +242,7 @@ class IndexedShardSource(CutSource):
             paths = {attribute: self._recorded(name, shard).below(self._directory) for attribute, name in fields}
             return ShardFiles(shard, paths.pop(CUTS), paths, self.count(shard))
         names = {attribute: self._file(name, shard) for attribute, name in fields}
-        sidecars: dict[str, list[Path]] = {}
+        sidecars: dict[str, list[Location]] = {}
         if self._sidecars is not None:
             for attribute, file in names.items():
                 sidecars[attribute] = [self._sidecars / sidecar for sidecar in sidecar_files(file)]
@@ -300,7 +293,7 @@ class _ForeignShardSource(CutSource):
 
 
 def _choose(
-    directory: Path, stored: Mapping[str, Field | None], fields: Sequence[str] | None, codec: str | None
+    directory: Location, stored: Mapping[str, Field | None], fields: Sequence[str] | None, codec: str | None
 ) -> dict[str, str]:
     """Return which of the stored fields fills each attribute of the cut that is wanted.
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sharmill.errors import ConfigError, DamagedShard, refuse
-from sharmill.files.remote import is_url
+from sharmill.files.location import Location, is_url
 from sharmill.registry import require_package
 from sharmill.shar.fields import DATASET_FILE
 from sharmill.shar.index import open_directory, read_dataset
@@ -348,7 +348,7 @@ def is_dataset(source: str) -> bool:
     return Path(source).is_dir() or (is_url(source) and not Path(source).suffix)
 
 
-def frame_shift(datasets: Sequence[Path]) -> float:
+def frame_shift(datasets: Sequence[Location]) -> float:
     # A Shar of another tool does not say what its codes are.
     codecs = [codec for path in datasets if (path / DATASET_FILE).exists() for codec in read_dataset(path).codecs]
     shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}

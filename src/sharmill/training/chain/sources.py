@@ -21,9 +21,10 @@ import numpy as np
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
 from sharmill.errors import DamagedShard, RejectRecord, refuse
-from sharmill.files.cache import Cache, Copy, RemoteFile
+from sharmill.files.cache import Cache, Copy
 from sharmill.files.checksums import checksum_bytes
-from sharmill.files.remote import Version, is_url
+from sharmill.files.clients import Version
+from sharmill.files.location import Location, RemoteLocation, is_remote, is_url, local
 from sharmill.shar.reading.cuts import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.files import decode_json, decode_text, find_files, iterate_lines, open_input, read_ends
@@ -180,17 +181,17 @@ class _Listed(WenetSource):
         file = self.remote(text)
         return super().locate(roots, text) if file is None else Archive(file, text, text)
 
-    def remote(self, text: str) -> RemoteFile | None:
+    def remote(self, text: str) -> Location | None:
         """Return what a line names as a URL or by a command; None for a path."""
         is_command = self.allow_pipe and (text.startswith("pipe:") or text.rstrip().endswith("|"))
         anywhere = self.audio_root is None and is_url(text)
-        return RemoteFile.of(text, self.cache) if is_command or anywhere else None
+        return RemoteLocation(text, self.cache) if is_command or anywhere else None
 
 
 class _LineFiles(ShardSource):
     """Lines of files that are not blank, 8 bytes of memory for each."""
 
-    def __init__(self, files: Sequence[Path], parse: Callable[[str, bytes], Any]) -> None:
+    def __init__(self, files: Sequence[Location], parse: Callable[[str, bytes], Any]) -> None:
         self._files, self.num_shards = files, len(files)
         self._parse = parse
         self._ends: dict[int, np.ndarray] = {}
@@ -222,7 +223,7 @@ class _LineFiles(ShardSource):
         return self._ends[shard]
 
 
-def _evidence(path: Path) -> tuple[str, int, str]:
+def _evidence(path: Location) -> tuple[str, int, str]:
     """Return the name of a file, its size, and a checksum of its first and last block."""
     with open_input(path, "list") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -291,7 +292,7 @@ class RawList(_LineFiles):
         if type(start) not in (int, float) or not (end is None or (type(end) in (int, float) and 0 <= start < end)):
             raise RejectRecord("malformed", "start and end are not times in seconds of which end is later")
         file = self._source.remote(record["wav"]) or self._roots.path_of(*self._roots.place(0, record["wav"]))
-        return record | {"wav": file.cache.get(file.url).read_bytes() if isinstance(file, RemoteFile) else str(file)}
+        return record | {"wav": local(file).read_bytes() if is_remote(file) else str(file)}
 
 
 class ShardList(ShardSource):

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import ConfigError, refuse
+from sharmill.files.location import Location
 from sharmill.registry import nearest
 from sharmill.shar.index import open_directory
 
@@ -120,7 +120,7 @@ def type_of(entry: Mapping[str, Any]) -> EntryType:
     return TYPES.get(str(entry.get("type")), EntryType())
 
 
-def entry_directory(entry: Mapping[str, Any]) -> Path:
+def entry_directory(entry: Mapping[str, Any]) -> Location:
     """Return the directory of the dataset of an entry of ``type: sharmill``; raises as ``open_directory``."""
     return open_directory(entry["dataset"], entry.get("cache_dir"), entry.get("cache_gib", 100.0))
 

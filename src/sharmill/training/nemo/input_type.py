@@ -38,7 +38,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from sharmill.errors import ConfigError, FatalError, refuse
 from sharmill.files.checksums import checksum_bytes
-from sharmill.files.remote import FETCHES_AT_ONCE
+from sharmill.files.clients import FETCHES_AT_ONCE
+from sharmill.files.location import Location
 from sharmill.manifest import nemo_language
 from sharmill.prefetch import prefetch
 from sharmill.shar import open_shar
@@ -397,7 +398,7 @@ def read_divided(entry: DictConfig) -> tuple[CutSet, bool]:
     return CutSet(source).map(_as_nemo_expects, apply_fn=None), True
 
 
-def _open_dataset(dataset: str | Path, **options: Any) -> SharReader:
+def _open_dataset(dataset: str | Location, **options: Any) -> SharReader:
     return open_shar(dataset, **options).data
 
 

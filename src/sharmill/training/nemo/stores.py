@@ -6,15 +6,19 @@ The cache is in the folder that ``NEMO_DATA_STORE_CACHE_DIR`` names, or that of 
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from sharmill.errors import ConfigError
-from sharmill.files.cache import Cache, RemoteFile
-from sharmill.files.remote import Version
+from sharmill.files.cache import Cache
+from sharmill.files.clients import FETCHES_AT_ONCE, Version
+from sharmill.files.location import RemoteLocation
 
 _SCHEMES: Final = re.compile(r"(ais|s3|gs)://")
+# The copies whose paths NeMo has got last are not evicted before it opens them.
+_held: Final[deque[Path]] = deque(maxlen=4 * FETCHES_AT_ONCE)
 
 
 def is_stored(name: str) -> bool:
@@ -28,12 +32,16 @@ def copied(name: str) -> str:
     Raises:
         ConfigError: the store does not give it, or something is missing on this machine.
     """
-    return str(_ask(name, os.fspath)) if is_stored(name) else name
+    if not is_stored(name):
+        return name
+    copy = _ask(name, RemoteLocation.fetch)
+    _held.append(copy)
+    return str(copy)
 
 
 def version_of(url: str) -> Version:
     """Return the version that a store has of a file, and remove the copy of another one; raises as ``copied``."""
-    return Version(*_ask(url, RemoteFile.refresh))
+    return Version(*_ask(url, RemoteLocation.version))
 
 
 def refuse_command(source: Any) -> None:
@@ -42,9 +50,9 @@ def refuse_command(source: Any) -> None:
         raise ConfigError(f"audio of the data is a command, which is not run: {source!r}", code="bad_manifest")
 
 
-def _ask(url: str, call: Callable[[RemoteFile], Any]) -> Any:
+def _ask(url: str, call: Callable[[RemoteLocation], Any]) -> Any:
     folder = os.environ.get("NEMO_DATA_STORE_CACHE_DIR")
     try:
-        return call(RemoteFile.of(url, Cache.at(Path(folder, "sharmill") if folder else None)))
+        return call(RemoteLocation(url, Cache.at(Path(folder, "sharmill") if folder else None)))
     except OSError as error:
         raise ConfigError(error.strerror or str(error), code="missing_input") from error

@@ -1,0 +1,292 @@
+"""Clients of web servers (https), of S3 (s3) and Google Cloud Storage (gs) by fsspec, and of AIStore (ais) by its SDK.
+
+A client raises the errors of its library, which ``sharmill.files.remote`` translates, or a ``PassingError``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, Protocol
+from urllib.parse import urljoin, urlsplit
+
+from tenacity import Retrying, stop_after_attempt
+
+from sharmill.errors import ConfigError, RejectRecord, hide_secrets
+from sharmill.files.pace import SECONDS, AnswerPace, check_size, in_time, keep_pace
+
+if TYPE_CHECKING:
+    import aistore
+    import requests
+    from aistore.sdk.obj.object import Object
+    from urllib3 import BaseHTTPResponse
+
+FETCHES_AT_ONCE: Final = 8
+TRIES: Final = 4
+_BLOCK_BYTES: Final = 1 << 20
+_CONNECT_SECONDS: Final = 10.0
+_MAX_REDIRECTS: Final = 5
+_REDIRECTS: Final = (301, 302, 303, 307, 308)
+
+
+class Version(NamedTuple):
+    """The size of a remote file in bytes, and what its server tells versions of it apart by, such as an ETag."""
+
+    size: int
+    tag: str
+
+
+class Client(Protocol):
+    """A client of the servers of one scheme."""
+
+    def version(self, url: str) -> Version: ...
+
+    def read(self, url: str, start: int, stop: int) -> bytes:
+        """Return the bytes of a file from ``start`` to before ``stop``."""
+
+    def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
+        """Write a file into a stream, which is that of ``path``, and return its version."""
+
+
+class PassingError(Exception):
+    """An error that another try may not meet; ``final`` is what is raised where none is left."""
+
+    def __init__(self, final: RejectRecord | OSError) -> None:
+        super().__init__(str(final))
+        # A reject hides what must not be shown itself.
+        self.final = final if isinstance(final, RejectRecord) else ConnectionError(hide_secrets(str(final)))
+
+
+def origin(url: str) -> str:
+    """Return scheme, host and port of a URL."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}".lower()
+
+
+class WebClient:
+    """A client of web servers, which follows redirects to ``origins`` only."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = origins
+
+    def version(self, url: str) -> Version:
+        with self._get(url) as response:
+            return _version_of(response)
+
+    def read(self, url: str, start: int, stop: int) -> bytes:
+        with self._get(url, {"Range": f"bytes={start}-{stop - 1}"}) as response:
+            return _read_part(response.raw, url, start, stop)
+
+    def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
+        with self._get(url) as response:
+            version = _version_of(response)
+            check_size(url, version.size, max_bytes)
+            _copy(response.raw, stream, AnswerPace(url, max_bytes))
+            return version
+
+    def _get(self, url: str, headers: dict[str, str] | None = None) -> requests.Response:
+        """Return an answer of which the body was not read yet."""
+        response = self._follow(url, headers)
+        code = response.status_code
+        if code == 200 or (code == 206 and headers):
+            return response
+        response.close()
+        answer = f"{url}: {code} {response.reason}"
+        if code in (429, 503):  # busy, whatever is asked of it
+            raise PassingError(ConnectionError(answer))
+        reject = RejectRecord("missing_audio", answer)
+        raise PassingError(reject) if code >= 500 or code == 408 else reject
+
+    def _follow(self, url: str, headers: dict[str, str] | None) -> requests.Response:
+        place = url
+        for _ in range(_MAX_REDIRECTS + 1):
+            response = _session(os.getpid()).get(
+                place, stream=True, allow_redirects=False, timeout=(_CONNECT_SECONDS, SECONDS), headers=headers
+            )
+            if response.status_code not in _REDIRECTS:
+                return response
+            response.close()
+            try:
+                place = urljoin(place, response.headers.get("Location", ""))
+                host = origin(place)
+            except ValueError:
+                raise RejectRecord("missing_audio", f"{url} redirects to what is no URL") from None
+            if host not in self._origins:
+                raise RejectRecord(
+                    "outside_root",
+                    f"{url} redirects to {host[:200]}, which is no audio root; make it one if it is to be trusted",
+                )
+        raise RejectRecord("missing_audio", f"{url} redirects more than {_MAX_REDIRECTS} times")
+
+
+def _version_of(response: requests.Response) -> Version:
+    """Return the version that a web server names, -1 bytes where it says no length, or no number."""
+    length, headers = response.raw.length_remaining, response.headers
+    return Version(-1 if length is None else length, headers.get("ETag") or headers.get("Last-Modified", ""))
+
+
+def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: AnswerPace) -> None:
+    """Write the body of an answer into a stream, as the server stores it: it may store a file compressed."""
+    # What has come, and not a whole block, which would be kept in memory.
+    while block := answer.read1(_BLOCK_BYTES, decode_content=False):
+        pace.relative_update(len(block))
+        stream.write(block)
+
+
+def _read_part(answer: BaseHTTPResponse, url: str, start: int, stop: int) -> bytes:
+    """Return the bytes of a file from ``start`` to before ``stop`` from an answer that has them, or the whole file."""
+    part = [int(number) for number in re.findall(r"\d{1,18}", answer.headers.get("Content-Range", ""))]
+    end = min([stop, *part[2:]]) - 1
+    # The length of the file may be unknown.
+    is_whole = part[1:2] == [end] or (len(part) == 2 and part[1] < end)
+    if answer.status == 206 and not (part[:1] == [start] and is_whole):
+        raise RejectRecord("unreadable_audio", f"{url} gives another part than bytes {start} to {stop - 1}")
+    skipped = 0 if answer.status == 206 else start
+    return answer.read(skipped + stop - start, decode_content=False)[skipped:]
+
+
+@cache
+def _session(process: int) -> requests.Session:
+    """Return the session of a process, whose connections are used again; proxies and ``~/.netrc`` are the user's."""
+    import requests
+
+    session = requests.Session()
+    # It would read a redirect's body, however long, and parse its target unchecked.
+    session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
+    keep_pace(session, FETCHES_AT_ONCE)
+    # It has the whole URL, of which a query may be a signature.
+    logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse" not in str(record.msg))
+    # The bytes as they are stored, not packed for the way.
+    session.headers["Accept-Encoding"] = "identity"
+    return session
+
+
+class StoreClient(ABC):
+    """A client of a store, which tells versions of a file apart and takes files as well."""
+
+    @abstractmethod
+    def version(self, url: str) -> Version: ...
+
+    @abstractmethod
+    def upload(self, path: Path, url: str, *, replace: bool) -> None:
+        """Store a local file, which is seen when all of it is there.
+
+        Raises:
+            FileExistsError: something is there already, and ``replace`` is not set.
+        """
+
+    @abstractmethod
+    def _copy(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> None:
+        """Write a file into a stream, which is that of ``path``, unless it has too many bytes."""
+
+    def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
+        """Write a file into a stream as ``Client``; another try is made if it was cut off or changed meanwhile."""
+        before = self.version(url)
+        check_size(url, before.size, max_bytes)
+        self._copy(url, stream, path, max_bytes)
+        after, size = self.version(url), path.stat().st_size
+        if before != after:
+            raise PassingError(ConnectionError(f"{url} was changed while it was copied"))
+        if size != after.size:
+            what = f"{url} was cut off, {TRIES} times: {size:,} of {after.size:,} bytes came"
+            raise PassingError(RejectRecord("unreadable_audio", what))
+        return after
+
+
+class BucketClient(StoreClient):
+    """A client of S3 and Google Cloud Storage by fsspec, which looks for endpoints and credentials itself."""
+
+    @staticmethod
+    def _files(url: str) -> Any:
+        import fsspec
+
+        scheme = urlsplit(url).scheme
+        options = {"config_kwargs": {"connect_timeout": _CONNECT_SECONDS, "retries": {"max_attempts": 0}}}
+        files = fsspec.filesystem(scheme, use_listings_cache=False, **(options if scheme == "s3" else {}))
+        files.retries = 1  # those of this module suffice
+        if url != f"{scheme}://{'/'.join(files.split_path(url)[:2])}":
+            raise RejectRecord("missing_audio", f"{url} has a name that the client of {scheme} takes for another one")
+        return files
+
+    def _wait(self, pace: AnswerPace, files: Any, name: str, *args: Any, **options: Any) -> Any:
+        """Return what a method of fsspec's gives, which must keep a pace."""
+        from fsspec.asyn import sync
+
+        return sync(files.loop, in_time, pace, getattr(files, name)(*args, **options))
+
+    def version(self, url: str) -> Version:
+        info = self._wait(AnswerPace(), self._files(url), "_info", url)
+        if info["type"] != "file":
+            raise FileNotFoundError(url)
+        return Version(info["size"], str(info.get("ETag") or info.get("etag") or info.get("generation") or ""))
+
+    def read(self, url: str, start: int, stop: int) -> bytes:
+        pace = AnswerPace(url, stop - start, stop - start)
+        data: bytes = self._wait(pace, self._files(url), "_cat_file", url, start=start, end=stop)
+        pace.relative_update(len(data))
+        return data
+
+    def _copy(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> None:
+        pace = AnswerPace(url, max_bytes)
+        self._wait(pace, self._files(url), "_get_file", url, str(path), callback=pace)
+
+    def upload(self, path: Path, url: str, *, replace: bool) -> None:
+        pace, mode = AnswerPace(together=path.stat().st_size), "overwrite" if replace else "create"
+        self._wait(pace, self._files(url), "_put_file", str(path), url, mode=mode)
+
+
+class AIStoreClient(StoreClient):
+    """A client of AIStore by its SDK, at the endpoint that the environment names."""
+
+    @staticmethod
+    def _object(url: str) -> Object:
+        if not (endpoint := os.environ.get("AIS_ENDPOINT")):
+            raise ConfigError(
+                f"{url} needs the address of AIStore: set AIS_ENDPOINT=http://HOST:PORT", code="missing_input"
+            )
+        # As the name stands: the SDK would take what is behind '?' and '#' for no part of it.
+        name, _, key = url.removeprefix("ais://").partition("/")
+        if key.startswith("/") or {".", ".."} & {*key.split("/")}:
+            raise RejectRecord("missing_audio", f"{url} has a name that AIStore takes for another one")
+        return _aistore(endpoint, os.getpid()).bucket(name).object(key)
+
+    def version(self, url: str) -> Version:
+        found = self._object(url).head()
+        return Version(found.size, found.checksum_value or found.obj_version)
+
+    def read(self, url: str, start: int, stop: int) -> bytes:
+        with self._object(url).get_reader(byte_range=f"bytes={start}-{stop - 1}").raw() as answer:
+            return _read_part(answer, url, start, stop)
+
+    def _copy(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> None:
+        with self._object(url).get_reader().raw() as answer:
+            _copy(answer, stream, AnswerPace(url, max_bytes))
+        stream.flush()
+
+    def upload(self, path: Path, url: str, *, replace: bool) -> None:
+        from aistore.sdk.errors import APIRequestError
+
+        if not replace:
+            # AIStore has no conditional writes, so that another writer may still come between look and upload.
+            with suppress(APIRequestError):
+                self.version(url)
+                raise FileExistsError(url)
+        self._object(url).get_writer().put_file(path)
+
+
+@cache
+def _aistore(endpoint: str, process: int) -> aistore.Client:
+    from aistore.sdk import Client as SdkClient
+    from aistore.sdk.retry_config import RetryConfig
+    from urllib3.util.retry import Retry
+
+    once = RetryConfig(http_retry=Retry(0), network_retry=Retrying(stop=stop_after_attempt(1), reraise=True))
+    client = SdkClient(endpoint, timeout=(_CONNECT_SECONDS, SECONDS), retry_config=once)
+    keep_pace(client.bucket("any").client.session_manager.session, FETCHES_AT_ONCE)
+    return client

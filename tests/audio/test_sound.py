@@ -52,16 +52,13 @@ def test_samples_at_full_scale_are_clipped():
     assert found.peak == 0
 
 
-@pytest.mark.parametrize("rate", [8000, 16000, 22050, 24000, 44100, 48000])
-def test_the_bandwidth_of_full_band_audio_is_just_below_half_the_rate(rate):
-    found = measure_sound(babble(rate), rate).bandwidth
-    assert rate / 2000 - 0.4 < found < rate / 2000
+FULL_BAND = [(babble(rate), rate, rate // 2, 0.4) for rate in (8000, 16000, 22050, 24000, 44100, 48000)]
+OF_LOWER_RATES = [(low_passed(babble(16000), 16000, top), 16000, top, 0.7) for top in (3000, 4000, 7000)]
 
 
-@pytest.mark.parametrize("top", [3000, 4000, 7000])
-def test_audio_of_a_lower_rate_has_its_bandwidth(top):
-    found = measure_sound(low_passed(babble(16000), 16000, top), 16000).bandwidth
-    assert top / 1000 - 0.7 < found < top / 1000
+@pytest.mark.parametrize(("samples", "rate", "top", "below"), [*FULL_BAND, *OF_LOWER_RATES])
+def test_the_bandwidth_is_just_below_the_highest_frequency(samples, rate, top, below):
+    assert top / 1000 - below < measure_sound(samples, rate).bandwidth < top / 1000
 
 
 @settings(max_examples=examples(300), deadline=None)

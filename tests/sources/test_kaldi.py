@@ -9,7 +9,7 @@ from sharmill.sources.kaldi import KaldiSource
 
 GOOD = {
     "wav_scp": "r1 one.wav\nr2 two.wav\n",
-    "segments": "u1 r1 0.5 2.25\nu2 r2 0 1\nu3 r1 3 -1\n",
+    "segments": "u1 r1 0.5 2.25\nu2 r2 0 1\nu3 r1 3 -1 1\n",
     "text": "u1 GOOD DAY\nu2 YES\nu3 NO\n",
     "utt2spk": "u1 anna\nu2 bob\nu3 anna\n",
 }
@@ -40,7 +40,7 @@ def test_segments(size, directory):
         {"utterance_id": "u2", "text": "YES", "speaker": "bob", "language": "en", "gender": "m",
          "audio_filepath": "two.wav", "offset": 0.0, "duration": 1.0},
         {"utterance_id": "u3", "text": "NO", "speaker": "anna", "language": "en", "gender": "f",
-         "audio_filepath": "one.wav", "offset": 3.0},
+         "audio_filepath": "one.wav", "offset": 3.0, "channel": 1},
     ]  # fmt: skip
     assert list(source.identity()) == [
         "0 wav.scp", "1 segments", "2 text", "3 utt2spk", "4 utt2lang", "5 spk2gender",
@@ -62,10 +62,6 @@ def test_the_order_of_lines_windows_ends_and_marks_do_no_harm(directory, tmp_pat
     other["wav_scp"] = "\ufeff" + other["wav_scp"]
     (tmp_path / "train").rename(tmp_path / "old")
     assert read(directory(**other)) == expected
-
-
-def test_a_channel_of_a_segment(directory):
-    assert read(directory(wav_scp="r a.wav\n", segments="u r 0 1 1\n"))[0]["channel"] == 1
 
 
 @pytest.mark.parametrize(

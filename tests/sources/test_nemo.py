@@ -61,13 +61,6 @@ def test_what_is_no_manifest_is_refused_in_one_line(kind, tmp_path):
         NemoSource(manifest=str(path), audio_root="audio").identity()
 
 
-def test_records_of_many_pieces_are_the_lines(tmp_path):
-    texts = ["x" * (number % 37) for number in range(5000)]
-    path = write_lines(tmp_path / "m.json", [{"text": text} for text in texts])
-    source = NemoSource(manifest=str(path), audio_root="audio")
-    assert [json.loads(record)["text"] for record in source.records()] == texts
-
-
 def test_lists_shards_and_stars_are_read_in_order(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("z", "m_0", "m_1", "b.x", "a.x"):

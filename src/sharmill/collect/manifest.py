@@ -448,11 +448,11 @@ def _make_source(source: str, options: ManifestOptions) -> Source:
     elif options.corpus is not None:
         raise ConfigError(f"{path} is not a folder; name that of the corpus", code="bad_usage")
     else:
-        file = find_files([source])[0]
+        file = Path(str(find_files([source])[0]))
         kind = _TYPES.get(file.suffix.lower(), TableSource)
         if file.suffix.lower() not in _TYPES and read_ends(file, "source")[0].lstrip().startswith(b"{"):
             kind = NemoSource
-        root = expand_home(options.audio_root) if options.audio_root else Path(str(file)).parent
+        root = expand_home(options.audio_root) if options.audio_root else file.parent
         own = {"manifest": source}
         if kind is TableSource:
             own = {"table": source, "delimiter": delimiter_of(file.name)}

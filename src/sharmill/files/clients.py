@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from tenacity import Retrying, stop_after_attempt
@@ -22,9 +22,7 @@ from sharmill.errors import ConfigError, RejectRecord, hide_secrets
 from sharmill.files.pace import SECONDS, AnswerPace, check_size, in_time, keep_pace
 
 if TYPE_CHECKING:
-    import aistore
     import requests
-    from aistore.sdk.obj.object import Object
     from urllib3 import BaseHTTPResponse
 
 FETCHES_AT_ONCE: Final = 8
@@ -42,14 +40,17 @@ class Version(NamedTuple):
     tag: str
 
 
-class Client(Protocol):
+class Client(ABC):
     """A client of the servers of one scheme."""
 
+    @abstractmethod
     def version(self, url: str) -> Version: ...
 
+    @abstractmethod
     def read(self, url: str, start: int, stop: int) -> bytes:
         """Return the bytes of a file from ``start`` to before ``stop``."""
 
+    @abstractmethod
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
         """Write a file into a stream, which is that of ``path``, and return its version."""
 
@@ -69,7 +70,7 @@ def origin(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}".lower()
 
 
-class WebClient:
+class WebClient(Client):
     """A client of web servers, which follows redirects to ``origins`` only."""
 
     def __init__(self, origins: Collection[str]) -> None:
@@ -167,11 +168,8 @@ def _session(process: int) -> requests.Session:
     return session
 
 
-class StoreClient(ABC):
+class StoreClient(Client):
     """A client of a store, which tells versions of a file apart and takes files as well."""
-
-    @abstractmethod
-    def version(self, url: str) -> Version: ...
 
     @abstractmethod
     def upload(self, path: Path, url: str, *, replace: bool) -> None:
@@ -245,7 +243,7 @@ class AIStoreClient(StoreClient):
     """A client of AIStore by its SDK, at the endpoint that the environment names."""
 
     @staticmethod
-    def _object(url: str) -> Object:
+    def _object(url: str) -> Any:
         if not (endpoint := os.environ.get("AIS_ENDPOINT")):
             raise ConfigError(
                 f"{url} needs the address of AIStore: set AIS_ENDPOINT=http://HOST:PORT", code="missing_input"
@@ -281,7 +279,7 @@ class AIStoreClient(StoreClient):
 
 
 @cache
-def _aistore(endpoint: str, process: int) -> aistore.Client:
+def _aistore(endpoint: str, process: int) -> Any:
     from aistore.sdk import Client as SdkClient
     from aistore.sdk.retry_config import RetryConfig
     from urllib3.util.retry import Retry

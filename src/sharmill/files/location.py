@@ -78,14 +78,6 @@ class RemoteLocation:
     def name(self) -> str:
         return PurePosixPath(self.url).name
 
-    @property
-    def stem(self) -> str:
-        return PurePosixPath(self.url).stem
-
-    @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.url).suffix
-
     def absolute(self) -> RemoteLocation:
         return self
 

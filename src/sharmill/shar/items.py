@@ -250,7 +250,7 @@ def _require_ids(table: ItemTable | ValueTable, ids: Sequence[str]) -> None:
 
 def open_items(path: Location, ids: Sequence[str] | None = None) -> ItemTable | ValueTable:
     """Open the items of a file of a field, by its name a tar archive or JSON lines; raises as these."""
-    return ItemTable(path, ids=ids) if path.suffix == ".tar" else ValueTable(path, ids=ids)
+    return ItemTable(path, ids=ids) if path.name.endswith(".tar") else ValueTable(path, ids=ids)
 
 
 def read_field(path: Location, ids: Sequence[str] | None = None) -> Iterator[Item]:

@@ -113,7 +113,7 @@ def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
         return [], error
     # Of a file that is too large itself, nothing is unpacked.
     problem = None
-    if path.suffix == ".gz" and len(data) <= _MAX_CUTS_BYTES:
+    if path.name.endswith(".gz") and len(data) <= _MAX_CUTS_BYTES:
         data, problem = _unpack(data)
     if len(data) > _MAX_CUTS_BYTES:
         # No line of such a file is wanted, and splitting them would take as much memory again.

@@ -306,16 +306,14 @@ def check_text(path: Location, kind: str) -> bytes:
     return head
 
 
-def is_gzip(path: Location) -> bool:
-    """Return True if a file is in gzip, whatever its name."""
-    with open_input(path, "file") as stream:
-        return stream.read(2) == _GZIP
+def _is_gzip(stream: BinaryIO) -> bool:
+    return cast("io.BufferedReader", stream).peek(2).startswith(_GZIP)
 
 
 def open_lines(path: Location, kind: str = "file") -> BinaryIO:
     """Open a file, plain or in gzip; positions are those of the unpacked bytes."""
     stream = open_input(path, kind)
-    if not is_gzip(path):
+    if not _is_gzip(stream):
         return stream
     packed = gzip.GzipFile(fileobj=stream)
     packed.myfileobj = cast("Any", stream)  # closed with it
@@ -444,7 +442,7 @@ class KeyedLines:
 
     @cached_property
     def _streams(self) -> list[BinaryIO]:
-        return [self._unpack(file) if is_gzip(file) else open_input(file, self._kind) for file in self._files]
+        return [self._open(file) for file in self._files]
 
     @cached_property
     def _index(self) -> np.ndarray:
@@ -465,7 +463,10 @@ class KeyedLines:
         self._streams[number].seek(position)
         return next(iterate_stream(self._streams[number], self._files[number], self._kind))[1]
 
-    def _unpack(self, file: Location) -> BinaryIO:
+    def _open(self, file: Location) -> BinaryIO:
+        stream = open_input(file, self._kind)
+        if not _is_gzip(stream):
+            return stream
         stream = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - it goes with the index
         stream.writelines(line + b"\n" for _, line in iterate_lines(file, self._kind))
         stream.seek(0)

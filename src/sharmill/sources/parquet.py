@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import msgspec
 
 from sharmill.audio.arrow import RowFile, UnreadableRows, open_rows, read_audio_column
-from sharmill.errors import ConfigError, RejectRecord, refuse
+from sharmill.errors import ConfigError, refuse
 from sharmill.files.location import Location, local
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
@@ -114,7 +114,7 @@ class ParquetSource(ContainerSource, RunSource):
         """Yield the records of rows of a group; without ``with_audio`` only their texts."""
         number, group = place
         file = self.files[number]
-        path, container = _local(file), None
+        path, container = local(file), None
         rows = open_rows(path)
         with suppress(ConfigError):  # it lies elsewhere, as files of paths may
             container = self.container(file)
@@ -194,17 +194,9 @@ class ParquetSource(ContainerSource, RunSource):
         return pyarrow.compute.binary_length(audio).to_pylist(), None
 
 
-def _local(file: Location) -> Path:
-    """Return the path of a file on this machine; raise UnreadableRows if its server does not give it."""
-    try:
-        return local(file)
-    except RejectRecord as reject:
-        raise UnreadableRows(reject.detail) from reject
-
-
 def _open(file: Location) -> RowFile:
     read_ends(file, "parquet")
-    path = _local(file)
+    path = local(file)
     try:
         rows = open_rows(path)
         _label_names(rows.schema)
@@ -224,7 +216,7 @@ def _begins_with_bytes(file: Location, rows: RowFile, audio: str) -> bool:
     num_nulls = rows.num_nulls(0, name)
     try:
         if num_nulls is None:
-            num_nulls = read_audio_column(_local(file), audio, 0).null_count
+            num_nulls = read_audio_column(local(file), audio, 0).null_count
         return num_nulls < rows.group_sizes[0]
     except UnreadableRows:
         return True

@@ -258,7 +258,8 @@ def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
     """Return the places of files by the last numbers in their names."""
     places: dict[int, int] = {}
     for place, file in enumerate(files):
-        found = re.findall(r"_([0-9]+)", file.stem) or re.findall(r"[0-9]+", file.stem)
+        stem = Path(file.name).stem
+        found = re.findall(r"_([0-9]+)", stem) or re.findall(r"[0-9]+", stem)
         number = int(found[-1][:18]) if found else None
         if number is None or number in places:
             what = "has no number in its name" if number is None else f"has the number {number} as another one has"

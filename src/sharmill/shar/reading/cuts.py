@@ -374,7 +374,7 @@ class OpenShard:
         for name, path in files.fields.items():
             if not foreign and is_method_of_cuts(name):
                 raise self.damage(f"the field {name} is called like a method of cuts")
-            if path.suffix == ".tar":
+            if path.name.endswith(".tar"):
                 table: ItemTable | ValueTable = ItemTable(path, index=sidecars[name][0] if sidecars else None)
             else:
                 table = ValueTable(path, lines=_open_lines(path, sidecars.get(name)))

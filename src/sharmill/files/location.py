@@ -78,6 +78,10 @@ class RemoteLocation:
     def name(self) -> str:
         return PurePosixPath(self.url).name
 
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.url).suffix
+
     def absolute(self) -> RemoteLocation:
         return self
 

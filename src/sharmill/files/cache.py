@@ -97,7 +97,7 @@ class Cache:
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))
 
     def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
-        """Return the copy of a URL, fetched where it is not there yet.
+        """Return the copy of a URL, and fetch it first if there is none.
 
         Args:
             url: of one of the schemes that ``check_url`` names.
@@ -122,12 +122,12 @@ class Cache:
                 _lock(lock, fcntl.LOCK_EX)
                 try:
                     copy = None
-                    # What others have put in its place is fetched anew.
+                    # The file is fetched again if something else lies in its place.
                     with suppress(FileNotFoundError, ConfigError):
                         copy = _hold(path, open_stored(path))
                     if copy and os.fstat(copy.stream.fileno()).st_size == _about(path).size:
                         return copy
-                    # One that is not whole is held until the new one has taken its place.
+                    # An incomplete copy is held until the new one has taken its place.
                     with stopping_errors(path):
                         return self._fetch(url, xxh3, path, max_bytes)
                 finally:
@@ -184,7 +184,7 @@ class Cache:
         stream = aside.open("x+b")
         try:
             _lock(stream, fcntl.LOCK_SH)
-            # What only its reader's credentials give is for those alone whom the folder lets in.
+            # A copy may need the reader's credentials, so only users with access to the folder may read it.
             os.fchmod(stream.fileno(), 0o660 if path.parent.stat().st_mode & stat.S_IWGRP else 0o600)
 
             def download(client: Client) -> Version:
@@ -220,7 +220,7 @@ class Cache:
             aside.unlink(missing_ok=True)
 
     def _make_room(self, size: int, new: Path) -> None:
-        """Evict copies where this process has brought so much that the limit may be passed by a new one."""
+        """Evict copies if this process has brought so much that a new one may pass the limit."""
         _unswept[self.folder] += size
         if _unswept[self.folder] < self.max_bytes * _SWEPT_AFTER:
             return
@@ -237,7 +237,7 @@ class Cache:
             if path == new:
                 continue  # it goes when the new one takes its place
             is_copy = _COPY.fullmatch(path.name)
-            # What a killed process left goes first. One that is at work has its file locked, or has just made it.
+            # Leftovers of killed processes go first. A process at work holds the lock of its file, or has just made it.
             patience = _SECONDS_TO_WRITE if path.name.startswith(".about-") else _SECONDS_OF_USE
             if not is_copy and time.time() - status.st_mtime > patience and _evict(path):
                 continue
@@ -279,7 +279,7 @@ def _path_about(path: Path) -> Path:
 
 
 def _about(path: Path) -> Version:
-    """Return the size of a copy and the tag of its version; that of none where this cannot be read."""
+    """Return the size of a copy and the tag of its version, or the version of no file if they cannot be read."""
     with suppress(OSError, ConfigError, *NOT_JSON), open_stored(_path_about(path)) as stream:
         return msgspec.json.decode(stream.read(1 << 10), type=Version)
     return Version(-1, "")
@@ -291,7 +291,7 @@ def _tag(version: Version) -> str:
 
 
 def _hold(path: Path, stream: BinaryIO) -> Copy:
-    """Return a copy that is not evicted; raise FileNotFoundError where it was at this moment."""
+    """Return a copy that is not evicted; raise FileNotFoundError if it has just been evicted."""
     _lock(stream, fcntl.LOCK_SH)
     status = os.fstat(stream.fileno())
     if not status.st_nlink:

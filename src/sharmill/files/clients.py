@@ -92,7 +92,7 @@ class WebClient(Client):
             return version
 
     def _get(self, url: str, headers: dict[str, str] | None = None) -> requests.Response:
-        """Return an answer of which the body was not read yet."""
+        """Return an answer whose body was not read yet."""
         response = self._follow(url, headers)
         code = response.status_code
         if code == 200 or (code == 206 and headers):
@@ -127,14 +127,14 @@ class WebClient(Client):
 
 
 def _version_of(response: requests.Response) -> Version:
-    """Return the version that a web server names, -1 bytes where it says no length, or no number."""
+    """Return the version that a web server names, with -1 bytes if it states no length, or no number."""
     length, headers = response.raw.length_remaining, response.headers
     return Version(-1 if length is None else length, headers.get("ETag") or headers.get("Last-Modified", ""))
 
 
 def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: AnswerPace) -> None:
     """Write the body of an answer into a stream, as the server stores it: it may store a file compressed."""
-    # What has come, and not a whole block, which would be kept in memory.
+    # Bytes as they come, since a whole block would be kept in memory.
     while block := answer.read1(_BLOCK_BYTES, decode_content=False):
         pace.relative_update(len(block))
         stream.write(block)

@@ -8,9 +8,8 @@ python examples/build_dataset.py MANIFEST AUDIO_ROOT OUTPUT
 import sys
 from pathlib import Path
 
-from sharmill.engine.executor import Listener
-
 from sharmill.config import to_config
+from sharmill.engine.executor import Listener
 from sharmill.pipeline import run_dataset
 
 

@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from sharmill.engine.executor import Listener
 
 from sharmill.config import load_config
+from sharmill.engine.executor import Listener
 from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.pipeline import run_dataset

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import soundfile
-from sharmill.engine.executor import Listener
 
 from sharmill.config import to_config
+from sharmill.engine.executor import Listener
 from sharmill.files.checksums import checksum_bytes
 from sharmill.pipeline import run_dataset
 from sharmill.sources import Piece, Source

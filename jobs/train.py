@@ -38,7 +38,7 @@ from train_data import data_kind, end_readers, make_data, model_sizes, validatio
 from train_world import Checkpoints, World, alone_in, world_of
 
 from sharmill.config import load_typed
-from sharmill.engine.progress import Curves
+from sharmill.engine.curves import Curves
 from sharmill.errors import ConfigError, SharmillError, refuse
 from sharmill.files.atomic import write_atomic
 from sharmill.registry import require_package

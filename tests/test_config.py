@@ -149,7 +149,8 @@ REFUSED_OVERRIDES = [
     ("executor.workers=many", "bad_config_value", ["executor.workers", "'many'", "auto"]),
     ("prepare.require_text=[1]", "bad_config_value", ["prepare.require_text is ", "allowed: true or false"]),
     ("max_reject_fraction=1.5", "bad_config_value", ["max_reject_fraction is ", "of at most 1"]),
-    ("name=../up", "bad_config_value", ["name '../up' must be letters"]),
+    ("name=../up", "bad_config_value", ["name '../up' must start with a letter or digit"]),
+    ("name=-x", "bad_config_value", ["name '-x' must start with a letter or digit"]),
     ("run_dir=''", "bad_config_value", ["run_dir must not be empty"]),
     ("dataset_dir=' '", "bad_config_value", ["dataset_dir must not be empty"]),
     ("sources=[]", "bad_config_value", ["sources must name at least one manifest"]),
@@ -182,7 +183,7 @@ REFUSED_OVERRIDES = [
     (
         "encode.codecs=[{name: a/b, model: x}]",
         "bad_config_value",
-        ["encode.codecs[0]: codec name 'a/b' must be letters"],
+        ["encode.codecs[0]: codec name 'a/b' must start with a letter or digit and have only letters"],
     ),
     ("executor.workers=0", "bad_config_value", ["executor.workers is ", "a whole number of at least 1"]),
     ("executor.unit_time_limit=0", "bad_config_value", ["executor.unit_time_limit is ", "a finite number above 0"]),

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from sharmill.config import MetricsConfig
-from sharmill.engine.progress import MetricsLog
+from sharmill.engine.curves import MetricsLog
 from sharmill.engine.unit import Commit, make_unit
 
 

@@ -14,6 +14,22 @@ from sharmill.errors import REASONS, REMEDIES, FatalError
 from sharmill.manifest import Reject
 
 
+def count_engine_calls(stage):
+    """Run a stage in this process, and return how many functions of the engine it calls."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call" and "/engine/" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        run(stage)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 class TestAccounts:
     @pytest.mark.parametrize("workers", [1, 2])
     @pytest.mark.parametrize(
@@ -45,6 +61,11 @@ class TestRejects:
         message = str(caught.value)
         assert message.index("too_short ") < message.index("too_long ") < message.index("empty_text 3")
         assert 8 < len(stage.attempts()) <= 9 + workers
+
+    def test_checking_them_costs_a_unit_the_same_however_many_there_are(self, tmp_path):
+        stages = [ToyStage(tmp_path / f"{n}", units=n, everywhere="reject:too_short") for n in (10, 60, 110)]
+        calls = [count_engine_calls(stage) for stage in stages]
+        assert calls[1] - calls[0] == pytest.approx(calls[2] - calls[1], rel=0.05)
 
     def test_exactly_the_limit_is_allowed(self, tmp_path):
         stage = ToyStage(tmp_path, units=100, behaviour=dict.fromkeys(range(29), f"reject:{self.ALL}"))

@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from support.project import REPOSITORY, raises
+from support.project import REPOSITORY, raises, within
 
 from sharmill.errors import ConfigError
 from sharmill.files.locks import LOCK_NAME, FolderLock
@@ -131,6 +131,22 @@ def test_the_living_who_lost_it_are_interrupted_and_say_so(tmp_path, start):
     assert holder.returncode == 1
     assert printed.startswith(f"locked {tmp_path / LOCK_NAME}")
     assert left_over(tmp_path) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("host", ["here", "node7"])
+def test_who_is_interrupted_while_another_is_inside_ends_at_once(tmp_path, start, host):
+    interrupts = []
+
+    def work():
+        with FolderLock(tmp_path) as lock, lock.released():
+            start(host)
+            interrupts.append(time.monotonic())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert time.monotonic() - interrupts[0] < within(3.0)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 from support.project import raises
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.files.atomic import remove, remove_at_once, remove_temp_files, require_writable, temp_path, write_atomic
+from sharmill.files.disk import PUT_BACK, disk_errors
 from sharmill.files.regular import open_regular
 from sharmill.files.staging import STAGING_NAME, Staging, remove_dead_attempts, token_staging
 
@@ -82,6 +83,12 @@ def test_file_in_the_place_of_a_folder(name, tmp_path):
     (tmp_path / "file").touch()
     with raises(ConfigError, "disk", str(tmp_path / name)):
         require_writable(tmp_path / name)
+
+
+@pytest.mark.parametrize(("remedy", "names"), [((), ["--restart"]), ((PUT_BACK,), [f"directory; {PUT_BACK} run"])])
+def test_a_missing_file_has_the_remedy_of_its_place(remedy, names, tmp_path):
+    with raises(FatalError, "disk", str(tmp_path / "file"), *names), disk_errors(tmp_path, *remedy):
+        (tmp_path / "file").read_bytes()
 
 
 @pytest.mark.parametrize("linked", [False, True])

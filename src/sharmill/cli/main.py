@@ -77,9 +77,9 @@ class GroupedCommands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; a full disk, a folder that this user may not write to and the like end it in one line."""
-        from sharmill.files.disk import disk_errors
+        from sharmill.files.disk import PUT_BACK, disk_errors
 
-        with disk_errors(Path()):
+        with disk_errors(Path(), PUT_BACK):
             return super().invoke(ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

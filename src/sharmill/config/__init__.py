@@ -3,6 +3,7 @@
 from sharmill.config.loading import load_config, load_for_display, load_typed, resolve_stage, to_config, to_yaml
 from sharmill.config.schema import (
     NAME,
+    NAME_RULE,
     Above0,
     Config,
     MetricsConfig,
@@ -18,6 +19,7 @@ from sharmill.config.schema import (
 
 __all__ = [
     "NAME",
+    "NAME_RULE",
     "Above0",
     "Config",
     "MetricsConfig",

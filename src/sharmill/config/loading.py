@@ -14,7 +14,7 @@ from typing import IO, Annotated, Any, Final, Literal, TypeVar, Union, cast, get
 import msgspec
 import yaml
 
-from sharmill.config.schema import NAME, Config, References, StageSection
+from sharmill.config.schema import NAME, NAME_RULE, Config, References, StageSection
 from sharmill.errors import ConfigError, one_line, refuse
 from sharmill.files.regular import NotRegularError, open_regular
 from sharmill.registry import DEFAULT_EXECUTOR, EXECUTORS, SOURCES, STAGE_ALIASES, STAGES, nearest
@@ -337,7 +337,7 @@ def _make_sections(types: dict[str, Any], made: dict[str, Any], origin: str) -> 
             where = f"{key}[{len(names)}]" if several else key
             if (several or name) and (not NAME.fullmatch(name) or name in names):
                 raise ConfigError(
-                    f"{origin}: {where}: name {name!r} must be letters, digits, '_', '-', '.', and no other's",
+                    f"{origin}: {where}: name {name!r} {NAME_RULE}, and be unique",
                     code="bad_config_value",
                 )
             names.append(name)

@@ -26,6 +26,7 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Place = tuple[str | int, ...]
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+NAME_RULE: Final = "must start with a letter or digit and have only letters, digits, '_', '-' and '.'"
 
 _VARIABLE: Final = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,:{}]+)")
 # Shorter values are not looked for in texts that were made of the configuration, which have the same letters by chance.
@@ -254,7 +255,7 @@ class Config:
     references: References = field(default_factory=References, compare=False, repr=False, metadata={"is_key": False})
 
     def __post_init__(self) -> None:
-        require(bool(NAME.fullmatch(self.name)), f"name {self.name!r} must be letters, digits, '_', '-', '.'")
+        require(bool(NAME.fullmatch(self.name)), f"name {self.name!r} {NAME_RULE}")
         # An empty path would be the current folder.
         require(bool(self.run_dir.strip()), "run_dir must not be empty")
         require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")

@@ -18,7 +18,7 @@ from sharmill.encode.codes import codes_file, write_codes
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import hash_segment, seconds_of
 from sharmill.engine.ahead import AheadProcessor, LoadedBatches
-from sharmill.engine.progress import spent_on
+from sharmill.engine.delays import spent_on
 from sharmill.engine.stage import Advance
 from sharmill.engine.unit import Output, Unit
 from sharmill.errors import FatalError, RejectRecord, UnitFailed

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Final, Generic, TypeVar
 
-from sharmill.engine.progress import spent_on
+from sharmill.engine.delays import spent_on
 from sharmill.engine.stage import Processor
 from sharmill.engine.unit import Unit
 from sharmill.prefetch import prefetch

@@ -1,26 +1,16 @@
-"""What a rank tells of itself while it works: heartbeats in a file of its own, where its time goes, optional curves.
+"""Heartbeats: each rank and driver writes its progress to a file of its own, which all others read."""
 
-Curves of throughput and rejects go to Weights & Biases, and are off unless configured. A missing package, a missing key
-or a network that is down costs the curve, never the run.
-"""
-
-import io
-import logging
 import os
 import resource
-import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import msgspec
 
-from sharmill.config import MetricsConfig
-from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError
 from sharmill.files.atomic import temp_path, write_new
 from sharmill.files.host import Process
@@ -30,7 +20,7 @@ BEATS_PER_LEASE = 8
 # A shared file system may show a record to other nodes half a minute later.
 SILENT_SECONDS = 60.0
 
-# Seconds or megabytes that a rank can have.
+# Plausible bounds on a rank's seconds or megabytes.
 _Number = Annotated[float, msgspec.Meta(gt=-1e12, lt=1e12)]
 
 
@@ -150,109 +140,3 @@ def read_progress(folder: Path, pattern: str = "rank-*.json") -> list[RankProgre
                 record.written = os.fstat(stream.fileno()).st_mtime
             records.append(record)
     return sorted(records, key=lambda record: (record.rank, record.started))
-
-
-_seconds: defaultdict[str, float] = defaultdict(float)
-
-
-@contextmanager
-def spent_on(delay: Literal["decoding", "model", "disk"]) -> Iterator[None]:
-    """Add the time of a context to that of a kind, for the rank that this process is.
-
-    For the one thread that does the units: what runs ahead beside it delays nothing.
-    """
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        _seconds[delay] += time.monotonic() - started
-
-
-def take_delays() -> dict[str, float]:
-    """Return the seconds since the last call, by kind, and begin anew."""
-    taken = {name: round(seconds, 3) for name, seconds in sorted(_seconds.items())}
-    _seconds.clear()
-    return taken
-
-
-log = logging.getLogger(__name__)
-
-
-class Curves:
-    """Values over steps in places such as Weights & Biases. An error of a place ends its curves, never the run."""
-
-    def __init__(self) -> None:
-        # By name: what adds the values of a step, and what writes what is still held.
-        self._places: dict[str, tuple[Callable[[dict[str, Any], int], object], Callable[[], object]]] = {}
-
-    def add_point(self, values: dict[str, Any], step: int) -> None:
-        """Add a point to every curve."""
-        for name, (write, _) in list(self._places.items()):
-            self._try(name, write, values, step)
-
-    def close(self) -> None:
-        """Write what the curves still hold."""
-        for name, (_, close) in list(self._places.items()):
-            self._try(name, close)
-
-    def _open_wandb(self, *, timeout: float = 30.0, **options: Any) -> None:
-        """Begin a run in Weights & Biases; no key is asked for, and no wait is without a limit.
-
-        Args:
-            timeout: seconds to wait for the server at the start and at the end.
-            options: of ``wandb.init``.
-        """
-        import wandb
-
-        # Without a limit a network that goes down during the run would keep its end waiting for ever.
-        settings = wandb.Settings(init_timeout=timeout, finish_timeout=timeout, silent=True)
-        # Without a key, Weights & Biases would ask for one at a terminal, and the run would wait for an answer.
-        stdin, sys.stdin = sys.stdin, io.StringIO()
-        try:
-            run = wandb.init(settings=settings, **options)
-        finally:
-            sys.stdin = stdin
-        self._places["wandb"] = lambda values, step: run.log(values, step=step), run.finish
-
-    def _try(self, place: str, action: Callable[..., object], /, *arguments: Any, **options: Any) -> None:
-        try:
-            action(*arguments, **options)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong with a curve must not cost the run
-            self._places.pop(place, None)
-            log.warning("%s is off for this rank: %s: %s", place, type(error).__name__, error)
-
-
-class MetricsLog(Curves):
-    """Curves of one rank over its units; ``folder`` is there as long as the plan is the present one.
-
-    Args:
-        timeout: seconds to wait for the server at the start and at the end.
-    """
-
-    def __init__(
-        self, config: MetricsConfig, stage_name: str, folder: Path, rank: int, *, timeout: float = 30.0
-    ) -> None:
-        super().__init__()
-        self._started = time.monotonic()
-        self._units, self._audio_seconds, self._rejects = 0, 0.0, 0
-        if config.wandb_project:
-            self._try(
-                "wandb", self._open_wandb,
-                project=config.wandb_project, entity=config.wandb_entity, group=stage_name, dir=str(folder),
-                name="-".join(filter(None, [config.wandb_name, stage_name, f"rank-{rank:03d}"])), timeout=timeout,
-            )  # fmt: skip
-
-    def commit(self, unit: Unit, commit: Commit) -> None:
-        """Add the point of a unit that is done."""
-        self._units += 1
-        self._audio_seconds += unit.cost
-        self._rejects += commit.num_rejected
-        self.add_point(
-            {
-                "audio_hours": self._audio_seconds / 3600,
-                "audio_hours_per_hour": self._audio_seconds / max(time.monotonic() - self._started, 1e-6),
-                "unit_seconds": commit.seconds,
-                "rejects": float(self._rejects),
-            },
-            self._units,
-        )

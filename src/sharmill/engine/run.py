@@ -166,8 +166,9 @@ def _finish(stage: StageRun, units: list[Unit], commits: dict[int, Commit], outc
         in_order = [commits[unit.index] for unit in units]
         merge_files((ranks.unit_rejects(commit.index) for commit in in_order if commit.num_rejected), paths.rejects)
         totals = stage.declaration.finalize(replace(stage, units=units, commits=in_order))
-        totals.check(stage.name, sum(unit.size for unit in units))
-        check_rejects(stage, units, totals.rejects, totals.num_in)
+        expected_in = sum(unit.size for unit in units)
+        totals.check(stage.name, expected_in)
+        check_rejects(stage, expected_in, totals.rejects, totals.num_in)
         write_atomic(paths.done, msgspec.json.encode(totals))
         remove(paths.revoked)
     remove(paths.failures)

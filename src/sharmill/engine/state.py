@@ -9,7 +9,7 @@ unit is given up after a few attempts. As in the ledger, each process appends to
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -342,6 +342,7 @@ class StageState:
 
     Attributes:
         missing: the indices of the units that no rank has committed.
+        expected_in: how many records all units have.
         rejects: how many records were rejected, by reason.
         num_in: how many records were read for that.
     """
@@ -350,6 +351,7 @@ class StageState:
         self.stage = stage
         self.attempts = Attempts(stage.ranks.attempts)
         self.units = stage.dir.read_units()
+        self.expected_in = sum(unit.size for unit in self.units)
         self.round = load_record(stage.ranks.round, Round)
         self.missing = {index for part in self.round.bins for index in part}
         self._last_beat = last_beat
@@ -418,22 +420,20 @@ class StageState:
             since = now
         self._watched[owner] = (beat, since)
         is_gone = record is not None and record.is_known_dead()
-        # Its supervisor, if there is one, notes how it ended.
-        # A supervisor notes the end of its rank within a second.
+        # If the rank has a supervisor, that notes how it ended within a second.
         return now - since >= (min(lease, 3.0) if is_gone else lease)
 
 
-def check_rejects(stage: StageRun, units: Iterable[Unit], reasons: Mapping[str, int], num_in: int) -> None:
+def check_rejects(stage: StageRun, expected_in: int, reasons: Mapping[str, int], num_in: int) -> None:
     """Raise FatalError with the commonest reasons if these are more rejects than the configuration allows.
 
     Args:
-        units: all those of the stage.
+        expected_in: how many records all units of the stage have.
         reasons: how many records were rejected so far, by reason.
         num_in: how many records were read for that.
     """
     reasons = {reason: count for reason, count in reasons.items() if reason not in HARMLESS_REASONS}
     rejected = sum(reasons.values())
-    expected_in = sum(unit.size for unit in units)
     # A quotient, since 0.29 * 100 is less than 29.
     if rejected == 0 or rejected / expected_in <= stage.options.max_reject_fraction:
         return

@@ -97,8 +97,7 @@ class StageView:
         if not self.rate or self.state != "under way" or self.late:
             return None
         seconds = (self.cost - self.cost_done) / self.rate
-        # What has taken longer than it should will hardly end at once.
-        # Beyond a hundred years.
+        # At least as long as the most overdue unit. Predictions of more than a century are ignored.
         return max(seconds, self.longest_overdue) if abs(seconds) < 3e9 else None
 
 

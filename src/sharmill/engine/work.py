@@ -16,15 +16,14 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
+from sharmill.engine.curves import MetricsLog
+from sharmill.engine.delays import spent_on, take_delays
 from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.progress import (
     BEATS_PER_LEASE,
-    MetricsLog,
     ProgressWriter,
     peak_memory_mb,
     read_progress,
-    spent_on,
-    take_delays,
 )
 from sharmill.engine.stage import Processor, StageRun, WaitsForInput
 from sharmill.engine.state import FINAL_CODES, Note, NoteKind, StageState, check_rejects
@@ -137,7 +136,7 @@ class Claims:
             FatalError: more is rejected than the configuration allows.
         """
         self._state.look()
-        check_rejects(self._state.stage, self._state.units, self._state.rejects, self._state.num_in)
+        check_rejects(self._state.stage, self._state.expected_in, self._state.rejects, self._state.num_in)
         if self._state.attempts.is_out(self._rank.slot):
             log.error("rank %d: %s is taken out of work", self._rank.number, self._rank.slot)
             return True

@@ -11,11 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from sharmill.errors import SharmillError
+from sharmill.executors.rank_process import PRELOAD
 from sharmill.executors.supervisor import redirect_output
 from sharmill.files.host import end_with_parent
 
 end_with_parent()
-modules, path, log = json.loads(os.environ["SHARMILL_PRELOAD"])
+modules, path, log = json.loads(os.environ.pop(PRELOAD))
 try:
     redirect_output(Path(log))
 except SharmillError:

@@ -35,7 +35,7 @@ from sharmill.engine.state import MAX_FAILURES
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError, one_line
 from sharmill.executors.local import Check, ConfiguredExecutor, Follower
-from sharmill.executors.supervisor import Device, logging_to, supervise_rank
+from sharmill.executors.supervisor import Device, logging_to, pickle_stage, supervise_rank
 from sharmill.files.host import limit_cores
 from sharmill.files.regular import open_regular
 from sharmill.files.staging import remove_dead_attempts, token_staging
@@ -191,7 +191,7 @@ class _Actors:
         Raises:
             FatalError: no place is left in which a rank can work, or actors cannot start.
         """
-        ray, pickled = _import_ray(), pickle.dumps(self.stage)
+        ray, pickled = _import_ray(), pickle_stage(self.stage)
         usable_at, warns_at = time.monotonic(), time.monotonic() + 60.0
         try:
             while not self.follower.look():

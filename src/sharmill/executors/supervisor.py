@@ -1,15 +1,12 @@
 """Ranks as processes of this machine: their devices, their logs, and the supervisor.
 
 The supervisor starts the ranks of one machine or job, replaces those that die and ends those that hang. They are forked
-from the server of multiprocessing, which makes their imports once for all. If the supervisor is killed, the kernel ends
-that server, and with it the ranks. Every rank sees only its own GPU, if any, and logs to its own file in the run
-directory.
+from a forkserver, which imports their modules once for all. If the supervisor is killed, the kernel ends that server,
+and with it the ranks. Every rank sees only its own GPU, if any, and logs to its own file in the run directory.
 """
 
 import faulthandler
-import json
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
@@ -21,18 +18,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from io import TextIOWrapper
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TextIO
+from typing import BinaryIO, Final, TextIO
 
 from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.progress import mark_ended, read_progress
 from sharmill.engine.stage import StageRun
 from sharmill.engine.state import Note, NoteKind, StageState
 from sharmill.engine.work import Rank, Replace, judge_leave, work
-from sharmill.errors import ConfigError, PrintableFormatter, SharmillError
+from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, one_line
+from sharmill.executors.rank_process import RankProcess, RankServer
 from sharmill.files.disk import stopping_errors
 from sharmill.files.host import (
     Terminated,
@@ -41,7 +37,6 @@ from sharmill.files.host import (
     end_with_parent,
     ended_by_sigterm,
     limit_cores,
-    safe_path,
     usable_cores,
 )
 from sharmill.files.shared_disk import VisibilityTimeout
@@ -191,6 +186,22 @@ _NOTED: Final = 75
 _SECONDS_TO_END: Final = 2.0
 
 
+def pickle_stage(stage: StageRun) -> bytes:
+    """Return a stage for ranks in other processes.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(stage)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{stage.name} cannot be handed to other processes ({one_line(error)}): define functions and classes that "
+            "its settings hold at the top of a module, and keep no open files, locks or lambdas in them",
+            code="bad_config_value",
+        ) from error
+
+
 def supervise_rank(
     stage: StageRun, device: Device, number: int, *, job_seconds: float | None = None, beat_seconds: float = 15.0
 ) -> bool:
@@ -225,7 +236,9 @@ class Supervisor:
         self._slots = {number: device.slot(number) for number, device in self.devices.items()}
         self._state = StageState(self.stage)
         self._idle = {*self.devices}
-        self._running: dict[BaseProcess, Rank] = {}
+        self._running: dict[RankProcess, Rank] = {}
+        self._pickled = pickle_stage(self.stage)
+        self._server = RankServer([__name__, *_modules_of(self.stage)], self.stage.dir.driver_log)
 
     def run(self, on_look: Callable[[], object] = lambda: None) -> bool:
         """Start ranks, and return when none is left: True if the stage has ended.
@@ -237,11 +250,6 @@ class Supervisor:
             FatalError: the plan has been replaced or finished by another process, a user has cancelled the run, or
                 the slots of all these ranks are taken out of work.
         """
-        os.environ["SHARMILL_PRELOAD"] = json.dumps(
-            [[__name__, *_modules_of(self.stage)], sys.path, str(self.stage.dir.driver_log)]
-        )
-        multiprocessing.set_forkserver_preload(["sharmill.executors.preload"])
-        _end_server()
         try:
             self._state.look()
             while not self._state.has_ended() and self._start_missing():
@@ -263,7 +271,7 @@ class Supervisor:
             # Schedulers may send a second signal; how the ranks ended is noted before it counts.
             with deferred_interrupts():
                 self._end([*self._running])
-                _end_server()
+                self._server.end()
 
     def _wait_and_look(self, on_look: Callable[[], object]) -> None:
         """Look at the stage when a rank has ended, or it is time, and end ranks that hang."""
@@ -297,21 +305,12 @@ class Supervisor:
             beat_seconds=self.beat_seconds,
         )
         cores = max(1, usable_cores() // len(self.devices))
-        process = multiprocessing.get_context("forkserver").Process(
-            target=run_rank,
-            args=(
-                pickle.dumps(self.stage),
-                rank,
-                device,
-                cores,
-                self.stage.dir.rank_log(number),
-                self.stage.options.log_level,
-            ),
-            name=f"sharmill-rank-{number}",
-        )
+        arguments = (
+            self._pickled, rank, device, cores, self.stage.dir.rank_log(number), self.stage.options.log_level,
+        )  # fmt: skip
+        process = RankProcess(self._server, run_rank, arguments, f"sharmill-rank-{number}")
         try:
-            with safe_path():
-                process.start()
+            process.start()
         except (OSError, EOFError) as error:
             self._state.attempts.log.append(
                 Note(kind="failed", slot=rank.slot, message=f"could not be started: {type(error).__name__}: {error}")
@@ -341,7 +340,7 @@ class Supervisor:
             process.kill()
             self._remove(process, why)
 
-    def _end(self, processes: Iterable[BaseProcess]) -> None:
+    def _end(self, processes: Iterable[RankProcess]) -> None:
         """Tell ranks to leave, and kill those that do not."""
         for process in processes:
             process.terminate()
@@ -353,7 +352,7 @@ class Supervisor:
             with suppress(FileNotFoundError):  # the folders may have gone with the plan
                 self._remove(process, told=True)
 
-    def _remove(self, process: BaseProcess, why: str = "", *, told: bool = False) -> None:
+    def _remove(self, process: RankProcess, why: str = "", *, told: bool = False) -> None:
         """Note how a rank has ended, if it could not itself; only then may others take its unit over.
 
         Args:
@@ -381,18 +380,6 @@ class Supervisor:
             self._state.attempts.log.append(Note(kind="failed", slot=rank.slot, message=why))
         mark_ended(self.stage.ranks.progress, {rank.owner})
         remove_dead_attempts(token_staging(self.stage.root, self.stage.token))
-
-
-def _end_server() -> None:
-    """End the process that ranks are forked from, with all that is left of them.
-
-    Each stage has its own, since one that was started before has other imports and another environment.
-    """
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, signal.SIGKILL)
-        server._stop()
 
 
 def run_rank(stage: bytes, rank: Rank, device: Device, cores: int, log_file: Path, log_level: str) -> None:

@@ -25,7 +25,7 @@ from sharmill.files.atomic import (
     write_new,
 )
 from sharmill.files.checksums import checksum
-from sharmill.files.disk import disk_errors
+from sharmill.files.disk import PUT_BACK, disk_errors
 from sharmill.files.locks import LOCK_NAME, FolderLock
 from sharmill.files.stored import read_record
 from sharmill.files.trust import require_trusted_owner
@@ -142,7 +142,7 @@ def export_dataset(
     folders = [out / name for name in (*files.folders, _UNITS_FOLDER)]
     _require_own(out, identity, folders)
     make_folder(out)
-    with disk_errors(out), FolderLock(out):
+    with disk_errors(out, PUT_BACK), FolderLock(out):
         # Another process may have begun an export meanwhile.
         _require_own(out, identity, folders)
         write_atomic(out / EXPORT_FILE, msgspec.json.encode(identity) + b"\n")

@@ -33,7 +33,7 @@ from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.files.atomic import make_folder, temp_path, write_atomic
 from sharmill.files.checksums import checksum, hash_text
 from sharmill.files.clients import Client, Version
-from sharmill.files.disk import disk_errors, stopping_errors
+from sharmill.files.disk import PUT_BACK, disk_errors, stopping_errors
 from sharmill.files.pace import TooLarge
 from sharmill.files.remote import request
 from sharmill.files.stored import NOT_JSON, open_stored
@@ -112,7 +112,7 @@ class Cache:
             FatalError: the folder cannot be written, or what is in use is more than the cache may hold.
         """
         path = self.path_of(url, xxh3)
-        with disk_errors(path.parent):
+        with disk_errors(path.parent, PUT_BACK):
             self._require_trusted_owner(path)
             # Whoever removes a cache in use removes its marker too.
             if self.folder not in _unswept or not path.parent.is_dir():
@@ -138,7 +138,7 @@ class Cache:
         """Return the version of a remote file; the copy of another one is fetched again. Raises as ``request``."""
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
-        with disk_errors(path.parent):
+        with disk_errors(path.parent, PUT_BACK):
             self._require_trusted_owner(path)
             if _about(path).tag not in ("", _tag(found)):
                 # The copy itself may be in use.

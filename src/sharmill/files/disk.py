@@ -12,21 +12,28 @@ from typing import Final
 
 from sharmill.errors import DeviceError, FatalError
 
-# Errors that the next unit would meet as well: going on would only fail every unit in turn.
+# Errors that the next unit would meet as well.
 STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
-# Those that only writing can meet: where a stage reads and writes, the others may concern one input file.
 WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-# On NFS, of a file that another node has replaced, and of a folder with a file in it that is removed but still open.
+# On NFS: another node has replaced the file, or the folder has a file that is removed but still open.
 _MOVING_ERRNOS = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY})
-# A file in the place of a folder, a folder in that of a file, or a link or a FIFO in that of either.
+# A file in the place of a folder, a folder in the place of a file, or a link or a FIFO in the place of either.
 _IN_THE_WAY: Final = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
+_REMEDIES: Final = {
+    **dict.fromkeys(_MOVING_ERRNOS, "another process was faster:"),
+    **dict.fromkeys(STOPPING_ERRNOS, "see to the disk, then"),
+    **dict.fromkeys(_IN_THE_WAY, "look at what is in the way there, move it away, and"),
+}
+# Remedies for a missing file, in a run directory and elsewhere.
+RESTART_STAGE: Final = "put it back, or begin its stage again with --restart, and"
+PUT_BACK: Final = "put it back, and"
 
 
 @contextmanager
 def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, host: str = "") -> Iterator[None]:
     """Turn a full disk, a read-only folder and the like into a FatalError that names ``path``.
 
-    Where the disk is that of one host alone, which is named then, it is a DeviceError.
+    If ``host`` names the only host that uses the disk, it is a DeviceError.
     """
     try:
         yield
@@ -43,20 +50,22 @@ def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, hos
 
 
 @contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn what a failing disk does to anything else, reading included, into a FatalError: around a whole command."""
+def disk_errors(folder: Path, if_missing: str = RESTART_STAGE) -> Iterator[None]:
+    """Turn errors of a disk, in reading as in writing, into a FatalError: around a whole command.
+
+    Args:
+        folder: named if the error names no file.
+        if_missing: the remedy for a missing file.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in STOPPING_ERRNOS | _MOVING_ERRNOS | _IN_THE_WAY | {errno.ENOENT}:
+        number = error.errno or 0
+        remedy = if_missing if number == errno.ENOENT else _REMEDIES.get(number)
+        if remedy is not None:
             place = error.filename2 or error.filename or f"a file of {folder}"
-            remedy = "see to the disk, then" if error.errno in STOPPING_ERRNOS else "another process was faster:"
-            if error.errno in _IN_THE_WAY:
-                remedy = "look at what is in the way there, move it away, and"
-            elif error.errno == errno.ENOENT:
-                remedy = "put it back, or, in a run directory, begin its stage anew with --restart, and"
             raise FatalError(
-                f"cannot read or write {place}: {os.strerror(error.errno)}; {remedy} run the same command again",
+                f"cannot read or write {place}: {os.strerror(number)}; {remedy} run the same command again",
                 code="disk",
             ) from error
         raise

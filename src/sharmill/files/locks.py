@@ -42,6 +42,8 @@ LEASE_SECONDS = 120.0
 # A record that asks for more, or for nothing, is none of ours: nobody waits for it longer than for a torn one.
 _MAX_LEASE_SECONDS = 3600.0
 _POLL_SECONDS = 0.25
+# An interrupted command ends within five seconds, the end of its ranks included.
+_SECONDS_AFTER_ERROR = 1.0
 
 
 class LockOwner(Process, kw_only=True):
@@ -123,34 +125,39 @@ class FolderLock:
         self._is_held = False
 
     def __enter__(self) -> "FolderLock":
+        self._take(self._wait_seconds)
+        return self
+
+    def _take(self, seconds: float, *, outwaits_silent: bool = True) -> None:
         self._file = self.path / f"owner-{uuid4().hex}.json"
         # Of each other's record: when it was touched, since when it has been so, and if it was seen to be touched.
         self._seen: dict[Path, tuple[int, float, bool]] = {}
         self._leave = threading.Event()
         self._toucher = threading.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)
         with stopping_errors(self.path):
-            self._wait_and_enter()
+            self._wait_and_enter(seconds, outwaits_silent=outwaits_silent)
         self._is_held = True
         self._toucher.start()
-        return self
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Leave the folder to others as long as the context lasts; then wait for it, however long they hold it."""
+        """Leave the folder to others as long as the context lasts; then wait for it, however long they hold it.
+
+        If an error ends the context, the lock is taken again only if it is free within a second.
+        """
         self.__exit__(None)
-        self._wait_seconds = math.inf
         try:
             yield
         except BaseException:
             # The error that has ended the work is the one to be raised.
             with suppress(ConfigError, FatalError, OSError):
-                self.__enter__()
+                self._take(_SECONDS_AFTER_ERROR, outwaits_silent=False)
             raise
-        self.__enter__()
+        self._take(math.inf)
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if not self._is_held:
-            return  # it was released, and an error came while it was waited for
+            return  # it was released, and an error came before it was free again
         self._is_held = False
         self._leave.set()
         self._toucher.join()
@@ -169,7 +176,13 @@ class FolderLock:
                 raise
             log.info("%s", error)  # what has ended the work is to be raised
 
-    def _wait_and_enter(self) -> None:
+    def _wait_and_enter(self, seconds: float, *, outwaits_silent: bool) -> None:
+        """Enter once no other process is inside.
+
+        Args:
+            seconds: how long to wait for a process that is known to be alive.
+            outwaits_silent: wait for one that is not known to be alive until its lease is over, if that is longer.
+        """
         began, is_said = time.monotonic(), False
         while True:
             others = self._find_others()
@@ -177,7 +190,7 @@ class FolderLock:
                 return
             waited = time.monotonic() - began
             file, (owner, is_alive) = next(iter(others.items()), (self._file, (None, False)))
-            if is_alive and waited >= self._wait_seconds:
+            if waited >= seconds and (is_alive or (others and not outwaits_silent)):
                 raise ConfigError(
                     f"another sharmill process is at work in {self.path.parent}: {owner} (lock: {file}); "
                     "wait for it or end it first",

@@ -17,7 +17,7 @@ from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 from sharmill.errors import ConfigError
 from sharmill.files.atomic import open_folder_atomic, write_new
 from sharmill.files.regular import open_regular
-from sharmill.files.trust import owned_by_other_user
+from sharmill.files.trust import anybody_may_write_to, owned_by_other_user
 
 Decoded = TypeVar("Decoded")
 
@@ -39,14 +39,15 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
     """
     try:
         stream = open_regular(path, follow_links=False, append=append, buffering=buffering)
-        status = os.fstat(stream.fileno())
-        problem = "it belongs to another user, and anybody may write to its folder"
-        if append and status.st_nlink > 1:
+        problem = ""
+        if append and os.fstat(stream.fileno()).st_nlink > 1:
             problem = "it has a second name (a hard link), and what is appended would be in both"
-        elif not owned_by_other_user(status, path.parent):
-            return stream
-        stream.close()
-        raise ValueError(problem)
+        elif anybody_may_write_to(path.parent) and owned_by_other_user(os.fstat(stream.fileno()), path.parent):
+            problem = "it belongs to another user, and anybody may write to its folder"
+        if problem:
+            stream.close()
+            raise ValueError(problem)
+        return stream
     except ValueError as error:
         raise damaged_file(path, str(error)) from error
 

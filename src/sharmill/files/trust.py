@@ -7,11 +7,18 @@ settings that decide what this process runs.
 import os
 import stat
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path, PurePath
 
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.atomic import make_folder
 from sharmill.files.disk import stopping_errors
+
+
+@lru_cache(maxsize=1024)
+def anybody_may_write_to(folder: Path) -> bool:
+    """Return True if anybody may write to a folder, as this process found it when it first asked."""
+    return bool(folder.stat().st_mode & stat.S_IWOTH)
 
 
 def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:

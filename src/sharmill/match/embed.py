@@ -13,7 +13,7 @@ from sharmill.audio.decoder import to_float
 from sharmill.audio.resample import Resampling, resample
 from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentReader, SegmentsOnce
 from sharmill.engine.ahead import LoadedBatches
-from sharmill.engine.progress import spent_on
+from sharmill.engine.delays import spent_on
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
 from sharmill.models import SpeakerEncoder

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from sharmill.config import NAME, require
+from sharmill.config import NAME, NAME_RULE, require
 from sharmill.registry import CODECS
 
 
@@ -22,7 +22,4 @@ class CodecConfig:
     """Options of the model's family, which a configuration has beside ``model``."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(NAME.fullmatch(self.name)),
-            f"codec name {self.name!r} must be letters, digits, '_', '-', '.'",
-        )
+        require(bool(NAME.fullmatch(self.name)), f"codec name {self.name!r} {NAME_RULE}")

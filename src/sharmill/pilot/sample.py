@@ -31,7 +31,7 @@ from sharmill.errors import RejectRecord, refuse
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.atomic import remove_temp_files, require_writable, write_atomic
 from sharmill.files.checksums import hash_text
-from sharmill.files.disk import disk_errors
+from sharmill.files.disk import PUT_BACK, disk_errors
 from sharmill.manifest import Context, Utterance, tagged_speaker, write_lines
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
@@ -205,7 +205,7 @@ def run_pilot(
         ConfigError: the configuration cannot be used, or the input has no records.
     """
     path = RunDir(Path(config.run_dir)).calibration
-    with disk_errors(path.parent):
+    with disk_errors(path.parent, PUT_BACK):
         require_writable(path.parent)
         remove_temp_files(path.parent, {path.name})
     tell("reading the speaker groups of all records")
@@ -271,7 +271,7 @@ def run_pilot(
 
 
 def _store(path: Path, outcome: Calibration) -> None:
-    with disk_errors(path.parent):
+    with disk_errors(path.parent, PUT_BACK):
         write_atomic(path, msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
 
 

@@ -4,11 +4,13 @@ A run that is interrupted, terminated or killed ends soon, leaves no process, an
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -52,6 +54,31 @@ def test_one_worker_without_a_time_limit_of_its_own_runs_inline(tmp_path, worker
     stage.unit_time_limit = limit
     run(stage, workers)
     assert (stage.pids() == {os.getpid()}) == (workers == 1 and limit == "auto")
+
+
+def test_a_forkserver_child_of_the_program_outlives_a_run(tmp_path):
+    child = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+    child.start()
+    run(ToyStage(tmp_path), 2)
+    assert child.is_alive()
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def test_two_runs_in_threads_of_one_process_both_end(tmp_path):
+    stages = [ToyStage(tmp_path / f"{seconds}", seconds=seconds, setup_does="meet:2") for seconds in (0.0, 0.5)]
+    with ThreadPoolExecutor(2) as pool:
+        results = [result for result, _ in pool.map(run, stages, [2, 2])]
+    assert [result.ok for result in results] == [True, True]
+    assert [set(stage.attempts().values()) for stage in stages] == [{1}, {1}]
+
+
+def test_a_stage_that_cannot_be_pickled_ends_in_one_line(tmp_path):
+    stage = ToyStage(tmp_path)
+    stage.filter = lambda record: True
+    with raises(ConfigError, "bad_config_value", "toy cannot be handed to other processes", "lambda"):
+        run(stage, 2)
 
 
 def test_a_rank_that_sees_its_input_no_more_is_given_up_alone(tmp_path):

@@ -15,7 +15,7 @@ from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
 from sharmill.engine.fence import release, require_own_output, stop_ranks
 from sharmill.engine.order import choose_stages, make_stages, stage_classes, stages_behind
-from sharmill.engine.plan import read_ledger, refuse_linked_folders, request_replan
+from sharmill.engine.plan import read_ledger, refuse_linked_folders, request_replan, request_replan_if_audio_was_missing
 from sharmill.engine.run import locked, merge_files, reserved, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.stage import ChecksConfig, StageRun, step_of
@@ -247,6 +247,8 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
             )
     else:
         write_atomic(run_dir.config, to_yaml(config))
+        for stage in make_stages(config):
+            request_replan_if_audio_was_missing(stage)
     executor.begin(run_dir, request, jobs, joins=joins)
 
 

@@ -41,7 +41,7 @@ from sharmill.engine.state import Attempts, Note, driven_round
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.engine.work import Rank, Replace, work
 from sharmill.errors import SharmillError
-from sharmill.executors.local import Follower
+from sharmill.executors.reporter import ProgressReporter
 from sharmill.files.checksums import checksum
 from sharmill.files.staging import Staging, token_staging
 
@@ -470,14 +470,14 @@ class Run:
                     self.disk.start(host, partial(self._work, pickle.dumps(stage), number, host), delay)
                     for number, (host, delay) in enumerate(zip(self.ranks, self.delays, strict=True))
                 ]
-            follower = Follower(stage, units, listener)
+            reporter = ProgressReporter(stage, units, listener)
             left = MOST_SECONDS
             with unlocked():
-                while not follower.look() and left > 0.0:
+                while not reporter.look() and left > 0.0:
                     time.sleep(5.0)
                     if all(rank.dead for rank in self.started):
                         left = min(left, stage.seconds_until_seen) - 5.0
-        return follower.outcome()
+        return reporter.outcome()
 
     def _work(self, stage: bytes, number: int, host: Host) -> None:
         """Run a rank, as its supervisor."""

@@ -5,9 +5,20 @@ import math
 import time
 
 import pytest
-from support.project import config_for, make_record, run_prepare, write_lines
+from support.project import (
+    Project,
+    config_for,
+    make_record,
+    prepared_manifest,
+    raises,
+    run_prepare,
+    utterances,
+    write_lines,
+)
 
-from sharmill.errors import REASONS
+from sharmill.engine.executor import Listener
+from sharmill.errors import REASONS, FatalError
+from sharmill.pipeline import run_dataset
 
 # Of what the sources and the other stages find out: they have tests of their own.
 LATER = {
@@ -221,3 +232,14 @@ def test_the_same_segment_in_two_manifests_of_one_root(audio_root, tmp_path):
 def test_every_reason_has_a_test():
     # The last one is of records of another dataset: tests/grow/test_append.py.
     assert {reason for reason, *_ in CASES} | {"duplicate_id", "already_there"} == REASONS.keys() - LATER
+
+
+def test_missing_audio_put_in_place_needs_no_restart(tmp_path):
+    project = Project(tmp_path).add_voices([1.0, 1.0], "voices/{}.flac")
+    (project.root / "voices").rename(project.root / "elsewhere")
+    config = project.configure(match=None)
+    with raises(FatalError, "too_many_rejects", "missing_audio 2"):
+        run_dataset(config, Listener(), stages=["prepare"])
+    (project.root / "elsewhere").rename(project.root / "voices")
+    assert run_dataset(config, Listener(), stages=["prepare"]).ok
+    assert len(utterances(prepared_manifest(config))) == 2

@@ -24,7 +24,7 @@ from sharmill.engine.order import dependent_folders
 from sharmill.engine.run_dir import StageDir
 from sharmill.engine.stage import StageRun, step_of
 from sharmill.engine.unit import Commit, Totals, Unit
-from sharmill.errors import ConfigError
+from sharmill.errors import REASONS_OF_NODES, ConfigError
 from sharmill.files.atomic import (
     fsync,
     make_folder,
@@ -45,6 +45,11 @@ from sharmill.files.trust import require_trusted_owner
 from sharmill.registry import STAGES
 
 _lines = msgspec.json.Encoder()
+# Files of the engine in a stage's folder, beside the plan and the folders of ranks.
+_OWN_FILES: Final = (
+    "done.json", "failures.jsonl", "rejects.jsonl", "revoked.jsonl", "merged", f"parts/{6 * '[0-9]'}.*",
+    "logs/driver*.log", "logs/rank-[0-9]*.log",
+)  # fmt: skip
 _SHOWN_CHARACTERS: Final = 60
 _FOLDER_KEYS: Final = {"folder", "from_run_dir"}
 # Their values say nothing to people.
@@ -88,13 +93,6 @@ def show(value: Any) -> str:
     """Return a value as JSON of at most 60 characters; ``absent`` for ``msgspec.UNSET``."""
     text = "absent" if value is msgspec.UNSET else msgspec.json.encode(value).decode()
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
-# What the engine writes in a stage's folder, beside the plan and the folders of ranks; parts are those of units.
-_OWN_FILES = (
-    "done.json", "failures.jsonl", "rejects.jsonl", "revoked.jsonl", "merged", f"parts/{6 * '[0-9]'}.*",
-    "logs/driver*.log", "logs/rank-[0-9]*.log",
-)  # fmt: skip
 
 
 def read_or_make_plan(stage: StageRun, *, restart: bool) -> tuple[StageRun, list[Unit]]:
@@ -145,6 +143,17 @@ def request_replan(stage: StageRun) -> None:
     """
     if stage.dir.token_file.exists():
         write_atomic(stage.dir.replan, b"")
+
+
+def request_replan_if_audio_was_missing(stage: StageRun) -> None:
+    """Have the stage planned again if it rejected all records, some for missing audio, which may be in place now."""
+    reasons: set[str] = set()
+    for commit in iterate_ledger(stage.dir):
+        if commit.num_out:
+            return
+        reasons.update(commit.rejects)
+    if reasons & REASONS_OF_NODES:
+        request_replan(stage)
 
 
 def _is_planned(stage: StageRun) -> bool:

@@ -58,9 +58,6 @@ class RankProgress(Process, kw_only=True):
         return not self.ended and abs(now - self.written) <= seconds and not self.is_known_dead()
 
 
-_decoder = msgspec.json.Decoder(RankProgress)
-
-
 class ProgressWriter:
     """Writes heartbeats from a thread of its own, so that a long unit does not look like a dead rank.
 
@@ -136,7 +133,7 @@ def read_progress(folder: Path, pattern: str = "rank-*.json") -> list[RankProgre
         # on a shared disk. Progress is for people to look at: no such error ends a run.
         with suppress(*NOT_JSON, OSError, ConfigError):
             with open_stored(path) as stream:
-                record = _decoder.decode(stream.read(1 << 20))
+                record = msgspec.json.decode(stream.read(1 << 20), type=RankProgress)
                 record.written = os.fstat(stream.fileno()).st_mtime
             records.append(record)
     return sorted(records, key=lambda record: (record.rank, record.started))

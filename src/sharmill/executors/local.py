@@ -10,15 +10,14 @@ import msgspec
 
 from sharmill.config import Above0, Config, NotNegative, Positive
 from sharmill.engine.executor import Executor, Listener, StageResult, Unlocked
-from sharmill.engine.fence import require_current
-from sharmill.engine.progress import read_progress
 from sharmill.engine.run import locked, reserved, run_stage
 from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import RunOptions, Stage, StageRun
-from sharmill.engine.state import StageState, driven_round
+from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.engine.work import Rank, work
 from sharmill.errors import FatalError
+from sharmill.executors.reporter import ProgressReporter
 from sharmill.executors.supervisor import VISIBLE, Device, Supervisor, logging_to, plan_devices, usable_gpus
 from sharmill.files.atomic import remove_at_once, remove_if_empty, remove_temp_files
 from sharmill.files.disk import disk_errors
@@ -32,69 +31,6 @@ class Check(msgspec.Struct, frozen=True):
     name: str
     found: str
     to_do: str = ""
-
-
-class Follower:
-    """Tells a listener what the ranks of a stage do, each time that it looks; and in the end, how that ended.
-
-    Args:
-        units: those that the listener knows to be missing; of others nothing is told.
-
-    Attributes:
-        state: the state of the stage, as of the last look.
-        num_ready: how many ranks have loaded what they need, and have not ended.
-        given_up: sentences about places that the executor has given up, by which attempts can tell nothing.
-    """
-
-    def __init__(self, stage: StageRun, units: Sequence[Unit], listener: Listener) -> None:
-        self._stage = stage
-        self._listener = listener
-        self.state = StageState(stage)
-        self._units = {unit.index: unit for unit in units}
-        self.num_ready = 0
-        self.given_up: list[str] = []
-
-    @property
-    def num_done(self) -> int:
-        """The number of units that ranks have committed since this was made."""
-        return len(self._units.keys() - self.state.missing)
-
-    def look(self) -> bool:
-        """Report what is new, and return True if the stage has ended.
-
-        Raises:
-            FatalError: a user has cancelled the run.
-        """
-        self._stage.run_dir.require_not_cancelled()
-        for commit in self.state.look():
-            if commit.index in self._units:
-                self._listener.unit_done(self._units[commit.index], commit)
-        ranks = read_progress(self._stage.ranks.progress)
-        self.num_ready = sum(rank.ready > 0 and not rank.ended for rank in ranks)
-        self._listener.looked(ranks)
-        return self.state.has_ended()
-
-    def outcome(self) -> StageResult:
-        """Return how the work has ended, once no rank is left.
-
-        Raises:
-            SharmillError: an error has ended the stage, or no slot is left that could go on.
-        """
-        self.look()
-        paths = self._stage.dir
-        if paths.done.exists() and paths.read_token() == self._stage.token:
-            # Another process that is at work on it was faster.
-            return StageResult()
-        require_current(self._stage)
-        state, attempts = self.state, self.state.attempts
-        if attempts.stopped is not None:
-            raise attempts.stopped
-        out = attempts.describe_out()
-        if out and not all(attempts.is_given_up(index, ()) for index in state.missing):
-            raise attempts.all_out_error(self._stage.name, paths.logs)
-        return StageResult(
-            failures={index: attempts.error(index) for index in sorted(state.missing)}, given_up=self.given_up or out
-        )
 
 
 @dataclass(frozen=True)
@@ -156,18 +92,18 @@ class ConfiguredExecutor(Executor):
         join_seconds = 0.0 if self.runs_here else stage.options.lease_seconds
         most = max(1, min(self.num_ranks(stage, units), len(units)))
         with driven_round(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
-            follower = Follower(stage, units, listener)
+            reporter = ProgressReporter(stage, units, listener)
             with unlocked():
-                self.supervise(stage, numbers, follower)
-        return follower.outcome()
+                self.supervise(stage, numbers, reporter)
+        return reporter.outcome()
 
     @abstractmethod
     def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         """Return the number of ranks that are wanted; there are never more than units."""
 
     @abstractmethod
-    def supervise(self, stage: StageRun, numbers: Sequence[int], follower: Follower) -> None:
-        """Start ranks with these numbers, and return when they have ended; ``look`` with the follower meanwhile.
+    def supervise(self, stage: StageRun, numbers: Sequence[int], reporter: ProgressReporter) -> None:
+        """Start ranks with these numbers, and return when they have ended; ``look`` with the reporter meanwhile.
 
         A ``Supervisor`` runs ranks in this process's environment; ``supervise_rank`` does so in a process elsewhere.
         """
@@ -186,20 +122,20 @@ class LocalExecutor(ConfiguredExecutor):
     def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         return len(self._devices(stage))
 
-    def supervise(self, stage: StageRun, numbers: Sequence[int], follower: Follower) -> None:
+    def supervise(self, stage: StageRun, numbers: Sequence[int], reporter: ProgressReporter) -> None:
         devices = self._devices(stage)[: len(numbers)]
         # A device may break its process, and a time limit kills it.
         has_limit = isinstance(stage.options.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
         with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.options.log_level):
-            follower.look()
+            reporter.look()
             if is_inline:
                 rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, beat_seconds=1.0)
                 # The next stage of this process may use the GPUs that this one must not see.
                 with variable(VISIBLE, ""):
-                    work(stage, rank, follower.look)
+                    work(stage, rank, reporter.look)
             else:
-                Supervisor(stage, dict(zip(numbers, devices, strict=True)), beat_seconds=1.0).run(follower.look)
+                Supervisor(reporter, dict(zip(numbers, devices, strict=True)), beat_seconds=1.0).run()
 
     def _devices(self, stage: StageRun) -> list[Device]:
         uses_gpu = stage.resource == "gpu"

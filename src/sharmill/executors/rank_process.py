@@ -15,6 +15,7 @@ from contextlib import suppress
 from multiprocessing import popen_forkserver, reduction, spawn, util
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from multiprocessing.forkserver import ForkServer, read_signed
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,28 +48,21 @@ class RankServer(ForkServer):
             server._stop()
 
 
-class RankProcess(ForkServerProcess):
-    """A process that is forked from a server of its supervisor."""
+class RankProcess(popen_forkserver.Popen):
+    """A process that is forked from a given server; its base takes the server of multiprocessing.
+
+    Args:
+        target: the function that it calls with ``arguments``; both are pickled.
+
+    Raises:
+        OSError, EOFError: it cannot be started.
+    """
 
     def __init__(self, server: RankServer, target: Callable[..., object], arguments: Sequence[Any], name: str) -> None:
-        super().__init__(target=target, args=arguments, name=name)
         self._server = server
+        super().__init__(ForkServerProcess(target=target, args=arguments, name=name))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_server"}
-
-    def _Popen(self, process: "RankProcess") -> "_Fork":  # type: ignore[override]
-        return _Fork(process, self._server)
-
-
-class _Fork(popen_forkserver.Popen):
-    """As its base, with a server that is given; the base takes that of multiprocessing."""
-
-    def __init__(self, process: RankProcess, server: RankServer) -> None:
-        self._server = server
-        super().__init__(process)
-
-    def _launch(self, process: RankProcess) -> None:
+    def _launch(self, process: BaseProcess) -> None:
         message = io.BytesIO()
         set_spawning_popen(self)
         try:

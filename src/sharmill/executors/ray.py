@@ -34,7 +34,8 @@ from sharmill.engine.stage import StageRun, versions
 from sharmill.engine.state import MAX_FAILURES
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError, one_line
-from sharmill.executors.local import Check, ConfiguredExecutor, Follower
+from sharmill.executors.local import Check, ConfiguredExecutor
+from sharmill.executors.reporter import ProgressReporter
 from sharmill.executors.supervisor import Device, logging_to, pickle_stage, supervise_rank
 from sharmill.files.host import limit_cores
 from sharmill.files.regular import open_regular
@@ -97,8 +98,8 @@ class RayExecutor(ConfiguredExecutor):
             return int(self.workers)
         return _count_places(self.cores, self._gpus(stage)) or len(units)
 
-    def supervise(self, stage: StageRun, numbers: Sequence[int], follower: Follower) -> None:
-        actors = _Actors(stage, follower, self.workers, self.cores, self._gpus(stage), numbers[0])
+    def supervise(self, stage: StageRun, numbers: Sequence[int], reporter: ProgressReporter) -> None:
+        actors = _Actors(stage, reporter, self.workers, self.cores, self._gpus(stage), numbers[0])
         try:
             with logging_to(stage.dir.driver_log, stage.options.log_level):
                 actors.run()
@@ -175,7 +176,7 @@ class _Actors:
     """
 
     stage: StageRun
-    follower: Follower
+    reporter: ProgressReporter
     workers: int | str
     cores: int
     gpus: int
@@ -194,15 +195,15 @@ class _Actors:
         ray, pickled = _import_ray(), pickle_stage(self.stage)
         usable_at, warns_at = time.monotonic(), time.monotonic() + 60.0
         try:
-            while not self.follower.look():
+            while not self.reporter.look():
                 places, now = _count_places(self.cores, self.gpus), time.monotonic()
                 self._ask(pickled, places)
-                if self.follower.num_ready or len(self.holding) < max(places, 1):
+                if self.reporter.num_ready or len(self.holding) < max(places, 1):
                     usable_at = now
                 # Where ranks have worked, the nodes that are lost may be replaced, as spot instances are.
-                elif now - usable_at >= (600.0 if self.follower.num_done else 0.0):
+                elif now - usable_at >= (600.0 if self.reporter.num_done else 0.0):
                     raise list(self.given_up.values())[-1]
-                if now > warns_at and not self.follower.num_ready:
+                if now > warns_at and not self.reporter.num_ready:
                     warns_at = float("inf")
                     log.error("%s: no actor is ready yet: they are loading (see %s), or wait for room in the cluster; "
                               "each needs %d cores and %d GPUs, and there is room for %d", self.stage.name,
@@ -231,7 +232,7 @@ class _Actors:
         most = places + 1 - len(self.holding) if self.workers == "auto" else int(self.workers)
         kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
         folder = None if _is_in_copy() else Path.cwd()
-        for _ in range(min(most, len(self.follower.state.missing)) - len(self.working)):
+        for _ in range(min(most, len(self.reporter.state.missing)) - len(self.working)):
             # The slots of those that hold a place are out.
             taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
             number = next(number for number in count(self.first_number) if number not in taken)
@@ -262,7 +263,7 @@ class _Actors:
                 error = None
                 log.warning("the actor of rank %d died: %s", number, died)
                 # Ray goes on placing actors on a node for some seconds after it has died.
-                self.deaths = 0 if self.follower.num_ready else self.deaths + 1
+                self.deaths = 0 if self.reporter.num_ready else self.deaths + 1
                 if self.deaths >= MAX_FAILURES * len(calls):
                     raise self._cannot_start(died) from died
             if error is None:
@@ -273,7 +274,7 @@ class _Actors:
             require_current(self.stage)
             log.error("rank %d is given up, and its place is kept from others: %s", number, error)
             self.given_up[str(error)] = error
-            self.follower.given_up = list(self.given_up)
+            self.reporter.given_up = list(self.given_up)
             self.holding[actor.hold_place.remote()] = number, actor
 
     def _cannot_start(self, error: Exception) -> FatalError:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import BinaryIO, Final, TextIO
 
 from sharmill.engine.fence import require_current, wait_for_plan
-from sharmill.engine.progress import mark_ended, read_progress
+from sharmill.engine.progress import mark_ended
 from sharmill.engine.stage import StageRun
-from sharmill.engine.state import Note, NoteKind, StageState
+from sharmill.engine.state import Note, NoteKind
 from sharmill.engine.work import Rank, Replace, judge_leave, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, one_line
 from sharmill.executors.rank_process import RankProcess, RankServer
+from sharmill.executors.reporter import ProgressReporter
 from sharmill.files.disk import stopping_errors
 from sharmill.files.host import (
     Terminated,
@@ -46,8 +47,12 @@ from sharmill.files.stored import open_stored
 log = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# What the drivers of NVIDIA (on Linux, in containers, below Windows) and AMD have, where there is one.
-_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+# Files of the drivers of NVIDIA (on Linux, in containers, below Windows) and AMD.
+_DRIVERS: Final = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+# Exit statuses of ranks; with any other, a rank has not noted why it ends.
+_LEFT: Final = 0
+_NOTED: Final = 75
+_SECONDS_TO_END: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -180,12 +185,6 @@ class _LogFile(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-# Exit statuses of ranks; with any other, a rank has not noted why it ends.
-_LEFT: Final = 0
-_NOTED: Final = 75
-_SECONDS_TO_END: Final = 2.0
-
-
 def pickle_stage(stage: StageRun) -> bytes:
     """Return a stage for ranks in other processes.
 
@@ -209,7 +208,8 @@ def supervise_rank(
     wait_for_plan(stage, VisibilityTimeout(stage.options.seconds_until_seen))
     require_current(stage)
     with logging_to(stage.dir.driver_log, stage.options.log_level):
-        return Supervisor(stage, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
+        reporter = ProgressReporter(stage)
+        return Supervisor(reporter, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
 
 
 def _modules_of(stage: StageRun) -> list[str]:
@@ -222,43 +222,42 @@ class Supervisor:
     """Runs ranks of a stage on devices of this machine until the stage has ended.
 
     Attributes:
-        devices: those of the ranks, by the numbers of these.
-        job_seconds: the time limit of the job that this is, None where there is none.
-        beat_seconds: the time between two heartbeats of a rank at most, and between two looks at them.
+        reporter: what this looks at the stage with.
+        devices: the devices of the ranks, by rank number.
+        job_seconds: the time limit of this job, None if there is none.
+        beat_seconds: the most time between two heartbeats of a rank, and between two looks at them.
     """
 
-    stage: StageRun
+    reporter: ProgressReporter
     devices: Mapping[int, Device]
     job_seconds: float | None = None
     beat_seconds: float = 15.0
 
     def __post_init__(self) -> None:
+        self.stage = self.reporter.stage
+        self._state = self.reporter.state
         self._slots = {number: device.slot(number) for number, device in self.devices.items()}
-        self._state = StageState(self.stage)
         self._idle = {*self.devices}
         self._running: dict[RankProcess, Rank] = {}
         self._pickled = pickle_stage(self.stage)
         self._server = RankServer([__name__, *_modules_of(self.stage)], self.stage.dir.driver_log)
 
-    def run(self, on_look: Callable[[], object] = lambda: None) -> bool:
+    def run(self) -> bool:
         """Start ranks, and return when none is left: True if the stage has ended.
-
-        Args:
-            on_look: is called after each look at the stage.
 
         Raises:
             FatalError: the plan has been replaced or finished by another process, a user has cancelled the run, or
                 the slots of all these ranks are taken out of work.
         """
         try:
-            self._state.look()
+            self.reporter.look()
             while not self._state.has_ended() and self._start_missing():
-                self._wait_and_look(on_look)
-            ready = {record.owner for record in read_progress(self.stage.ranks.progress) if record.ready}
+                self._wait_and_look()
+            ready = {record.owner for record in self.reporter.ranks if record.ready}
             self._end([process for process, rank in self._running.items() if rank.owner not in ready])
             leave_by = time.monotonic() + 30.0
             while self._running and time.monotonic() < leave_by:
-                self._wait_and_look(on_look)
+                self._wait_and_look()
             attempts, has_ended = self._state.attempts, self._state.has_ended()
             if not has_ended and all(map(attempts.is_out, self._slots.values())):
                 raise attempts.all_out_error(self.stage.name, self.stage.dir.logs)
@@ -273,15 +272,13 @@ class Supervisor:
                 self._end([*self._running])
                 self._server.end()
 
-    def _wait_and_look(self, on_look: Callable[[], object]) -> None:
+    def _wait_and_look(self) -> None:
         """Look at the stage when a rank has ended, or it is time, and end ranks that hang."""
         wait([process.sentinel for process in self._running], timeout=self.beat_seconds)
-        for process in [process for process in self._running if not process.is_alive()]:
+        for process in [process for process in self._running if process.poll() is not None]:
             self._remove(process)
         require_current(self.stage)
-        self.stage.run_dir.require_not_cancelled()
-        self._state.look()
-        on_look()
+        self.reporter.look()
         self._end_hanging()
 
     def _start_missing(self) -> bool:
@@ -308,9 +305,8 @@ class Supervisor:
         arguments = (
             self._pickled, rank, device, cores, self.stage.dir.rank_log(number), self.stage.options.log_level,
         )  # fmt: skip
-        process = RankProcess(self._server, run_rank, arguments, f"sharmill-rank-{number}")
         try:
-            process.start()
+            process = RankProcess(self._server, run_rank, arguments, f"sharmill-rank-{number}")
         except (OSError, EOFError) as error:
             self._state.attempts.log.append(
                 Note(kind="failed", slot=rank.slot, message=f"could not be started: {type(error).__name__}: {error}")
@@ -321,7 +317,7 @@ class Supervisor:
 
     def _end_hanging(self) -> None:
         """Kill ranks that give no heartbeat any more, and those whose attempt takes longer than it may."""
-        records = {record.owner: record for record in read_progress(self.stage.ranks.progress)}
+        records = {record.owner: record for record in self.reporter.ranks}
         attempts = {begun.owner: begun for begun in self._state.attempts.open()}
         for process, rank in list(self._running.items()):
             record, begun = records.get(rank.owner), attempts.get(rank.owner)
@@ -333,10 +329,9 @@ class Supervisor:
             else:
                 continue
             # It prints the stacks of its threads to its log, also where native code holds Python's lock.
-            assert process.pid is not None
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
-            process.join(0.5)
+            process.wait(0.5)
             process.kill()
             self._remove(process, why)
 
@@ -346,7 +341,7 @@ class Supervisor:
             process.terminate()
         deadline = time.monotonic() + _SECONDS_TO_END
         for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         for process in processes:
             process.kill()
             with suppress(FileNotFoundError):  # the folders may have gone with the plan
@@ -359,15 +354,15 @@ class Supervisor:
             why: the reason for which it was killed.
             told: that it was told to leave, which excuses it.
         """
-        process.join(_SECONDS_TO_END)
-        if process.is_alive():
+        exitcode = process.wait(_SECONDS_TO_END)
+        if exitcode is None:
             return  # the kernel does not end what waits for a disk
         rank = self._running.pop(process)
-        why = why or f"the rank process {describe_exit(process.exitcode)}"
-        if process.exitcode != _LEFT:
+        why = why or f"the rank process {describe_exit(exitcode)}"
+        if exitcode != _LEFT:
             log.warning("rank %d: %s", rank.number, why)
             self._idle.add(rank.number)
-        self._state.look()
+        self.reporter.report_commits()
         open_attempts = [begun for begun in self._state.attempts.open() if begun.owner == rank.owner]
         for begun in open_attempts:
             kind: NoteKind = "failed"
@@ -376,7 +371,7 @@ class Supervisor:
             if begun.unit not in self._state.missing:
                 kind = "done"
             self._state.attempts.end(begun, kind, f"{why}; its log is {self.stage.dir.rank_log(rank.number)}")
-        if not (open_attempts or told or process.exitcode in (_LEFT, _NOTED)):
+        if not (open_attempts or told or exitcode in (_LEFT, _NOTED)):
             self._state.attempts.log.append(Note(kind="failed", slot=rank.slot, message=why))
         mark_ended(self.stage.ranks.progress, {rank.owner})
         remove_dead_attempts(token_staging(self.stage.root, self.stage.token))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Unit
-from sharmill.executors.local import ConfiguredExecutor, Follower
+from sharmill.executors.local import ConfiguredExecutor
+from sharmill.executors.reporter import ProgressReporter
 from sharmill.executors.supervisor import Device, supervise_rank
 
 
@@ -23,14 +24,14 @@ class ApartExecutor(ConfiguredExecutor):
     def num_ranks(self, stage: Stage, units: list[Unit]) -> int:
         return 2 if self.workers == "auto" else self.workers
 
-    def supervise(self, stage: Stage, numbers: range, follower: Follower) -> None:
+    def supervise(self, stage: Stage, numbers: range, reporter: ProgressReporter) -> None:
         processes = [subprocess.Popen([self.python, "-m", "apart"], stdin=subprocess.PIPE) for _ in numbers]
         for process, number in zip(processes, numbers, strict=True):
             with process.stdin as stream:
                 stream.write(pickle.dumps((stage, number)))
         for process in processes:
             while process.poll() is None:
-                follower.look()
+                reporter.look()
                 time.sleep(0.2)
 
 

@@ -6,7 +6,8 @@ import pytest
 from markupsafe import Markup
 from support.reported import HOSTILE, DecodingToy, make_reported, write_report
 
-from sharmill.report.charts import columns, curves, figure, plain_text, scatter
+from sharmill.report.charts import columns, curves, figure, scatter
+from sharmill.report.text import plain_text
 
 CHROMIUM = shutil.which("chromium")
 # Without a display or a sound card, and as root in a container.

@@ -210,6 +210,26 @@ def test_a_run_directory_of_another_user_shows_the_dataset_of_its_ledger_alone(r
     assert (status, "<audio" in page, "is not on the page" in " ".join(out.split())) == (0, is_its_own, not is_its_own)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("dataset.json", lambda text: text.replace('"format_version": 1', '"format_version": 99'), "version 99"),
+        ("shards.jsonl", None, "there is no shards.jsonl"),
+    ],
+)
+def test_a_run_page_names_the_reason_that_its_dataset_is_not_on_it(reported, call, tmp_path, name, change, reason):
+    run_dir, dataset = copy(reported.run_dir, tmp_path / "run"), copy(reported.dataset, tmp_path / "dataset")
+    config = run_dir / "resolved_config.yaml"
+    config.write_text(config.read_text().replace(str(reported.dataset), str(dataset)))
+    path = dataset / name
+    path.write_text(change(path.read_text())) if change else path.unlink()
+    status, out, _ = call("report", run_dir)
+    assert status == 0
+    assert "is not on the page" in (said := " ".join(out.split()))
+    assert reason in said
+    assert "another user" not in said
+
+
 def test_the_card_names_the_fields_that_a_stage_has_added(reported, call, tmp_path):
     dataset = add_fields(copy(reported.dataset, tmp_path / "dataset"))
     assert call("report", dataset, "-o", tmp_path / "x.html")[0] == 0

@@ -248,12 +248,8 @@ def report(directory: Path, output: Path | None, models: dict[str, str]) -> None
         facts, path = read_run_facts(config, stages_of_run(config), models), output or run_dir.report
     else:
         facts, path = read_dataset_facts(directory, models), output or Path("report.html")
-    if facts.record is None and (facts.dataset_dir / DATASET_FILE).exists():
-        say(
-            f"the dataset {facts.dataset_dir} is not on the page: {run_dir.config} belongs to another user, and not "
-            f"all of that dataset was made by this run; sharmill report {facts.dataset_dir} shows it",
-            style="yellow",
-        )
+    if facts.absence and (facts.dataset_dir / DATASET_FILE).exists():
+        say(f"the dataset {facts.dataset_dir} is not on the page: {facts.absence}", style="yellow")
     size = write_page(facts, path)
     say(f"wrote {path}: {size / 1e6:.1f} MB")
     print_json({"page": str(path), "bytes": size})

@@ -6,14 +6,14 @@ the same values for those who do not see it, print it, or let no script run. Col
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 from markupsafe import Markup, escape
 
-from sharmill.report.section import render, shorten, show_number
+from sharmill.report.section import render
+from sharmill.report.text import plain_text, shorten, show_number
 
 _HEIGHT: Final = 230
 _MAP_HEIGHT: Final = 340
@@ -22,17 +22,6 @@ _MOST_TICKS: Final = 5
 _MOST_LABELS: Final = 10
 _LONGEST_LABEL: Final = 9
 _LONGEST_TIP: Final = 80
-# Control characters, those that turn the direction of what follows, and halves of characters.
-_NOT_SHOWN: Final = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def plain_text(text: str) -> str:
-    """Return text with a replacement character for each that has an effect other than being read.
-
-    >>> plain_text("a\\x1b[31m")
-    'a\N{REPLACEMENT CHARACTER}[31m'
-    """
-    return _NOT_SHOWN.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def histogram(

@@ -17,7 +17,8 @@ from sharmill.files.stored import read_record
 from sharmill.pilot.calibration import Calibration
 from sharmill.report.charts import columns, curves, figure, histogram, scatter
 from sharmill.report.facts import Facts
-from sharmill.report.section import Section, render, show_number
+from sharmill.report.section import Section, render
+from sharmill.report.text import show_number
 from sharmill.shar.histograms import SCALES, Histogram
 
 _MOST_ROWS: Final = 12

@@ -10,7 +10,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, islice
 from operator import itemgetter
@@ -36,7 +36,7 @@ from sharmill.files.stored import load_record, read_record, read_records, read_s
 from sharmill.inspect.cuts import StoredCut, open_stored_shard, read_codes, read_shard
 from sharmill.manifest import Reject
 from sharmill.match.embed import unpack_voice
-from sharmill.report.section import shorten
+from sharmill.report.text import shorten
 from sharmill.shar.fields import CONTEXT_AUDIO, SHARDS_FILE, TARGET_CODES, codes_field
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values, supervision_of
 from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardRecord, read_dataset, read_shards
@@ -256,8 +256,9 @@ class Facts:
     Attributes:
         name: of the dataset.
         dataset_dir: where it is.
-        record: what its index says of it; None where there is no finished dataset.
+        record: the content of its index; None if it is not on the page.
         shards: its shards.
+        absence: the reason that it is not on the page; empty if it is.
         run: of a run directory.
         models: the codecs that may be loaded to decode codes: name in the dataset -> model, as the user named it.
         decode: load codecs.
@@ -267,6 +268,7 @@ class Facts:
     dataset_dir: Path
     record: DatasetRecord | None
     shards: list[ShardRecord]
+    absence: str = ""
     run: RunFacts | None = None
     models: Mapping[str, str] = field(default_factory=dict)
     decode: bool = True
@@ -286,26 +288,27 @@ class Facts:
             measures=self.run.measures if self.run else None, counted=self.run.code_counts if self.run else (),
         )  # fmt: skip
 
+    @cached_property
+    def all_measures(self) -> list[CutMeasures]:
+        """The measures of the cuts of the run, and those of the sample, as far as there are any."""
+        found = (self.run.measures if self.run else None, self.sample.measures if self.sample else None)
+        return [measures for measures in found if measures is not None]
+
     @property
     def measures(self) -> CutMeasures | None:
         """The measures of all cuts, or else of the sample."""
-        if self.run is not None and self.run.measures is not None:
-            return self.run.measures
-        return self.sample.measures if self.sample else None
+        return next(iter(self.all_measures), None)
 
     @property
     def sound(self) -> CutMeasures | None:
         """The measures of audio: those that the stages noted, or else those of a sample of audio, or None."""
-        if self.run is not None and self.run.measures is not None and self.run.measures.has_sound:
-            return self.run.measures
-        return self.sample.measures if self.sample and self.sample.measures.has_sound else None
+        return next((measures for measures in self.all_measures if measures.has_sound), None)
 
     @property
     def has_other_cuts(self) -> bool:
         """True if the dataset has cuts that the run did not write: others were appended to it."""
-        if self.record is None or self.run is None or self.run.measures is None:
-            return False
-        return self.run.measures.num_cuts != self.record.num_cuts
+        measures = self.run and self.run.measures
+        return bool(self.record and measures and measures.num_cuts != self.record.num_cuts)
 
     @property
     def origin_of_run(self) -> str:
@@ -363,27 +366,28 @@ def read_run_facts(
             # The second row is of contexts, if the dataset has any.
             uses = np.bincount(np.ravel(map_stored_array(stage.product("encode.segments/numbers"))[1:]))
             run.context_uses = uses[uses > 0]
+    about_run = Facts(
+        name=config.name, dataset_dir=dataset_dir, record=None, shards=[], run=run, models=models, decode=decode
+    )
     try:
         record = read_dataset(dataset_dir)
         shards = list(read_shards(dataset_dir, record.num_shards))
-    except ConfigError:
-        # Not written yet, or moved: the page is of the run then.
-        record, shards = None, []
-    if not _may_show(run_dir, stages, shards):
-        record, shards = None, []
-    return Facts(
-        name=config.name, dataset_dir=dataset_dir, record=record, shards=shards, run=run, models=models, decode=decode
-    )
+    except ConfigError as error:
+        return replace(about_run, absence=str(error))
+    if run_dir.config.stat().st_uid != os.geteuid() and not _wrote_all(stages, shards):
+        return replace(about_run, absence=(
+            f"{run_dir.config} belongs to another user, and not all of that dataset was made by this run; sharmill "
+            f"report {dataset_dir} shows it"
+        ))  # fmt: skip
+    return replace(about_run, record=record, shards=shards)
 
 
-def _may_show(run_dir: RunDir, stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> bool:
-    """Return True if a page in a run directory may show a dataset with these shards.
+def _wrote_all(stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> bool:
+    """Return True if the ledgers of a run have all files of a dataset with these shards.
 
     The configuration of another user may name any dataset that this user alone may read, and that user would find the
-    page: the ledger of such a run must have all files of the dataset.
+    page in the run directory.
     """
-    if run_dir.config.stat().st_uid == os.geteuid():
-        return True
     files = [file for stage in stages if stage.shares_root for file in committed_files(stage)]
     own = {FieldFile(file.name, file.size, file.xxh3) for file in files}
     return all(own.issuperset(shard.fields.values()) for shard in shards)

@@ -41,6 +41,9 @@ _WAVE_COLUMNS: Final = 100
 # Dark to bright, the same in both themes.
 _PALETTE: Final = ((13, 17, 43), (59, 31, 107), (140, 41, 99), (221, 81, 58), (252, 165, 53), (252, 244, 190))
 
+# A player for the template: its role, audio and pictures as ``data:`` addresses, and its length before it was cut.
+_Clip = dict[str, Any]
+
 
 def _wave_path(samples: np.ndarray) -> str:
     """Return the outline of audio (samples,) as a path in a box of 100 by 20, scaled to its peak.
@@ -86,10 +89,6 @@ def mel_picture(samples: np.ndarray, sampling_rate: int) -> str:
         for name, data in chunks.items()
     )
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
-
-
-# A player for the template: its role, audio and pictures as ``data:`` addresses, and its length before it was cut.
-_Clip = dict[str, Any]
 
 
 def make_listening(facts: Facts) -> Markup | None:

@@ -18,8 +18,8 @@ from sharmill.engine.stage import StageRun
 from sharmill.errors import SharmillError, refuse
 from sharmill.files.atomic import write_atomic
 from sharmill.registry import SECTIONS
-from sharmill.report.charts import plain_text
 from sharmill.report.section import Section, render
+from sharmill.report.text import plain_text
 from sharmill.shar.fields import DATASET_FILE
 
 if TYPE_CHECKING:

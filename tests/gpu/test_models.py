@@ -8,7 +8,7 @@ from support.project import voice
 from sharmill.match.select import select_context
 from sharmill.models import load_codec, load_speaker_encoder, make_deterministic
 from sharmill.models.batches import find_pieces, pad
-from sharmill.models.memory import BatchRunner
+from sharmill.models.memory import estimate_bytes_per_second, measure_peak, run_noise
 from sharmill.validate.shard import MAX_DIFFERENT_CODES
 
 ENCODERS = ["resemblyzer", "nemo_speaker", "nemo_speaker_unmasked"]
@@ -96,9 +96,8 @@ def test_batches_from_pinned_memory_have_the_same_codes(device, kind, models):
 def test_the_estimate_of_memory_beside_the_peak_of_a_larger_batch(device, kind, models, record):
     load = load_speaker_encoder if kind in ENCODERS else load_codec
     model = load(models[kind], device)
-    runner = BatchRunner(model, device)
-    estimated = runner.estimate_bytes_per_second()
-    measured = runner.measure_peak(30.0)
+    estimated = estimate_bytes_per_second(model, device)
+    measured = measure_peak(lambda: run_noise(model, device, (6, 5 * model.sampling_rate)), device)
     record(estimated_mib_per_second=round(estimated / 2**20, 2), measured=round(measured / 30 / 2**20, 2))
     # The audio itself, at least, and no more than half as much again as was estimated, beside workspaces of libraries.
     assert model.sampling_rate * 4 < estimated

@@ -46,7 +46,7 @@ from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.files.locks import LOCK_NAME, lock_owner
 from sharmill.files.staging import STAGING_NAME, Staging, token_staging
 from sharmill.manifest import Utterance
-from sharmill.models.files import check_transformers_config, read_nemo_config
+from sharmill.models.checkpoints import check_transformers_config, read_nemo_config
 from sharmill.pipeline import run_dataset
 from sharmill.report.facts import read_run_facts
 from sharmill.report.page import make_page

@@ -75,6 +75,17 @@ _LIBRI_PARTS: Final = (
     "dev-clean", "dev-other", "test-clean", "test-other", "train-clean-100", "train-clean-360", "train-other-500",
 )  # fmt: skip
 _AN4_LINE: Final = re.compile(r"(.*)\(([^()\s]+)\)\s*")
+# Other names of the same corpora, as NeMo's documentation and people write them, without blanks and signs.
+_ALIASES: Final = {
+    "aishell1": "aishell",
+    "fisher": "fisher_english",
+    "fisherenglish": "fisher_english",
+    "fisherenglishtrainingspeech": "fisher_english",
+    "hub5": "eval2000",
+    "2000hub5": "eval2000",
+    "2000hub5englishevaluationspeech": "eval2000",
+    "an4dataset": "an4",
+}
 
 
 def _forgive_headers() -> None:
@@ -344,17 +355,6 @@ CORPORA: Final = {
         Corpus(recipe="eval2000", dataset="HUB5", language="en", read=_read_hub5),
         Corpus(recipe="an4", dataset="AN4", language="en", read=_read_an4),
     )
-}
-# Other names of the same corpora, as NeMo's documentation and people write them, without blanks and signs.
-_ALIASES: Final = {
-    "aishell1": "aishell",
-    "fisher": "fisher_english",
-    "fisherenglish": "fisher_english",
-    "fisherenglishtrainingspeech": "fisher_english",
-    "hub5": "eval2000",
-    "2000hub5": "eval2000",
-    "2000hub5englishevaluationspeech": "eval2000",
-    "an4dataset": "an4",
 }
 
 

@@ -41,6 +41,12 @@ _MIN_DURATION: Final = 1.0
 _MAX_DURATION: Final = 12.0
 
 _LEVEL: Final = 0.08  # root mean square of the speech, relative to full scale
+_NOT_JSON: Final = '{"audio_filepath": "ada/ada_9999.flac", "duration": 3.2, "text": "this line was cut o'
+_SHORT_SAMPLES: Final = round(0.05 * Espeak.sampling_rate)
+# Half of the sentences are long: a context for a zero-shot model should last three seconds or more.
+_LENGTHS: Final = ("long", "medium", "longest", "medium", "long", "short", "long", "medium")
+_MAX_WORDS: Final = 30
+_SLOT: Final = re.compile(r"\{(\w+)\}")
 
 # Rate, pitch and range of the pitch of each speaker. The variants were picked by measurement: among espeak's own, they
 # are the twelve whose closest pair is the least similar to the resemblyzer speaker encoder.
@@ -126,10 +132,6 @@ def _write_audio(path: Path, samples: Samples, sampling_rate: int) -> None:
         if (chunk := content.find(b"PEAK")) >= 0:
             content[chunk + 12 : chunk + 16] = bytes(4)
             path.write_bytes(content)
-
-
-_NOT_JSON: Final = '{"audio_filepath": "ada/ada_9999.flac", "duration": 3.2, "text": "this line was cut o'
-_SHORT_SAMPLES: Final = round(0.05 * Espeak.sampling_rate)
 
 
 @dataclass(frozen=True)
@@ -327,12 +329,6 @@ def _write_manifest(path: Path, good: list[Record], bad: list[Record | str], rng
         # Never the first line, so that the duplicate of the first record comes after it.
         lines.insert(rng.randrange(1, len(lines) + 1), record if isinstance(record, str) else json.dumps(record))
     path.write_text("\n".join(lines) + "\n")
-
-
-# Half of the sentences are long: a context for a zero-shot model should last three seconds or more.
-_LENGTHS: Final = ("long", "medium", "longest", "medium", "long", "short", "long", "medium")
-_MAX_WORDS: Final = 30
-_SLOT: Final = re.compile(r"\{(\w+)\}")
 
 
 def sentences(*, seed: int) -> Iterator[str]:

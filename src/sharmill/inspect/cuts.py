@@ -31,6 +31,7 @@ from sharmill.shar.json_lines import decode_cut, read_cuts, read_json_lines
 _WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
 # Audio that is quieter than this, relative to full scale, is drawn as silence.
 _QUIETEST_DB: Final = -54.0
+_SUFFIXES: Final = (".wav", ".flac", ".mp3", ".opus")
 
 
 @dataclass(frozen=True)
@@ -233,9 +234,6 @@ def _describe_item(item: Item) -> tuple[str, str]:
 
 def _number(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, (int, float)) else ""
-
-
-_SUFFIXES: Final = (".wav", ".flac", ".mp3", ".opus")
 
 
 def export_cut(stored: StoredCut, folder: Path) -> list[Path]:

@@ -175,6 +175,8 @@ class ModelFamily(ABC):
     """Packages that its models are computed with beside torch, by the names that pip has."""
     modules: ClassVar[tuple[str, ...]] = ()
     """Modules that ``load`` imports, and that take the most time to import: the ranks of a machine import them once."""
+    takes_target: ClassVar[bool] = True
+    """False for a family of one model, whose name has no target."""
     strangers: ClassVar[tuple[tuple[float, float], ...]] = ()
     """Of speaker encoders: similarities of two utterances of different speakers, in increasing order, each with the
     share of pairs that are less similar; empty if none were measured."""
@@ -199,6 +201,8 @@ class ModelFamily(ABC):
         Raises:
             ConfigError: the model cannot be loaded, for a reason that can be seen without loading it.
         """
+        if self.target and not self.takes_target:
+            raise ConfigError(f"'{self.name}' has too much: write {Registry.split(self.name)[0]}", code="bad_model")
         for package in self.packages:
             try:
                 importlib.metadata.version(package)
@@ -243,11 +247,6 @@ class ModelFamily(ABC):
         Raises:
             ConfigError: the model, its file or the installation is wrong; one line that says what to do.
         """
-
-    def refuse_target(self) -> None:
-        """Raise ConfigError if the name has a target; for a family of one model."""
-        if self.target:
-            raise ConfigError(f"'{self.name}' has too much: write {Registry.split(self.name)[0]}", code="bad_model")
 
 
 def find_speaker_encoder(name: str, **options: Any) -> ModelFamily:

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # Lengths between a power of two and the next. Rounding up to one of them pads by 1 / 45 on average.
 _LENGTHS_PER_OCTAVE: Final = 16
+# A segment that is longer is cut. As much as a batch has by default, and more than most utterances have.
+PIECE_SECONDS: Final = 30.0
 
 
 def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_below: float = 0.0) -> list[list[int]]:
@@ -145,10 +147,6 @@ def log_padding(stats: Sequence[Mapping[str, Any]], done: str) -> None:
     seconds, padded = (sum(one[f"{name}_seconds"] for one in stats) for name in (done, "padded"))
     share = 100 * (1 - seconds / padded) if padded else 0.0
     log.info("%.1f s of audio %s, %.2f %% of the batches is padding", seconds, done, share)
-
-
-# A segment that is longer is cut. As much as a batch has by default, and more than most utterances have.
-PIECE_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import math
 import tarfile
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -16,8 +17,9 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sharmill.models import ModelFamily
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.families import BUILTIN_FILE, ENCODING_PARTS, NemoCodec
+from sharmill.models.nemo_models import ENCODING_PARTS
 from sharmill.models.tensors import find_reach, weights_checksum
 
 # NeMo's, against values between two levels.
@@ -77,9 +79,13 @@ def _quantize(values: Tensor, levels: Tensor) -> Tensor:
 
 
 class _BuiltinCodec(CodecBackend):
-    """The encoder and the quantizer of a NeMo AudioCodecModel, by its configuration and its weights."""
+    """The encoder and the quantizer of a NeMo AudioCodecModel, by its configuration and its weights.
 
-    def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: str) -> None:
+    ``decoding`` is the same model in NeMo's own form, which is loaded to decode.
+    """
+
+    def __init__(self, config: dict[str, Any], weights: dict[str, Tensor], device: str, decoding: ModelFamily) -> None:
+        self._decoding = decoding
         quantizer = config["vector_quantizer"]
         # The first weights are drawn.
         with torch.random.fork_rng(devices=[]):
@@ -109,12 +115,12 @@ class _BuiltinCodec(CodecBackend):
 
     @cached_property
     def _with_decoder(self) -> CodecBackend:
-        return NemoCodec(name=self.spec.name, target=str(BUILTIN_FILE)).load(str(self.device))
+        return self._decoding.load(str(self.device))
 
 
-def load_builtin_codec(device: str) -> CodecBackend:
-    """Load the codec; NeMo is needed only to decode."""
-    with tarfile.open(BUILTIN_FILE) as archive:
+def load_builtin_codec(path: Path, device: str, decoding: ModelFamily) -> CodecBackend:
+    """Load the codec from its file; NeMo is needed only to decode, by ``decoding``, the same model in NeMo's form."""
+    with tarfile.open(path) as archive:
         members = {member.name.removeprefix("./"): archive.extractfile(member) for member in archive}
         files = {name: stream.read() for name, stream in members.items() if stream is not None}
     config = yaml.safe_load(files["model_config.yaml"])
@@ -122,4 +128,4 @@ def load_builtin_codec(device: str) -> CodecBackend:
     weights = {name: tensor for name, tensor in stored.items() if name.startswith(ENCODING_PARTS)}
     # Stored with half the bits.
     weights |= {name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()}
-    return _BuiltinCodec(config, weights, device)
+    return _BuiltinCodec(config, weights, device, decoding)

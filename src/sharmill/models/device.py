@@ -21,6 +21,14 @@ log = logging.getLogger(__name__)
 _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 # By the CUDA that torch was built with: the least driver and the least compute capability.
 _NEEDS: Final = {"13": "a driver of 580 or later and compute capability 7.5 or higher"}
+# On a CPU the activations of a large batch leave the cache, and are new pages each time: more audio at once is slower.
+_CPU_BATCH_SECONDS: Final = 10.0
+# More threads wait for Python's lock most of the time.
+_MOST_THREADS: Final = 16
+# The first generation of GPUs with TensorFloat-32 and bfloat16.
+_REDUCED_CAPABILITY: Final = (8, 0)
+
+Encode = TypeVar("Encode", bound=Callable[..., Any])
 
 
 def check_device(device: str) -> str:
@@ -82,18 +90,6 @@ def _describe_torch() -> str:
             major, minor = torch.cuda.get_device_capability(index)
             found += f", its GPU {index} has capability {major}.{minor}"
     return f"{built}; this machine's driver is {driver_version()}{found}. See docs/models.md"
-
-
-# On a CPU the activations of a large batch leave the cache, and are new pages each time: more audio at once is slower.
-_CPU_BATCH_SECONDS: Final = 10.0
-
-# More wait for Python's lock most of the time.
-_MOST_THREADS: Final = 16
-
-# The first generation of GPUs with TensorFloat-32 and bfloat16.
-_REDUCED_CAPABILITY: Final = (8, 0)
-
-Encode = TypeVar("Encode", bound=Callable[..., Any])
 
 
 def make_deterministic(device: str) -> int:

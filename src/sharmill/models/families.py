@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sharmill.errors import refuse
 from sharmill.models import Codec, ModelFamily, SpeakerEncoder
-from sharmill.models.files import check_transformers_config, read_nemo_config, require_on_hub
+from sharmill.models.checkpoints import check_transformers_config, read_nemo_config
+from sharmill.models.hub import require_on_hub
 from sharmill.registry import require_package
 
 if TYPE_CHECKING:
-    from nemo.core import ModelPT
-
     from sharmill.models.codec_backend import CodecBackend
 
 BUILTIN_FILE: Final = Path(__file__).parent / "builtin_codec.nemo"
-# Submodules of NeMo's codecs that encode.
-ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
 _PATH_STARTS: Final = ("/", "./", "../", "~")
 
 
@@ -28,16 +24,17 @@ class BuiltinCodec(ModelFamily):
     """``builtin``: a small codec, for trying out; NeMo is needed only to decode."""
 
     modules: ClassVar = ("sharmill.models.builtin_codec",)
+    takes_target: ClassVar = False
 
     def resolve(self) -> Path:
-        self.refuse_target()
+        super().resolve()
         return BUILTIN_FILE
 
     def load(self, device: str) -> Codec:
-        self.resolve()
+        path = self.resolve()
         from sharmill.models.builtin_codec import load_builtin_codec
 
-        return load_builtin_codec(device)
+        return load_builtin_codec(path, device, NemoCodec(name=self.name, target=str(path)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +43,7 @@ class Resemblyzer(ModelFamily):
 
     packages: ClassVar = ("resemblyzer",)
     modules: ClassVar = ("sharmill.models.resemblyzer_encoder",)
+    takes_target: ClassVar = False
     # Measured on read speech: 99.8 % of pairs of one speaker are at least as similar (10 speakers, 450 pairs), and of
     # pairs of different speakers 0.2 % (10 speakers, 4,500 pairs) and 3.2 % (248 speakers, 30,628 pairs). At 0.6 it is
     # 23 % and 47 %.
@@ -56,10 +54,6 @@ class Resemblyzer(ModelFamily):
         (0.595, 0.5), (0.615, 0.6), (0.637, 0.7), (0.664, 0.8), (0.701, 0.9), (0.732, 0.95), (0.759, 0.975),
         (0.785, 0.99), (0.8, 0.995), (0.821, 0.998), (0.833, 0.999), (0.852, 0.9995), (0.88, 0.9999), (0.9, 1.0),
     )  # fmt: skip
-
-    def resolve(self) -> Path | None:
-        self.refuse_target()
-        return super().resolve()
 
     def load(self, device: str) -> SpeakerEncoder:
         self.resolve()
@@ -78,7 +72,7 @@ class NemoModel(ModelFamily):
 
     packages: ClassVar = ("nemo_toolkit",)
     class_name: ClassVar[str]
-    """The class that models must be of, in the last of ``modules``."""
+    """The module and the name of the class that models must be of, with a colon between."""
 
     def resolve(self) -> Path | None:
         target, path = self.target, Path(self.target).expanduser()
@@ -100,11 +94,13 @@ class NemoModel(ModelFamily):
         if self.resolve() is None:
             from sharmill.models.nemo_models import require_pretrained
 
-            require_pretrained(self)
+            require_pretrained(self.name, self.class_name)
 
-    def find_class(self) -> type[ModelPT]:
-        """Import and return the class that models must be of."""
-        return getattr(importlib.import_module(self.modules[-1]), self.class_name)
+    def restore(self, parts: tuple[str, ...], optional: tuple[str, ...] = ()) -> Any:
+        """Return NeMo's own model, as ``restore_model`` does."""
+        from sharmill.models.nemo_models import restore_model
+
+        return restore_model(self.name, self.resolve(), self.class_name, self.allow_targets, parts, optional)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +108,7 @@ class NemoEncoder(NemoModel):
     """Speaker encoders of the class EncDecSpeakerLabelModel: TitaNet, SpeakerNet, ECAPA and their kin."""
 
     modules: ClassVar = ("sharmill.models.nemo_models", "nemo.collections.asr.models")
-    class_name: ClassVar = "EncDecSpeakerLabelModel"
+    class_name: ClassVar = "nemo.collections.asr.models:EncDecSpeakerLabelModel"
 
     @property
     def min_similarity(self) -> float | None:
@@ -120,9 +116,9 @@ class NemoEncoder(NemoModel):
         return 0.6 if "titanet" in Path(self.target).name.lower() else None
 
     def load(self, device: str) -> SpeakerEncoder:
-        from sharmill.models.nemo_models import NemoSpeakerEncoder, restore_model
+        from sharmill.models.nemo_models import NemoSpeakerEncoder
 
-        return NemoSpeakerEncoder(restore_model(self, ("preprocessor.", "encoder.", "decoder.")), device)
+        return NemoSpeakerEncoder(self.restore(("preprocessor.", "encoder.", "decoder.")), device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +126,12 @@ class NemoCodec(NemoModel):
     """Codecs of the class AudioCodecModel."""
 
     modules: ClassVar = ("sharmill.models.nemo_models", "nemo.collections.tts.models")
-    class_name: ClassVar = "AudioCodecModel"
+    class_name: ClassVar = "nemo.collections.tts.models:AudioCodecModel"
 
     def load(self, device: str) -> CodecBackend:
-        from sharmill.models.nemo_models import NemoCodecBackend, restore_model
+        from sharmill.models.nemo_models import ENCODING_PARTS, NemoCodecBackend
 
-        return NemoCodecBackend(restore_model(self, ENCODING_PARTS, optional=("audio_decoder",)), self.name, device)
+        return NemoCodecBackend(self.restore(ENCODING_PARTS, optional=("audio_decoder",)), self.name, device)
 
 
 @dataclass(frozen=True, kw_only=True)

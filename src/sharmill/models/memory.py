@@ -26,6 +26,21 @@ from sharmill.models.device import fit_batch_seconds
 _UNITS_ALIKE: Final = 2
 # Advice for a user whom no batch size helps.
 ELSEWHERE: Final = "the same command does the rest on a device with more memory, of the same kind"
+_ROW_SECONDS: Final = 5.0
+_CPU_SIZES: Final = (5.0, fit_batch_seconds(math.inf, "cpu"))
+# Sizes of the two batches that the memory per second follows from; their lengths are canonical.
+_TWO_SIZES: Final = (2.0, 10.0)
+_GPU_SIZES: Final = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+# The rest is for other processes, fragments and the system's own pages.
+_USABLE_SHARE: Final = 0.7
+# A larger batch must be this much faster to be worth its memory.
+_WORTH: Final = 1.03
+_REPEATS: Final = 2
+# Durations of read speech: a gamma distribution with a mean of 6.5 s.
+_SPEECH_SHAPE, _SPEECH_SCALE, _SPEECH_LIMITS = 2.5, 2.6, (0.6, 20.0)
+
+# Rows and samples of a batch.
+Shape = tuple[int, int]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -149,23 +164,6 @@ def _resident(key: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) << 10
 
 
-_ROW_SECONDS: Final = 5.0
-_CPU_SIZES: Final = (5.0, fit_batch_seconds(math.inf, "cpu"))
-# Rounded up to canonical lengths: the two that memory is told from.
-_CANONICAL_SECONDS: Final = (2.0, 10.0)
-_GPU_SIZES: Final = (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
-# The rest is for other processes, fragments and the system's own pages.
-_USABLE_SHARE: Final = 0.7
-# A larger batch must be this much faster to be worth its memory.
-_WORTH: Final = 1.03
-_REPEATS: Final = 2
-# Durations of read speech: a gamma distribution with a mean of 6.5 s.
-_SPEECH_SHAPE, _SPEECH_SCALE, _SPEECH_LIMITS = 2.5, 2.6, (0.6, 20.0)
-
-# Rows and samples of a batch.
-Shape = tuple[int, int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """The speed and the memory of a model on a device.
@@ -202,8 +200,8 @@ def measure_model(model: Codec | SpeakerEncoder, device: str, memory: int) -> Me
         memory: bytes of the device that may be used.
     """
     sizes = _CPU_SIZES if device == "cpu" else _GPU_SIZES
-    batches = {seconds: [_shape_of_rows(seconds, model.sampling_rate)] for seconds in sizes}
-    return _measure(BatchRunner(model, device), memory, batches)
+    shape = _shape_in_rows(model)
+    return _measure(model, device, memory, shape, {seconds: [shape(seconds)] for seconds in sizes})
 
 
 def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: float) -> Measurement:
@@ -226,12 +224,12 @@ def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: floa
         (batch,) = plan([seconds], batch_seconds)
         return batch.num_rows, batch.num_frames * size
 
-    one_row = shape(_CANONICAL_SECONDS[0], _GPU_SIZES[-1])[0] == 1
+    one_row = shape(_TWO_SIZES[0], _GPU_SIZES[-1])[0] == 1
     if one_row:
-        batches = {samples / rate: [(rows, samples)] for rows, samples in map(shape, _CANONICAL_SECONDS)}
+        batches = {samples / rate: [(rows, samples)] for rows, samples in map(shape, _TWO_SIZES)}
     else:
-        batches = {seconds: [shape(item, seconds) for item in _CANONICAL_SECONDS] for seconds in _GPU_SIZES}
-    found = _measure(BatchRunner(codec, device, shape), memory, batches, one_row=one_row)
+        batches = {seconds: [shape(item, seconds) for item in _TWO_SIZES] for seconds in _GPU_SIZES}
+    found = _measure(codec, device, memory, shape, batches, one_row=one_row)
     # Segments as long as speech, a unit of them at least.
     count = math.ceil(unit_seconds / _SPEECH_LIMITS[0])
     lengths = np.clip(np.random.default_rng(0).gamma(_SPEECH_SHAPE, _SPEECH_SCALE, count), *_SPEECH_LIMITS)
@@ -244,21 +242,22 @@ def measure_canonical(codec: Codec, device: str, memory: int, unit_seconds: floa
 
 
 def _measure(
-    run: "BatchRunner", memory: int, batches: Mapping[float, Sequence[Shape]], *, one_row: bool = False
-) -> Measurement:
+    model: Codec | SpeakerEncoder, device: str, memory: int, shape: Callable[[float], Shape],
+    batches: Mapping[float, Sequence[Shape]], *, one_row: bool = False,
+) -> Measurement:  # fmt: skip
     """Measure a model on batches by size, one after the other, as far as they fit."""
-    bytes_per_second = run.estimate_bytes_per_second()
+    bytes_per_second = estimate_bytes_per_second(model, device, shape)
     speeds: dict[float, float] = {}
     for size, shapes in batches.items():
         if size * bytes_per_second > _USABLE_SHARE * memory:
             break
         try:
-            taken = sum(run.time(*shape) for shape in shapes)
+            taken = sum(_time(model, device, batch) for batch in shapes)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             break
-        speeds[size] = sum(rows * samples for rows, samples in shapes) / run.model.sampling_rate / taken
+        speeds[size] = sum(rows * samples for rows, samples in shapes) / model.sampling_rate / taken
     most = _USABLE_SHARE * memory / max(1.0, bytes_per_second)
     return Measurement(bytes_per_second=bytes_per_second, speeds=speeds, most_seconds=most, one_row=one_row)
 
@@ -278,7 +277,7 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
         return math.inf
     import torch
 
-    bytes_per_second = BatchRunner(model, device).estimate_bytes_per_second()
+    bytes_per_second = estimate_bytes_per_second(model, device)
     memory = torch.cuda.get_device_properties(device).total_memory
     needed = bytes_per_second * batch_seconds
     if needed > memory:
@@ -290,58 +289,53 @@ def require_room(model: Codec | SpeakerEncoder, device: str, batch_seconds: floa
     return memory / max(1.0, bytes_per_second)
 
 
-def _shape_of_rows(seconds: float, sampling_rate: int) -> Shape:
-    """Return the shape of a batch of so many seconds, in rows of about 5 s."""
-    rows = max(1, round(seconds / _ROW_SECONDS))
-    return rows, round(seconds / rows * sampling_rate)
+def _shape_in_rows(model: Codec | SpeakerEncoder) -> Callable[[float], Shape]:
+    """Return a function that returns the shape of a batch of so many seconds, in rows of about 5 s."""
+
+    def shape(seconds: float) -> Shape:
+        rows = max(1, round(seconds / _ROW_SECONDS))
+        return rows, round(seconds / rows * model.sampling_rate)
+
+    return shape
 
 
-class BatchRunner:
-    """A model that runs on batches of noise.
+def run_noise(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> None:
+    """Run a model on a batch of noise of so many rows and samples."""
+    import torch
+
+    work: Callable[..., object] = model.encode if hasattr(model, "encode") else model.embed
+    rows, samples = shape
+    audio = 0.1 * torch.randn(rows, samples, generator=torch.Generator().manual_seed(0))
+    work(audio, torch.full((rows,), samples, dtype=torch.int64))
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def _time(model: Codec | SpeakerEncoder, device: str, shape: Shape) -> float:
+    """Return the least seconds that a batch takes, after a run that warms up."""
+    run_noise(model, device, shape)
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        run_noise(model, device, shape)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def estimate_bytes_per_second(
+    model: Codec | SpeakerEncoder, device: str, shape: Callable[[float], Shape] | None = None
+) -> float:
+    """Return the bytes of memory that a model takes per second of audio in a batch, padding included.
 
     Args:
         shape: returns the shape of a batch of so many seconds; by default it has rows of about 5 s.
     """
-
-    def __init__(
-        self, model: Codec | SpeakerEncoder, device: str, shape: Callable[[float], Shape] | None = None
-    ) -> None:
-        self.model = model
-        self._device = device
-        self._shape = shape or (lambda seconds: _shape_of_rows(seconds, model.sampling_rate))
-
-    def run(self, rows: int, samples: int) -> None:
-        """Run the model on a batch of so many rows and samples."""
-        import torch
-
-        model = self.model
-        work: Callable[..., object] = model.encode if hasattr(model, "encode") else model.embed
-        audio = 0.1 * torch.randn(rows, samples, generator=torch.Generator().manual_seed(0))
-        work(audio, torch.full((rows,), samples, dtype=torch.int64))
-        if self._device != "cpu":
-            torch.cuda.synchronize(self._device)
-
-    def time(self, rows: int, samples: int) -> float:
-        """Return the least seconds that a batch takes, after a run that warms up."""
-        self.run(rows, samples)
-        times = []
-        for _ in range(_REPEATS):
-            started = time.perf_counter()
-            self.run(rows, samples)
-            times.append(time.perf_counter() - started)
-        return min(times)
-
-    def measure_peak(self, seconds: float) -> int:
-        """Return the most bytes that a batch of so many seconds takes, as ``measure_peak``."""
-        return measure_peak(lambda: self.run(*self._shape(seconds)), self._device)
-
-    def estimate_bytes_per_second(self) -> float:
-        """Return the bytes of memory that the model takes per second of audio in a batch, padding included."""
-        short, long = 2.0, 10.0
-        self.run(*self._shape(short))  # what is made once is no part of it
-        most = self.measure_peak(long)
-        if self._device == "cpu":
-            # Pages come and stay in large pieces, so that a difference of two peaks may be anything. It is a batch's
-            # size.
-            return most / long
-        return max(0.0, most - self.measure_peak(short)) / (long - short)
+    shape = shape or _shape_in_rows(model)
+    short, long = _TWO_SIZES
+    run_noise(model, device, shape(short))  # memory that is allocated once is no part of it
+    most = measure_peak(lambda: run_noise(model, device, shape(long)), device)
+    if device == "cpu":
+        # Pages come and stay in large pieces, so that a difference of two peaks may be anything. It is a batch's size.
+        return most / long
+    least = measure_peak(lambda: run_noise(model, device, shape(short)), device)
+    return max(0.0, most - least) / (long - short)

@@ -6,8 +6,9 @@ Importing this module imports torch, and not NeMo.
 from __future__ import annotations
 
 import logging
+import pkgutil
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
@@ -15,16 +16,17 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from sharmill.errors import ConfigError, is_device_error, one_line, refuse
+from sharmill.models.checkpoints import read_nemo_config
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
 from sharmill.models.cpu_layers import fit_hifigan_to_cpu, fit_titanet_to_cpu
-from sharmill.models.families import ENCODING_PARTS, NemoModel
-from sharmill.models.files import read_nemo_config, require_on_hub, require_reachable
+from sharmill.models.hub import require_on_hub, require_reachable
 from sharmill.models.tensors import (
     find_reach,
     fit_length,
     limited_layers,
     loading,
     move_batch,
+    require_whole,
     unit_embeddings,
     weights_checksum,
 )
@@ -36,6 +38,17 @@ if TYPE_CHECKING:
     from nemo.core import ModelPT
     from torch import Tensor, nn
 
+# Submodules of NeMo's codecs that encode.
+ENCODING_PARTS: Final = ("audio_encoder.", "vector_quantizer.")
+# The noise of float32 arithmetic is 1e-6 to 1e-5; a model that sees the padding does far more than this.
+_RELATIVE_TOLERANCE: Final = 1e-3
+_TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
+# Features are normalised by their standard deviation over time, which needs some frames: shorter audio is filled up
+# with zeros.
+_MIN_SECONDS: Final = 0.1
+# NeMo fills up the features of a batch to a multiple of 16 frames, which hides the batch's padding from most layers.
+# This length gives 1 + 159 frames of 10 ms, so that there is nothing to fill up.
+_TRIED_SECONDS: Final = 1.59
 # Errors of a damaged checkpoint or a failed download; any other is a fault of ours and is shown as it is.
 _LOADING_ERRORS = (
     AttributeError,
@@ -93,11 +106,17 @@ def _filters_of_archives() -> Iterator[None]:
         tarfile.TarFile.extract = original  # type: ignore[method-assign]
 
 
-def restore_model(model: NemoModel, parts: tuple[str, ...], optional: tuple[str, ...] = ()) -> Any:
+def restore_model(
+    name: str, path: Path | None, class_name: str, allow_targets: Collection[str], parts: tuple[str, ...],
+    optional: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
     """Load a NeMo model on the CPU, frozen and in evaluation mode.
 
     Args:
-        model: a model of one of NeMo's families.
+        name: the model as the configuration names it.
+        path: its file; None for a pretrained model.
+        class_name: the module and the name of its class, with a colon between.
+        allow_targets: names in its configuration that are let through, see ``read_nemo_config``.
         parts: the submodules that are used; all their weights must be in the checkpoint. (NeMo's codec lets weights
             be absent, and would go on with random ones.)
         optional: names of submodules that are None in the model if weights of theirs are absent.
@@ -105,29 +124,37 @@ def restore_model(model: NemoModel, parts: tuple[str, ...], optional: tuple[str,
     Raises:
         ConfigError: if the file is no checkpoint of this class or the pretrained model cannot be fetched.
     """
-    path = model.resolve()
     with quiet_nemo():
-        model_class = model.find_class()
+        model_class = pkgutil.resolve_name(class_name)
     from huggingface_hub.errors import HfHubHTTPError
     from hydra.errors import HydraException
 
     # The hub's client lets the errors of its HTTP library through, and that library changes with its version.
     errors = (*_LOADING_ERRORS, HydraException, *HfHubHTTPError.__bases__)
-    with loading(model.name, *errors), quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
+    with loading(name, *errors), quiet_nemo(), _filters_of_archives(), torch.random.fork_rng(devices=[]):
         # A model draws its first weights before it gets those of the checkpoint: hence the fork.
-        restored = _restore(model_class, model, path, parts, optional)
+        options = {
+            "map_location": torch.device("cpu"),
+            "save_restore_connector": _strict_connector(name, allow_targets, parts, optional),
+        }
+        if path is not None:
+            restored = model_class.restore_from(str(path), **options)
+        else:
+            require_pretrained(name, class_name)
+            restored = model_class.from_pretrained(name.partition(":")[2], **options)
     if not isinstance(restored, model_class):
         raise ConfigError(
-            f"{model.name} is a {type(restored).__name__}, not a {model_class.__name__}: use another model",
+            f"{name} is a {type(restored).__name__}, not a {model_class.__name__}: use another model",
             code="bad_model",
         )
     restored.freeze()
     return restored.eval()
 
 
-def _restore(
-    model_class: type[ModelPT], model: NemoModel, path: Path | None, parts: tuple[str, ...], optional: tuple[str, ...]
-) -> ModelPT:
+def _strict_connector(
+    name: str, allow_targets: Collection[str], parts: tuple[str, ...], optional: tuple[str, ...]
+) -> Any:
+    """Return the object by which NeMo reads checkpoints, one that takes only what was checked; as ``restore_model``."""
     from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
     from omegaconf import OmegaConf
 
@@ -137,8 +164,8 @@ def _restore(
         ) -> Any:
             # Only what was checked is used, whatever else of that name is in the archive.
             source = Path(self.model_extracted_dir or restore_path)
-            config = read_nemo_config(source, model.allow_targets)
-            with limited_layers(model.name, source):
+            config = read_nemo_config(source, allow_targets)
+            with limited_layers(name, source):
                 return super().load_config_and_state_dict(calling_cls, restore_path, OmegaConf.create(config), *rest)
 
         @staticmethod
@@ -150,48 +177,40 @@ def _restore(
             self, instance: nn.Module, state_dict: Mapping[str, Any], strict: bool
         ) -> None:
             wanted = {key for key in instance.state_dict() if key.startswith(parts)}
-            if missing := sorted(wanted - state_dict.keys()):
-                raise ConfigError(
-                    f"{model.name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole",
-                    code="bad_model",
-                )
+            require_whole(name, wanted - state_dict.keys())
             super().load_instance_with_state_dict(instance, state_dict, strict)
             for part in optional:
                 if any(key.startswith(f"{part}.") for key in instance.state_dict().keys() - state_dict.keys()):
                     setattr(instance, part, None)
 
-    options = {"map_location": torch.device("cpu"), "save_restore_connector": StrictConnector()}
-    if path is not None:
-        return model_class.restore_from(str(path), **options)
-    require_pretrained(model)
-    return model_class.from_pretrained(model.target, **options)
+    return StrictConnector()
 
 
-def require_pretrained(model: NemoModel) -> None:
+def require_pretrained(name: str, class_name: str) -> None:
     """Raise ConfigError unless a pretrained model is on this machine or can be asked for.
 
     A "/" in its name stands for the hub. NeMo is imported for NeMo's own names alone.
+
+    Args:
+        name, class_name: as of ``restore_model``.
     """
-    if "/" in model.target:
-        require_on_hub(model.name, f"{PurePosixPath(model.target).name}.nemo")
+    target = name.partition(":")[2]
+    if "/" in target:
+        require_on_hub(name, f"{PurePosixPath(target).name}.nemo")
         return
     with quiet_nemo():
         from nemo.utils.data_utils import resolve_cache_dir
 
-        model_class, name = model.find_class(), model.target
+        model_class = pkgutil.resolve_name(class_name)
         known = {info.pretrained_model_name: str(info.location) for info in model_class.list_available_models() or ()}
-        if name not in known:
+        if target not in known:
             raise ConfigError(
-                f"NeMo has no pretrained {model_class.__name__} {name!r}{nearest(name, sorted(known))}",
+                f"NeMo has no pretrained {model_class.__name__} {target!r}{nearest(target, sorted(known))}",
                 code="unknown_name",
             )
-        filename = PurePosixPath(known[name]).name
+        filename = PurePosixPath(known[target]).name
         if not any((resolve_cache_dir() / filename.removesuffix(".nemo")).glob(f"*/{filename}")):
-            require_reachable(known[name], model.name)
-
-
-# Far above the noise of float32 arithmetic (1e-6 to 1e-5), far below what a model does that sees the padding.
-_RELATIVE_TOLERANCE: Final = 1e-3
+            require_reachable(known[target], name)
 
 
 def _right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: int, long: int) -> bool:
@@ -210,9 +229,6 @@ def _right_padding_matters(encode: Callable[[Tensor, Tensor], Tensor], short: in
     alone = encode(noise[:1, :short], torch.tensor([short]))
     beside = encode(noise, torch.tensor([short, long]))[:1, ..., : alone.shape[-1]]
     return bool((alone - beside).abs().max() > _RELATIVE_TOLERANCE * alone.abs().max())
-
-
-_TRIED_FRAMES: Final = (1, 2, 4, 8, 16, 32)
 
 
 class NemoCodecBackend(CodecBackend):
@@ -286,15 +302,6 @@ class NemoCodecBackend(CodecBackend):
     def _encoded(self, audio: Tensor, num_samples: Tensor) -> Tensor:
         encoded, _ = self._encoder(audio=audio.to(self.device), audio_len=num_samples.to(self.device))
         return encoded.float().cpu()
-
-
-# The features are normalised by their standard deviation over time, which needs some frames: what is shorter is
-# filled up with zeros.
-_MIN_SECONDS: Final = 0.1
-
-# NeMo fills up the features of a batch to a multiple of 16 frames, which hides the batch's padding from most layers.
-# This length gives 1 + 159 frames of 10 ms, so that there is nothing to fill up.
-_TRIED_SECONDS: Final = 1.59
 
 
 class NemoSpeakerEncoder:

@@ -2,10 +2,10 @@
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sharmill.errors import ConfigError, is_device_error, one_line
 
 # Limits of the tensors that loading a model makes: its layers, the weights, and copies of them.
-_NUMBERS_PER_BYTE = 4
-_FREE_NUMBERS = 1 << 27
-# Some seconds of most codecs; what depends on more than half of it counts as not bounded.
-_REACH_FRAMES = 64
+_NUMBERS_PER_BYTE: Final = 4
+_FREE_NUMBERS: Final = 1 << 27
+# Some seconds of most codecs; a dependence on more than half of them counts as not bounded.
+_REACH_FRAMES: Final = 64
 
 
 class _SizeLimit(TorchDispatchMode):
@@ -83,6 +83,14 @@ def limited_layers(name: str, path: Path) -> Iterator[None]:
             "can hold; it is damaged, or not to be trusted",
             code="bad_model",
         ) from error
+
+
+def require_whole(name: str, missing: Iterable[str]) -> None:
+    """Raise ConfigError if weights of the model of this name are missing from its checkpoint."""
+    if names := sorted(missing):
+        raise ConfigError(
+            f"{name} lacks {len(names)} weights, the first is {names[0]}: it is not whole", code="bad_model"
+        )
 
 
 def move_batch(audio: Tensor, num_samples: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from sharmill.errors import ConfigError
+from sharmill.models.checkpoints import TRANSFORMERS_TYPES
 from sharmill.models.codec_backend import CodecBackend, CodecSpec
-from sharmill.models.files import TRANSFORMERS_TYPES, require_reachable
-from sharmill.models.tensors import find_reach, limited_layers, loading, weights_checksum
+from sharmill.models.hub import require_reachable
+from sharmill.models.tensors import find_reach, limited_layers, loading, require_whole, weights_checksum
 
 
 class _TransformersCodec(CodecBackend):
@@ -150,10 +151,7 @@ def _from_pretrained(source: str, name: str, *, local_files_only: bool) -> Any:
     model, report = AutoModel.from_pretrained(
         source, config=config, output_loading_info=True, local_files_only=local_files_only
     )
-    if missing := sorted(report["missing_keys"]):
-        raise ConfigError(
-            f"{name} lacks {len(missing)} weights, the first is {missing[0]}: it is not whole", code="bad_model"
-        )
+    require_whole(name, report["missing_keys"])
     return model
 
 

@@ -43,6 +43,25 @@ _DECIMAL: Final = re.compile(rb"[0-9]{1,19}")
 _OCTAL: Final = re.compile(rb"[0-7]+")
 
 
+def _sum_fixed(header: bytes) -> int:
+    """Return the sum of a header without name and size, with blanks for the checksum as the format wants it."""
+    return sum(header) - sum(header[124:135]) - sum(header[148:156]) + 8 * ord(" ")
+
+
+# The longest name and the largest size that fit into a header of one block.
+_MAX_NAME: Final = 100
+_MAX_SIZE: Final = 0o77777777777
+# Headers without names, as sharmill and as lhotse write them.
+_TEMPLATE, _USTAR_TEMPLATE = (tarfile.TarInfo("").tobuf(form) for form in (tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
+_TEMPLATE_SUM: Final = _sum_fixed(_TEMPLATE)
+# A header as name, mode and owner, digits of the size, time, digits of the checksum, and rest.
+_split_header: Final = struct.Struct("100s24s11s13s6s358s").unpack
+# The parts that are the same in all headers of one form, and the sum of their bytes.
+_GNU, _USTAR = (
+    ((header[100:124], header[135:148], header[154:]), _sum_fixed(header)) for header in (_TEMPLATE, _USTAR_TEMPLATE)
+)
+
+
 def write_member(stream: BinaryIO, name: str, data: bytes) -> None:
     """Append a member to an archive, which ends with ``END``. The same members make the same bytes."""
     stream.write(tar_header(name, len(data)))
@@ -61,25 +80,6 @@ def tar_header(name: str, size: int) -> bytes:
     checksum = b"%06o" % (_TEMPLATE_SUM + sum(encoded) + sum(digits))
     head = encoded.ljust(_MAX_NAME, b"\0") + _TEMPLATE[_MAX_NAME:124] + digits
     return head + _TEMPLATE[len(head) : 148] + checksum + _TEMPLATE[154:]
-
-
-def _sum_fixed(header: bytes) -> int:
-    """Return the sum of a header without name and size, with blanks for the checksum as the format wants it."""
-    return sum(header) - sum(header[124:135]) - sum(header[148:156]) + 8 * ord(" ")
-
-
-# What fits into a header of one block.
-_MAX_NAME: Final = 100
-_MAX_SIZE: Final = 0o77777777777
-# Headers without names, as sharmill and as lhotse write them.
-_TEMPLATE, _USTAR_TEMPLATE = (tarfile.TarInfo("").tobuf(form) for form in (tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
-_TEMPLATE_SUM: Final = _sum_fixed(_TEMPLATE)
-# A header as name, mode and owner, digits of the size, time, digits of the checksum, and rest.
-_split_header: Final = struct.Struct("100s24s11s13s6s358s").unpack
-# The parts that are the same in all headers of one form, and the sum of their bytes.
-_GNU, _USTAR = (
-    ((header[100:124], header[135:148], header[154:]), _sum_fixed(header)) for header in (_TEMPLATE, _USTAR_TEMPLATE)
-)
 
 
 class TarMember(NamedTuple):

@@ -48,7 +48,7 @@ from sharmill.shar.items import NO_DATA, ItemTable, ValueTable
 from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.offsets import IndexedLines
 from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_device, is_no_plain_file
-from sharmill.shar.reading.shard_source import ShardFiles
+from sharmill.shar.reading.shard_files import ShardFiles
 
 # What decoding raises of values that are not what they should be.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
@@ -69,8 +69,12 @@ _TEMPORAL_KEYS = frozenset({"array", "temporal_dim", "frame_shift", "start"})
 # lhotse allows less; what is longer than this was not written by a tool.
 _SECONDS_TOO_LONG: Final = 1.0
 _STORAGE_TYPES = {"npy": "memory_npy", "llc": "memory_lilcom"}
+# A frame of which less than this share is asked for is left out: times are sums of floats.
+_TOLERANCE: Final = 1e-6
+POSITION: Final = "shar_position"
 
 T = TypeVar("T")
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 _new = object.__new__
 _set = object.__setattr__
 
@@ -295,10 +299,6 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
         raise AudioLoadingError(f"the audio has {num_samples / rate:g} s, its recording says {claimed:g} s")
 
 
-# A frame that is asked for by less than this share of it is not: times are sums of floats.
-_TOLERANCE = 1e-6
-
-
 @dataclass(eq=False)
 class _MemoryArray(_EqualToLhotses, Array):
     """An Array that is loaded without numpy's costly look at its header."""
@@ -338,11 +338,6 @@ class TimeLastArray(_EqualToLhotses, TemporalArray):
         if duration is None:
             return array[..., first:]
         return array[..., first : first + math.ceil(duration / self.frame_shift - _TOLERANCE)]
-
-
-POSITION: Final = "shar_position"
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class OpenShard:

@@ -1,9 +1,7 @@
 """The shards that a reader reads: of a dataset with an index, or of a folder that another tool wrote."""
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol
@@ -17,35 +15,11 @@ from sharmill.files.location import Location, RemoteLocation
 from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE, Field, codec_of_field, sidecar_files
 from sharmill.shar.index import FieldFile, ShardRecord, decode_shards, is_indexed, read_dataset, read_shards
 from sharmill.shar.json_lines import read_json_lines
+from sharmill.shar.reading.shard_files import ShardFiles
 from sharmill.shar.rebuild import find_foreign_shards
 
 # Begins the names of both fields of contexts.
 _CONTEXT: Final = "context_"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardFiles:
-    """The files of a shard that are read.
-
-    Args:
-        index: the shard's number, for messages.
-        cuts: the file of its cuts.
-        fields: the files of the chosen fields, by the attribute of the cut that each fills.
-        count: cuts that there should be, if that is known.
-        sidecars: the files for random access by the name of the field, of ``cuts`` too; empty where there are none.
-        lines: of the file of cuts, where they have been read already.
-    """
-
-    index: int
-    cuts: Location
-    fields: Mapping[str, Location]
-    count: int | None
-    sidecars: Mapping[str, list[Location]] = dataclasses.field(default_factory=dict)
-    lines: list[bytes] | None = None
-
-    @property
-    def locations(self) -> list[Location]:
-        return [self.cuts, *self.fields.values()]
 
 
 class ReadableShard(Protocol):

@@ -27,6 +27,17 @@ from sharmill.errors import ConfigError, refuse
 
 # Few enough to make whole shards the blocks of large datasets, and enough to give hundreds of parts equal shares.
 _WANTED_BLOCKS = 4096
+# Constants of SplitMix64.
+_WORD = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_VERSION = 1
+# More epochs and parts than any training has: they are counted through.
+_MAX_EPOCH: Final = 1 << 20
+_MAX_PARTS: Final = 1 << 20
+_Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 40)]
+_Draw = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Index = Annotated[int, msgspec.Meta(ge=0, le=_MAX_PARTS)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_PARTS)]
 
 
 class Position(NamedTuple):
@@ -133,10 +144,6 @@ class Order:
         return state
 
 
-_WORD = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15
-
-
 def _mix_bits(value: int) -> int:
     """Return SplitMix64 (Steele, Lea and Flood 2014): equal on every machine and with every version of any library."""
     value = (value + _STEP) & _WORD
@@ -151,16 +158,6 @@ def _draw(key: int, numbers: np.ndarray) -> np.ndarray:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (value ^ (value >> np.uint64(31))) >> np.uint64(11)
-
-
-_VERSION = 1
-# More epochs and parts than any training has: they are counted through.
-_MAX_EPOCH: Final = 1 << 20
-_MAX_PARTS: Final = 1 << 20
-_Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 40)]
-_Draw = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Index = Annotated[int, msgspec.Meta(ge=0, le=_MAX_PARTS)]
-_Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_PARTS)]
 
 
 class _EpochState(msgspec.Struct):

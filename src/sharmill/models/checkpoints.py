@@ -1,7 +1,4 @@
-"""Files of models: whether they are on this machine or on a hub, and what they may have in them.
-
-What is here is used without asking a hub, and a hub out of reach is found out soon. The clients of the hubs repeat each
-request for half a minute, and some requests never end; so one request, with a limit on its time, goes ahead of them.
+"""Limits on the content of checkpoints.
 
 A checkpoint's configuration names classes to make, and files to load. NeMo has a list of what it may name, but on it
 are functions and models that write files, remove folders or load code from a hub. Here are only the classes that speech
@@ -12,112 +9,17 @@ import json
 import lzma
 import re
 import tarfile
-import threading
-import urllib.error
-import urllib.request
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final
-from urllib.parse import urlsplit
 
 import yaml
 
 from sharmill.config.loading import load_untrusted_yaml
 from sharmill.errors import ConfigError, one_line
 from sharmill.files.regular import open_regular
-
-# Seconds for a request to a server that answers, and for all with the look-up of its name, which has no limit.
-_ANSWER_SECONDS: Final = 4.0
-_WAIT_SECONDS: Final = 6.0
-
-
-class _FollowsNoRedirect(urllib.request.HTTPRedirectHandler):
-    """A handler that takes a redirect for an answer: large files lie on servers that need not answer this request."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
-def refuse_packed_weights(stream: IO[bytes], num_bytes: int, origin: str) -> None:
-    """Raise ConfigError where tensors in a file of torch's would take more memory than the file has bytes.
-
-    Torch stores them as they are, in an archive that could have them compressed, or one over the other.
-    """
-    try:
-        with zipfile.ZipFile(stream) as weights:
-            unpacked = sum(info.file_size for info in weights.infolist())
-    except (zipfile.BadZipFile, NotImplementedError):
-        return  # of an older form, or damaged, which torch says
-    if unpacked > num_bytes:
-        raise ConfigError(
-            f"{origin} is not loaded: its weights would unpack to {unpacked:,} bytes from {num_bytes:,}, and torch "
-            "itself packs none",
-            code="untrusted_model",
-        )
-
-
-def require_on_hub(name: str, file: str) -> None:
-    """Raise ConfigError within some seconds unless a file of a model is in the cache of this machine or on the hub.
-
-    Args:
-        name: the model as the configuration names it: the family, a colon and its name on the hub.
-        file: a file without which it cannot be loaded.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.utils import HFValidationError, build_hf_headers
-
-    model = name.partition(":")[2]
-    try:
-        if isinstance(try_to_load_from_cache(model, file), str):
-            return
-    except HFValidationError as error:
-        raise ConfigError(f"{name}: {one_line(error)}", code="bad_model") from error
-    if constants.HF_HUB_OFFLINE:
-        raise _unreachable(name, "HF_HUB_OFFLINE is set")
-    require_reachable(f"{constants.ENDPOINT}/{model}/resolve/main/{file}", name, build_hf_headers())
-
-
-def require_reachable(url: str, name: str, headers: Mapping[str, str] | None = None) -> None:
-    """Raise ConfigError within some seconds unless the server of a URL answers; a proxy of the environment is used.
-
-    Args:
-        url: any address on the server.
-        name: the model that is to come from it, as the configuration names it.
-        headers: with them the server is asked for this very address, and must have it.
-    """
-    parts = urlsplit(url)
-    server = f"{parts.scheme}://{parts.netloc}"
-    request = urllib.request.Request(server if headers is None else url, headers=dict(headers or {}), method="HEAD")
-    problem = f"no answer within {_WAIT_SECONDS:g} s"
-
-    def ask() -> None:
-        nonlocal problem
-        try:
-            urllib.request.build_opener(_FollowsNoRedirect).open(request, timeout=_ANSWER_SECONDS).close()
-            problem = ""
-        except urllib.error.HTTPError as error:
-            is_refused = headers is not None and error.code in (401, 403, 404)
-            problem = f"{url}: {error.code} {error.reason}" if is_refused else ""
-        except (OSError, ValueError) as error:
-            problem = str(getattr(error, "reason", error))
-
-    # A daemon, so that a look-up without an end keeps nobody.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_WAIT_SECONDS)
-    if outcome := problem:
-        raise _unreachable(name, f"{server} does not give it ({outcome})")
-
-
-def _unreachable(name: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"cannot load {name}: it is not on this machine, and {why}; download the model elsewhere and give "
-        f"{name.partition(':')[0]}:/path/of/the/model",
-        code="unreachable_model",
-    )
-
 
 _CONFIG: Final = "model_config.yaml"
 _WEIGHTS: Final = "model_weights.ckpt"
@@ -165,6 +67,29 @@ _TARGET_KEYS: Final = ("_target_", "target", "cls")
 # Largest sizes of the matrices from spectra to bands, which are made outside of torch.
 _MOST_BANDS: Final = {"n_fft": 1 << 16, "features": 1 << 12, "n_mels": 1 << 12, "mel_dim": 1 << 12}
 _PATH: Final = re.compile(r"(nemo:)?([/~]|\.\.?/|.*(/\.\.|://))|.*\$\{", re.DOTALL)
+# Neither hidden, which checksums leave out, nor in another folder.
+_PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
+TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
+_ADAPTER: Final = "adapter_config.json"
+_MAX_CONFIG_BYTES: Final = 16 << 20
+
+
+def refuse_packed_weights(stream: IO[bytes], num_bytes: int, origin: str) -> None:
+    """Raise ConfigError where tensors in a file of torch's would take more memory than the file has bytes.
+
+    Torch stores them as they are, in an archive that could have them compressed, or one over the other.
+    """
+    try:
+        with zipfile.ZipFile(stream) as weights:
+            unpacked = sum(info.file_size for info in weights.infolist())
+    except (zipfile.BadZipFile, NotImplementedError):
+        return  # of an older form, or damaged, which torch says
+    if unpacked > num_bytes:
+        raise ConfigError(
+            f"{origin} is not loaded: its weights would unpack to {unpacked:,} bytes from {num_bytes:,}, and torch "
+            "itself packs none",
+            code="untrusted_model",
+        )
 
 
 def read_nemo_config(path: Path, allow_targets: Collection[str] = ()) -> dict[str, Any]:
@@ -263,13 +188,6 @@ def _refused(name: str, value: Any) -> str | None:
     elif isinstance(value, (int, float)) and value > _MOST_BANDS.get(name, value):
         return "more than any speech model has"
     return None
-
-
-# Neither hidden, which checksums leave out, nor in another folder.
-_PLAIN_NAME: Final = re.compile(r"[^./\\][^/\\]*")
-TRANSFORMERS_TYPES: Final[tuple[str, ...]] = ("dac", "encodec", "mimi")
-_ADAPTER: Final = "adapter_config.json"
-_MAX_CONFIG_BYTES: Final = 16 << 20
 
 
 def check_transformers_config(path: Path) -> None:

@@ -1,0 +1,31 @@
+"""The files of a shard that a reader opens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sharmill.files.location import Location
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFiles:
+    """The files of a shard that are read.
+
+    Args:
+        index: the shard's number, for messages.
+        cuts: the file of its cuts.
+        fields: the files of the chosen fields, by the attribute of the cut that each fills.
+        count: cuts that there should be, if that is known.
+        sidecars: the files for random access by the name of the field, of ``cuts`` too; empty where there are none.
+        lines: of the file of cuts, where they have been read already.
+    """
+
+    index: int
+    cuts: Location
+    fields: Mapping[str, Location]
+    count: int | None
+    sidecars: Mapping[str, list[Location]] = field(default_factory=dict)
+    lines: list[bytes] | None = None
+
+    @property
+    def locations(self) -> list[Location]:
+        return [self.cuts, *self.fields.values()]

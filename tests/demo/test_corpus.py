@@ -66,7 +66,7 @@ def test_the_summary_counts_what_the_manifest_and_the_files_hold(corpus):
     }
 
 
-def test_the_same_arguments_give_the_same_bytes_in_another_process_and_find_a_finished_corpus(corpus, tmp_path):
+def test_the_same_arguments_give_the_same_bytes_in_another_process(corpus, tmp_path):
     script = f"""
 import json, sys
 from pathlib import Path

@@ -171,7 +171,7 @@ def test_a_chart_has_its_values_as_a_table_too():
     assert (trace["x"], trace["y"]) == ([0.5, 1.5, 2.5], [3, 0, 1])
 
 
-def test_a_run_that_is_no_part_of_its_dataset_has_its_accounts_and_its_pilot(reported, call, tmp_path):
+def test_a_run_without_its_dataset_has_its_accounts_and_its_pilot(reported, call, tmp_path):
     run_dir = copy(reported.run_dir, tmp_path / "run")
     config = (run_dir / "resolved_config.yaml").read_text()
     (run_dir / "resolved_config.yaml").write_text(config.replace(str(reported.dataset), str(tmp_path / "gone")))
@@ -197,7 +197,7 @@ def test_a_run_that_is_no_part_of_its_dataset_has_its_accounts_and_its_pilot(rep
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 @pytest.mark.parametrize("is_its_own", [True, False])
-def test_a_run_directory_of_another_user_shows_the_dataset_of_its_ledger_alone(reported, call, tmp_path, is_its_own):
+def test_a_page_of_another_users_run_shows_the_dataset_of_its_ledger_alone(reported, call, tmp_path, is_its_own):
     """That user may read the page, and may not read the dataset that the configuration names."""
     run_dir, other = copy(reported.run_dir, tmp_path / "run"), copy(reported.dataset, tmp_path / "other")
     (other / "shards.jsonl").write_text((other / "shards.jsonl").read_text().replace('"xxh3":"', '"xxh3":"other'))

@@ -122,7 +122,7 @@ def test_damaged_files_are_refused_as_by_libsndfile_or_have_their_samples(damage
     np.testing.assert_array_equal(decoded(data), by_libsndfile(data))
 
 
-def test_samples_that_stand_in_memory_from_before_are_not_taken_for_decoded_ones(monkeypatch):
+def test_samples_of_an_earlier_decoding_are_not_taken_for_decoded(monkeypatch):
     """As where the memory of an earlier decoding of the same recording is given out again."""
     data = flac(9000)
     before = (by_libsndfile(data).T * 32768).astype(np.int16)

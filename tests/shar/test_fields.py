@@ -47,7 +47,7 @@ from sharmill.shar.rebuild import rebuild_index
     ],
     ids=str,
 )
-def test_a_field_that_leads_elsewhere_or_replaces_what_a_cut_has_is_refused(tmp_path, changes):
+def test_a_field_that_leads_elsewhere_or_replaces_an_attribute_is_refused(tmp_path, changes):
     make_bare_dataset(tmp_path, [1])
     path = tmp_path / "dataset.json"
     content = json.loads(path.read_text())

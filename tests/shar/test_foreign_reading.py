@@ -244,7 +244,7 @@ def test_published_segments_as_the_scripts_left_them():
     assert len(K2SpeechRecognitionDataset(input_strategy=AudioSamples())[audio]["supervisions"]["text"]) == 24
 
 
-def test_codes_of_the_published_layout_alone_stay_on_the_time_line_of_the_source(published):
+def test_published_codes_alone_stay_on_the_time_line_of_the_source(published):
     for cut in open_shar(published, ["target_codes", "context_codes"]):
         assert cut.start >= 100
         assert cut.recording.duration == 3600

@@ -207,7 +207,7 @@ def test_audio_that_is_decoded_ahead_is_lhotses(formats):
             np.testing.assert_array_equal(change(ours).load_context_audio(), change(plain).load_context_audio())
 
 
-def test_decoding_ahead_keeps_the_order_and_the_state_does_not_count_what_is_only_decoded(built):
+def test_decoding_ahead_keeps_the_order_and_what_the_state_counts(built):
     reader = open_shar(built.dataset, shuffle=True, decode_threads=2, decode_prefetch=7)
     begun = [(cut.id, cut.shar_position) for cut in islice(iter(reader), 2)]
     resumed = open_shar(built.dataset, shuffle=True)

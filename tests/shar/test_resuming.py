@@ -81,7 +81,7 @@ def numbers_of(cuts):
 
 @pytest.mark.parametrize("ahead", [0, 4])
 @pytest.mark.parametrize("seed", range(40))
-def test_every_cut_comes_once_per_epoch_whatever_the_interruptions_and_what_was_read_ahead(dataset, seed, ahead):
+def test_every_cut_comes_once_per_epoch_whatever_the_interruptions(dataset, seed, ahead):
     rng = random.Random(seed)
     options = {"shuffle": True, "seed": seed, "mix_shards": rng.choice([1, 3, 8]), "infinite": True, "block_size": 1}
     used, state = Counter(), None

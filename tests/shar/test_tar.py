@@ -283,7 +283,7 @@ def test_an_error_while_writing_leaves_no_end_marker(tar):
         list(read_field(tar))
 
 
-def test_a_small_archive_that_is_cut_off_while_it_is_open_keeps_its_members(tar):
+def test_a_small_archive_that_is_cut_off_while_open_keeps_its_members(tar):
     write_members(tar, MEMBERS)
     table = ItemTable(tar)
     tar.write_bytes(b"")

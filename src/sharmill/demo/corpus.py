@@ -64,7 +64,7 @@ VOICES: Final[dict[str, VoiceSettings]] = {
     "kate": VoiceSettings("en-029+kaukovalta", 165, 50, 55),
     "liam": VoiceSettings("en-us+sandro", 175, 50, 50),
 }
-# Of a speaker beside the others, who has one utterance only, so that nothing can be its context.
+# The voice of a further speaker with a single utterance, for which there is no context.
 _SOLO_VOICE: Final = VoiceSettings("en-gb-scotland+m3", 170, 50, 50)
 
 

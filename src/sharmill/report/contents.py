@@ -46,7 +46,7 @@ _TITLES: Final = {
     "bandwidth": ("Bandwidth of targets", "kHz, up to which speech is heard"),
 }
 _OF_AUDIO: Final = frozenset(Sound._fields) | {"context_speech_level", "loudness_difference"}
-# Of more ranks the distribution is shown.
+# The most ranks that are shown one by one; of more, the distribution is shown.
 _MOST_RANKS: Final = 40
 _GRID: Final = Markup('<div class="grid2">{}</div>')
 

@@ -43,7 +43,7 @@ from sharmill.shar.index import CodecRecord, DatasetRecord, FieldFile, ShardReco
 
 _MAX_SHARDS: Final = 12
 _MAX_CUTS_PER_SHARD: Final = 2000
-# Of codecs with more codes than these, the codes are not counted.
+# The most codes of a codec whose use is counted.
 _MAX_CODES: Final = 1 << 24
 # Cuts whose audio is decoded and whose codes are counted.
 _MEASURED: Final = 400

@@ -26,11 +26,11 @@ from sharmill.shar.fields import CONTEXT_AUDIO
 from sharmill.shar.histograms import supervision_of
 from sharmill.shar.index import CodecRecord, DatasetRecord
 
-# Of the clips together, as text in the page: it is to stay below 4 MB, of which 1.2 MB draw the charts.
+# Bytes of all clips together, as text in the page, which is to stay below 4 MB; 1.2 MB of it draw the charts.
 _MAX_BYTES: Final = 2_600_000
 _MAX_SECONDS: Final = 8.0
 _RATES: Final = (16000, 24000)
-# Of libsndfile for Opus at 24 kbit/s: 0 is 256 kbit/s, and 1 is 6.
+# libsndfile's level for Opus at 24 kbit/s: 0 is 256 kbit/s, and 1 is 6.
 _COMPRESSION: Final = (256 - 24) / (256 - 6)
 
 _WINDOW: Final = 0.032

@@ -28,7 +28,7 @@ DATASET_FILE: Final = "dataset.json"
 SHARDS_FILE: Final = "shards.jsonl"
 
 _CODES_PREFIX: Final = "codes_"
-# Where a file pattern has the index of the shard.
+# The place of the index of the shard in a file pattern.
 _INDEX: Final = "{:06d}"
 _ENDINGS: Final = {"cuts": ".jsonl.gz", "audio": ".tar", "array": ".tar", "value": ".jsonl.gz"}
 # Folders that are not hidden, one in the other.

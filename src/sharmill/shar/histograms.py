@@ -19,7 +19,7 @@ from sharmill.files.stored import NOT_JSON
 from sharmill.manifest import CLIPPED_KEYS
 
 _KEPT_EXTREMES: Final = 4
-# Of unpacked measures, which have some kilobytes: a damaged text of a run directory could unfold to gigabytes.
+# Bytes of unpacked measures, which have some kilobytes: a damaged text could unfold to gigabytes.
 _MAX_BYTES: Final = 1 << 20
 # Beyond it a number, of which JSON may have 400 digits, is no measure.
 _MAX_VALUE: Final = 1e12
@@ -54,7 +54,7 @@ SCALES: Final = {
     "bandwidth": Scale(0.0, 24.0, 96, "kHz"),
     "silence": Scale(0.0, 1.0, 50, ""),
 }
-# What is worth hearing: the cuts for which these are highest.
+# Measures whose highest values belong to cuts that are worth hearing.
 EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
     "lowest similarity": lambda values: None if "similarity" not in values else -values["similarity"],
     "longest": lambda values: values.get("duration"),

@@ -201,7 +201,7 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return self
         known = {field.name: field for field in self.layout}
         fields = [published_field(name) or known.get(name) for name in dict.fromkeys(self.fields)]
-        # Of a published field, what the file says counts for nothing, but that cuts may lack codes.
+        # The file's own words on a published field do not count, except that cuts may lack codes.
         may_lack = {
             name for name, told in known.items() if told.optional and (told.kind == "array" or not told.is_published)
         }

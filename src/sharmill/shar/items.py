@@ -17,8 +17,8 @@ from sharmill.errors import DamagedShard
 from sharmill.files.atomic import open_new
 from sharmill.files.location import Location
 from sharmill.files.stored import NOT_JSON
-from sharmill.shar.json_lines import decode_cut, read_json_lines
-from sharmill.shar.offsets import IndexedLines, read_offsets
+from sharmill.shar.json_lines import decode_cut
+from sharmill.shar.offsets import IndexedLines, open_lines, read_offsets
 from sharmill.shar.tar import END, TarDamage, load, walk, write_member
 
 NO_DATA: Final = "nodata"
@@ -193,24 +193,11 @@ class ItemTable:
 
 
 class ValueTable:
-    """The items of a field of values, as ``ItemTable``.
+    """The items of a field of values, in the lines of the file of this path."""
 
-    Args:
-        path: of the file.
-        lines: those of the file, if they are read or indexed already.
-        ids: of the cuts that the items must belong to.
-
-    Raises:
-        DamagedShard: the file is not there or damaged, or its items are not those of the cuts.
-    """
-
-    def __init__(
-        self, path: Location, *, lines: Sequence[bytes] | IndexedLines | None = None, ids: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, path: Location, lines: Sequence[bytes] | IndexedLines) -> None:
         self._path = path
-        self._lines = read_json_lines(path) if lines is None else lines
-        if ids is not None:
-            _require_ids(self, ids)
+        self._lines = lines
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -248,9 +235,24 @@ def _require_ids(table: ItemTable | ValueTable, ids: Sequence[str]) -> None:
             raise table.damage(f"item {number} is {found!r}, the cut there is {cut_id!r}")
 
 
-def open_items(path: Location, ids: Sequence[str] | None = None) -> ItemTable | ValueTable:
-    """Open the items of a file of a field, by its name a tar archive or JSON lines; raises as these."""
-    return ItemTable(path, ids=ids) if path.name.endswith(".tar") else ValueTable(path, ids=ids)
+def open_items(
+    path: Location, ids: Sequence[str] | None = None, *, sidecars: Sequence[Location] = ()
+) -> ItemTable | ValueTable:
+    """Open the items of a file of a field, by its name a tar archive or JSON lines.
+
+    Args:
+        ids: of the cuts that the items must belong to.
+        sidecars: the files beside this one for random access, as ``sidecar_files`` names them.
+
+    Raises:
+        DamagedShard: the file is not there or damaged, or its items are not those of the cuts.
+    """
+    if path.name.endswith(".tar"):
+        return ItemTable(path, index=sidecars[0] if sidecars else None, ids=ids)
+    table = ValueTable(path, open_lines(path, sidecars))
+    if ids is not None:
+        _require_ids(table, ids)
+    return table
 
 
 def read_field(path: Location, ids: Sequence[str] | None = None) -> Iterator[Item]:

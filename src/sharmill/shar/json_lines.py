@@ -111,7 +111,7 @@ def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
             data = stream.read(min(os.fstat(stream.fileno()).st_size, _MAX_CUTS_BYTES) + 1)
     except DamagedShard as error:
         return [], error
-    # Of a file that is too large itself, nothing is unpacked.
+    # A file that is too large itself is not unpacked.
     problem = None
     if path.name.endswith(".gz") and len(data) <= _MAX_CUTS_BYTES:
         data, problem = _unpack(data)

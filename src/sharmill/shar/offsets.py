@@ -1,11 +1,13 @@
 """Index files beside shards, by which one item is read without the rest; ``sharmill.shar.sidecars`` writes them."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from sharmill.errors import DamagedShard
 from sharmill.files.location import Location
+from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.tar import load, open_field
 
 _OFFSET: Final = np.dtype("<u8")
@@ -45,3 +47,11 @@ class IndexedLines:
     def __getitem__(self, number: int) -> bytes:
         begin, end = self._offsets[number : number + 2].tolist()
         return self._content[begin:end]
+
+
+def open_lines(path: Location, sidecars: Sequence[Location]) -> IndexedLines | list[bytes]:
+    """Return the lines of a file; with ``sidecars``, those of its uncompressed copy by the index beside it."""
+    if not sidecars:
+        return read_json_lines(path)
+    *plain, index = sidecars
+    return IndexedLines(plain[0] if plain else path, index)

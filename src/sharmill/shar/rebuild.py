@@ -42,7 +42,7 @@ from sharmill.shar.items import read_field
 from sharmill.shar.json_lines import decode_cut, read_cuts, salvage_lines
 
 _UNKNOWN = "unknown"
-# Without a number where lhotse was told to make a single shard.
+# The number is missing if lhotse was told to make a single shard.
 _SHARD_FILE: Final = re.compile(r"([^.]+)(?:\.([0-9]+))?\.(tar|jsonl|jsonl\.gz)")
 _COMPRESSED_ARCHIVE: Final = re.compile(r"[^.]+(?:\.[0-9]+)?\.(?:tar\.(?:gz|bz2|xz|zst)|tgz)")
 # More folders than a dataset has fields, however it is nested.
@@ -236,7 +236,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     audio: set[tuple[str, int]] = set()
     records = [_record(directory, shard, seen, audio) for shard in found]
     fields = list(found[0].fields)
-    # Where contexts went or came since the old one, its limits and its contract are not those of these files.
+    # If contexts went or came since the old index, its limits and its contract do not hold for these files.
     own = old is not None and old.contract == "sharmill" and bool(old.limits) == (CONTEXT_AUDIO in fields)
     if old is not None and old.contract == "sharmill" and not own:
         before, now = ("with", "without") if old.limits else ("without", "with")

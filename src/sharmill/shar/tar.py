@@ -20,7 +20,7 @@ from sharmill.files.location import Location, open_location
 
 BLOCK: Final = 512
 EMPTY: Final = bytes(BLOCK)
-# Without it an archive counts as cut off.
+# The end marker; an archive that lacks it counts as cut off.
 END: Final = bytes(2 * BLOCK)
 # Smaller archives are read as a whole, in less time than the system takes to map and unmap their pages.
 _MAX_READ_BYTES: Final = 1 << 19

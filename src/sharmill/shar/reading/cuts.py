@@ -32,7 +32,7 @@ from miniaudio import ffi, lib
 
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, flac_header, to_float
 from sharmill.errors import DamagedShard, RejectRecord, one_line
-from sharmill.files.location import Location, local
+from sharmill.files.location import local
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.arrays import array_from_bytes, array_layout
 from sharmill.shar.fields import (
@@ -44,13 +44,12 @@ from sharmill.shar.fields import (
     TARGET_AUDIO,
     TARGET_CODES,
 )
-from sharmill.shar.items import NO_DATA, ItemTable, ValueTable
-from sharmill.shar.json_lines import read_json_lines
-from sharmill.shar.offsets import IndexedLines
+from sharmill.shar.items import NO_DATA, ItemTable, ValueTable, open_items
+from sharmill.shar.offsets import open_lines
 from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_device, is_no_plain_file
 from sharmill.shar.reading.shard_files import ShardFiles
 
-# What decoding raises of values that are not what they should be.
+# Errors that decoding raises for values of another form.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 _CUT_KEYS = frozenset({"id", "start", "duration", "channel", "supervisions", "recording", "custom", "type"})
@@ -211,7 +210,7 @@ def _fill(manifest: Any, extension: str, data: bytes) -> Any:
     """Put the data into a manifest that lhotse made, and return it."""
     if isinstance(manifest, Recording):
         (source,) = manifest.sources
-        # Where there are transforms, the recording is as long as they make it.
+        # Transforms may change the length of a recording.
         manifest.sources = [memory_source(source.channels, data, None if manifest.transforms else manifest.duration)]
     elif not isinstance(manifest, (Array, TemporalArray, Features)):
         raise ValueError(f"a {type(manifest).__name__} is not read")
@@ -280,7 +279,7 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
         AudioLoadingError: there are too few bytes for the samples that would be decoded, or all are wanted and they are
             more than ``claimed``.
     """
-    # Of WAV and MP3 the bytes limit the samples.
+    # For WAV and MP3, the file size bounds the number of samples.
     if data.startswith((b"RIFF", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")):
         return
     found = flac_header(data)
@@ -361,19 +360,14 @@ class OpenShard:
             self._held = [local(location) for location in files.locations]
         except RejectRecord as reject:
             raise self.damage(reject.detail) from reject
-        sidecars = files.sidecars
-        self._lines = _open_lines(files.cuts, sidecars.get(CUTS)) if files.lines is None else files.lines
+        self._lines = open_lines(files.cuts, files.sidecars.get(CUTS, ())) if files.lines is None else files.lines
         if files.count not in (None, len(self._lines)):
             raise self.damage(f"there are {len(self._lines)} {CUTS} instead of {files.count}")
         self._tables: dict[str, ItemTable | ValueTable] = {}
         for name, path in files.fields.items():
             if not foreign and is_method_of_cuts(name):
                 raise self.damage(f"the field {name} is called like a method of cuts")
-            if path.name.endswith(".tar"):
-                table: ItemTable | ValueTable = ItemTable(path, index=sidecars[name][0] if sidecars else None)
-            else:
-                table = ValueTable(path, lines=_open_lines(path, sidecars.get(name)))
-            self._tables[name] = table
+            table = self._tables[name] = open_items(path, sidecars=files.sidecars.get(name, ()))
             if len(table) != len(self._lines):
                 raise self.damage(f"{name} ({path}) has {len(table)} items for {len(self._lines)} {CUTS}")
 
@@ -461,14 +455,6 @@ def _read_value(table: ValueTable, name: str, number: int, cut_id: str) -> Any:
     return value
 
 
-def _open_lines(path: Location, sidecars: list[Location] | None) -> IndexedLines | list[bytes]:
-    """Return the lines of a file, or open its uncompressed copy by the index beside it."""
-    if not sidecars:
-        return read_json_lines(path)
-    *plain, index = sidecars
-    return IndexedLines(plain[0] if plain else path, index)
-
-
 def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
     """Undo what the published scripts leave: the offset of the target in the cut, and contexts on its time line.
 
@@ -486,7 +472,7 @@ def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
             # lhotse counts the times of alignments from the start of the recording, and the cut is one now.
             for kind, items in (supervision.alignment or {}).items():
                 supervision.alignment[kind] = [item.with_offset(-cut.start) for item in items]
-            # That of the cut itself, which lhotse has rounded, where it counts from the beginning of the cut.
+            # The start of the cut itself, rounded by lhotse, which counts from the beginning of the cut.
             if cut.start > 0 and math.isclose(supervision.start, cut.start, abs_tol=1e-3):
                 supervision.start = 0.0
         set_field(cut, "start", 0.0)
@@ -620,7 +606,7 @@ def _decode_flac(data: bytes) -> np.ndarray | None:
     finally:
         lib.ma_dr_flac_close(flac)
     if num_decoded != num_samples:
-        # What is missing may stand there from an earlier decoding of the same recording: memory is given out again.
+        # The rest of the array may be old memory, with samples from an earlier decoding of the same recording.
         return None
     # STREAMINFO, the first block, has the MD5 sum of the samples.
     return samples if hashlib.md5(samples.data, usedforsecurity=False).digest() == data[26:42] else None

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _PADDING = "shar_padding"
 
-# Where cuts are hardly more than parts, a part may draw none in an epoch and some in the next.
+# If there are hardly more cuts than parts, a part may draw none in an epoch and some in the next.
 _MAX_EMPTY_EPOCHS = 20
 # With shuffle="global": each has a file for every field.
 _OPEN_SHARDS = 64
@@ -134,7 +134,7 @@ class SharReader:
         self.num_left_out = 0
         # Positions that were given out and not marked since.
         self._unmarked: set[tuple[int, ...]] = set()
-        # Where the pass began of which cuts were read and none was marked.
+        # The beginning of a pass of which cuts were read and none was marked.
         self._pass_start: Progress | None = None
 
     def __len__(self) -> int:
@@ -391,7 +391,7 @@ class SharReader:
         permutation = self.order.permutation(epoch)
         limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
         for group, (draws, blocks, items, slots) in self._chosen(epoch, known, part, permutation):
-            # One that is damaged is opened once. The one that was used last is closed last, with the last of its cuts.
+            # A damaged shard is opened once. The shard that was used last is closed last, with the last of its cuts.
             open_once = lru_cache(limit)(partial(_open, self._source, permutation, epoch))
             for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
                 shard = open_once(slot)

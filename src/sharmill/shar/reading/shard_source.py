@@ -245,7 +245,7 @@ class _ForeignShardSource(CutSource):
         self._shards = find_foreign_shards(directory)
         super().__init__(directory, dict.fromkeys(self._shards[0].files), fields, codec, foreign=True)
         self._counts: dict[int, int] = {}
-        # Of the shard that was counted last, which is usually the next to be opened.
+        # Lines of the shard that was counted last, which is usually the next to be opened.
         self._counted: dict[int, list[bytes]] = {}
         self.num_shards = len(self._shards)
 

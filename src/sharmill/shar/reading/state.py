@@ -297,7 +297,7 @@ class Progress:
         }
         num_damaged = self.num_damaged
         if self.part != part:
-            # Of what all parts together have left out each takes a share, so that the sum stays right.
+            # Each part takes a share of the cuts that all parts have left out, so that the sum stays right.
             share, rest = divmod(num_damaged, part.count)
             num_damaged = share + (part.index < rest)
         return Progress(self.identity, self.epoch, part, epochs, num_damaged)

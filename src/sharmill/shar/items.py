@@ -18,7 +18,7 @@ from sharmill.files.atomic import open_new
 from sharmill.files.location import Location
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.json_lines import decode_cut
-from sharmill.shar.offsets import IndexedLines, open_lines, read_offsets
+from sharmill.shar.offsets import IndexedLines, open_indexed_lines, read_offsets
 from sharmill.shar.tar import END, TarDamage, load, walk, write_member
 
 NO_DATA: Final = "nodata"
@@ -249,7 +249,7 @@ def open_items(
     """
     if path.name.endswith(".tar"):
         return ItemTable(path, index=sidecars[0] if sidecars else None, ids=ids)
-    table = ValueTable(path, open_lines(path, sidecars))
+    table = ValueTable(path, open_indexed_lines(path, sidecars))
     if ids is not None:
         _require_ids(table, ids)
     return table

@@ -49,7 +49,7 @@ class IndexedLines:
         return self._content[begin:end]
 
 
-def open_lines(path: Location, sidecars: Sequence[Location]) -> IndexedLines | list[bytes]:
+def open_indexed_lines(path: Location, sidecars: Sequence[Location]) -> IndexedLines | list[bytes]:
     """Return the lines of a file; with ``sidecars``, those of its uncompressed copy by the index beside it."""
     if not sidecars:
         return read_json_lines(path)

@@ -45,7 +45,7 @@ from sharmill.shar.fields import (
     TARGET_CODES,
 )
 from sharmill.shar.items import NO_DATA, ItemTable, ValueTable, open_items
-from sharmill.shar.offsets import open_lines
+from sharmill.shar.offsets import open_indexed_lines
 from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_device, is_no_plain_file
 from sharmill.shar.reading.shard_files import ShardFiles
 
@@ -360,7 +360,9 @@ class OpenShard:
             self._held = [local(location) for location in files.locations]
         except RejectRecord as reject:
             raise self.damage(reject.detail) from reject
-        self._lines = open_lines(files.cuts, files.sidecars.get(CUTS, ())) if files.lines is None else files.lines
+        self._lines = (
+            open_indexed_lines(files.cuts, files.sidecars.get(CUTS, ())) if files.lines is None else files.lines
+        )
         if files.count not in (None, len(self._lines)):
             raise self.damage(f"there are {len(self._lines)} {CUTS} instead of {files.count}")
         self._tables: dict[str, ItemTable | ValueTable] = {}

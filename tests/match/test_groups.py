@@ -4,13 +4,9 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from sharmill.engine.hashes import find_first
-from sharmill.manifest import Segment, Utterance, write_lines
+from sharmill.manifest import Segment, Utterance
 from sharmill.match.groups import divide
-from sharmill.stages.lines import index_lines
-
-
-def key_of_folder(audio_filepath, speaker):
-    return audio_filepath.split("/")[0]
+from sharmill.stages.lines import offsets_of, write_part
 
 
 def number(groups):
@@ -30,11 +26,11 @@ def spans_of(groups, seconds, unit_seconds, max_group):
 def test_groups_are_those_of_their_keys(groups, tmp_path_factory):
     path = tmp_path_factory.mktemp("groups") / "m.json"
     tag = "| Language:en Dataset:Tests Speaker:x |"
-    write_lines(path, (Utterance(Segment(0, f"{group}/1", 0.0, 1.0, False), "", tag).to_json() for group in groups))
-    lines = index_lines(path, group_key=key_of_folder)
+    utterances = [Utterance(Segment(0, f"{group}/1", 0.0, 1.0, False), "", tag) for group in groups]
+    lines = write_part(path, utterances, lambda utterance: utterance.segment.audio_filepath.split("/")[0])
     assert find_first(*lines["group"].T).tolist() == number(groups).tolist()
     ends = np.cumsum([len(line) for line in path.read_bytes().splitlines(keepends=True)])
-    assert lines["offset"].tolist() == [0, *ends.tolist()][:-1]
+    assert offsets_of(lines["length"]).tolist() == [0, *ends.tolist()][:-1]
 
 
 def test_groups_are_gathered_up_to_the_wanted_length():

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from support.project import Project, copy, lines, matched_manifest, put, run, stage_of, voice, write_lines
+from support.project import Project, copy, lines, put, run, stage_of, voice, write_lines
 
 from sharmill.config import to_yaml
 from sharmill.engine.executor import Listener
@@ -82,14 +82,14 @@ def test_no_command_says_anything_to_the_terminal_that_is_no_text(project, call,
 
 
 def test_a_matched_manifest_cannot_leave_the_audio_root(project, tmp_path):
-    """Nor one that somebody has edited between the stages: each path is looked at where its audio is read."""
+    """Each path is looked at when its audio is read."""
     put(tmp_path / "outside.wav", voice(4.0))
     config = project.configure(match={"min_duration": 0.0})
     utterances = project.match_by_hand(config)
     paths = ["../outside.wav", str(tmp_path / "outside.wav")]
     for utterance, path in zip(utterances, paths, strict=True):
         utterance.segment = replace(utterance.segment, audio_filepath=path)
-    matched_manifest(config).write_bytes(b"".join(u.to_json() + b"\n" for u in utterances))
+    project.leave_matched(config, utterances)
     assert run(stage_of(config, "write")).ok
     assert [reject["reason"] for reject in project.rejects("write")] == ["outside_root"] * 2
     assert list(open_shar(project.dataset)) == []

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ from sharmill.shar.items import FieldWriter, Item, ItemTable
 from sharmill.shar.json_lines import write_cuts
 from sharmill.shar.manifests import array_json, recording_json, temporal_array_json
 from sharmill.shar.tar import END, write_member
-from sharmill.stages.inputs import leave_manifest
+from sharmill.stages.lines import leave_manifest
 from sharmill.validate.accounts import ExpectedRecords
 from sharmill.validate.findings import Report, read_report
 from sharmill.validate.stage import Subject, ValidateConfig, ValidateStage
@@ -342,11 +342,18 @@ class Project:
                 text=context.text,
                 similarity=similarities[index] if similarities else 0.75,
             )
-        run_dir = RunDir(Path(config.run_dir))
-        manifest = run_dir.manifests / "by_hand.json"
-        manifest.write_bytes(b"".join(u.to_json() + b"\n" for u in kept))
-        leave_manifest(run_dir, "match", manifest, facts_of(config.section(MatchConfig), []), num_out=len(kept))
+        self.leave_matched(config, kept)
         return kept
+
+    def leave_matched(self, config: Config, utterances: Sequence[Utterance]) -> None:
+        """Leave utterances as the output of ``match``, and prepare as finished."""
+        for name, facts in (
+            ("prepare", {"duration_tolerance": 0.1}),
+            ("match", facts_of(config.section(MatchConfig), [])),
+        ):
+            stage = stage_of(config, name)
+            if name == "match" or not stage.dir.done.exists():
+                leave_manifest(stage, f"{name}_by_hand.json", utterances, **facts)
 
     def write(
         self, contexts: list[int] | None = None, similarities: list[float] | None = None, **changes: Any

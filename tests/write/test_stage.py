@@ -13,7 +13,6 @@ from support.project import (
     Project,
     check_dataset,
     lines,
-    matched_manifest,
     numbers,
     put,
     raises,
@@ -31,7 +30,6 @@ from sharmill.config import to_yaml
 from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.manifest import Segment
-from sharmill.match.groups import LINE
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.write.stage import WriteConfig, divide_into_shards, order_lines, store_segments
@@ -107,8 +105,7 @@ def test_a_shard_without_a_good_record_is_committed_empty(project):
 
 def test_an_empty_input_is_a_valid_empty_dataset(project):
     config = project.configure()
-    project.run_dir.joinpath("manifests").mkdir(parents=True)
-    matched_manifest(config).write_bytes(b"")
+    project.leave_matched(config, [])
     assert run(stage_of(config, "write")).totals.num_in == 0
     assert (project.dataset / "shards.jsonl").read_bytes() == b""
     assert read_dataset(project.dataset).num_cuts == 0
@@ -361,29 +358,19 @@ def test_broken_audio_is_rejected_even_where_it_would_be_copied(root, damage, fo
 DURATIONS = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=40).map(np.array)
 
 
-def lines_of(positions, groups=None):
-    lines = np.zeros(len(positions), LINE)
-    lines["index"] = positions
-    if groups is not None:
-        lines["group"][:, 0] = groups
-    return lines
-
-
-@given(st.permutations(range(20)), st.lists(st.integers(0, 3), min_size=20, max_size=20), st.integers(0, 5))
-def test_every_order_is_a_permutation_and_only_speaker_groups(positions, groups, seed):
-    lines, in_order = lines_of(positions, groups), lines_of(range(20))
-    by_speaker = order_lines(lines, "speaker", seed).tolist()
-    assert by_speaker == sorted(range(20), key=lambda line: (groups.index(groups[line]), line))
+@given(st.permutations(range(20)), st.integers(0, 5))
+def test_every_order_is_a_permutation_of_the_input(positions, seed):
+    index = np.array(positions)
     for name in ("manifest", "shuffle"):
-        found = lines["index"][order_lines(lines, name, seed)].tolist()
+        found = index[order_lines(index, name, seed)].tolist()
         assert sorted(found) == list(range(20))
-        assert found == in_order["index"][order_lines(in_order, name, seed)].tolist()
+        assert found == order_lines(np.arange(20), name, seed).tolist()
 
 
 def test_the_shuffle_is_the_documented_permutation():
     expected = np.random.Generator(np.random.PCG64(42)).permutation(7).tolist()
-    assert order_lines(lines_of(range(7)), "shuffle", 42).tolist() == expected
-    assert order_lines(lines_of(range(7)), "shuffle", 43).tolist() != expected
+    assert order_lines(np.arange(7), "shuffle", 42).tolist() == expected
+    assert order_lines(np.arange(7), "shuffle", 43).tolist() != expected
 
 
 def sizes(bounds):

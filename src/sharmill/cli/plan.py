@@ -135,7 +135,7 @@ def print_plan(config: Config, *, earlier: str | None = None, gpu_hour: float | 
         rows.append([
             stage.name, f"{len(units) - len(left)}/{len(units)}", describe_cost(sum(left), records=records),
             str(len(loads)), describe_cost(largest, records=records), f"{mean / largest:.0%}" if largest else "",
-            f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.publication is not None and stage.publication.replaces_root else "",
+            f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.kind == "write" else "",
         ])  # fmt: skip
     predictions = predict(config, stages, rates, planned)
     columns = ("stage", "units", "to process", "ranks", "largest", "balance", "disk")

@@ -384,11 +384,8 @@ def is_current(stage: StageRun) -> bool:
 
 def superseded(stage: StageRun) -> FatalError:
     """Return the error of a rank whose plan is not the present one any more, or was never seen on its node."""
-    late = (
-        f", or cannot be seen on this node even {stage.options.seconds_until_seen:g} s later (executor.seconds_until_seen)"
-        if stage.options.seconds_until_seen
-        else ""
-    )
+    seconds = stage.options.seconds_until_seen
+    late = f", or cannot be seen on this node even {seconds:g} s later (executor.seconds_until_seen)" if seconds else ""
     return FatalError(
         f"{stage.name}: the plan {stage.token} that this rank works for has been replaced or finished by another "
         f"process in {stage.run_dir.path}{late}: it stops and changes nothing",

@@ -177,7 +177,7 @@ class Publishes(Protocol):
 
 
 class Publication:
-    """Files of a stage in a directory that runs share, such as a dataset; they are reserved until the stage is finished.
+    """Files of a stage in a directory that runs share, such as a dataset, reserved until the stage is finished.
 
     Args:
         root: the directory.
@@ -236,7 +236,7 @@ class RunOptions:
         log_level: the least level of what ranks log.
     """
 
-    metrics: MetricsConfig = MetricsConfig()
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     references: References = field(default_factory=References)
     unit_time_limit: float | Literal["auto"] | None = None
     max_reject_fraction: float = 1.0
@@ -286,7 +286,7 @@ class StageRun:
     run_dir: RunDir
     given: Config | None = None
     settings: Any = None
-    options: RunOptions = RunOptions()
+    options: RunOptions = field(default_factory=RunOptions)
     token: str = ""
     units: Sequence[Unit] = ()
     commits: Sequence[Commit] = ()
@@ -311,7 +311,7 @@ class StageRun:
 
     @cached_property
     def key(self) -> str:
-        """The folder of the stage in the run directory: the kind, and the ``name`` in its settings, if they have one."""
+        """The folder of the stage in the run directory: the kind, and behind it the ``name`` in its settings."""
         item = getattr(self.settings, "name", "")
         return f"{self.kind}/{item}" if item else self.kind
 

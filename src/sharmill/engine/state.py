@@ -442,7 +442,8 @@ def check_rejects(stage: StageRun, expected_in: int, reasons: Mapping[str, int],
     folder = stage.ranks.rejects
     raise FatalError(
         f"{stage.name} stopped: {rejected} of {expected_in} records are rejected, more than "
-        f"max_reject_fraction={stage.options.max_reject_fraction:g} allows; {remedy}. The commonest reasons (all: {folder}):",
+        f"max_reject_fraction={stage.options.max_reject_fraction:g} allows; {remedy}. The commonest reasons "
+        f"(all: {folder}):",
         code="too_many_rejects",
         details=describe_rejects(folder, reasons),
     )

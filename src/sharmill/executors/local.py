@@ -12,7 +12,7 @@ from sharmill.config import Above0, Config, NotNegative, Positive
 from sharmill.engine.executor import Executor, Listener, StageResult, Unlocked
 from sharmill.engine.run import locked, reserved, run_stage
 from sharmill.engine.run_dir import RunDir
-from sharmill.engine.stage import RunOptions, Stage, StageRun
+from sharmill.engine.stage import Stage, StageRun
 from sharmill.engine.state import driven_round
 from sharmill.engine.unit import Unit
 from sharmill.engine.work import Rank, work
@@ -152,7 +152,7 @@ class JoiningExecutor(LocalExecutor):
 @contextmanager
 def run_alone(
     declaration: Stage, run_dir: RunDir, *, workers: int | Literal["auto"] = "auto", listener: Listener | None = None,
-    restart: bool = False, resumes: bool = True, options: RunOptions = RunOptions(),
+    restart: bool = False, resumes: bool = True,
 ) -> Iterator[tuple[StageRun, StageResult]]:  # fmt: skip
     """Run a stage that belongs to no dataset's run, and provide it with its result; its run directory goes at the end.
 
@@ -165,7 +165,7 @@ def run_alone(
         ConfigError: the run directory is locked by another process, or the stage cannot be planned.
         FatalError: units failed.
     """
-    stage = StageRun(declaration, run_dir, options=options)
+    stage = StageRun(declaration, run_dir)
     require_trusted_owner(run_dir.path.parent, [run_dir.path])
     try:
         with disk_errors(run_dir.path), locked(run_dir):

@@ -6,16 +6,19 @@ audio is what is stored there.
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from sharmill.manifest import AudioNotes, Member, Utterance, write_lines
+from sharmill.manifest import AudioNotes, Member, Utterance
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import CUTS
 from sharmill.shar.items import NO_DATA, ItemTable
 from sharmill.shar.manifests import read_utterances
+from sharmill.stages.lines import write_part
+from sharmill.stages.speaker_key import SpeakerKey, key_of
 
 
 def divide(
@@ -52,8 +55,8 @@ def divide(
         yield begin, position
 
 
-def write_candidates(path: Path, dataset: Path, root: int) -> int:
-    """Write the cuts of a dataset as lines of a manifest, and return their number.
+def write_candidates(path: Path, dataset: Path, root: int, speaker_key: SpeakerKey) -> np.ndarray:
+    """Write the cuts of a dataset as lines of a manifest, and return their columns (N,) of ``stages.lines.LINE``.
 
     Their paths and times are those that they once had; their audio is a member of a tar of target audio.
 
@@ -67,7 +70,8 @@ def write_candidates(path: Path, dataset: Path, root: int) -> int:
     """
     shards, audio = ShardedDataset(dataset).shards(), ShardedDataset(dataset).record().audio_fields[0]
     files = [(shard.fields[CUTS].file, shard.fields[audio].file) for shard in shards]
-    return write_lines(path, (one.to_json() for pair in files for one in _candidates(dataset, *pair, root)))
+    found = (one for pair in files for one in _candidates(dataset, *pair, root))
+    return write_part(path, found, partial(key_of, speaker_key))
 
 
 def _candidates(dataset: Path, cuts: str, container: str, root: int) -> Iterator[Utterance]:

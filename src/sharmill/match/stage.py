@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
-from msgspec.structs import replace
 
 from sharmill.audio.resample import RESAMPLING_PACKAGES
 from sharmill.audio.roots import AudioRoots
@@ -28,8 +27,6 @@ from sharmill.manifest import (
     Segment,
     Utterance,
     read_lines_at,
-    records_checksum,
-    write_lines,
 )
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
@@ -40,7 +37,16 @@ from sharmill.models.batches import log_padding
 from sharmill.models.device import check_device, fit_batch_seconds
 from sharmill.models.memory import require_room
 from sharmill.stages.inputs import identify_roots, manifest_stem, segment_reader, segment_roots
-from sharmill.stages.lines import index_lines, order_by_group
+from sharmill.stages.lines import (
+    OFFSET,
+    column,
+    finish_manifest,
+    identify_manifest,
+    merge_columns,
+    offsets_of,
+    order_by_group,
+    write_part,
+)
 from sharmill.stages.speaker_key import make_speaker_key
 
 # Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
@@ -48,6 +54,7 @@ from sharmill.stages.speaker_key import make_speaker_key
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
 CANDIDATES: Final = "candidates.jsonl"
+CANDIDATE_OFFSETS: Final = "candidates.npy"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
 # until at 600 most of the time goes into new pages of memory.
 _CPU_BATCH_SECONDS = 16.0
@@ -83,32 +90,30 @@ class MatchStage(Stage):
             "speaker_key": run.config.speaker_key,
             "encoder": encoder.identity(),
             "audio_roots": identify_roots(self.input(run), run.run_dir.path),
-            "input": records_checksum(run.product("prepare/manifest")),
+            "input": identify_manifest(run, "prepare"),
             "versions": versions(*RESAMPLING_PACKAGES[settings.resampling], "torch", *encoder.packages),
         }
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
         match: MatchConfig = run.settings
-        folder = run.plan_folder
-        key, candidates = make_speaker_key(run.config.speaker_key), folder / CANDIDATES
-        paths = [run.product("prepare/manifest")]
-        num_candidates = 0
+        seconds, groups = column(run, "prepare", "seconds"), column(run, "prepare", "group")
+        num_records = len(seconds)
         if match.contexts_from_dataset:
-            roots = self.input(run).roots
-            num_candidates = write_candidates(candidates, roots[-1].path, len(roots) - 1)
-            paths.append(candidates)
-        lines = index_lines(*paths, group_key=key)
-        groups, num_records = find_first(*lines["group"].T), len(lines) - num_candidates
+            key, roots = make_speaker_key(run.config.speaker_key), self.input(run).roots
+            candidates = write_candidates(run.plan_folder / CANDIDATES, roots[-1].path, len(roots) - 1, key)
+            save_array(run.plan_folder / CANDIDATE_OFFSETS, offsets_of(candidates["length"]))
+            seconds, groups = np.append(seconds, candidates["seconds"]), np.append(groups, candidates["group"], axis=0)
+        firsts = find_first(*groups.T)
+        order = order_by_group(firsts, mixed=match.contexts_from_dataset and match.max_group is not None)
         if match.contexts_from_dataset:
             # Not the groups that have no record.
-            wanted = np.isin(groups, np.unique(groups[:num_records]))
-            lines, groups = lines[wanted], groups[wanted]
-        order = order_by_group(groups, mixed=match.contexts_from_dataset and match.max_group is not None)
-        save_array(folder / "offsets.npy", lines["offset"])
-        save_array(folder / "order.npy", order)
-        unit_seconds = _unit_seconds(match, float(lines["seconds"].sum(dtype=np.float64)))
-        seconds = lines["seconds"][order]
-        spans = divide(seconds, groups[order], unit_seconds=unit_seconds, max_group=match.max_group)
+            order = order[np.isin(firsts[order], np.unique(firsts[:num_records]))]
+        save_array(run.plan_folder / "order.npy", order)
+        seconds = seconds[order]
+        spans = divide(
+            seconds, firsts[order], unit_seconds=_unit_seconds(match, float(seconds.sum(dtype=np.float64))),
+            max_group=match.max_group,
+        )  # fmt: skip
         # Lines from this number on are candidates.
         further = {"num_records": num_records} if match.contexts_from_dataset else {}
         number = 0
@@ -131,11 +136,13 @@ class MatchStage(Stage):
     def finalize(self, run: StageRun) -> Totals:
         match, least = run.settings, min_similarity(run.settings)
         name = f"{manifest_stem(run.config)}_withContextAudioMinDur{match.min_duration}MinSSIM{least}.json"
-        manifest = run.run_dir.manifests / name
-        merge_files((run.root / commit.files[0].name for commit in run.commits), manifest)
-        log_padding([commit.stats for commit in run.commits], "embedded")
-        facts = facts_of(match, name_devices(commit.device_kind for commit in run.commits))
-        return replace(add_up(run.commits), products=run.record_products(manifest=manifest), facts=facts)
+        manifest, commits = run.run_dir.manifests / name, run.commits
+        merge_files((run.root / commit.files[0].name for commit in commits), manifest)
+        parts = [run.root / commit.files[1].name for commit in commits]
+        columns = merge_columns(run.dir.merged, parts, ["index", "seconds", "context"])
+        log_padding([commit.stats for commit in commits], "embedded")
+        facts = facts_of(match, name_devices(commit.device_kind for commit in commits))
+        return finish_manifest(run, manifest, columns, add_up(commits), **facts)
 
 
 def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
@@ -183,7 +190,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         super().__init__()
         self.device_kind = device_kind
         self._plan = run.plan_folder
-        self._manifest = run.product("prepare/manifest")
+        self._manifest, self._offsets = run.product("prepare/manifest"), column(run, "prepare", OFFSET)
         self._embed = embed
         self._num_lines = len(map_stored_array(self._plan / "order.npy"))
         self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))
@@ -226,7 +233,8 @@ class MatchProcessor(AheadProcessor[_Begun]):
                 else:
                     matched.append(outcome)
         name = f"parts/{unit.index:06d}.jsonl"
-        write_lines(staging.path(name), (utterance.to_json() for utterance in matched))
+        columns = write_part(staging.path(name), matched, self._chooser.group_key)
+        save_array(staging.path(f"parts/{unit.index:06d}.npy"), columns)
         stats = {
             "seconds": sum(utterance.segment.duration for utterance in matched),
             # Each batch has its longest segment first.
@@ -237,7 +245,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
                 unit.id, unit.params["stop"] - unit.params["start"], self._num_lines,
             ),
         }  # fmt: skip
-        return Output(files=[name], num_out=len(matched), rejects=rejects, stats=stats)
+        return Output(files=[name, f"parts/{unit.index:06d}.npy"], num_out=len(matched), rejects=rejects, stats=stats)
 
     def _match_found(
         self,
@@ -270,17 +278,17 @@ class MatchProcessor(AheadProcessor[_Begun]):
     def _read(self, unit: Unit) -> list[Utterance]:
         start, stop = unit.params["start"], unit.params["stop"]
         lines = map_stored_array(self._plan / "order.npy")[start:stop]
-        offsets = map_stored_array(self._plan / "offsets.npy")[lines]
-        found: dict[int, Utterance] = {}
-        is_record = lines < unit.params.get("num_records", sys.maxsize)
-        manifests = {self._manifest: is_record, self._plan / CANDIDATES: ~is_record}
-        for manifest, chosen in manifests.items():
-            if chosen.any():
-                read = map(Utterance.from_json, read_lines_at(manifest, offsets[chosen]))
-                found |= zip(lines[chosen].tolist(), read, strict=True)
-        for number, utterance in found.items():
+        num_records = unit.params.get("num_records", sys.maxsize)
+        is_record = lines < num_records
+        texts = np.empty(len(lines), object)
+        texts[is_record] = read_lines_at(self._manifest, self._offsets[lines[is_record]])
+        if not is_record.all():
+            offsets = map_stored_array(self._plan / CANDIDATE_OFFSETS)
+            texts[~is_record] = read_lines_at(self._plan / CANDIDATES, offsets[lines[~is_record] - num_records])
+        utterances = list(map(Utterance.from_json, texts))
+        for utterance, number in zip(utterances, lines.tolist(), strict=True):
             utterance.index = number
-        return [found[number] for number in lines.tolist()]
+        return utterances
 
 
 def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | RejectRecord]) -> list[tuple[str, Any]]:

@@ -32,7 +32,7 @@ from sharmill.executors.local import LocalExecutor
 from sharmill.files.atomic import remove_temp_files, require_writable, write_atomic
 from sharmill.files.checksums import hash_text
 from sharmill.files.disk import PUT_BACK, disk_errors
-from sharmill.manifest import Context, Utterance, tagged_speaker, write_lines
+from sharmill.manifest import Context, Utterance, tagged_speaker
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
 from sharmill.match.embed import EmbeddedSegment
@@ -44,7 +44,8 @@ from sharmill.prepare.check import PrepareConfig, RecordCheck, parse_record
 from sharmill.prepare.stage import PrepareStage, make_check, pieces_of
 from sharmill.rates import StageRate, measure_rates
 from sharmill.sources import Described, Piece, RawRecord
-from sharmill.stages.inputs import leave_manifest, segment_roots
+from sharmill.stages.inputs import segment_roots
+from sharmill.stages.lines import leave_manifest
 from sharmill.stages.speaker_key import is_doubtful, make_speaker_key
 from sharmill.validate.stage import ValidateConfig
 
@@ -401,21 +402,20 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         # The sources have more records than the pilot.
         small = small.with_section(replace(config.section(ValidateConfig), against_sources=False))
         run = RunDir(Path(small.run_dir))
-        manifest = run.manifests / "pilot.json"
-        manifest.parent.mkdir(parents=True)
         if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
             # Copies that the pilot has fetched are not fetched again, unless the disk has no hard links. A lock with a
             # second name would be refused.
             others = shutil.ignore_patterns(".lock")
             with suppress(shutil.Error):
                 shutil.copytree(copies, run.copies, ignore=others, copy_function=os.link)
-        # Its lines are numbered as those of a manifest are.
-        write_lines(manifest, (replace(one, index=number).to_json() for number, one in enumerate(utterances)))
-        facts = {"duration_tolerance": config.section(PrepareConfig).duration_tolerance}
-        leave_manifest(run, PrepareStage.kind, manifest, facts, num_out=len(utterances))
+        # Lines are numbered as in a manifest.
+        numbered = [replace(one, index=number) for number, one in enumerate(utterances)]
+        stages, facts = make_stages(small), {"duration_tolerance": config.section(PrepareConfig).duration_tolerance}
+        by_kind = {stage.kind: stage for stage in stages}
+        leave_manifest(by_kind.pop(PrepareStage.kind), "pilot.json", numbered, **facts)
         if match is not None:
-            leave_manifest(run, MatchStage.kind, manifest, facts_of(match, []), num_out=len(utterances))
-        stages = [stage for stage in make_stages(small) if stage.kind not in (PrepareStage.kind, MatchStage.kind)]
+            leave_manifest(by_kind.pop(MatchStage.kind), "pilot_matched.json", numbered, **facts_of(match, []))
+        stages = [stage for stage in stages if stage.kind in by_kind]
         executor, done = LocalExecutor(workers=1, device=config.executor.device), []
         executor.require_devices(stages)
         with locked(run) as lock:

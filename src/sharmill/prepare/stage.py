@@ -2,9 +2,10 @@
 
 import math
 import os
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from sharmill.files.stored import load_record, open_stored
 from sharmill.manifest import (
     Reject,
     Utterance,
-    write_lines,
 )
 from sharmill.prefetch import prefetch
 from sharmill.prepare.check import PrepareConfig, RecordCheck, parse_filters, parse_record
@@ -35,7 +35,8 @@ from sharmill.prepare.duplicates import HASH_FIELDS, Ids, KnownRecords, hash_utt
 from sharmill.prepare.hours import HoursTable
 from sharmill.sources import Described, Piece, RawRecord, Source, notes_of, record_text
 from sharmill.stages.inputs import identify_roots, manifest_stem
-from sharmill.stages.speaker_key import make_speaker_key
+from sharmill.stages.lines import finish_manifest, merge_columns, write_part
+from sharmill.stages.speaker_key import SpeakerKey, key_of, make_speaker_key
 
 
 class PrepareStage(Stage):
@@ -81,7 +82,9 @@ class PrepareStage(Stage):
         return max(1, math.ceil(num_records / run.settings.unit_records))
 
     def open(self, run: StageRun, device: str) -> Processor:
-        return PrepareProcessor(make_check(run.config))
+        # Without contexts, a dataset may still be ordered by speaker.
+        key = make_speaker_key(run.config.speaker_key if run.config.has_contexts else "speaker")
+        return PrepareProcessor(make_check(run.config), key)
 
     def finalize(self, run: StageRun) -> Totals:
         totals = add_up(run.commits)
@@ -89,60 +92,77 @@ class PrepareStage(Stage):
         for commit in run.commits:
             hours.add(load_record(run.root / commit.files[2].name, HoursTable))
         manifest = run.run_dir.manifests / f"{manifest_stem(run.config)}_prepared.json"
-        found, seconds, num_recordings = self._merge(run, manifest, hours)
+        merged = self._merge(run, manifest, hours)
         result = replace(
             totals,
-            num_out=totals.num_out - found.total(),
-            rejects=totals.rejects | found,
-            hours=totals.hours - seconds / 3600,
+            num_out=totals.num_out - merged.rejects.total(),
+            rejects=totals.rejects | merged.rejects,
+            hours=totals.hours - merged.seconds / 3600,
         )
         stats = hours.report(result)
         write_atomic(run.run_dir.stats, msgspec.json.format(msgspec.json.encode(stats), indent=2) + b"\n")
         noted = [f"{count:,} {note}" for note, count in stats.get("noted", {}).items()]
-        return replace(
-            result,
-            notes=noted + hours.doubts(num_recordings),
-            products=run.record_products(manifest=manifest, stats=run.run_dir.stats),
-            facts={"duration_tolerance": run.settings.duration_tolerance},
+        result = replace(result, notes=noted + hours.doubts(merged.num_recordings))
+        parts = [run.root / commit.files[3].name for commit in run.commits]
+        columns = merge_columns(
+            run.dir.merged, parts, ["seconds", "group"], lengths=np.asarray(merged.lengths), kept=merged.kept
         )
+        columns["stats"] = run.run_dir.stats
+        return finish_manifest(run, manifest, columns, result, duration_tolerance=run.settings.duration_tolerance)
 
-    def _merge(self, run: StageRun, manifest: Path, hours: HoursTable) -> tuple[Counter[str], float, int]:
-        """Write the prepared manifest, and append the rejects of records that are elsewhere already to the others.
-
-        Returns:
-            how many they are by reason, their seconds, and how many recordings all records are from.
-        """
+    def _merge(self, run: StageRun, manifest: Path, hours: HoursTable) -> "Merged":
+        """Write the prepared manifest, and append the rejects of records that are elsewhere already to the others."""
         parts = (load_stored_array(run.root / commit.files[1].name) for commit in run.commits)
         hashes = np.concatenate([np.empty(0, HASH_FIELDS), *parts])
         ids = Ids.of(hashes)
         append_to = run.config.append_to
         known = KnownRecords(Path(append_to)) if append_to is not None else None
-        found, seconds = Counter[str](), 0.0
+        done = Merged(np.ones(len(hashes), bool), len(np.unique(hashes["file"])))
         # The rejects of the units are merged anew before a stage is finalized once more.
         with (
-            open_atomic(manifest) as merged,
+            open_atomic(manifest) as stream,
             open_stored(run.dir.rejects, append=True) as rejects,
         ):
             for number, line in enumerate(_lines(run)):
                 if not (ids.duplicates[number] or ids.ambiguous[number] or known is not None):
-                    merged.write(line)
+                    done.lengths.append(stream.write(line))
                     continue
                 utterance = Utterance.from_json(line)
                 reason, why = "duplicate_id", "is the same segment as an earlier record"
                 if not ids.duplicates[number]:
                     ids.make_unique(utterance)
                     if known is None or utterance not in known:
-                        merged.write(utterance.to_json() + b"\n")
+                        done.lengths.append(stream.write(utterance.to_json() + b"\n"))
                         continue
                     reason, why = "already_there", "is in the dataset that is appended to"
                 reject = Reject(self.kind, reason, f"{utterance.cut_id} {why}", utterance.public_record())
                 rejects.write(reject.to_json() + b"\n")
                 hours.move_to_rejected(utterance)
-                found[reason] += 1
-                seconds += utterance.segment.duration
+                done.kept[number] = False
+                done.rejects[reason] += 1
+                done.seconds += utterance.segment.duration
             rejects.flush()
             os.fsync(rejects.fileno())
-        return found, seconds, len(np.unique(hashes["file"]))
+        return done
+
+
+@dataclass
+class Merged:
+    """The outcome of merging the parts of a manifest.
+
+    Attributes:
+        kept: True for each record of the parts that is in the manifest.
+        num_recordings: recordings that all records are from.
+        lengths: bytes of the lines of the manifest.
+        rejects: counts of the records that were left out, by reason.
+        seconds: audio of these records.
+    """
+
+    kept: np.ndarray
+    num_recordings: int
+    lengths: "array[int]" = field(default_factory=lambda: array("I"))
+    rejects: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
 
 def _lines(run: StageRun) -> Iterator[bytes]:
@@ -196,6 +216,7 @@ class PrepareProcessor(Processor):
     """The checks of the records of pieces of the sources, in one rank."""
 
     check: RecordCheck
+    speaker_key: SpeakerKey
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         number = unit.params["source"]
@@ -217,11 +238,12 @@ class PrepareProcessor(Processor):
                 hours.count_kept(found, self.check.speakers[number].origin(record))
             advance(1.0)
         part = f"parts/{unit.index:06d}"
-        write_lines(staging.path(f"{part}.jsonl"), (utterance.to_json() for utterance in kept))
+        columns = write_part(staging.path(f"{part}.jsonl"), kept, partial(key_of, self.speaker_key))
+        save_array(staging.path(f"{part}.columns.npy"), columns)
         save_array(staging.path(f"{part}.npy"), np.array([hash_utterance(one) for one in kept], dtype=HASH_FIELDS))
         write_new(staging.path(f"{part}.stats.json"), msgspec.json.encode(hours))
         return Output(
-            files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json"],
+            files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json", f"{part}.columns.npy"],
             num_out=len(kept),
             rejects=rejects,
             stats={"seconds": sum(utterance.segment.duration for utterance in kept)},

@@ -3,17 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config
-from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import StageRun, identify_folder
-from sharmill.engine.unit import Totals
-from sharmill.files.atomic import write_atomic
-from sharmill.files.checksums import checksum
-from sharmill.files.staging import PublishedFile
 
 
 def segment_roots(config: Config) -> AudioRoots:
@@ -44,11 +37,3 @@ def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
 def manifest_stem(config: Config) -> str:
     """Return how the manifests of a dataset are called: after its only manifest, or after the dataset."""
     return (config.sources[0].stem if len(config.sources) == 1 else None) or config.name
-
-
-def leave_manifest(run_dir: RunDir, stage: str, manifest: Path, facts: dict[str, Any], *, num_out: int) -> None:
-    """Leave a manifest as the product of a stage that has not run, for the stages behind it."""
-    name = manifest.relative_to(run_dir.path).as_posix()
-    products = {"manifest": PublishedFile(name, manifest.stat().st_size, checksum(manifest))}
-    totals = Totals(num_in=num_out, num_out=num_out, rejects={}, hours=0.0, products=products, facts=facts)
-    write_atomic(run_dir.stage(stage).done, msgspec.json.encode(totals))

@@ -1,57 +1,98 @@
-"""The lines of a manifest as planning needs them: places, durations and groups."""
+"""Manifests between stages, with columns beside them: what a plan needs of each line, so that it parses none.
 
-from collections.abc import Callable, Iterator
+The rank that writes a part of a manifest writes its columns too. At the end of the stage they are merged, an array for
+each, and left as products beside the manifest.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
-from sharmill.files.stored import decode_stored, read_stored_lines
-from sharmill.manifest import tagged_speaker
+from sharmill.engine.stage import StageRun
+from sharmill.engine.unit import Totals
+from sharmill.errors import ConfigError
+from sharmill.files.arrays import load_stored_array, map_stored_array, save_array, write_array
+from sharmill.files.atomic import open_atomic, open_new, write_atomic
+from sharmill.files.checksums import checksum
+from sharmill.manifest import Utterance, records_checksum
 
-# Of a line of a manifest: where it begins in its file, its number in the prepared manifest, the durations of target and
-# context, and the 128-bit hash of the key of its group.
-LINE: Final = np.dtype([("offset", "i8"), ("index", "u4"), ("seconds", "f4"), ("context", "f4"), ("group", "u8", 2)])
-
-
-class _Head(msgspec.Struct):
-    audio_filepath: str
-    speaker: str
-    duration: float
-
-
-class _MatchedHead(msgspec.Struct):
-    duration: float
-    context_audio_duration: float
-    index: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = msgspec.field(name="_index")
+# Columns of a part: the bytes of a line, its number in the prepared manifest, the durations of target and context in
+# seconds, and the 128-bit hash of the key of its group.
+LINE: Final = np.dtype([("length", "u4"), ("index", "u4"), ("seconds", "f4"), ("context", "f4"), ("group", "u8", 2)])
+# The name of the column that is made of the lengths: the place of the first byte of each line.
+OFFSET: Final = "offset"
 
 
-def index_lines(*paths: Path, group_key: Callable[[str, str], str] | None = None) -> np.ndarray:
-    """Read manifests once, one behind the other, for planning: return their lines (N,) as ``LINE``.
+def write_part(path: Path, utterances: Iterable[Utterance], group_of: Callable[[Utterance], str]) -> np.ndarray:
+    """Write utterances as lines, and return their columns (N,) of ``LINE``; the index of one without a number is 0."""
+    rows: list[tuple[int, int, float, float, tuple[int, int]]] = []
+    with open_new(path) as stream:
+        for utterance in utterances:
+            line = utterance.to_json() + b"\n"
+            stream.write(line)
+            key = xxhash.xxh3_128_intdigest(group_of(utterance).encode("utf-8", "surrogatepass"))
+            context = utterance.context.segment.duration if utterance.context is not None else 0.0
+            group = key >> 64, key & (1 << 64) - 1
+            rows.append((len(line), max(0, utterance.index), utterance.segment.duration, context, group))
+    return np.array(rows, LINE)
 
-    Without a ``group_key`` they are matched manifests, whose lines lie by group already and are all of one here.
+
+def merge_columns(
+    folder: Path, parts: Sequence[Path], names: Sequence[str], *, lengths: np.ndarray | None = None,
+    kept: np.ndarray | None = None,
+) -> dict[str, Path]:  # fmt: skip
+    """Write columns of a merged manifest below a folder, each as an array (N,), and return their paths by name.
+
+    Args:
+        parts: the columns of the parts, in order.
+        names: the columns beside ``offset``.
+        lengths: the bytes of the merged lines, if these are not those of the parts.
+        kept: True for each line of the parts that is in the merged manifest; by default all are.
     """
+    folder.mkdir(exist_ok=True)
 
-    def rows() -> Iterator[tuple[int, int, float, float, tuple[int, int]]]:
-        number = 0
-        for path in paths:
-            offset = 0
-            # Line by line: of what is no manifest a line may have 64 MiB.
-            for line in read_stored_lines(path):
-                if group_key is None:
-                    matched = decode_stored(path, line, _MatchedHead)
-                    yield offset, matched.index, matched.duration, matched.context_audio_duration, (0, 0)
-                else:
-                    head = decode_stored(path, line, _Head)
-                    key = group_key(head.audio_filepath, tagged_speaker(head.speaker))
-                    group = xxhash.xxh3_128_intdigest(key.encode())
-                    yield offset, number, head.duration, 0.0, (group >> 64, group & (1 << 64) - 1)
-                offset += len(line)
-                number += 1
+    def read(name: str) -> Iterator[np.ndarray]:
+        begin = 0
+        for part in parts:
+            rows = load_stored_array(part)[name]
+            yield rows if kept is None else rows[kept[begin : begin + len(rows)]]
+            begin += len(rows)
 
-    return np.fromiter(rows(), LINE)
+    if lengths is None:
+        lengths = np.concatenate([np.empty(0, np.uint32), *read("length")])
+    offsets = offsets_of(lengths)
+    with open_atomic(folder / f"{OFFSET}.npy") as stream:
+        write_array(stream, offsets.dtype, offsets.shape, [offsets])
+    for name in names:
+        dtype, shape = LINE[name].base, LINE[name].shape
+        with open_atomic(folder / f"{name}.npy") as stream:
+            write_array(stream, dtype, (len(offsets), *shape), read(name))
+    return {name: folder / f"{name}.npy" for name in (OFFSET, *names)}
+
+
+def identify_manifest(run: StageRun, stage: str) -> str:
+    """Return what identifies the records of the manifest that a stage has left.
+
+    Raises:
+        ConfigError: the stage is not finished, or the manifest is not the one that it left.
+    """
+    path, totals = run.product(f"{stage}/manifest"), run.totals_of(stage)
+    if checksum(path) != totals.products["manifest"].xxh3:
+        raise ConfigError(
+            f"{path} is not as the stage {stage} left it: restore it, or begin that stage again with --restart",
+            code="stage_not_run",
+        )
+    return str(totals.facts["records"])
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Return the place of the first byte of each line (N,) int64, from the bytes of the lines (N,)."""
+    return np.cumsum(lengths, dtype=np.int64) - lengths
 
 
 def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
@@ -65,3 +106,25 @@ def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
         numbers = np.random.Generator(np.random.PCG64(0)).permutation(len(groups))
         return np.lexsort((numbers, groups)).astype(np.uint32)
     return np.argsort(groups, kind="stable").astype(np.uint32)
+
+
+def column(run: StageRun, stage: str, name: str) -> np.ndarray:
+    """Return a column (N,) of the manifest that a stage has left, mapped from its file."""
+    return map_stored_array(run.product(f"{stage}/{name}"))
+
+
+def finish_manifest(run: StageRun, manifest: Path, columns: dict[str, Path], totals: Totals, **facts: Any) -> Totals:
+    """Return the totals of a stage with its manifest, the columns and further facts for later stages."""
+    products = run.record_products(manifest=manifest, **columns)
+    return replace(totals, products=products, facts=facts | {"records": records_checksum(manifest)})
+
+
+def leave_manifest(run: StageRun, name: str, utterances: Sequence[Utterance], **facts: Any) -> None:
+    """Leave a manifest as the product of a stage that has not run, for the stages behind it."""
+    manifest, part = run.run_dir.manifests / name, run.dir.merged / "part.npy"
+    for folder in (manifest.parent, part.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    save_array(part, write_part(manifest, utterances, lambda utterance: utterance.speaker))
+    columns = merge_columns(part.parent, [part], ["index", "seconds", "context", "group"])
+    totals = Totals(num_in=len(utterances), num_out=len(utterances), rejects={}, hours=0.0)
+    write_atomic(run.dir.done, msgspec.json.encode(finish_manifest(run, manifest, columns, totals, **facts)))

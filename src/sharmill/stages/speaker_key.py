@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sharmill.errors import ConfigError, RejectRecord
+from sharmill.manifest import Utterance, tagged_speaker
 from sharmill.registry import nearest
 from sharmill.sources.speakers import is_missing
 
@@ -19,6 +20,11 @@ _MANY_RECORDINGS: Final = 20
 
 SpeakerKey = Callable[[str, str], str]
 """(relative path of the audio, speaker name of the tag) -> key; may raise RejectRecord."""
+
+
+def key_of(speaker_key: SpeakerKey, utterance: Utterance) -> str:
+    """Return the key of the group of an utterance that passed the checks."""
+    return speaker_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
 
 
 @dataclass(frozen=True)

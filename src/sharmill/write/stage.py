@@ -27,7 +27,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.arrays import map_stored_array, save_array
 from sharmill.files.staging import Staging
-from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at, records_checksum
+from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import BASE_FIELDS, CONTEXT_AUDIO, CUTS, TARGET_AUDIO, base_fields
 from sharmill.shar.histograms import CutMeasures, cut_values, sound_values
@@ -37,8 +37,7 @@ from sharmill.shar.json_lines import write_cuts
 from sharmill.shar.manifests import context_id, cut_json, recording_json
 from sharmill.stages.fields import added_fields, dataset_of, shard_record
 from sharmill.stages.inputs import identify_roots, segment_reader, segment_roots
-from sharmill.stages.lines import index_lines, order_by_group
-from sharmill.stages.speaker_key import make_speaker_key
+from sharmill.stages.lines import OFFSET, column, identify_manifest, order_by_group
 
 _DEFAULT_SHARD_SIZE: Final = 1000
 _ORIGINAL: Final = "original"
@@ -108,23 +107,20 @@ class WriteStage(Stage):
             "name": run.config.name,
             "audio_roots": identify_roots(segment_roots(run.config), run.run_dir.path),
             "limits": _match_facts(run).get("limits", {}),
-            "input": records_checksum(_input_manifest(run)),
+            "input": identify_manifest(run, _before(run)),
             "versions": versions("soundfile", "av", "torchaudio"),
         }
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
-        write: WriteConfig = run.settings
-        lines = index_lines(
-            _input_manifest(run), group_key=None if run.config.has_contexts else make_speaker_key("speaker")
-        )
-        order = order_lines(lines, write.order, write.seed)
-        save_array(run.plan_folder / "offsets.npy", lines["offset"][order])
-        seconds = lines["seconds"] + lines["context"]
-        for number, (start, stop) in enumerate(pairwise(divide_into_shards(lines["seconds"][order], write))):
+        order = _order(run)
+        save_array(run.plan_folder / "offsets.npy", column(run, _before(run), OFFSET)[order])
+        targets = column(run, _before(run), "seconds")[order]
+        contexts = column(run, "match", "context")[order] if run.config.has_contexts else np.zeros_like(targets)
+        for number, (start, stop) in enumerate(pairwise(divide_into_shards(targets, run.settings))):
+            seconds = (targets[start:stop] + contexts[start:stop]).sum(dtype=np.float64)
             yield make_unit(
-                number, cost=round(float(seconds[order[start:stop]].sum(dtype=np.float64)), 3), size=stop - start,
-                params={"start": start, "stop": stop},
-            )  # fmt: skip
+                number, cost=round(float(seconds), 3), size=stop - start, params={"start": start, "stop": stop}
+            )
 
     def open(self, run: StageRun, device: str) -> Processor:
         return WriteProcessor(run)
@@ -187,9 +183,9 @@ class DatasetPublication(Publication):
             )
 
 
-def _input_manifest(run: StageRun) -> Path:
-    """Return the manifest that the dataset is written from."""
-    return run.product("match/manifest" if run.config.has_contexts else "prepare/manifest")
+def _before(run: StageRun) -> str:
+    """Return the stage with the manifest that the dataset is written from."""
+    return "match" if run.config.has_contexts else "prepare"
 
 
 def _match_facts(run: StageRun) -> dict[str, Any]:
@@ -206,17 +202,23 @@ def _describe_clipping(commits: Sequence[Commit]) -> list[str]:
     return [f"samples beyond full scale were clipped in {cuts:,} cuts, {share}"] if cuts else []
 
 
-def order_lines(lines: np.ndarray, order: Literal["manifest", "speaker", "shuffle"], seed: int) -> np.ndarray:
-    """Return the numbers of lines (N,) uint32: as in the input, by speaker group, or in a seeded permutation.
+def _order(run: StageRun) -> np.ndarray:
+    """Return the numbers of lines (N,) uint32 in the order of the dataset's cuts."""
+    write: WriteConfig = run.settings
+    numbers = np.arange(len(column(run, _before(run), OFFSET)), dtype=np.uint32)
+    if write.order == "speaker":
+        # A matched manifest lies by group already.
+        return numbers if run.config.has_contexts else order_by_group(find_first(*column(run, "prepare", "group").T))
+    return order_lines(column(run, "match", "index") if run.config.has_contexts else numbers, write.order, write.seed)
 
-    The permutation is of the input's order, so it does not depend on how groups were found.
+
+def order_lines(index: np.ndarray, order: Literal["manifest", "shuffle"], seed: int) -> np.ndarray:
+    """Return the numbers of lines (N,) uint32 as in the input, or in a seeded permutation of it.
 
     Args:
-        lines: (N,) of ``stages.lines.LINE``.
+        index: (N,) the number of each line in the input.
     """
-    if order == "speaker":
-        return order_by_group(find_first(*lines["group"].T))
-    numbers = np.argsort(lines["index"], kind="stable").astype(np.uint32)
+    numbers = np.argsort(index, kind="stable").astype(np.uint32)
     if order == "shuffle":
         np.random.Generator(np.random.PCG64(seed)).shuffle(numbers)
     return numbers
@@ -258,7 +260,7 @@ class WriteProcessor(Processor):
     def __init__(self, run: StageRun) -> None:
         self._config: WriteConfig = run.settings
         self._has_contexts = run.config.has_contexts
-        self._manifest = _input_manifest(run)
+        self._manifest = run.product(f"{_before(run)}/manifest")
         self._offsets = map_stored_array(run.plan_folder / "offsets.npy")
         self._reader = segment_reader(run)
 

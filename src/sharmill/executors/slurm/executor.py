@@ -200,7 +200,7 @@ class SlurmExecutor(Executor):
         self, stage: StageRun, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Submit the units, or return those that failed for good once no other is left; see ``engine.executor.Executor``.
+        """Submit the units, or return those that failed for good once no other is left; see ``Executor``.
 
         Beside advance jobs that are in the queue already only ranks are added, and none by an advance job. Few units
         are done in the advance job. If that is killed, they wait for ranks in the next round.

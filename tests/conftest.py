@@ -23,6 +23,7 @@ from support.project import (
     write_lines,
     write_tone,
 )
+from tenacity import wait_none
 
 from sharmill.cli.main import main
 
@@ -47,6 +48,12 @@ def prepare_records(audio_root):
         return run_prepare(config_for(folder, [(path, root)], prepare=options))
 
     return prepare
+
+
+@pytest.fixture
+def no_waits(monkeypatch):
+    """Requests for URLs are tried again at once."""
+    monkeypatch.setattr("sharmill.files.remote._wait", wait_none())
 
 
 @pytest.fixture(scope="session")

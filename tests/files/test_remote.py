@@ -19,9 +19,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from support.project import examples, make_bare_dataset, raises
 from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
 from support.web import serving
-from tenacity import wait_none
 
-import sharmill.files.remote as module
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files import pace
 from sharmill.files.cache import Cache
@@ -33,9 +31,8 @@ DATA = bytes(range(256)) * 64
 
 
 @pytest.fixture
-def web(tmp_path, monkeypatch):
+def web(tmp_path, monkeypatch, no_waits):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(module, "_wait", wait_none())
     (tmp_path / "web/84").mkdir(parents=True)
     (tmp_path / "web/84/a.flac").write_bytes(DATA)
     with serving(tmp_path / "web") as server:
@@ -245,6 +242,7 @@ def test_a_url_is_read_as_a_file_is(web, tmp_path):
     assert not (tmp_path / "copies").exists()
     with pickle.loads(pickle.dumps(file)).open("rb") as stream:
         assert stream.read() == DATA
+    assert file.read_text("latin-1")[32:127] == DATA[32:127].decode()
     assert not (RemoteLocation(f"{web.url}/84", file.cache) / "none.flac").exists()
 
 
@@ -259,8 +257,7 @@ def test_what_a_full_disk_has_left_is_fetched_again(name, web, tmp_path):
 
 
 @pytest.fixture(params=[S3Store, GcsStandIn, AIStoreStandIn], ids=lambda kind: kind.scheme)
-def store(request, monkeypatch):
-    monkeypatch.setattr(module, "_wait", wait_none())
+def store(request, no_waits):
     with request.param() as store:
         yield store
 

@@ -11,19 +11,16 @@ import pytest
 from support.project import check_dataset, raises, run_sharmill, snapshot
 from support.stores import AIStoreStandIn, Fault, GcsStandIn, S3Store
 from support.web import serving
-from tenacity import wait_none
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import sharmill.files.remote as module
 from sharmill.errors import ConfigError, DamagedShard, FatalError
 from sharmill.shar import merge_states, open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 
 
 @pytest.fixture
-def store(request, many, monkeypatch):
+def store(request, many, no_waits):
     """A store with the dataset of ``many`` as ``many``, of the kind that a test asks for."""
-    monkeypatch.setattr(module, "_wait", wait_none())
     with getattr(request, "param", AIStoreStandIn)() as store:
         store.upload(many.dataset, "many")
         yield store

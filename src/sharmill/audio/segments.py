@@ -45,7 +45,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Location:
+class SegmentPlace:
     """A segment as samples of a file: ``start`` and ``num_samples`` at the file's own rate.
 
     ``size`` and ``modified`` are those of the file: bytes, and nanoseconds. Of a recording in a container ``path`` and
@@ -71,7 +71,7 @@ class SegmentAudio:
     samples: np.ndarray
     sampling_rate: int
     notes: AudioNotes
-    location: Location
+    location: SegmentPlace
 
     @property
     def content(self) -> int:
@@ -88,7 +88,7 @@ class FileCopy:
     """
 
     data: bytes
-    location: Location
+    location: SegmentPlace
     sound: str
 
 
@@ -119,7 +119,7 @@ class SegmentReader:
     def read_or_copy(
         self,
         segments: Sequence[Segment],
-        may_copy: Callable[[Location], bool] = lambda location: False,
+        may_copy: Callable[[SegmentPlace], bool] = lambda location: False,
         data: bytes | None = None,
     ) -> Iterator[tuple[int, SegmentAudio | FileCopy | RejectRecord]]:
         """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.
@@ -162,7 +162,7 @@ class SegmentReader:
         except RejectRecord as reject:  # it cannot be opened; what is wrong with a segment was yielded
             yield from ((index, reject) for index in in_order)
 
-    def _copy(self, segment: Segment, location: Location, recording: Recording) -> FileCopy:
+    def _copy(self, segment: Segment, location: SegmentPlace, recording: Recording) -> FileCopy:
         if location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels:
             raise RejectRecord(
                 "unreadable_audio",
@@ -176,7 +176,7 @@ class SegmentReader:
         samples, _ = decode_bytes(data)
         return FileCopy(data, location, self._check(segment, location, samples, found).notes.sound)
 
-    def _check_length(self, segment: Segment, location: Location) -> None:
+    def _check_length(self, segment: Segment, location: SegmentPlace) -> None:
         """Reject audio that was replaced since its record was checked, or is longer or shorter than that says."""
         if segment.notes.size not in (-1, location.size):
             raise RejectRecord(
@@ -192,7 +192,7 @@ class SegmentReader:
                 "duration_mismatch", f"the manifest says {segment.duration:g} s, the audio has {seconds:g} s"
             )
 
-    def _check(self, segment: Segment, location: Location, samples: np.ndarray, found: str) -> SegmentAudio:
+    def _check(self, segment: Segment, location: SegmentPlace, samples: np.ndarray, found: str) -> SegmentAudio:
         if segment.notes.checksum not in ("", found):
             raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
         self._check_length(segment, location)
@@ -225,7 +225,7 @@ class SegmentsOnce(Generic[Made]):
         reader: SegmentReader,
         uses: Iterable[Segment],
         make: Callable[[SegmentAudio | FileCopy], tuple[bytes, Made]],
-        may_copy: Callable[[Location], bool] = lambda location: False,
+        may_copy: Callable[[SegmentPlace], bool] = lambda location: False,
     ) -> None:
         self._uses_left = Counter(uses)
         self._reader = reader
@@ -330,7 +330,7 @@ def _made_with(segment: Segment) -> Hashable:
     return segment if segment.whole_file else segment.recording
 
 
-def _locate(segment: Segment, path: Path, info: AudioInfo) -> Location:
+def _locate(segment: Segment, path: Path, info: AudioInfo) -> SegmentPlace:
     start, num_samples = 0, info.num_samples
     if not segment.whole_file:
         start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
@@ -340,10 +340,10 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> Location:
             raise RejectRecord("empty_audio", "the segment has no samples")
     status = path.stat()
     size = status.st_size if segment.member is None else segment.member.size
-    return Location(path, info, start, num_samples, size, status.st_mtime_ns)
+    return SegmentPlace(path, info, start, num_samples, size, status.st_mtime_ns)
 
 
-def _checksum(segment: Segment, location: Location, samples: np.ndarray, checksum_all: Callable[[], str]) -> str:
+def _checksum(segment: Segment, location: SegmentPlace, samples: np.ndarray, checksum_all: Callable[[], str]) -> str:
     """Return the checksum of what a segment was read from; ``checksum_all`` returns that of all bytes of the recording.
 
     Of a whole file its bytes; of a part the samples, which cost nothing more to read. But samples of MP3, Vorbis and

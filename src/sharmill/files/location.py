@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 
 from sharmill.errors import DamagedShard, RejectRecord, hide_secrets
 from sharmill.files.cache import Cache
-from sharmill.files.checksums import checksum, checksum_stream
+from sharmill.files.checksums import checksum
 from sharmill.files.clients import Version
 from sharmill.files.regular import open_regular
 from sharmill.files.remote import SCHEMES, is_unencrypted
@@ -135,16 +135,24 @@ def is_remote(location: Location) -> bool:
     return isinstance(location, RemoteLocation)
 
 
+def local(location: Location) -> Path:
+    """Return the path of a file on this machine; a copy is not evicted as long as this path object lives.
+
+    Raises:
+        RejectRecord: as ``Cache.get``.
+    """
+    return location.local() if isinstance(location, RemoteLocation) else location
+
+
+def fetch(location: Location) -> Path:
+    """Return the path of a file as ``local``, but raise an OSError if its server does not give it."""
+    return location.fetch() if isinstance(location, RemoteLocation) else location
+
+
 def open_location(location: str | Location, *, buffering: int = -1) -> BinaryIO:
     """Open a regular file for reading, as ``open_regular``; its copy if it is behind a URL."""
     path = location.fetch() if isinstance(location, RemoteLocation) else location
     return open_regular(path, buffering=buffering)
-
-
-def checksum_of(location: Location) -> str:
-    """Return the xxh3-64 of a file, as ``checksum``."""
-    with open_location(location, buffering=0) as stream:
-        return checksum_stream(stream)
 
 
 def read_head_of(location: Location, size: int) -> bytes:
@@ -153,15 +161,6 @@ def read_head_of(location: Location, size: int) -> bytes:
         return location.read_head(size)
     with open_regular(location) as stream:
         return stream.read(size)
-
-
-def local(location: Location) -> Path:
-    """Return the path of a file on this machine; a copy is not evicted as long as this path object lives.
-
-    Raises:
-        RejectRecord: as ``Cache.get``.
-    """
-    return location.local() if isinstance(location, RemoteLocation) else location
 
 
 def tell_version(location: Location) -> list[Any]:

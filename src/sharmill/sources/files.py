@@ -26,12 +26,12 @@ import xxhash
 
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.cache import Cache
-from sharmill.files.checksums import checksum_bytes
+from sharmill.files.checksums import checksum, checksum_bytes
 from sharmill.files.clients import FETCHES_AT_ONCE
 from sharmill.files.location import (
     Location,
     RemoteLocation,
-    checksum_of,
+    fetch,
     is_remote,
     is_url,
     open_location,
@@ -85,7 +85,7 @@ def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[
             return version
         if digest == "ends":
             return [version[0], checksum_bytes(b"".join(read_ends(file, "file")))]
-        return [version[0], checksum_of(file)]
+        return [version[0], checksum(fetch(file))]
 
     files = list(files)
     told = prefetch(identify, files, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE)

@@ -16,7 +16,8 @@ from sharmill.engine.stage import Processor, Stage, StageRun, identify_folder, v
 from sharmill.engine.unit import Commit, Totals, Unit, add_up, make_unit
 from sharmill.errors import refuse
 from sharmill.files.atomic import write_atomic
-from sharmill.files.location import Location, checksum_of, tell_version
+from sharmill.files.checksums import checksum
+from sharmill.files.location import Location, fetch, tell_version
 from sharmill.files.stored import load_record, read_records
 from sharmill.models import find_recorded_codec, load_recorded_codec
 from sharmill.models.config import CodecConfig
@@ -216,7 +217,7 @@ class Subject:
 def _index_of(directory: Location) -> list[str]:
     """Return the checksums of the files of the index that are there and not far too large."""
     paths = [directory / name for name in (DATASET_FILE, SHARDS_FILE)]
-    return [checksum_of(path) for path in paths if path.is_file() and tell_version(path)[0] <= _MAX_INDEX_BYTES]
+    return [checksum(fetch(path)) for path in paths if path.is_file() and tell_version(path)[0] <= _MAX_INDEX_BYTES]
 
 
 def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from sharmill.audio.decoder import check_encoder, count_clipped, encode, encoder_problem, to_float
 from sharmill.audio.resample import resample
 from sharmill.audio.roots import AudioRoots
-from sharmill.audio.segments import FileCopy, Location, SegmentAudio, SegmentReader, SegmentsOnce
+from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentPlace, SegmentReader, SegmentsOnce
 from sharmill.audio.sound import Sound
 from sharmill.config import Config, Positive, Presence, StageSection, require
 from sharmill.engine.balance import divide_evenly
@@ -338,7 +338,7 @@ class StoredAudio:
 def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> SegmentsOnce[StoredAudio]:
     """Return the audio of segments as it is stored: copied where the file already is what is wanted, else encoded."""
 
-    def may_copy(location: Location) -> bool:
+    def may_copy(location: SegmentPlace) -> bool:
         info = location.info
         return (
             location.is_whole_file

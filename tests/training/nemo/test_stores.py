@@ -12,9 +12,7 @@ from support.example import run_ranks
 from support.project import raises, write_lines
 from support.stores import AIStoreStandIn, Fault, S3Store
 from support.training import AsIs, Letters, flat, take
-from tenacity import wait_none
 
-import sharmill.files.remote as remote
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
 from sharmill.training.nemo.loader import merge_data_states
@@ -39,9 +37,8 @@ mode.validation_ds.manifest_filepath=ais://validation_bucket/validation_manifest
 
 
 @pytest.fixture(params=[AIStoreStandIn, S3Store], ids=lambda kind: kind.scheme)
-def store(request, nemo_data, tmp_path, monkeypatch):
+def store(request, nemo_data, tmp_path, monkeypatch, no_waits):
     """A store with all that the examples name, three tars of each set; and an empty cache."""
-    monkeypatch.setattr(remote, "_wait", wait_none())
     monkeypatch.setenv("NEMO_DATA_STORE_CACHE_DIR", str(tmp_path / "cache"))
     with request.param() as store:
         fill(store, nemo_data)

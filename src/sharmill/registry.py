@@ -247,7 +247,7 @@ SECTIONS: Final = Registry(
         "funnel": "sharmill.report.contents:FUNNEL",
         "listening": "sharmill.report.listening:LISTENING",
         "contents": "sharmill.report.contents:CONTENTS",
-        "pilot": "sharmill.report.contents:PILOT",
+        "pilot": "sharmill.pilot.page:PILOT",
         "voices": "sharmill.report.contents:VOICES",
         "codes": "sharmill.report.contents:CODES",
         "work": "sharmill.report.contents:WORK",

@@ -13,8 +13,6 @@ from markupsafe import Markup
 from sharmill.audio.sound import Sound
 from sharmill.engine.view import StageView
 from sharmill.errors import REASONS, REMEDIES
-from sharmill.files.stored import read_record
-from sharmill.pilot.calibration import Calibration
 from sharmill.report.charts import columns, curves, figure, histogram, scatter
 from sharmill.report.facts import Facts
 from sharmill.report.section import Section, render
@@ -204,34 +202,6 @@ def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, st
     return histogram(edges.tolist(), counts.tolist(), label=unit, unit=unit, description=f"{note}."), note
 
 
-def _make_pilot(facts: Facts) -> Markup | None:
-    """Return what ``sharmill calibrate`` found, or None where it was not run, or there are no contexts."""
-    found = read_record(facts.run.run_dir.calibration, Calibration) if facts.run is not None else None
-    if found is None or (advice := found.advice) is None or found.similarities is None:
-        return None
-    contexts = [(one.min_similarity, one.context_share) for one in advice.thresholds]
-    wrong = [(one.min_similarity, one.wrong_share) for one in advice.thresholds if one.wrong_share is not None]
-    most = [(one.min_similarity, one.wrong_bound) for one in advice.thresholds if one.wrong_bound is not None]
-    series = [("records with a context", contexts), ("of these another speaker", wrong)]
-    chart = curves(
-        [*series, ("at most, 95 % sure", most)] if most else series, x=(0, 1), y=(0, 1),
-        label="match.min_similarity", description="Shares of records by threshold",
-    )  # fmt: skip
-    sentence = advice.reason
-    if advice.recommended is not None:
-        sentence = f"Advice: match.min_similarity={advice.recommended.min_similarity:g}: {sentence}"
-    figures = [figure("Contexts by threshold", chart, f"{sentence}.")]
-    edges = np.linspace(-1, 1, len(found.similarities.within_groups) + 1).tolist()
-    for color, (title, counts) in enumerate((
-        ("Similarity within groups", found.similarities.within_groups),
-        ("Similarity across groups", found.similarities.across_groups),
-    )):  # fmt: skip
-        chart = histogram(edges, counts, label="cosine", unit="", description=title, color=color)
-        figures.append(figure(title, chart, f"{sum(counts):,} pairs of the pilot's utterances"))
-    drawn = f"{found.num_drawn:,} of {found.num_records:,} records in {found.num_groups:,} speaker groups"
-    return Markup("<p>A pilot before the run: {}.</p>").format(drawn) + _GRID.format(Markup("").join(figures))
-
-
 def _make_voices(facts: Facts) -> Markup | None:
     """Return the charts of speakers and contexts, or None where nothing is known of them."""
     charts = [*_speakers(facts), *_context_uses(facts)]
@@ -354,7 +324,6 @@ def _map(voices: Sequence[tuple[str, np.ndarray]]) -> Markup:
 
 FUNNEL = Section("funnel", "From input to output", 10, _make_funnel)
 CONTENTS = Section("contents", "What the cuts are like", 30, _make_contents)
-PILOT = Section("pilot", "Pilot", 35, _make_pilot)
 VOICES = Section("voices", "Speakers and contexts", 40, _make_voices)
 CODES = Section("codes", "Codebooks", 50, _make_codes)
 WORK = Section("work", "Shards and stages", 60, _make_work)

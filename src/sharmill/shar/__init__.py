@@ -97,7 +97,8 @@ def open_shar(
     from lhotse import CutSet
 
     from sharmill.shar.index import open_directory
-    from sharmill.shar.reading.iteration import ReadOptions, SharReader
+    from sharmill.shar.reading.epoch_reader import ReadOptions
+    from sharmill.shar.reading.iteration import SharReader
     from sharmill.shar.reading.shard_source import open_shard_source
 
     options = ReadOptions(

@@ -3,90 +3,28 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 from lhotse.cut import Cut
 from torch.utils.data import get_worker_info
 
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
-from sharmill.files.clients import FETCHES_AT_ONCE
-from sharmill.files.location import Location, check_copy, local
-from sharmill.prefetch import prefetch
-from sharmill.shar.reading.cuts import POSITION, OpenShard, decode_audio
+from sharmill.errors import ConfigError, DamagedShard
+from sharmill.shar.reading.cuts import POSITION
+from sharmill.shar.reading.epoch_reader import PADDING, EpochReader, ReadOptions
 from sharmill.shar.reading.epochs import NextEpoch
-from sharmill.shar.reading.shard_source import ReadableShard, ShardSource
+from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.shar.reading.state import (
     END,
     EpochProgress,
-    Order,
     Part,
-    Position,
     Progress,
-    ShardPositions,
     check_identity,
-    count_blocks,
 )
 
 log = logging.getLogger(__name__)
 
-_PADDING = "shar_padding"
-
 # If there are hardly more cuts than parts, a part may draw none in an epoch and some in the next.
 _MAX_EMPTY_EPOCHS = 20
-# With shuffle="global": each has a file for every field.
-_OPEN_SHARDS = 64
-# Cuts of a shard for whose positions the index alone is trusted.
-_MANY_CUTS = 1 << 17
-
-# Draws, blocks, items and slots of cuts.
-_Choice = tuple[list[int], list[int], list[int], list[int]]
-# A cut, or the damage because of which there is none, with its position, which padding has none of, and its shard.
-_Found = tuple[Position | None, Any, ReadableShard | DamagedShard]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadOptions:
-    """The options of ``open_shar``, which explains them."""
-
-    shuffle: bool | Literal["global"] = False
-    seed: int = 0
-    mix_shards: int = 8
-    block_size: int | None = None
-    rank: int = 0
-    world_size: int = 1
-    split_by_worker: bool = True
-    infinite: bool = False
-    tail: str = "keep"
-    decode_threads: int = 0
-    decode_prefetch: int = 0
-    on_damage: str = "raise"
-    max_damaged: int = 100
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError where an option makes no sense."""
-        refuse(
-            (not 0 <= self.rank < self.world_size,
-             f"rank is {self.rank}: it must be from 0 to world_size - 1, and world_size is {self.world_size}"),
-            (self.shuffle not in (True, False, "global"),
-             f"shuffle is {self.shuffle!r}: it must be true, false or global"),
-            (self.mix_shards < 1, f"mix_shards is {self.mix_shards}: at least 1 shard must be open"),
-            (self.block_size is not None and self.block_size < 1,
-             f"block_size is {self.block_size}: it must be at least 1"),
-            (self.tail not in ("keep", "drop", "pad"), f"tail is {self.tail!r}: it must be keep, drop or pad"),
-            (self.infinite and self.tail != "keep",
-             f"tail={self.tail!r} is for single epochs, and with infinite=True there is no tail"),
-            (self.decode_threads < 0 or self.decode_prefetch < 0,
-             "decode_threads and decode_prefetch cannot be negative"),
-            (self.on_damage not in ("raise", "skip"), f"on_damage is {self.on_damage!r}: it must be raise or skip"),
-            (self.max_damaged < 0, f"max_damaged is {self.max_damaged}: it cannot be negative"),
-            (self.on_damage == "skip" and self.tail != "keep",
-             f"tail={self.tail!r} counts cuts before they are read, and on_damage='skip' leaves some out: use one"),
-        )  # fmt: skip
 
 
 class SharReader:
@@ -121,7 +59,7 @@ class SharReader:
                 "left out: use tail='keep', with infinite=True where all ranks need as many, or leave that field out",
                 code="bad_config_value",
             )
-        self._source = source
+        self._epochs = EpochReader(source, options)
         self._options = options
         self._epoch = 0
         self._next_epoch = NextEpoch()
@@ -141,12 +79,12 @@ class SharReader:
         """Return the number of cuts of the whole dataset, of which this part may have some only."""
         if self._options.infinite:
             raise TypeError("a reader with infinite=True has no length")
-        return self._source.num_cuts()
+        return self._epochs.source.num_cuts()
 
     def __iter__(self) -> Iterator[Cut]:
         part = self.part
         self.begin_pass()
-        self._running = (self._start or Progress(self._identity, self._epoch)).for_part(part)
+        self._running = (self._start or Progress(self._epochs.identity, self._epoch)).for_part(part)
         return self._iterate(self._running, part)
 
     def begin_pass(self, *, anew: bool = False) -> None:
@@ -184,16 +122,6 @@ class SharReader:
         worker, num_workers = (info.id, info.num_workers) if info and options.split_by_worker else (0, 1)
         return Part(options.rank * num_workers + worker, options.world_size * num_workers)
 
-    @cached_property
-    def order(self) -> Order:
-        """The order of all epochs."""
-        options, source = self._options, self._source
-        blocks_per_shard = count_blocks(source.num_shards, source.shard_size, options.block_size)
-        mix_shards = max(1, source.num_shards) if options.shuffle == "global" else options.mix_shards
-        return Order(
-            source.num_shards, blocks_per_shard, bool(options.shuffle), options.seed, mix_shards, source.sequential
-        )
-
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next to be iterated over, from its beginning."""
         self._running = None
@@ -218,7 +146,7 @@ class SharReader:
         if not self._only_marked:
             raise ConfigError("call count_only_marked() of this reader before iterating", code="inexact_state")
         for cut in cuts:
-            if getattr(cut, _PADDING, False):
+            if getattr(cut, PADDING, False):
                 # A copy that fills up a part: the cut itself has its own mark.
                 continue
             for position in _positions_of(cut):
@@ -254,7 +182,7 @@ class SharReader:
             ConfigError: it is the state of another dataset or order; or, when iterating, of another part.
         """
         progress = Progress.from_dict(state)
-        check_identity(progress.identity, self._identity, "the saved state and this reader")
+        check_identity(progress.identity, self._epochs.identity, "the saved state and this reader")
         self._is_loaded = get_worker_info() is not None
         if not self._is_loaded and progress.part == self.part:
             progress.skip_ended(self.part)
@@ -262,7 +190,7 @@ class SharReader:
         self._clear_marks()
 
     def _progress(self) -> Progress:
-        current = self._running or self._start or Progress(self._identity, self._epoch)
+        current = self._running or self._start or Progress(self._epochs.identity, self._epoch)
         progress = current.for_part(current.part or self.part)
         # A copy, which is made at once: another thread may be reading.
         for epoch, _, _, block, item in list(self._unmarked):
@@ -278,24 +206,12 @@ class SharReader:
     def _go_to(self, epoch: int, known: Progress | None = None) -> None:
         """Go to the beginning of an epoch, or to what is left of it by what is known."""
         later = {number: progress for number, progress in known.epochs.items() if number >= epoch} if known else {}
-        self._epoch, self._start = epoch, Progress(self._identity, epoch, None, later) if later else None
+        self._epoch, self._start = epoch, Progress(self._epochs.identity, epoch, None, later) if later else None
         self._next_epoch.set(epoch)
 
     def _clear_marks(self) -> None:
         self._unmarked.clear()
         self._pass_start = None
-
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
-        order = self.order
-        shuffled = {"seed": order.seed, "mix_shards": order.mix_shards} if order.shuffle else {}
-        return {
-            **self._source.identity,
-            "num_shards": order.num_shards,
-            "blocks_per_shard": order.blocks_per_shard,
-            "shuffle": order.shuffle,
-            **shuffled,
-        }
 
     def _iterate(self, progress: Progress, part: Part) -> Iterator[Cut]:
         pass_start = progress.for_part(part) if self._only_marked else None
@@ -303,12 +219,12 @@ class SharReader:
         while True:
             before = self.num_left_out
             num_empty += not progress.current().reached  # of a resumed one, the rest may be empty
-            for position, cut, _ in self._decoded(self._read_epoch(progress, part)):
+            for position, cut, _ in self._epochs.read(progress, part):
                 if cut is None or isinstance(cut, DamagedShard):
                     if cut is None:
                         self.num_left_out += 1
                     else:
-                        self._count_damage(progress, cut)
+                        _count_damage(progress, cut, self._options.max_damaged)
                     progress.take(position)
                     continue
                 if self._only_marked:
@@ -323,7 +239,7 @@ class SharReader:
             progress.take(END)
             if self.num_left_out > before:
                 log.warning("epoch %d: %d cuts are left out, since they have no %s", progress.epoch,
-                            self.num_left_out - before, " or no ".join(self._source.needed))  # fmt: skip
+                            self.num_left_out - before, " or no ".join(self._epochs.source.needed))  # fmt: skip
             if not self._options.infinite:
                 # The next iteration is the next epoch; until it begins, the state tells of the end of this one.
                 self._go_to(progress.epoch + 1, progress)
@@ -337,145 +253,16 @@ class SharReader:
             del progress.epochs[progress.epoch]
             progress.epoch += 1
 
-    def _count_damage(self, progress: Progress, damage: DamagedShard) -> None:
-        """Count a cut that is left out because its shard is damaged; raise the damage where these are too many."""
-        progress.num_damaged += 1
-        limit = self._options.max_damaged
-        if progress.num_damaged > limit:
-            raise DamagedShard(
-                f"{damage}; more than max_damaged={limit} cuts of this part were damaged: look at the dataset with "
-                "sharmill validate"
-            ) from damage
-        log.warning("a damaged cut is skipped (%d of at most %d): %s", progress.num_damaged, limit, damage)
 
-    def _decoded(self, cuts: Iterator[_Found]) -> Iterator[_Found]:
-        options = self._options
-        if not options.decode_threads:
-            return cuts
-
-        def decode(found: _Found) -> _Found:
-            position, cut, shard = found
-            if cut is None or isinstance(cut, DamagedShard):
-                return found
-            assert isinstance(shard, OpenShard)
-            try:
-                return position, decode_audio(cut, shard), shard
-            except DamagedShard as damage:
-                if options.on_damage == "raise":
-                    raise
-                return position, damage, shard
-
-        return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
-
-    def _read_epoch(self, progress: Progress, part: Part) -> Iterator[_Found]:
-        """Yield the cuts that are left for a part."""
-        # A copy: what is read goes ahead of what is given out, and must not change with it.
-        known = progress.for_part(part).current()
-        cuts = self._read(progress.epoch, known, part)
-        if self._options.tail == "keep":
-            yield from cuts
-            return
-        left = self._count_left(progress.epoch, known, part.count)
-        if self._options.tail == "drop":
-            yield from islice(cuts, int(left.min()))
-            return
-        yield from cuts
-        missing = int(left.max() - left[part.index])
-        while missing:
-            for _, cut, shard in islice(self._read(progress.epoch, EpochProgress(), Part()), missing):
-                setattr(cut, _PADDING, True)
-                missing -= 1
-                yield None, cut, shard
-
-    def _read(self, epoch: int, known: EpochProgress, part: Part) -> Iterator[_Found]:
-        permutation = self.order.permutation(epoch)
-        limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
-        for group, (draws, blocks, items, slots) in self._chosen(epoch, known, part, permutation):
-            # A damaged shard is opened once. The shard that was used last is closed last, with the last of its cuts.
-            open_once = lru_cache(limit)(partial(_open, self._source, permutation, epoch))
-            for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
-                shard = open_once(slot)
-                try:
-                    position = (epoch, group, draw, block, item)
-                    cut = shard if isinstance(shard, DamagedShard) else shard.read(item, position)
-                except DamagedShard as damage:
-                    cut = damage
-                if isinstance(cut, DamagedShard) and self._options.on_damage == "raise":
-                    for file in self._source.locations(int(permutation[slot])):
-                        check_copy(file)
-                    raise cut
-                yield Position(group, draw, block, item), cut, shard
-
-    def _chosen(
-        self, epoch: int, known: EpochProgress, part: Part, permutation: np.ndarray
-    ) -> Iterator[tuple[int, _Choice]]:
-        """Yield the groups with what ``_choose`` finds; remote files are copied a group ahead of the one in use."""
-        groups = ((group, self._choose(epoch, group, known, part, permutation))
-                  for group in known.groups_left(self.order, part))  # fmt: skip
-        if not self._source.is_remote:
-            yield from groups
-            return
-
-        def copy(item: Location | tuple[int, _Choice]) -> tuple[int, _Choice] | None:
-            if isinstance(item, tuple):
-                return item
-            # An error of one file is raised when its shard is opened.
-            with suppress(RejectRecord):
-                local(item)
-            return None
-
-        def with_files() -> Iterator[Location | tuple[int, _Choice]]:
-            for group, choice in groups:
-                for slot in dict.fromkeys(choice[-1]):
-                    with suppress(DamagedShard):
-                        yield from self._source.locations(int(permutation[slot]))
-                yield group, choice
-
-        # Files weigh nothing and a group 1, so that the files of one more group are copied, or as many as threads.
-        copied = prefetch(
-            copy, with_files(), threads=FETCHES_AT_ONCE, ahead=1, weigh=lambda item: isinstance(item, tuple)
-        )
-        yield from filter(None, copied)
-
-    def _choose(self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray) -> _Choice:
-        """Return draws, blocks, items and slots of the cuts of a group that are left for a part, in order."""
-        columns = []
-        for slot in self.order.slots(group):
-            if self.order.blocks_per_shard == 1 and not part.has(slot):
-                continue  # not even counted: of a foreign shard, that would be to read it
-            positions = self._positions(epoch, slot, permutation)
-            chosen = np.flatnonzero((positions.blocks % part.count == part.index) & known.left(group, positions))
-            columns.append((positions.draws[chosen], positions.blocks[chosen], chosen, np.full(len(chosen), slot)))
-        if not columns:
-            return [], [], [], []
-        draws, blocks, items, slots = (np.concatenate(column) for column in zip(*columns, strict=True))
-        order = np.lexsort((items, blocks, draws))
-        return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
-
-    def _positions(self, epoch: int, slot: int, permutation: np.ndarray) -> ShardPositions:
-        """Return the positions of the cuts of a shard; those of a damaged one of many cuts are not all made."""
-        count = self._source.count(int(permutation[slot]))
-        if count > _MANY_CUTS and isinstance(_open(self._source, permutation, epoch, slot), DamagedShard):
-            count = _MANY_CUTS
-        return self.order.positions(epoch, slot, count)
-
-    def _count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
-        """Count the cuts that are left for each part (num_parts,)."""
-        left = np.zeros(num_parts, np.int64)
-        permutation = self.order.permutation(epoch)
-        for group in range(self.order.num_groups):
-            for slot in self.order.slots(group):
-                positions = self._positions(epoch, slot, permutation)
-                left += np.bincount(positions.blocks[known.left(group, positions)] % num_parts, minlength=num_parts)
-        return left
-
-
-def _open(source: ShardSource, permutation: np.ndarray, epoch: int, slot: int) -> ReadableShard | DamagedShard:
-    """Open the shard of a slot; return what is wrong with it where it cannot be opened."""
-    try:
-        return source.open(int(permutation[slot]), epoch)
-    except DamagedShard as damage:
-        return damage
+def _count_damage(progress: Progress, damage: DamagedShard, limit: int) -> None:
+    """Count a cut that is left out because its shard is damaged; raise the damage where these are too many."""
+    progress.num_damaged += 1
+    if progress.num_damaged > limit:
+        raise DamagedShard(
+            f"{damage}; more than max_damaged={limit} cuts of this part were damaged: look at the dataset with "
+            "sharmill validate"
+        ) from damage
+    log.warning("a damaged cut is skipped (%d of at most %d): %s", progress.num_damaged, limit, damage)
 
 
 def _positions_of(cut: Cut) -> list[tuple[int, ...]]:

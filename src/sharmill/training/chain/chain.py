@@ -23,7 +23,8 @@ import torch
 
 from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError, refuse
 from sharmill.shar.reading.cuts import POSITION
-from sharmill.shar.reading.iteration import ReadOptions, SharReader
+from sharmill.shar.reading.epoch_reader import ReadOptions
+from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.loading import load_states
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.training.chain.sources import Example, Items

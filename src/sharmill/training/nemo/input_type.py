@@ -45,7 +45,8 @@ from sharmill.prefetch import prefetch
 from sharmill.shar import open_shar
 from sharmill.shar.fields import CUTS
 from sharmill.shar.reading.cuts import POSITION
-from sharmill.shar.reading.iteration import ReadOptions, SharReader
+from sharmill.shar.reading.epoch_reader import ReadOptions
+from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.shar.rebuild import find_shards
 from sharmill.sources.files import iterate_lines, open_lines

@@ -10,17 +10,17 @@ import numpy as np
 from sharmill.files.atomic import open_new
 from sharmill.files.stored import damaged_file, open_stored
 
-# So does numpy for a file that is no array.
+# Errors of numpy for a file that is not an array.
 _NOT_AN_ARRAY: Final = (ValueError, TypeError, LookupError, EOFError, SyntaxError, RecursionError, MemoryError)
-# Of an array that is read as a whole: a part of a stage, or the bounds of blocks.
+# Limit of arrays that are read as a whole.
 _MAX_ARRAY_BYTES: Final = 1 << 30
 
 
 def load_stored_array(path: Path) -> np.ndarray:
-    """Return the array of a file of a run directory; one with pickled objects is refused.
+    """Read an array from a file of a run directory.
 
     Raises:
-        ConfigError: it is not an array, or a larger one than any that is read as a whole.
+        ConfigError: it is not an array, has pickled objects, or is too large.
     """
     with open_stored(path) as stream:
         if os.fstat(stream.fileno()).st_size > _MAX_ARRAY_BYTES:
@@ -32,21 +32,21 @@ def load_stored_array(path: Path) -> np.ndarray:
 
 
 def map_stored_array(path: Path) -> np.ndarray:
-    """Return the array of a file of a run directory without reading it: its bytes are read where they are used.
+    """Map an array in a file of a run directory into memory: bytes are read when they are used.
 
     Raises:
         ConfigError: it is not an array of numbers.
     """
     with open_stored(path) as stream:
         try:
-            # By its descriptor, which was checked.
+            # The descriptor was checked; the path may lead elsewhere by now.
             return np.lib.format.open_memmap(f"/proc/self/fd/{stream.fileno()}", mode="r")
         except _NOT_AN_ARRAY as error:
             raise damaged_file(path, str(error)) from error
 
 
 def save_array(path: Path, array: np.ndarray) -> None:
-    """Write an array as an ``.npy`` file. Where the disk is full, ``np.save`` raises an error that does not say so."""
+    """Write an array as an ``.npy`` file. Unlike ``np.save``, this raises a clear error if the disk is full."""
     with open_new(path) as stream:
         write_array(stream, array.dtype, array.shape, [array])
 

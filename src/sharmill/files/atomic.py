@@ -16,9 +16,9 @@ from uuid import uuid4
 from sharmill.errors import ConfigError
 from sharmill.files.disk import stopping_errors
 
-# Of hard links: another file system, one without them, a file of somebody else's, or one that has all it may have.
+# Hard links fail with these on another file system, one without links, another user's file, or a file with too many.
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
-# What ``temp_path`` calls a file until it is published.
+# Names made by ``temp_path``.
 _TEMP_NAME = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 
 
@@ -34,8 +34,7 @@ def fsync(path: Path) -> None:
 def open_new(path: Path) -> BinaryIO:
     """Open a new file for writing, under a name that this process alone writes to.
 
-    What has that name is removed first: it may be a link, or a second name of another file, and nothing is written
-    through it.
+    A file of that name is removed first: it may be a link, or a second name of another file.
     """
     try:
         return path.open("xb")
@@ -51,7 +50,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def temp_path(path: Path) -> Path:
-    """Return the path at which to write what will be published as ``path``: beside it, under a name of its own."""
+    """Return a temporary path beside ``path``, at which to write what will be published as ``path``."""
     return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
 
 
@@ -59,20 +58,20 @@ def temp_path(path: Path) -> Path:
 def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
     """Open a file beside ``path`` for writing and publish it under that name if no error is raised.
 
-    ``parents`` makes the folder where it is missing.
+    ``parents`` makes the folder if it is missing.
     """
     with stopping_errors(path):
         if parents:
             _make_folder(path.parent)
-        aside = temp_path(path)
+        temp = temp_path(path)
         try:
-            with aside.open("xb") as stream:
+            with temp.open("xb") as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
-            aside.replace(path)
+            temp.replace(path)
         finally:
-            aside.unlink(missing_ok=True)
+            temp.unlink(missing_ok=True)
         fsync(path.parent)
 
 
@@ -82,31 +81,31 @@ def write_atomic(path: Path, data: bytes, *, parents: bool = True) -> None:
         stream.write(data)
 
 
-def publish_directory(aside: Path, final: Path) -> None:
+def publish_directory(temp: Path, final: Path) -> None:
     """Publish a complete directory: sync the files and folders in it, then rename it as a whole."""
     with stopping_errors(final):
-        for path in (aside, *sorted(aside.rglob("*"))):
+        for path in (temp, *sorted(temp.rglob("*"))):
             if path.is_dir() or path.is_file():
                 fsync(path)
-        aside.rename(final)
+        temp.rename(final)
         fsync(final.parent)
 
 
 @contextmanager
 def open_folder_atomic(path: Path) -> Iterator[Path]:
     """Make a folder beside ``path`` to be filled, and publish it under that name if no error is raised."""
-    aside = temp_path(path)
+    temp = temp_path(path)
     with stopping_errors(path):
         try:
-            aside.mkdir()
-            yield aside
-            publish_directory(aside, path)
+            temp.mkdir()
+            yield temp
+            publish_directory(temp, path)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temp, ignore_errors=True)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, with its parents, so that it outlasts a loss of power."""
+    """Create a folder and its parents durably."""
     with stopping_errors(path):
         _make_folder(path)
 
@@ -131,10 +130,7 @@ def require_writable(directory: Path) -> None:
 
 
 def remove(*paths: Path) -> None:
-    """Remove files and directories with all that is in them, if they exist, so that no loss of power brings them back.
-
-    Of a link, what it leads to stays.
-    """
+    """Remove files and directories durably, with all that is in them, if they exist. The targets of links stay."""
     for path in paths:
         with stopping_errors(path):
             if path.is_dir() and not path.is_symlink():
@@ -147,37 +143,37 @@ def remove(*paths: Path) -> None:
 
 
 def remove_if_empty(*folders: Path) -> None:
-    """Remove those of the folders that are there and have nothing in them."""
+    """Remove the folders that exist and are empty."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 def remove_at_once(folder: Path) -> None:
-    """Remove a folder in which others may be at work: by a rename first, after which nobody finds it any more.
+    """Rename a folder out of the way, then delete it, so that concurrent users never see it half deleted.
 
-    When this returns, nothing that was in it can be renamed out of it either. What processes that were killed while
-    they did this have left goes too.
+    When this returns, nothing in it can be renamed out of it any more. Remains of killed processes that had begun to
+    remove it are deleted too.
     """
-    aside = temp_path(folder)
+    temp = temp_path(folder)
     with stopping_errors(folder):
         with suppress(FileNotFoundError):
-            folder.rename(aside)
+            folder.rename(temp)
             fsync(folder.parent)
-        # Another process may be making a file in it at this moment.
+        # Another process may be creating a file in it at this moment.
         for _ in range(10):
-            shutil.rmtree(aside, ignore_errors=True)
-            if not aside.exists():
+            shutil.rmtree(temp, ignore_errors=True)
+            if not temp.exists():
                 break
-        # Others that are removing it are at work on the same files.
+        # Other processes may be removing the same files.
         with suppress(FileNotFoundError):
             remove_temp_files(folder.parent, {folder.name})
 
 
 def remove_temp_files(folder: Path, names: Container[str] | None = None) -> None:
-    """Remove what killed processes left in a folder, not in those below it, of files that were to be published there.
+    """Remove temporary files of killed processes from a folder (not recursively).
 
-    Only for the one process that may publish there; where others publish files too, ``names`` are its own.
+    Only the one process that publishes there may call this; if others publish there too, ``names`` are its own files.
     """
     for path in folder.glob(".*.tmp"):
         match = _TEMP_NAME.fullmatch(path.name)

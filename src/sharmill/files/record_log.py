@@ -12,17 +12,17 @@ import msgspec
 
 from sharmill.files.atomic import fsync
 from sharmill.files.disk import stopping_errors
-from sharmill.files.stored import _MAX_BYTES, NOT_JSON, open_stored
+from sharmill.files.stored import MAX_BYTES, NOT_JSON, open_stored
 
 log = logging.getLogger(__name__)
 Decoded = TypeVar("Decoded")
 
 
 class RecordLog:
-    """Appends records, a line of JSON each, to a ``.jsonl`` file that this process alone writes.
+    """Appends records, a line of JSON each, to a ``.jsonl`` file of this process.
 
     Args:
-        folder: that of the file, beside those of other processes; it is there as long as the plan is the present one.
+        folder: where all processes have their files; it exists as long as the plan is the present one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,13 +30,13 @@ class RecordLog:
         self._path: Path | None = None
 
     def append(self, record: msgspec.Struct, *, synced: bool = False) -> None:
-        """Append a record; it is in the file when this returns, and with ``synced`` on disk.
+        """Append a record; when this returns, it is in the file, and with ``synced`` on disk.
 
         Raises:
             FatalError: it cannot be written.
         """
         is_new = self._path is None
-        # Kept only after a success: after a failed write the file may end in half a line, and gets no more.
+        # After a failed write, the file may end in half a line, and another file is begun.
         path, self._path = self._path or self._folder / f"{uuid4().hex}.jsonl", None
         with stopping_errors(path), open_stored(path, append=True) as stream:
             stream.write(msgspec.json.encode(record) + b"\n")
@@ -49,7 +49,7 @@ class RecordLog:
 
 
 class Tail(Generic[Decoded]):
-    """Reads the records in the ``.jsonl`` files of a folder to which processes append, each byte once."""
+    """Reads the records that processes append to the ``.jsonl`` files of a folder, each byte once."""
 
     def __init__(self, folder: Path, kind: type[Decoded]) -> None:
         self._folder = folder
@@ -57,19 +57,19 @@ class Tail(Generic[Decoded]):
         self._offsets: dict[str, int] = {}
 
     def records(self) -> Iterator[Decoded]:
-        """Yield the records of the complete lines that are new since the last call."""
+        """Yield the records of complete lines that were added since the last call."""
         for path in sorted(self._folder.glob("*.jsonl")):
-            # Opening makes NFS ask the server for the size too.
+            # Opening makes NFS ask the server for the current size.
             with open_stored(path) as stream:
                 stream.seek(self._offsets.get(path.name, 0))
-                for line in iter(partial(stream.readline, _MAX_BYTES), b""):
+                for line in iter(partial(stream.readline, MAX_BYTES), b""):
                     if not line.endswith(b"\n"):
                         break
                     self._offsets[path.name] = self._offsets.get(path.name, 0) + len(line)
                     try:
                         record = self._decoder.decode(line)
                     except NOT_JSON as error:
-                        # A file system that lost its power may leave such lines; what they told is done again.
+                        # A power failure may leave such lines; their work is done again.
                         log.warning("a line of %s is no record: %s", path, error)
                     else:
                         yield record

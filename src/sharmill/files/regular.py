@@ -16,14 +16,14 @@ class NotRegularError(ValueError):
 def open_regular(
     path: str | os.PathLike[str], *, follow_links: bool = True, append: bool = False, buffering: int = -1
 ) -> BinaryIO:
-    """Open a regular file, without waiting for a writer where it is a FIFO instead.
+    """Open a regular file, without waiting for the writer of a FIFO.
 
     Args:
-        append: open it for writing at its end, and make it where it is not there; else it is read.
+        append: open for appending, creating the file if needed; otherwise open for reading.
 
     Raises:
-        FileNotFoundError: it is not there.
-        ValueError: it is not a regular file, or a link that is not to be followed, or its name cannot be one.
+        FileNotFoundError: it does not exist.
+        ValueError: it is not a regular file, or a link that is not to be followed, or its name is too long.
     """
     flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND if append else os.O_RDONLY
@@ -33,14 +33,14 @@ def open_regular(
         except BlockingIOError:
             if not stat.S_ISREG(Path(path).stat(follow_symlinks=follow_links).st_mode):
                 raise
-            # Another process has a lease of it, or an NFS client a delegation: it is given back to one that waits.
+            # Another process has a lease of it, or an NFS client a delegation; it is given back to those who wait.
             descriptor = os.open(path, flags & ~os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError("it is a link" if Path(path).is_symlink() else "links lead in a circle") from error
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError(f"it cannot be opened: {error.strerror}") from error
-        # A socket, a device that is not there, or a folder that is to be written to.
+        # A socket, a missing device, or a folder to be written to.
         if error.errno in (errno.ENXIO, errno.ENODEV, errno.EISDIR):
             raise NotRegularError(_NOT_REGULAR) from error
         raise

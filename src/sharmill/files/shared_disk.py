@@ -20,19 +20,19 @@ from tenacity import Retrying, retry_if_exception, wait_exponential
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Answers about files that another node has made or replaced, and that this one does not see as they are.
+# Errors of files that another node has made or replaced, and that this node does not see yet.
 _NOT_YET_VISIBLE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 class VisibilityTimeout:
-    """Waits for what other nodes had written when this was made; ``seconds`` in all, however often it is asked."""
+    """Waits until this node sees what others had written when this was made; ``seconds`` in all, over all calls."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
 
     def retry_until_visible(self, work: Callable[[], Result]) -> Result:
-        """Return what a function returns, which is called again where it may have met files as they were before."""
+        """Call a function again while it raises errors of files that may not be visible yet; return its result."""
         retrying = Retrying(
             retry=retry_if_exception(lambda error: getattr(error, "errno", None) in _NOT_YET_VISIBLE_ERRNOS),
             stop=lambda state: time.monotonic() >= self._deadline,
@@ -42,7 +42,7 @@ class VisibilityTimeout:
         return retrying(work)
 
     def wait_until(self, is_seen: Callable[[], bool], what: str) -> bool:
-        """Wait until a condition holds; return False, and say in the log what is missing, where time is over."""
+        """Wait until a condition holds; if time runs out, log what is missing and return False."""
 
         def look() -> None:
             if not is_seen():

@@ -1,4 +1,4 @@
-"""Staging of the files of a unit: they are written in a folder of one process, and published together by renames."""
+"""Staging of a unit's files: they are written in a folder of one process, and published together by renames."""
 
 import os
 import re
@@ -21,13 +21,13 @@ _SCRATCH_PREFIX = "sharmill-"
 
 
 def token_staging(root: Path, token: str) -> Path:
-    """Return the folder below which all ranks of a plan write aside what they publish below ``root``."""
+    """Return the folder below which all ranks of a plan write files before they publish them below ``root``."""
     return root / STAGING_NAME / token
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file of a committed unit; ``name`` is relative to the root that it was published below."""
+    """A file of a committed unit; ``name`` is relative to the root of its stage."""
 
     name: str
     size: int
@@ -38,17 +38,16 @@ class PublishedFile:
 
 
 class Staging:
-    """Folder in which one process writes the files of its units, one unit at a time, before they are published.
+    """A folder in which one process writes the files of its units, one unit at a time, before it publishes them.
 
-    It lies on the file system of ``root``, below which they are published, so that this is a rename. Each process has
-    its own: two attempts at one unit do not meet before the rename, and then both bring the same bytes. Parents are
-    never made: the folder of the plan's token, and those of the final files, are there as long as the plan is valid,
-    and are missed (FileNotFoundError) as soon as it is not. In a folder for each attempt, with the folders of the final
-    files in it, making and removing these would be most of what a unit asks of the file system.
+    The folder is on the file system of ``root``, so that publishing is a rename. Two attempts at one unit do not meet
+    before the rename, and then both bring the same bytes. Parents are never made: the folder of the plan's token, and
+    the folders of the final files, exist as long as the plan is valid; after that, writing and publishing raise
+    FileNotFoundError. There is one flat folder for a process rather than a tree for each attempt, since making and
+    removing trees would be most of what a unit asks of the file system.
 
-    With ``scratch``, a folder of this machine, the files are written there, and copied to the folder that is renamed
-    from when all of a unit are there: many small writes go to a disk of the machine, and few large ones to the shared
-    one.
+    With ``scratch``, a folder on a disk of this machine, files are written there, and copied to the shared disk when
+    all files of a unit are complete, in few large writes.
     """
 
     def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
@@ -74,26 +73,26 @@ class Staging:
             shutil.rmtree(folder, ignore_errors=True)
 
     def write_errors(self, errnos: frozenset[int] = STOPPING_ERRNOS) -> AbstractContextManager[None]:
-        """Turn errors of writing there into a FatalError, or where it is a disk of this machine into a DeviceError."""
+        """Turn errors of writing there into a FatalError, or into a DeviceError if it is a disk of this machine."""
         host = socket.gethostname() if self._has_scratch else ""
         return stopping_errors(self.written_in, errnos, host=host)
 
     def path(self, name: str) -> Path:
         """Return the path at which to write the file that will be published as ``root / name``."""
-        return self.written_in / self._aside(name).name
+        return self.written_in / self._staged(name).name
 
     def publish(self, names: list[str]) -> list[PublishedFile]:
         """Publish the files in the order given.
 
-        Where the last one lies in a folder of its own, a reader may rely on it to mean that all are there.
+        If the last file has a folder of its own, its presence tells readers that all files are there.
         """
         if not names:
             return []
         finals = [self.root / name for name in names]
         with stopping_errors(self.root), ExitStack() as stack:
             for name in names if self._has_scratch else ():
-                shutil.copyfile(self.path(name), self._aside(name), follow_symlinks=False)
-            streams = [stack.enter_context(open_regular(self._aside(name), buffering=0)) for name in names]
+                shutil.copyfile(self.path(name), self._staged(name), follow_symlinks=False)
+            streams = [stack.enter_context(open_regular(self._staged(name), buffering=0)) for name in names]
             # The disk gets all files at once, and writes while their checksums are computed.
             with ThreadPoolExecutor(len(names), "fsync") as pool:
                 flushed = [pool.submit(os.fsync, stream.fileno()) for stream in streams]
@@ -109,7 +108,7 @@ class Staging:
                     for folder, descriptor in folders.items():
                         if folder != final.parent:
                             os.fsync(descriptor)
-                self._aside(name).replace(final)
+                self._staged(name).replace(final)
             os.fsync(folders[finals[-1].parent])
         return published
 
@@ -120,7 +119,7 @@ class Staging:
                 for path in folder.iterdir():
                     path.unlink()
 
-    def _aside(self, name: str) -> Path:
+    def _staged(self, name: str) -> Path:
         check_name(name)
         return self.folder / name.replace("/", "+")
 
@@ -128,7 +127,7 @@ class Staging:
         """Open a folder of final files, to be synced, until ``stack`` is left.
 
         Raises:
-            ConfigError: it is a link or a stranger's: what was the run's own when it was planned was replaced since.
+            ConfigError: it was replaced by a link or an untrusted user's folder since the plan was made.
         """
         require_trusted_owner(self.root, [folder])
         flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if folder != self.root else 0)
@@ -140,17 +139,18 @@ class Staging:
 
 
 def _names_here() -> str:
-    """Return how the names of folders begin whose processes can be asked for here.
+    """Return the beginning of folder names of processes that can be seen from here.
 
-    Containers of one machine may have its host name, and the numbers of their processes mean nothing in others.
+    It has the kernel as well as the host: containers of one machine may share its name, but not process numbers.
     """
     return f"rank-{socket.gethostname()}-{checksum_bytes(this_kernel().encode())[:8]}-"
 
 
 def remove_dead_attempts(parent: Path) -> None:
-    """Remove what processes of this machine that have ended left in a folder, unless it is another user's.
+    """Remove this user's folders of processes that have ended on this machine.
 
-    Others may be at work in it: it is that of a plan's ranks, or a scratch folder.
+    Args:
+        parent: the staging folder of a plan or a scratch folder; other processes may be at work in it.
     """
     name = re.compile(rf"({_SCRATCH_PREFIX})?{re.escape(_names_here())}([0-9]{{1,9}})-[0-9a-f]+")
     for folder in parent.glob("*rank-*"):

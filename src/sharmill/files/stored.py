@@ -23,19 +23,19 @@ Decoded = TypeVar("Decoded")
 
 # msgspec raises RecursionError for JSON that is nested too deeply.
 NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_MAX_BYTES: Final = 64 << 20
+MAX_BYTES: Final = 64 << 20
 
 
 def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> BinaryIO:
-    """Open a file of a run directory: one that sharmill wrote, and that others may have replaced since.
+    """Open a file of a run directory.
 
     Args:
-        append: open it for writing at its end, and make it where it is not there; else it is read.
+        append: open for appending, creating the file if needed; otherwise open for reading.
 
     Raises:
-        FileNotFoundError: it is not there.
-        ConfigError: it is a link, not a regular file, or a stranger's; where it is to be written to, also if it has a
-            second name (a hard link), which may be that of a file elsewhere.
+        FileNotFoundError: it does not exist.
+        ConfigError: it is a link, not a regular file, or an untrusted user's; with ``append`` also if it has a second
+            name (a hard link), which may be a file elsewhere.
     """
     try:
         stream = open_regular(path, follow_links=False, append=append, buffering=buffering)
@@ -53,7 +53,7 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
 
 
 def damaged_file(path: Path, what: str) -> ConfigError:
-    """Return the error of a file of a run directory that does not hold what sharmill writes there."""
+    """Return the error of a file of a run directory whose content sharmill has not written."""
     return ConfigError(
         f"{path} is damaged or not sharmill's: {what}; begin this stage anew with --restart, or restore the file; in a "
         "cache of copies, remove it",
@@ -61,7 +61,7 @@ def damaged_file(path: Path, what: str) -> ConfigError:
     )
 
 
-# On NFS another node may replace a file while it is read: opened once more it is the new one.
+# On NFS, another node may replace a file while it is read; opening it again opens the new one.
 @retry(
     retry=retry_if_exception(lambda error: getattr(error, "errno", None) == errno.ESTALE),
     stop=stop_after_attempt(3),
@@ -69,25 +69,25 @@ def damaged_file(path: Path, what: str) -> ConfigError:
     reraise=True,
 )
 def read_stored(path: Path) -> bytes:
-    """Return the content of a small file of a run directory; raises as ``open_stored``, and where it is too large."""
+    """Return the content of a small file of a run directory; raises as ``open_stored``, and if it is too large."""
     with open_stored(path) as stream:
-        data = stream.read(_MAX_BYTES + 1)
-    if len(data) > _MAX_BYTES:
-        raise damaged_file(path, f"it is larger than {_MAX_BYTES >> 20} MiB")
+        data = stream.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise damaged_file(path, f"it is larger than {MAX_BYTES >> 20} MiB")
     return data
 
 
 def read_stored_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file of a run directory with their ends; one that is too long comes in parts."""
+    """Yield the lines of a file of a run directory with their line ends; a line that is too long comes in parts."""
     with open_stored(path) as stream:
-        yield from iter(partial(stream.readline, _MAX_BYTES), b"")
+        yield from iter(partial(stream.readline, MAX_BYTES), b"")
 
 
 def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
-    """Decode JSON that a file of a run directory has.
+    """Decode JSON from a file of a run directory.
 
     Raises:
-        ConfigError: it is not what it should be.
+        ConfigError: it is not of this type.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -96,12 +96,12 @@ def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
 
 
 def load_record(path: Path, kind: type[Decoded]) -> Decoded:
-    """Return what a small file of a run directory holds as JSON; raises as ``read_stored`` and ``decode_stored``."""
+    """Read and decode a small JSON file of a run directory; raises as ``read_stored`` and ``decode_stored``."""
     return decode_stored(path, read_stored(path), kind)
 
 
 def read_record(path: Path, kind: type[Decoded]) -> Decoded | None:
-    """Return what ``load_record`` does, or None where the file is not there."""
+    """Return the record of ``load_record``, or None if the file does not exist."""
     try:
         return load_record(path, kind)
     except FileNotFoundError:
@@ -109,15 +109,15 @@ def read_record(path: Path, kind: type[Decoded]) -> Decoded | None:
 
 
 def read_records(path: Path, kind: type[Decoded]) -> Iterator[Decoded]:
-    """Yield what the lines of a file of a run directory hold as JSON; raises as ``load_record``."""
+    """Decode the lines of a JSON lines file of a run directory; raises as ``load_record``."""
     return (decode_stored(path, line, kind) for line in read_stored_lines(path))
 
 
 def create_once(folder: Path, data: bytes) -> bytes:
-    """Return the data that a folder was made with: these, unless there is one. Of several processes one makes it."""
+    """Make a folder with data in it, unless it exists, and return its data: one of several processes makes it."""
     try:
-        with open_folder_atomic(folder) as aside:
-            write_new(aside / "data", data)
+        with open_folder_atomic(folder) as temp:
+            write_new(temp / "data", data)
     except OSError as error:
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise

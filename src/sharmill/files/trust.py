@@ -1,7 +1,7 @@
-"""Owners, links and permissions: the files and folders of others that this process relies on.
+"""Owners, links and permissions of the files and folders that a process relies on.
 
-``require_trusted_owner`` checks what lies below a directory that this user named, ``require_private`` a folder with
-settings that decide what this process runs.
+``require_trusted_owner`` checks paths below a directory that this user named, ``require_private`` a folder whose files
+decide what this process runs.
 """
 
 import os
@@ -22,10 +22,14 @@ def anybody_may_write_to(folder: Path) -> bool:
 
 
 def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
-    """Return True if a thing in a folder belongs to another user whom nobody has let in: anybody may write there.
+    """Return True if a file or folder belongs to another user who is not trusted with the folder that it lies in.
 
-    Who may write to a folder by its group is trusted, so that several users can work on one run. So is the owner of a
-    file that was there when others could write, but not of a folder in one of this user's: links may come into it.
+    Users who may write to a folder by its group are trusted, so that several can work on one run, and so is its owner.
+    In a folder of this user to which nobody else may write, another user's file is trusted, since it was put there when
+    others could write, but not another user's folder, to which links may be added.
+
+    Args:
+        status: of the file or folder.
     """
     if status.st_uid in (os.geteuid(), 0):
         return False
@@ -35,9 +39,12 @@ def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
 
 
 def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Path | None = None) -> None:
-    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or a stranger's.
+    """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or an untrusted user's.
 
-    So it is if it is a FIFO, a socket or a device. One path may be a link, but no stranger's.
+    FIFOs, sockets and devices are refused too.
+
+    Args:
+        may_be_link: a path that may be a link.
     """
     seen: set[Path] = set()
     for path in paths:
@@ -69,9 +76,9 @@ def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Pat
 
 
 def require_private(folder: Path) -> None:
-    """Raise ConfigError unless a folder and what lies in it belong to this user, and nobody else can put things there.
+    """Raise ConfigError unless a folder and its files belong to this user, and nobody else can add files.
 
-    What is read there decides what this process does: a configuration may name code of other packages.
+    The files decide what this process runs: a configuration may name code of other packages.
     """
     for path in (folder, *folder.parents):
         status = path.lstat()
@@ -91,12 +98,12 @@ def require_private(folder: Path) -> None:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may look into; one that is there becomes so.
+    """Make a folder that only its owner may look into, or restrict an existing one.
 
-    What is unpickled may lie there: nobody can put anything there, or another folder in its place.
+    It may hold files to be unpickled, so nobody else may add files, or put another folder in its place.
 
     Raises:
-        ConfigError: it is a link or another user's, or anybody may write to a folder that it lies in.
+        ConfigError: it is a link or another user's, or anybody may write to a folder above it.
     """
     make_folder(path.parent)
     require_trusted_owner(path.parent, [path])
@@ -113,12 +120,12 @@ def make_private_folder(path: Path) -> None:
 
 
 def _is_shared(status: os.stat_result, writers: int) -> bool:
-    """Return True if these others may replace what lies in a folder; in one like /tmp they can only replace theirs."""
+    """Return True if ``writers`` may replace any file of a folder; in /tmp they may replace only their own."""
     return bool(status.st_mode & writers) and not status.st_mode & stat.S_ISVTX
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless a name that a file of a run directory holds is that of a file below a folder."""
+    """Raise ValueError unless a name, as a file of a run directory has it, stays below a folder."""
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or not name.isprintable():
         raise ValueError(f"{name!r} is no name below a folder")

@@ -200,7 +200,7 @@ class _Actors:
                 self._ask(pickled, places)
                 if self.reporter.num_ready or len(self.holding) < max(places, 1):
                     usable_at = now
-                # Where ranks have worked, the nodes that are lost may be replaced, as spot instances are.
+                # If ranks have worked, lost nodes may be replaced, as spot instances are.
                 elif now - usable_at >= (600.0 if self.reporter.num_done else 0.0):
                     raise list(self.given_up.values())[-1]
                 if now > warns_at and not self.reporter.num_ready:
@@ -213,7 +213,7 @@ class _Actors:
         finally:
             for _, actor in [*self.working.values(), *self.holding.values()]:
                 ray.kill(actor)
-            # One that is still there would take the mark back with its next heartbeat.
+            # An actor that is still alive would take the mark back with its next heartbeat.
             self._await_end()
             self._mark_ended({number for number, _ in self.working.values()})
 
@@ -267,7 +267,7 @@ class _Actors:
                 if self.deaths >= MAX_FAILURES * len(calls):
                     raise self._cannot_start(died) from died
             if error is None:
-                # One that Ray cannot reach may still run, and must not go on beside the one that takes its place.
+                # An actor that Ray cannot reach may still run, and must not continue beside its replacement.
                 ray.kill(actor)
                 continue
             # To a rank, a plan that has been replaced and a disk that has gone from its node look the same.

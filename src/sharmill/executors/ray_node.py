@@ -51,7 +51,7 @@ def node_command(head: str, port: int, folder: Path, environment: Mapping[str, s
         return [*command, f"--node-ip-address={head}"]
     address = head
     if not ip_address(head).is_loopback:
-        # That of this host on the network on which it reaches the head; nothing is sent.
+        # The address of this host on the network on which it reaches the head; nothing is sent.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((head, port))
             address = str(probe.getsockname()[0])

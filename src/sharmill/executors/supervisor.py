@@ -153,7 +153,7 @@ def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
     finally:
         root.removeHandler(handler)
         sharmill.setLevel(before)
-        # What could not be written is still in the buffer, and closing tries once more.
+        # Closing tries once more to write what is left in the buffer.
         with suppress(OSError):
             stream.close()
 

@@ -61,7 +61,7 @@ def group_limits(
         folder = (cgroups / controller if controllers else cgroups) / path.lstrip("/")
         # In a container the path may be that outside of it; the root, which is last, is always its own.
         for group in [folder, *folder.parents][: len(Path(path).parts)]:
-            # Without a limit the texts are other, and a group without the controller has no such file.
+            # A group without a limit has other texts, and a group without the controller has no such file.
             with suppress(OSError, ValueError):
                 texts = [(group / name).read_text() for name in (files1 if controllers else files2)]
                 limit, other = map(int, " ".join(texts).split())
@@ -199,7 +199,7 @@ def new_process(method: str) -> Iterator[ProcessPoolExecutor]:
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, even in the middle of native code."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # Of a forked server's child, that is the process which has started the server.
+    # For a child of a forkserver, this is the process that has started the server.
     starter = multiprocessing.parent_process()
     if starter is not None and not starter.is_alive():
         os._exit(1)
@@ -247,7 +247,7 @@ def deferred_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        # What waits behind the mask is delivered here, while it is only remembered.
+        # Signals that wait behind the mask are delivered here, and remembered.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

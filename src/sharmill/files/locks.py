@@ -130,7 +130,7 @@ class FolderLock:
 
     def _take(self, seconds: float, *, outwaits_silent: bool = True) -> None:
         self._file = self.path / f"owner-{uuid4().hex}.json"
-        # Of each other's record: when it was touched, since when it has been so, and if it was seen to be touched.
+        # For each other record: when it was touched, since when it has been so, and if it was seen to be touched.
         self._seen: dict[Path, tuple[int, float, bool]] = {}
         self._leave = threading.Event()
         self._toucher = threading.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)

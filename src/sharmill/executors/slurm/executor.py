@@ -341,7 +341,7 @@ class SlurmExecutor(Executor):
                     second = partial(replace(job, role="second").advance, *told)
                     self._sbatch(self._submitter(stage, "second", jobs[-1:]), [second])
             except BaseException:
-                # Without an advance job the work of ranks would come to nothing.
+                # The work of ranks would be lost if no advance job followed.
                 queue.scancel(queue.parent_ids(jobs))
                 raise
         return StageResult(submitted=Submitted(message, [*behind, *jobs]))
@@ -354,7 +354,7 @@ class SlurmExecutor(Executor):
         make_private_folder(self.run_dir.jobs)
 
         def submit() -> list[str]:
-            # What submitit prints of sbatch's message the error has as well.
+            # The error has all that submitit prints of sbatch's message.
             with redirect_stderr(StringIO()), submitter.batch():
                 jobs = [submitter.submit(task) for task in tasks]
             return [job.job_id for job in jobs]
@@ -502,7 +502,7 @@ class SlurmExecutor(Executor):
         # The job behind one that has noted the end has nothing to do.
         with suppress(SharmillError):
             queue.scancel([job.id for job in queue.queued_jobs(self.run_dir) if job.role == "second"])
-        # Who submits sees the end of what ends at once.
+        # A command that submits shows by itself how a run ended.
         if self.profile.notify is None or self.role is None:
             return
         values = {
@@ -614,7 +614,7 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
         if missing := _NO_MODULE.search(text):
             return f"{describe_missing(missing[1])}; {path}"
         if said := [line.rstrip() for line in text.splitlines() if _SAYS_WHY.match(line)]:
-            # What a setup line printed comes before the sentence about its end.
+            # The output of a setup line comes before the sentence about its end.
             named = [line for line in said[1:] if line.startswith(_SETUP_FAILED)]
             return f"{' | '.join([said[0], *named])[:300]}; {path}"
     return ""

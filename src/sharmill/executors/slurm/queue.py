@@ -33,7 +33,7 @@ _PAUSE_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
 # A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
 SECONDS_TO_CANCEL = 180.0
-# Of a rank, of the advance job behind ranks, and of the job behind that, which runs only if it fails.
+# A rank, the advance job behind ranks, and the job behind that, which runs only if the advance job fails.
 Role = Literal["rank", "advance", "second"]
 
 
@@ -213,7 +213,7 @@ def outside_own_job() -> Iterator[None]:
 
 def retrying(patience: float, retry: retry_base) -> Retrying:
     """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
-    # Who asks is not to wait much longer.
+    # A user who asks should not wait much longer.
     return Retrying(
         stop=stop_after_delay(patience), retry=retry,
         wait=wait_exponential(multiplier=_PAUSE_SECONDS, max=min(300.0, patience / 8)),

@@ -173,7 +173,7 @@ def predict(
         if stage.key in planned:
             units, done = planned[stage.key]
             costs = [unit.cost for unit in units if unit.index not in done]
-            if stage.cost_unit != "records" and expected:
+            if stage.cost_unit != "records" and expected and units:
                 audio_ratio = sum(unit.cost for unit in units) / expected
         else:
             expected *= 1.0 if stage.cost_unit == "records" else audio_ratio

@@ -19,7 +19,7 @@ from support.project import Project, matched_manifest, prepared_manifest, stage_
 from bench.rows import Case, records, row, with_peak
 from sharmill.config import Config, to_config
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.segments import PLACE, merge_tables
+from sharmill.encode.segments import list_segments
 from sharmill.encode.stage import EncodeStage
 from sharmill.encode.survey import SurveyStage
 from sharmill.engine.executor import Listener
@@ -29,6 +29,7 @@ from sharmill.engine.stage import Stage
 from sharmill.engine.unit import Commit, Unit
 from sharmill.executors.local import LocalExecutor
 from sharmill.prepare.stage import HASH_FIELDS, Ids
+from sharmill.shar.places import PLACE
 
 RECORDS_PER_SPEAKER = 50
 HASHES_AT_ONCE = 100_000
@@ -125,9 +126,8 @@ def merge_survey(path: Path) -> int:
     """Find the unique segments in the tables of a survey."""
     survey = SurveyStage(_config(path))
     survey.dir.path.mkdir(parents=True, exist_ok=True)
-    tables = sorted((path.parent / "tables").iterdir())
-    num_records = sum(np.load(table, mmap_mode="r").shape[1] for table in tables)
-    merge_tables(tables, (2, num_records), survey.segments_file, survey.numbers_file)
+    tables = [(table, np.load(table, mmap_mode="r").shape[1]) for table in sorted((path.parent / "tables").iterdir())]
+    list_segments(tables, 2, survey.segments_file, survey.numbers_file)
     return len(np.load(survey.segments_file, mmap_mode="r"))
 
 

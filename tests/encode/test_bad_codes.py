@@ -72,14 +72,14 @@ def made(tmp_path_factory):
 def test_the_segment_and_its_cuts_are_noted_for_this_codec_alone(made):
     project, _, said = made
     assert "encode/nan: 1 segments without codes" in said
-    assert "assemble/nan: 2 cuts without codes" in said
+    assert "encode/nan: 2 cuts without codes" in said
     noted = [(one["stage"], one["reason"], one["record"]) for one in lines(project.run_dir / "bad_codes.jsonl")]
     cuts = {number(cut): cut.id for cut in open_shar(project.dataset, [])}
     place = f"{project.dataset}/target_audio/recording.000002.tar at byte "
     assert noted[0][2].pop("place").startswith(place)
     assert noted == [
         ("encode/nan", "bad_codes", {"segment": 0}),
-        *(("assemble/nan", "bad_codes", {"cut": cuts[cut]}) for cut in (0, 5)),
+        *(("encode/nan", "bad_codes", {"cut": cuts[cut]}) for cut in (0, 5)),
     ]
     assert lines(project.run_dir / "rejects.jsonl") == []
     (log,) = (project.run_dir / "encode/nan/logs").glob("rank-*.log")

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 from lhotse import CutSet, MonoCut, Recording, SupervisionSegment
-from support.project import ToyCodec, codec_stages, loading, put, run, snapshot, voice
+from support.project import ToyCodec, check_dataset, codec_stages, loading, put, run, snapshot, voice
 
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.segments import PLACE, merge_tables
-from sharmill.engine.plan import read_ledger, revoke
-from sharmill.engine.run_dir import RunDir
+from sharmill.encode.segments import list_segments
+from sharmill.encode.stage import ShardsStage
+from sharmill.engine.order import choose_stages
+from sharmill.engine.plan import read_ledger
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 from sharmill.shar.items import read_field
+from sharmill.shar.places import PLACE
 from sharmill.shar.rebuild import rebuild_index
 from sharmill.validate.findings import take_back_commits
-from sharmill.validate.stage import ValidateConfig, ValidateStage
 
 
 def passes(config, name="toy"):
@@ -56,22 +57,25 @@ def speech(project):
 
 
 @pytest.mark.parametrize("order", ["manifest", "speaker", "shuffle"])
-def test_in_every_order_there_is_one_pass_for_a_segment(speech, order):
+def test_each_codec_gets_a_segment_once_in_every_order(speech, order):
     config = speech.write(write={"shard_size": 2, "order": order}, encode={"unit_seconds": 1.0})
     codec = speech.encode(config)
     assert check_once(config, speech.dataset) == 24
     assert sum(map(len, codec.batches)) == passes(config) == 12
     assert len(codec_stages(config)[1].dir.read_units()) > 3
-
-
-def test_several_codecs_share_one_survey(speech):
-    config = speech.write(write={"shard_size": 5})
-    speech.encode(config)
-    survey = codec_stages(config)[0]
-    before = snapshot(survey.root)
     speech.encode(config, "more", ToyCodec(samples_per_frame=160))
-    assert snapshot(survey.root) == before
     assert (passes(config), passes(config, "more")) == (12, 12)
+
+
+def test_segments_that_the_run_has_stored_are_listed_without_their_audio(speech, tmp_path):
+    config = speech.write(write={"shard_size": 5})
+    foreign = dataclasses.replace(config, run_dir=str(tmp_path))
+    by_notes, by_reading = codec_stages(config)[0], codec_stages(foreign)[0]
+    assert run(by_reading).ok
+    for path in speech.dataset.glob("*_audio/*.tar"):
+        path.unlink()
+    assert run(by_notes).ok
+    assert snapshot(by_notes.dir.merged) == snapshot(by_reading.dir.merged)
 
 
 def test_a_dataset_that_lhotse_wrote(project, tmp_path):
@@ -112,7 +116,7 @@ def test_a_lost_block_is_encoded_again_and_its_codes_reach_all_places(speech, en
     before = dict(stored(speech.dataset))
     bytes_before = snapshot(speech.dataset)
     stage = codec_stages(encoded)[1]
-    (stage.root / "parts/000001.codes").unlink()
+    (stage.root / "parts/000001.npy").unlink()
     again = speech.encode(encoded, codec=codec())
     assert 0 < sum(map(len, again.batches)) < 12
     changed = {audio for audio, codes in stored(speech.dataset) if codes != before[audio]}
@@ -121,18 +125,11 @@ def test_a_lost_block_is_encoded_again_and_its_codes_reach_all_places(speech, en
     check_once(encoded, speech.dataset)
 
 
-def report_of(config, tmp_path, **options):
-    stage = ValidateStage(codec_stages(config)[0].dataset.directory, RunDir(tmp_path), ValidateConfig(**options))
-    with mock.patch("sharmill.validate.stage.load_recorded_codec", return_value=ToyCodec()):
-        assert run(stage).ok
-    return stage.report()
-
-
 def test_codes_of_other_audio_are_encoded_again_by_redo(speech, encoded, tmp_path):
     """Those of one block were made wrongly: the checker names the shards, and every place gets the right codes."""
     before = snapshot(speech.dataset)
     stage = codec_stages(encoded)[1]
-    (stage.root / "parts/000001.codes").unlink()
+    (stage.root / "parts/000001.npy").unlink()
 
     class Wrong(ToyCodec):
         def codes(self, samples):
@@ -142,27 +139,25 @@ def test_codes_of_other_audio_are_encoded_again_by_redo(speech, encoded, tmp_pat
     assert snapshot(speech.dataset) != before
     codec = dataclasses.replace(encoded.section(EncodeConfig).codecs[0], name="toy")
     config = encoded.with_section(EncodeConfig(codecs=[codec], unit_seconds=1.0))
-    report = report_of(encoded, tmp_path / "check", recheck_codes=1.0, codec_models={"toy": "builtin"})
+    with mock.patch("sharmill.validate.stage.load_recorded_codec", return_value=ToyCodec()):
+        level = {"recheck_codes": 1.0, "codec_models": {"toy": "builtin"}}
+        report = check_dataset(speech.dataset, tmp_path / "check", **level)
     assert {unit.stage for unit in report.units_to_repeat} == {"encode/toy"}
-    take_back_commits(config, report, ["encode", "assemble"])
+    take_back_commits(config, report, choose_stages(config, ["encode"]))
     speech.encode(config)
     assert snapshot(speech.dataset) == before
     check_once(config, speech.dataset)
 
 
 def test_interrupted_between_new_codes_and_their_assembly_it_goes_on(speech, encoded):
-    _, encode, assemble = codec_stages(encoded)
-    aside = encode.dir.ledger / f".a.jsonl.{'0' * 32}.tmp"  # of a process that was killed
-    aside.touch()
-    revoke(encode, {0})
-    assert not aside.exists()
-    encode.dir.done.unlink()
+    _, encode, shards = codec_stages(encoded)
+    (encode.root / "parts/000000.npy").unlink()
     with loading(OtherArithmetic()):
         assert run(encode).ok
-        with mock.patch.object(type(assemble), "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            run(assemble)
+    with mock.patch.object(ShardsStage, "plan", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run(shards)
     assert read_dataset(speech.dataset).codecs == []
-    assert run(assemble).ok
+    assert run(shards).ok
     check_once(encoded, speech.dataset)
 
 
@@ -178,10 +173,10 @@ def test_numbers_at_all_places_are_those_of_their_segments(keys, window, counts,
     table["hash"], table["num_samples"], table["sampling_rate"] = hashes, [key % 4 for key in keys], 1
     bounds = np.clip(np.cumsum([0, *counts, len(keys)]), 0, len(keys))
     folder = tmp_path_factory.mktemp("tables")
-    paths = [folder / f"{shard}.npy" for shard in range(len(bounds) - 1)]
-    for path, (start, stop) in zip(paths, pairwise(bounds), strict=True):
-        np.save(path, table[None, start:stop])
-    merge_tables(paths, (1, len(keys)), folder / "segments.npy", folder / "numbers.npy", window=window)
+    tables = [(folder / f"{shard}.npy", stop - start) for shard, (start, stop) in enumerate(pairwise(bounds))]
+    for (path, count), start in zip(tables, bounds, strict=False):
+        np.save(path, table[None, start : start + count])
+    list_segments(tables, 1, folder / "segments.npy", folder / "numbers.npy", window)
     segments, numbers = np.load(folder / "segments.npy"), np.load(folder / "numbers.npy")[0]
     assert len(segments) == len(np.unique(segments["place"]["hash"], axis=0)) == len(set(keys))
     assert segments["place"]["hash"][numbers].tolist() == hashes.tolist()

@@ -25,8 +25,8 @@ from support.project import (
 from sharmill.audio.files import decode_bytes
 from sharmill.encode.codes import read_counts
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.stage import AssembleStage, EncodeStage
-from sharmill.errors import ConfigError, FatalError
+from sharmill.encode.stage import EncodeStage, ShardsStage
+from sharmill.errors import FatalError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 
@@ -46,7 +46,7 @@ def encode(config, codec, name="toy", *, restart=False, **options):
     config = config.with_section(dataclasses.replace(config.section(EncodeConfig), **options))
     with loading(codec):
         for stage in codec_stages(config, name):
-            result = run(stage, restart=restart and stage.kind != "survey")
+            result = run(stage, restart=restart and stage.kind != "encode.segments")
             if not result.ok:
                 break
     return result
@@ -76,7 +76,7 @@ def test_codes_are_counted_once_for_each_segment(project, config, unit_seconds):
     # All contexts are targets too.
     codes = np.concatenate([codec.codes(cut.load_custom("target_audio")[0]) for cut in open_shar(project.dataset)], 1)
     expected = [np.bincount(book, minlength=codec.codebook_size) for book in codes]
-    np.testing.assert_array_equal(read_counts(codec_stages(config, "toy")[1].dir), expected)
+    np.testing.assert_array_equal(read_counts(codec_stages(config, "toy")[1]), expected)
 
 
 def test_codecs_lie_side_by_side_and_one_is_added_later(project, config):
@@ -106,7 +106,7 @@ def test_a_restart_replaces_the_codes_and_nothing_else(project, config):
     assert snapshot(project.dataset) == before
 
 
-@pytest.mark.parametrize("dying", [EncodeStage, AssembleStage])
+@pytest.mark.parametrize("dying", [EncodeStage, ShardsStage])
 def test_a_restart_that_dies_leaves_the_old_codes_or_none(project, config, dying):
     project.encode(config, "kept", ToyCodec(samples_per_frame=160))
     without = snapshot(project.dataset)
@@ -150,23 +150,6 @@ def run_damaged(stage):
     return result, [error.message for error in result.failures.values()]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("field", ["target_audio", "context_audio"])
-def test_a_damaged_shard_fails_its_unit_before_anything_is_encoded(project, config, damage, field):
-    name = f"{field}/recording.000000.tar"
-    before = (project.dataset / name).read_bytes()
-    DAMAGES[damage](name)(project.dataset)
-    survey, stage, _ = codec_stages(config)
-    result, errors = run_damaged(survey)
-    assert list(result.failures) == [0]
-    assert all(name in error for error in errors)
-    with raises(ConfigError, "stage_not_run", "survey"):
-        run(stage)
-    (project.dataset / name).write_bytes(before)
-    assert encode(config, ToyCodec()).ok
-    assert len(list(open_shar(project.dataset))) == 5
-
-
 def at_integer_scale(item):
     data = container(32768 * decode_bytes(item.data)[0], 16000, "WAV", "FLOAT")
     return dataclasses.replace(item, extension="wav", data=data)
@@ -179,35 +162,40 @@ def with_a_sample_fewer(item):
 LAST_TARGETS = "target_audio/recording.000001.tar"
 
 
-def test_audio_at_the_scale_of_integers_is_not_encoded(project, config):
+@pytest.mark.parametrize(
+    ("damage", "is_own"), [("flipped bit in the audio", True), ("gone", True), *((damage, False) for damage in DAMAGES)]
+)
+def test_damaged_audio_fails_the_units_that_read_it(project, config, tmp_path, damage, is_own):
+    """They are those of the codec if the run has written the dataset; else the survey reads all files before."""
+    config = config.with_section(EncodeConfig(unit_seconds=0.3))
+    if not is_own:
+        config = dataclasses.replace(config, run_dir=str(tmp_path / "other"))
+    survey, stage, _ = codec_stages(config)
+    path = project.dataset / LAST_TARGETS
+    before = path.read_bytes()
+    DAMAGES[damage](LAST_TARGETS)(project.dataset)
+    if is_own:
+        assert run(survey).ok
+    result, errors = run_damaged(stage if is_own else survey)
+    assert result.failures
+    assert all(LAST_TARGETS in error for error in errors)
+    assert len(list((stage.root / "parts").glob("*"))) >= 3 * is_own
+    assert read_dataset(project.dataset).codecs == []
+    path.write_bytes(before)
+    assert encode(config, ToyCodec(), unit_seconds=0.3).ok
+    assert len(list(open_shar(project.dataset))) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(at_integer_scale, "over_full_scale"), (with_a_sample_fewer, "samples at 16000 Hz, not")]
+)
+def test_audio_that_is_not_what_its_metadata_say_is_not_encoded(project, config, change, said):
     """Writing rejects it, but the dataset of another tool may have it."""
-    do.change_items(LAST_TARGETS, lambda items: list(map(at_integer_scale, items)))(project.dataset)
+    do.change_items(LAST_TARGETS, lambda items: list(map(change, items)))(project.dataset)
     reindex(project.dataset)
     survey, stage, _ = codec_stages(config)
     assert run(survey).ok
-    assert ["over_full_scale" in error for error in run_damaged(stage)[1]] == [True]
-
-
-@pytest.mark.parametrize("damage", ["flipped bit in the audio", "gone", "other metadata"])
-def test_damage_behind_the_survey_fails_the_blocks_that_have_it(project, config, damage):
-    path = project.dataset / LAST_TARGETS
-    survey, stage, _ = codec_stages(config.with_section(EncodeConfig(unit_seconds=0.3)))
-    before = path.read_bytes()
-    if damage == "other metadata":
-        do.change_items(LAST_TARGETS, lambda items: list(map(with_a_sample_fewer, items)))(project.dataset)
-        reindex(project.dataset)
-    assert run(survey).ok
-    if damage != "other metadata":
-        DAMAGES[damage](LAST_TARGETS)(project.dataset)
-    result, errors = run_damaged(stage)
-    assert result.failures
-    assert all(LAST_TARGETS in error for error in errors)
-    assert len(list((stage.root / "parts").iterdir())) >= 3
-    assert read_dataset(project.dataset).codecs == []
-    if damage != "other metadata":
-        path.write_bytes(before)
-        with loading(ToyCodec()):
-            assert run(stage).ok
+    assert [said in error for error in run_damaged(stage)[1]] == [True]
 
 
 def test_codes_of_other_audio_are_not_taken_for_those_of_this(project, config):
@@ -218,18 +206,19 @@ def test_codes_of_other_audio_are_not_taken_for_those_of_this(project, config):
     assert {cut.target_codes.shape[1] for cut in open_shar(project.dataset)} == {50, 25, 63, 16, 100}
 
 
-# In the table of the file, of 16 bytes for each segment and for the end: position and checksum of a segment; its codes.
-@pytest.mark.parametrize("place", [3, 12, 6 * 16 + 5])
-def test_damaged_codes_in_the_run_directory_fail_their_shards(project, config, place):
+@pytest.mark.parametrize(
+    ("file", "place"), [("parts/000000.npy", 131), ("merged/places.npy", -24), ("merged/places.npy", -1)]
+)
+def test_damaged_codes_in_the_run_directory_fail_their_shards(project, config, file, place):
     survey, stage, assemble = codec_stages(config)
     with loading(ToyCodec()):
         assert run(survey).ok
         assert run(stage).ok
-    (path,) = (stage.root / "parts").iterdir()
-    whole = path.read_bytes()
-    do.flip_bit(path.name, place)(path.parent)
+    codes = stage.root / "parts/000000.npy"
+    whole = (stage.root / file).read_bytes()
+    do.flip_bit(file, place)(stage.root)
     result, errors = run_damaged(assemble)
     assert result.failures
-    assert all(f"{path} is damaged: remove it and run the stage encode" in error for error in errors)
-    path.write_bytes(whole)
+    assert all(f"{codes} is damaged: remove it and run the stage encode" in error for error in errors)
+    (stage.root / file).write_bytes(whole)
     assert run(assemble).ok

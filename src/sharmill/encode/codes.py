@@ -1,222 +1,154 @@
-"""The files of codes in the run directory, one for each block of segments, and the outcome of a stage ``encode``.
+"""The codes of segments in the run directory, which a stage ``encode`` leaves for the assembly of shards.
 
-A file is a table and the codes of each segment behind it, codebook by codebook. The table has the position of the codes
-of each segment and their checksum, and at its end where the codes end and a checksum of the table itself, which single
-segments are read without: in a wrong place are other codes. Behind the codes are counts: how often each code occurs in
-each codebook.
+A block of segments has three ``.npy`` files: the codes of its segments, one behind the other and each codebook by
+codebook; a record of ``CODES`` for each segment, by which its codes are read and checked alone; and how often each code
+occurs in each codebook. At its end the stage merges the records of all blocks into one array, and adds up the counts.
 """
 
-import base64
 import os
 import resource
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import msgspec
 import numpy as np
 import xxhash
 
 from sharmill.engine.run_dir import StageDir
+from sharmill.engine.stage import StageRun
 from sharmill.errors import UnitFailed
-from sharmill.files.arrays import load_stored_array
-from sharmill.files.atomic import open_new
-from sharmill.files.stored import damaged_file, open_stored, read_record
+from sharmill.files.arrays import load_stored_array, map_stored_array, save_array, write_array
+from sharmill.files.atomic import open_atomic
+from sharmill.files.staging import Staging
+from sharmill.files.stored import damaged_file, open_stored
 from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
 
 # The bounds of the blocks, in the folder of the plan.
 BOUNDS_FILE: Final = "bounds.npy"
-_ENTRY: Final = np.dtype([("position", "<i8"), ("xxh3", "<u8")])
-_COUNT: Final = np.dtype("<i8")
+# The bytes of a segment's codes in the file of its block, and their checksum.
+CODES: Final = np.dtype([("start", "<i8"), ("stop", "<i8"), ("xxh3", "<u8")])
+# What numpy writes before the content of an array of one dimension.
+_HEADER_BYTES: Final = 128
 # Codebooks times their size: codecs with more codes are not counted.
 _MAX_COUNTS: Final = 1 << 21
 # Files of codes that a rank keeps open at most, if its limit allows: those of 32,768 hours in blocks of two.
-_MOST_KEPT: Final = 1 << 14
-# Bytes between two ranges of a file that take no longer to read and drop than another read of a cached file.
-_GAP: Final = 1 << 14
-# Bytes of neighbouring ranges that are read at once.
-_AT_ONCE: Final = 1 << 20
+_MOST_OPEN: Final = 1 << 14
 
 
-class EncodedRecord(msgspec.Struct, frozen=True):
-    """The outcome of a stage ``encode``: codec, None where there are no segments, and checksum of all codes.
+def _block_file(block: int, content: str = "") -> str:
+    """Return the path of a file of a block relative to the folder of the stage: of its codes, places or counts."""
+    return f"parts/{block:06d}{content}.npy"
 
-    ``counts`` has how often each code occurs in the segments, packed, or is "" where that was not counted.
+
+def write_block(staging: Staging, block: int, codes: Sequence[np.ndarray], codebook_size: int) -> list[str]:
+    """Write the files of a block, and return their names.
+
+    Args:
+        codes: for each segment an array (codebooks, frames), without frames if it has no codes.
     """
-
-    codec: CodecRecord | None
-    codes: str
-    counts: str = ""
-
-
-def codes_file(block: int) -> str:
-    """Return the path of the codes of a block, relative to the folder of the stage."""
-    return f"parts/{block:06d}.codes"
-
-
-def encoded_file(paths: StageDir) -> Path:
-    """Return the path of the ``EncodedRecord`` of a stage."""
-    return paths.merged / "codes.json"
+    arrays = {"": np.concatenate([array.ravel() for array in codes])}
+    sizes = [array.nbytes for array in codes]
+    places = arrays[".places"] = np.empty(len(codes), CODES)
+    places["stop"] = _HEADER_BYTES + np.cumsum(sizes)
+    places["start"] = places["stop"] - sizes
+    places["xxh3"] = [xxhash.xxh3_64_intdigest(array.tobytes()) for array in codes]
+    if len(codes[0]) * codebook_size <= _MAX_COUNTS:
+        books = (np.concatenate(rows) for rows in zip(*codes, strict=True))
+        arrays[".counts"] = np.stack([np.bincount(book, minlength=codebook_size) for book in books])
+    for content, array in arrays.items():
+        save_array(staging.path(_block_file(block, content)), array)
+    return [_block_file(block, content) for content in arrays]
 
 
-def write_codes(path: Path, codes: Sequence[np.ndarray], codebook_size: int) -> None:
-    """Write the codes (codebooks, frames) of the segments of a block, in their order, and their counts.
-
-    A segment without codes has an array without frames.
-    """
-    table = np.empty(len(codes) + 1, _ENTRY)
-    table["position"] = table.nbytes + np.concatenate([[0], np.cumsum([array.nbytes for array in codes])])
-    table["xxh3"][:-1] = [xxhash.xxh3_64_intdigest(array.tobytes()) for array in codes]
-    table["xxh3"][-1] = xxhash.xxh3_64_intdigest(table[:-1].tobytes() + table["position"][-1].tobytes())
-    with open_new(path) as stream:
-        stream.write(table.tobytes())
-        for array in codes:
-            stream.write(array.tobytes())
-        if len(codes[0]) * codebook_size <= _MAX_COUNTS:
-            books = (np.concatenate([array[book] for array in codes]) for book in range(len(codes[0])))
-            counts = np.stack([np.bincount(book, minlength=codebook_size) for book in books])
-            stream.write(zlib.compress(counts.astype(_COUNT).tobytes(), 6))
-
-
-def add_counts(paths: StageDir, num_blocks: int, codec: CodecRecord) -> str:
-    """Return how often each code occurs in all blocks, packed; "" where there are too many codes to count.
+def merge_blocks(paths: StageDir, num_blocks: int, num_segments: int) -> dict[str, Path]:
+    """Merge the places of all blocks, and add up their counts if the codes were counted; return the files by content.
 
     Raises:
         ConfigError: a file is damaged.
     """
-    size = codec.num_codebooks * codec.codebook_size
-    total = np.zeros(size if size <= _MAX_COUNTS else 0, _COUNT)
-    for block in range(num_blocks if len(total) else 0):
-        path = paths.path / codes_file(block)
-        try:
-            with open_stored(path) as stream:
-                # The table ends where the first codes begin, and its last entry has where the last ones end.
-                for shift in (_ENTRY.itemsize, 0):
-                    (position,) = np.frombuffer(stream.read(_ENTRY.itemsize), _ENTRY)["position"].tolist()
-                    stream.seek(max(0, position - shift))
-                packed = stream.read()
-            total += _unpack_counts(packed)
-        except (ValueError, zlib.error) as error:
-            raise damaged_file(path, f"the counts of its codes: {error}") from error
-    return base64.b64encode(zlib.compress(total.tobytes(), 6)).decode() if len(total) else ""
+    merged = {"places": paths.merged / "places.npy"}
+    files = [paths.path / _block_file(block, ".places") for block in range(num_blocks)]
+    with open_atomic(merged["places"]) as stream:
+        write_array(stream, CODES, (num_segments,), map(load_stored_array, files))
+    files = [paths.path / _block_file(block, ".counts") for block in range(num_blocks)]
+    if files and files[0].exists():
+        merged["counts"] = paths.merged / "counts.npy"
+        counts = sum(map(load_stored_array, files[1:]), load_stored_array(files[0]))
+        with open_atomic(merged["counts"]) as stream:
+            write_array(stream, counts.dtype, counts.shape, [counts])
+    return merged
 
 
-def read_counts(paths: StageDir) -> np.ndarray | None:
-    """Return how often each code occurs in all segments (codebooks, codebook size); None where it was not counted.
+def read_counts(run: StageRun) -> np.ndarray | None:
+    """Return how often each code occurs in all segments (codebooks, codebook size).
 
-    Args:
-        paths: the folder of a stage ``encode``, which need not be finished.
+    None if the stage ``encode`` of a codec is not finished, or did not count.
 
     Raises:
-        ConfigError: the record is damaged.
+        ConfigError: the array is damaged.
     """
-    encoded = read_record(encoded_file(paths), EncodedRecord)
-    if encoded is None or encoded.codec is None or not encoded.counts:
+    totals = run.dir.read_totals()
+    if totals is None or "counts" not in totals.products:
         return None
-    shape = encoded.codec.num_codebooks, encoded.codec.codebook_size
-    try:
-        return _unpack_counts(base64.b64decode(encoded.counts)).reshape(shape)
-    except (ValueError, zlib.error) as error:
-        raise damaged_file(encoded_file(paths), f"the counts of the codes: {error}") from error
-
-
-def _unpack_counts(packed: bytes) -> np.ndarray:
-    # No more than there can be: a damaged text could unfold to gigabytes.
-    return np.frombuffer(zlib.decompressobj().decompress(packed, _COUNT.itemsize * _MAX_COUNTS), _COUNT)
-
-
-def _num_kept(num_files: int) -> int:
-    """Return how many of so many files may stay open: half of the limit, which is raised for this process if needed."""
-    wanted = min(num_files, _MOST_KEPT)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft not in (hard, resource.RLIM_INFINITY) and soft < 2 * wanted:
-        soft = 2 * wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft // 2)
-
-
-def _read_ranges(file: int, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the bytes of ranges (start, stop) of a file; those that lie close behind each other are read at once."""
-    begin = 0
-    while begin < len(ranges):
-        first, last = ranges[begin]
-        end = begin + 1
-        while end < len(ranges) and first <= ranges[end][0] <= last + _GAP and ranges[end][1] <= first + _AT_ONCE:
-            last = max(last, ranges[end][1])
-            end += 1
-        data = os.pread(file, last - first, first)
-        yield from (data[start - first : stop - first] for start, stop in ranges[begin:end])
-        begin = end
+    path = run.product(f"{run.key}/counts")
+    counts, codec = load_stored_array(path), totals.facts["codec"]
+    if counts.dtype.kind != "i" or counts.shape != (codec["num_codebooks"], codec["codebook_size"]):
+        raise damaged_file(path, "it has no counts of the codes")
+    return counts
 
 
 class SegmentCodes:
     """The codes of all segments, by their numbers.
 
-    Of a file little more is read than the places and the codes of the segments that are asked for. The first files stay
-    open, as many as the limit of open files allows, so that they are opened once however often segments are asked for.
+    Only the codes of the segments that are asked for are read. Files stay open, so that they are opened once however
+    often segments are asked for; beyond a number that the limit of open files allows, they take turns.
 
     Args:
         paths: the folder of the stage that made them.
-        codec: what the codes are of.
+        places: the file of their places, which the stage has merged.
+        codec: the codec that made them.
     """
 
-    def __init__(self, paths: StageDir, codec: CodecRecord) -> None:
+    def __init__(self, paths: StageDir, places: Path, codec: CodecRecord) -> None:
         self._folder = paths.path
         self._bounds = load_stored_array(paths.plan / BOUNDS_FILE)
+        self._places = map_stored_array(places)
         self._num_codebooks = codec.num_codebooks
         self._dtype = codes_dtype(codec.codebook_size).newbyteorder("<")
-        self._num_kept = _num_kept(len(self._bounds) - 1)
-        self._kept: dict[int, BinaryIO] = {}
+        self._most_open = min(_MOST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._open: dict[int, BinaryIO] = {}
 
     def read(self, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield segments and their codes (codebooks, frames); ``numbers`` are sorted, and each file is read forward.
 
         Raises:
-            UnitFailed: a file is not there, or damaged.
+            UnitFailed: a file is damaged.
         """
         blocks = np.searchsorted(self._bounds, numbers, side="right") - 1
-        starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
-        for begin, end in pairwise([*starts, len(blocks)]):
-            block = int(blocks[begin])
-            with ExitStack() as stack:
-                # A file that cannot be read is closed, and opened again the next time.
-                stream = self._kept.pop(block, None) or open_stored(self._folder / codes_file(block), buffering=0)
-                yield from self._read_block(block, stack.enter_context(stream), numbers[begin:end])
-                if len(self._kept) < self._num_kept:
-                    self._kept[block] = stream
-                    stack.pop_all()
-
-    def close(self) -> None:
-        """Close the files that were kept open."""
-        for stream in self._kept.values():
-            stream.close()
-
-    def _read_block(self, block: int, stream: BinaryIO, numbers: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield segments of a block and their codes."""
-        path, file, size = self._folder / codes_file(block), stream.fileno(), _ENTRY.itemsize
-        # The entry behind a segment's own has where its codes end.
-        starts = (size * (numbers - self._bounds[block])).tolist()
-        table = b"".join(_read_ranges(file, [(start, start + 2 * size) for start in starts]))
-        if len(table) < 2 * size * len(numbers):
-            raise _damaged(path)
-        entries = np.frombuffer(table, _ENTRY).reshape(-1, 2)
-        places = [(start, stop) for start, stop in entries["position"].tolist()]
-        end = os.fstat(file).st_size
-        if not all(0 <= start <= stop <= end for start, stop in places):
-            raise _damaged(path)
-        found = zip(numbers.tolist(), entries["xxh3"][:, 0].tolist(), _read_ranges(file, places), strict=True)
-        for number, expected, data in found:
-            # A damaged table shows here too: it has other codes at the place.
-            if xxhash.xxh3_64_intdigest(data) != expected:
-                raise _damaged(path)
+        places = self._places[numbers]
+        for number, block, place in zip(numbers.tolist(), blocks.tolist(), places.tolist(), strict=True):
+            data = self._read_bytes(block, *place)
             yield number, np.frombuffer(data, self._dtype).reshape(self._num_codebooks, -1)
 
+    def close(self) -> None:
+        """Close the files that are open."""
+        for stream in self._open.values():
+            stream.close()
 
-def _damaged(path: Path) -> UnitFailed:
-    return UnitFailed(
-        f"{path} is damaged: remove it and run the stage encode, which makes it again", code="damaged_run_dir"
-    )
+    def _read_bytes(self, block: int, start: int, stop: int, checksum: int) -> bytes:
+        if block not in self._open:
+            if len(self._open) >= self._most_open:
+                # The first ones are asked for first again.
+                self._open.popitem()[1].close()
+            self._open[block] = open_stored(self._folder / _block_file(block), buffering=0)
+        file = self._open[block].fileno()
+        is_inside = 0 <= start <= stop <= os.fstat(file).st_size
+        data = os.pread(file, stop - start, start) if is_inside else b""
+        # In a place that is damaged are other codes.
+        if xxhash.xxh3_64_intdigest(data) != checksum:
+            path = self._folder / _block_file(block)
+            raise UnitFailed(
+                f"{path} is damaged: remove it and run the stage encode, which makes it again", code="damaged_run_dir"
+            )
+        return data

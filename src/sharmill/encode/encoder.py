@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -14,9 +14,9 @@ import numpy as np
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resample
 from sharmill.audio.segments import find_peak
-from sharmill.encode.codes import codes_file, write_codes
+from sharmill.encode.codes import write_block
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.segments import hash_segment, seconds_of
+from sharmill.encode.segments import seconds_of
 from sharmill.engine.ahead import AheadProcessor, LoadedBatches
 from sharmill.engine.delays import spent_on
 from sharmill.engine.stage import Advance
@@ -31,6 +31,7 @@ from sharmill.models.memory import ELSEWHERE, MemoryGuard, require_room
 from sharmill.shar.arrays import codes_dtype, num_frames
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.items import Item
+from sharmill.shar.places import hash_segment
 from sharmill.shar.tar import open_field
 
 # Segments that a message names at most.
@@ -92,7 +93,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             UnitFailed: a segment takes more memory than there is, or the audio is not as the survey found it.
         """
         segments = self._segments_of(unit)
-        seconds = seconds_of(segments)
+        seconds = seconds_of(segments["place"])
         number = int(np.count_nonzero(seconds > self._most_seconds))
         if number:
             longest = segments[int(seconds.argmax())]
@@ -135,9 +136,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         self._guard.unit_done()
         if len(problems) == unit.size:
             self._require_sound(unit, problems[0])
-        name = codes_file(unit.index)
-        write_codes(staging.path(name), codes, self._codec.codebook_size)
-        seconds = seconds_of(self._segments_of(unit))
+        seconds = seconds_of(self._segments_of(unit)["place"])
         padded = sum(batch.num_rows * batch.num_frames for batch in batches)
         rejects = [
             Reject(
@@ -147,7 +146,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             for index, problem in sorted(problems.items())
         ]  # fmt: skip
         return Output(
-            files=[name],
+            files=write_block(staging, unit.index, codes, self._codec.codebook_size),
             num_out=unit.size - len(rejects),
             rejects=rejects,
             stats={
@@ -171,13 +170,11 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         """
         items: dict[int, Item] = {}
         order = np.lexsort((segments["place"]["offset"], segments["shard"], segments["field"]))
-        files = segments[["field", "shard"]][order]
-        begins = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
-        for begin, end in pairwise([*begins.tolist(), len(order)]):
-            field, shard = files[begin].tolist()
+        owners = segments[["shard", "field"]]
+        for (shard, field), indices in groupby(order.tolist(), lambda index: owners[index].item()):
             path = self._files[shard][field]
             with open_field(path) as stream:
-                for index in order[begin:end].tolist():
+                for index in indices:
                     found, offset, size, num_samples, rate = segments["place"][index].tolist()
                     stream.seek(offset)
                     data = stream.read(size)
@@ -186,9 +183,8 @@ class EncodeProcessor(AheadProcessor[_Begun]):
                             f"{path} has changed since it was written: remove it and run the stage write again",
                             code="damaged_shard",
                         )
-                    items[index] = Item(
-                        f"{path} at byte {offset}", "", data, {"num_samples": num_samples, "sampling_rate": rate}
-                    )
+                    metadata = {"num_samples": num_samples, "sampling_rate": rate}
+                    items[index] = Item(f"{path} at byte {offset}", "", data, metadata)
         return [items[index] for index in range(len(segments))]
 
     def _plan_batches(self, frames: Sequence[int]) -> list[Batch]:
@@ -214,7 +210,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         """Raise UnitFailed if this rank gives no codes for segments of other units either: it may be what is broken."""
         numbers = np.unique(np.linspace(0, len(self._segments) - 1, _NUM_PROBES, dtype=np.int64))
         probes = self._segments[numbers[(numbers < unit.params["start"]) | (numbers >= unit.params["stop"])]]
-        for item in self._read(probes[seconds_of(probes) <= self._most_seconds]):
+        for item in self._read(probes[seconds_of(probes["place"]) <= self._most_seconds]):
             (batch,) = self._plan_batches([self._count_frames(item)])
             (found,) = self._encode(batch, [_load(item, self._codec.sampling_rate)], [item])
             if not isinstance(found, str):

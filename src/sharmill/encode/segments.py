@@ -5,102 +5,69 @@ the shards, then all contexts. Places with the same bytes hold one segment, whos
 are numbered in the order in which they are encoded: by place, except that neighbours are sorted by length.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import xxhash
 
 from sharmill.engine.hashes import find_first
 from sharmill.files.arrays import load_stored_array, write_array
 from sharmill.files.atomic import open_atomic
+from sharmill.files.stored import damaged_file
+from sharmill.shar.places import PLACE
 
-# The place of an item's data in its file, and facts from its metadata.
-PLACE: Final = np.dtype(
-    [("hash", "<u8", 2), ("offset", "<i8"), ("size", "<i8"), ("num_samples", "<u4"), ("sampling_rate", "<u4")]
-)
 # The owner of a segment: ``field`` counts the audio fields of the dataset.
 SEGMENT: Final = np.dtype([("place", PLACE), ("shard", "<u4"), ("field", "<u4")])
-
 # Segments that are sorted by length together: enough for batches of equal lengths, few enough for a shard's segments
 # to stay near each other.
 _WINDOW: Final = 1 << 15
 
 
-def hash_segment(data: bytes | memoryview, num_samples: int, sampling_rate: int) -> tuple[int, int]:
-    """Return the two halves of the xxh3-128 of stored audio; other metadata make another segment of the same bytes."""
-    digest = xxhash.xxh3_128_intdigest(data, seed=sampling_rate << 32 | num_samples)
-    return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
+def seconds_of(places: np.ndarray) -> np.ndarray:
+    """Return the durations in seconds, float64, of what lies at places, records of ``PLACE``."""
+    return np.asarray(places["num_samples"] / places["sampling_rate"])
 
 
-def seconds_of(segments: np.ndarray) -> np.ndarray:
-    """Return the durations of segments in seconds, float64."""
-    return np.asarray(segments["place"]["num_samples"] / segments["place"]["sampling_rate"])
-
-
-def merge_tables(
-    tables: list[Path], shape: tuple[int, int], segments_file: Path, numbers_file: Path, *, window: int = _WINDOW
+def list_segments(
+    tables: Sequence[tuple[Path, int]], num_fields: int, segments_file: Path, numbers_file: Path, window: int = _WINDOW
 ) -> None:
-    """Write the unique segments of a dataset, and their numbers at all places.
+    """Write the unique segments of a dataset, an array of ``SEGMENT``, and their numbers at all places (fields, cuts).
 
     Args:
-        tables: for each shard an array (audio fields, cuts) of ``PLACE``.
-        shape: numbers of audio fields and of cuts of the dataset.
+        tables: for each shard the file of an array (audio fields, cuts) of ``PLACE``, and the number of its cuts.
         window: number of segments that are sorted by length together.
-    """
-    # Its name lasts with the fsync of the stage's folder that comes before done.json.
-    segments_file.parent.mkdir(exist_ok=True)
-    # Copies: a view would keep the whole table.
-    parts = (table["hash"].copy() for _, _, table in _read_tables(tables, shape[0]))
-    hashes = np.concatenate([np.empty((0, 2), np.uint64), *parts])
-    # For each place the first place that has the same hash.
-    owners = find_first(*hashes.T)
-    del hashes
-    count = int(np.count_nonzero(owners == np.arange(len(owners), dtype=np.uint32)))
-    numbers = np.empty(len(owners), np.uint32)
 
-    def number_segments() -> Iterator[np.ndarray]:
-        number = 0
-        for segments, places in _sorted_segments(_read_tables(tables, shape[0]), owners, window):
-            numbers[places] = np.arange(number, number + len(places), dtype=np.uint32)
-            number += len(places)
+    Raises:
+        ConfigError: a file holds something else.
+    """
+    bounds = np.cumsum([0, *(count for _, count in tables)])
+    places = np.empty((num_fields, bounds[-1]), PLACE)
+    for (path, count), (start, stop) in zip(tables, pairwise(bounds), strict=True):
+        table = load_stored_array(path)
+        if table.dtype != PLACE or table.shape != (num_fields, count):
+            raise damaged_file(path, "it has no places of these items")
+        places[:, start:stop] = table
+    flat = places.reshape(-1)
+    # For each place the first place that has the same hash.
+    owners = find_first(*flat["hash"].T)
+    firsts = np.flatnonzero(owners == np.arange(len(owners), dtype=np.uint32))
+    windows = np.arange(len(firsts)) // window
+    firsts = firsts[np.lexsort((-seconds_of(flat)[firsts], windows))]
+    numbers = np.empty(len(owners), np.uint32)
+    numbers[firsts] = np.arange(len(firsts), dtype=np.uint32)
+
+    def in_windows() -> Iterator[np.ndarray]:
+        for begin in range(0, len(firsts), window):
+            owner = firsts[begin : begin + window]
+            field, cut = np.divmod(owner, bounds[-1])
+            segments = np.empty(len(owner), SEGMENT)
+            segments["place"], segments["field"] = flat[owner], field
+            segments["shard"] = np.searchsorted(bounds, cut, side="right") - 1
             yield segments
 
     with open_atomic(segments_file) as stream:
-        write_array(stream, SEGMENT, (count,), number_segments())
+        write_array(stream, SEGMENT, firsts.shape, in_windows())
     with open_atomic(numbers_file) as stream:
-        write_array(stream, np.dtype("<u4"), shape, [numbers[owners]])
-
-
-def _sorted_segments(
-    tables: Iterable[tuple[int, int, np.ndarray]], owners: np.ndarray, window: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the segments, arrays of ``SEGMENT``, in the order of their numbers, and the places of their owners."""
-    place = 0
-    found: list[tuple[np.ndarray, np.ndarray]] = []
-    for shard, field, table in tables:
-        here = np.arange(place, place + len(table), dtype=np.uint32)
-        place += len(table)
-        own = owners[here] == here
-        segments = np.empty(int(own.sum()), SEGMENT)
-        segments["place"], segments["shard"], segments["field"] = table[own], shard, field
-        found.append((segments, here[own]))
-        if sum(len(places) for _, places in found) >= window:
-            yield _sort_by_length(found)
-            found = []
-    if found:
-        yield _sort_by_length(found)
-
-
-def _sort_by_length(found: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    segments, places = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    order = np.argsort(-seconds_of(segments), kind="stable")
-    return segments[order], places[order]
-
-
-def _read_tables(paths: list[Path], num_fields: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield shard, field and the ``PLACE`` records of every file of audio, in the order of the places."""
-    for field in range(num_fields):
-        for shard, path in enumerate(paths):
-            yield shard, field, load_stored_array(path)[field]
+        write_array(stream, np.dtype("<u4"), places.shape, [numbers[owners]])

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from sharmill.audio.resample import RESAMPLING_PACKAGES
 from sharmill.config import Config
 from sharmill.encode.assembly import AssembleProcessor
-from sharmill.encode.codes import BOUNDS_FILE, EncodedRecord, SegmentCodes, add_counts, encoded_file
+from sharmill.encode.codes import BOUNDS_FILE, SegmentCodes, merge_blocks
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.encoder import EncodeProcessor
 from sharmill.encode.segments import seconds_of
@@ -27,9 +27,6 @@ from sharmill.engine.stage import Processor, Stage, StageRun, versions
 from sharmill.engine.unit import Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, DeviceError, FatalError
 from sharmill.files.arrays import load_stored_array, map_stored_array, save_array
-from sharmill.files.atomic import write_atomic
-from sharmill.files.checksums import checksum_bytes
-from sharmill.files.stored import load_record
 from sharmill.models import Codec, ModelFamily, find_codec, load_codec, make_deterministic
 from sharmill.models.batches import PIECE_SECONDS, log_padding
 from sharmill.models.config import CodecConfig
@@ -83,7 +80,7 @@ class EncodeStage(Stage):
         }
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
-        seconds = seconds_of(map_stored_array(run.product("encode.segments/segments")))
+        seconds = seconds_of(map_stored_array(run.product("encode.segments/segments"))["place"])
         number = min(len(seconds), self.expect_units(run, len(seconds), float(seconds.sum())))
         bounds = np.array(divide_evenly(seconds, number) if number else [0], np.int64)
         save_array(run.plan_folder / BOUNDS_FILE, bounds)
@@ -139,12 +136,10 @@ class EncodeStage(Stage):
             )
         if codec is not None:
             codec = replace(codec, devices=sorted({commit.device_kind for commit in commits} - {""}))
-        codes = checksum_bytes(b"".join(file.xxh3.encode() for commit in commits for file in commit.files))
-        counts = "" if codec is None else add_counts(run.dir, len(run.units), codec)
-        path = encoded_file(run.dir)
-        write_atomic(path, msgspec.json.encode(EncodedRecord(codec, codes, counts)))
+        products = merge_blocks(run.dir, len(run.units), sum(unit.size for unit in run.units))
         log_padding([commit.stats for commit in commits], "encoded")
-        return replace(add_up(commits), products=run.record_products(codes=path))
+        facts = {"codec": msgspec.to_builtins(codec)}
+        return replace(add_up(commits), products=run.record_products(**products), facts=facts)
 
 
 class CodesPublication(FieldPublication):
@@ -163,7 +158,8 @@ class BlocksPublication(CodesPublication):
     counts = "segments"
 
     def __init__(self, run: StageRun) -> None:
-        super().__init__(dataclasses.replace(run, declaration=ShardsStage()))
+        # The token is that of the other round's plan.
+        super().__init__(dataclasses.replace(run, declaration=ShardsStage(), token=""))
         self._plan = run.plan_folder
 
     def units_of(self, shards: set[int]) -> set[int]:
@@ -194,7 +190,7 @@ class ShardsStage(FieldStage):
 
     kind = "encode.shards"
     section = EncodeConfig
-    after: ClassVar[Sequence[str]] = ("encode.segments", "encode")
+    after: ClassVar[Sequence[str]] = ("write", "encode.segments", "encode")
 
     def fields(self, run: StageRun) -> list[Field]:
         return codes_of(run)
@@ -207,18 +203,21 @@ class ShardsStage(FieldStage):
         dataset.record()
         for stage in ("encode.segments", f"encode/{run.settings.name}"):
             require_same_audio(run, stage)
-        return {"codes": _read_encoded(run).codes, "input": dataset.audio_checksum(), "versions": versions()}
+        # The places have the checksums of the codes.
+        codes = run.totals_of(f"encode/{run.settings.name}").products["places"].xxh3
+        return {"codes": codes, "input": dataset.audio_checksum(), "versions": versions()}
 
     def open(self, run: StageRun, device: str) -> Processor:
-        codec = _read_encoded(run).codec
+        codec = _codec_of(run)
         assert codec is not None  # there are no units without segments
-        codes = SegmentCodes(run.run_dir.stage(f"encode/{run.settings.name}"), codec)
+        key = f"encode/{run.settings.name}"
+        codes = SegmentCodes(run.run_dir.stage(key), run.product(f"{key}/places"), codec)
         return AssembleProcessor(run, codec, codes, map_stored_array(run.product("encode.segments/numbers")))
 
     def finalize(self, run: StageRun) -> Totals:
-        return add_fields(run, self.fields(run), _read_encoded(run).codec)
+        return add_fields(run, self.fields(run), _codec_of(run))
 
 
-def _read_encoded(run: StageRun) -> EncodedRecord:
-    """Read the outcome of the round that has encoded the segments."""
-    return load_record(run.product(f"encode/{run.settings.name}/codes"), EncodedRecord)
+def _codec_of(run: StageRun) -> CodecRecord | None:
+    """Return the codec of the round that has encoded the segments, None if there are none."""
+    return msgspec.convert(run.totals_of(f"encode/{run.settings.name}").facts["codec"], CodecRecord | None)

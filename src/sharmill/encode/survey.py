@@ -1,6 +1,7 @@
 """First round of the stage ``encode``: a list of the unique segments of a dataset's stored audio, for all codecs.
 
-It reads every audio file once, so that a dataset needs nothing but its files: whoever wrote it, however it has grown.
+The stage ``write`` has noted the places of the segments that it stored. Other audio files are read, so that a dataset
+needs nothing but its files: whoever wrote it, however it has grown.
 """
 
 from collections.abc import Iterator
@@ -11,8 +12,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from sharmill.encode.config import EncodeConfig
-from sharmill.encode.segments import PLACE, hash_segment, merge_tables
-from sharmill.engine.stage import Advance, Processor, Stage, StageRun, display_name, versions
+from sharmill.encode.segments import list_segments
+from sharmill.engine.stage import Advance, Processor, Publication, Stage, StageRun, display_name, versions
 from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, UnitFailed
 from sharmill.files.arrays import save_array
@@ -21,42 +22,67 @@ from sharmill.files.staging import Staging
 from sharmill.files.stored import load_record
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import CUTS
+from sharmill.shar.index import ShardRecord
 from sharmill.shar.items import ItemTable
 from sharmill.shar.json_lines import read_cut_ids
+from sharmill.shar.places import PLACE, make_place
 from sharmill.stages.fields import dataset_of
 
 _MAX_UINT32: Final = (1 << 32) - 1
 
 
 class SurveyStage(Stage):
-    """The round that lists the unique segments of a dataset in the run directory. One unit is one shard."""
+    """The round that lists the unique segments of a dataset in the run directory.
+
+    One unit is one shard, if there are no notes on its files.
+    """
 
     kind = "encode.segments"
     section = EncodeConfig
     after = ("write",)
 
+    def publication(self, run: StageRun) -> "SegmentsPublication":
+        return SegmentsPublication(dataset_of(run).directory)
+
     def identity(self, run: StageRun) -> dict[str, Any]:
         return {"input": dataset_of(run).audio_checksum(), "versions": versions()}
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
-        dataset = dataset_of(run)
-        fields = (CUTS, *dataset.record().audio_fields)
-        for shard in dataset.shards():
-            files = [shard.fields[field] for field in fields]
+        unknown = [(shard, files) for shard, files, notes in _shards(run) if not notes.exists()]
+        for index, (shard, files) in enumerate(unknown):
             yield make_unit(
-                shard.index, cost=round(shard.target_seconds + shard.context_seconds, 3), size=shard.count,
-                params={"files": {file.file: file.xxh3 for file in files}},
+                index, cost=round(shard.target_seconds + shard.context_seconds, 3), size=shard.count,
+                params={"shard": shard.index, "files": files},
             )  # fmt: skip
 
     def open(self, run: StageRun, device: str) -> Processor:
         return SurveyProcessor(dataset_of(run).directory)
 
     def finalize(self, run: StageRun) -> Totals:
-        shape = len(dataset_of(run).record().audio_fields), sum(commit.num_out for commit in run.commits)
-        # The segments: an array (segments,) of SEGMENT. Their numbers at all places: (audio fields, cuts) uint32.
+        paired = zip(run.units, run.commits, strict=True)
+        read = {unit.params["shard"]: run.root / commit.files[0].name for unit, commit in paired}
+        tables = [(read.get(shard.index, notes), shard.count) for shard, _, notes in _shards(run)]
         segments, numbers = run.dir.merged / "segments.npy", run.dir.merged / "numbers.npy"
-        merge_tables([run.root / commit.files[0].name for commit in run.commits], shape, segments, numbers)
+        list_segments(tables, len(dataset_of(run).record().audio_fields), segments, numbers)
         return replace(add_up(run.commits), products=run.record_products(segments=segments, numbers=numbers))
+
+
+class SegmentsPublication(Publication):
+    """No files in the dataset: the list of segments stays in the run directory, and accounts for no records."""
+
+    in_place = False
+    counts = "segments"
+
+
+def _shards(run: StageRun) -> list[tuple[ShardRecord, dict[str, str], Path]]:
+    """Return the shards, the checksums of their cuts and audio, and the paths of the notes that there may be."""
+    dataset, written = dataset_of(run), run.run_dir.stage("write").ranks
+    fields = (CUTS, *dataset.record().audio_fields)
+    found = []
+    for shard in dataset.shards():
+        files = {shard.fields[field].file: shard.fields[field].xxh3 for field in fields}
+        found.append((shard, files, written.notes_on(files.values())))
+    return found
 
 
 def require_same_audio(run: StageRun, stage: str) -> None:
@@ -117,6 +143,6 @@ def _survey_file(path: Path, ids: list[str]) -> np.ndarray:
         num_samples, rate = (item.metadata.get(key, 0) for key in ("num_samples", "sampling_rate"))
         if not all(isinstance(value, int) and 0 <= value <= _MAX_UINT32 for value in (num_samples, rate)) or not rate:
             raise UnitFailed(f"{path}: {cut_id} has no number of samples and rate", code="damaged_shard")
-        offset, size = items.place(2 * number)
-        table[number] = (hash_segment(item.data, num_samples, rate), offset, size, num_samples, rate)
+        offset, _ = items.place(2 * number)
+        table[number] = make_place(item.data, offset, num_samples, rate)
     return table

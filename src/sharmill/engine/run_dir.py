@@ -7,6 +7,7 @@ stage and the queue. Files that a stage keeps in its own folder beside these are
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ import msgspec
 from sharmill.engine.unit import FailedAttempt, Totals, Unit
 from sharmill.errors import CODES, ConfigError, DeviceError, FatalError, SharmillError
 from sharmill.files.atomic import write_atomic
+from sharmill.files.checksums import checksum_bytes
 from sharmill.files.stored import damaged_file, read_record, read_records, read_stored
 
 
@@ -50,7 +52,8 @@ class RankFolders:
         self.progress = path / "progress"
         self.metrics = path / "metrics"
         self.rejects = path / "rejects"
-        self.all = [self.ledger, self.attempts, self.claims, self.progress, self.metrics, self.rejects]
+        self.notes = path / "notes"
+        self.all = [self.ledger, self.attempts, self.claims, self.progress, self.metrics, self.rejects, self.notes]
         # The values that the ranks that are at work were started with.
         self.round = path / "round.json"
         # The kind of device that the stage keeps to.
@@ -61,6 +64,10 @@ class RankFolders:
 
     def unit_rejects(self, index: int) -> Path:
         return self.rejects / f"{index:06d}.jsonl"
+
+    def notes_on(self, checksums: Iterable[str]) -> Path:
+        """Return the path of the notes of a unit on all the files that it has published, which have these checksums."""
+        return self.notes / f"{checksum_bytes(''.join(sorted(checksums)).encode())}.npy"
 
 
 class StageDir:

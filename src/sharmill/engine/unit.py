@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from sharmill.errors import FatalError
 from sharmill.files.checksums import checksum_bytes
@@ -47,12 +48,15 @@ class Output:
         num_out: records that go on to the next stage.
         rejects: records that do not.
         stats: numbers that ``finalize`` needs, small and JSON-encodable.
+        notes: an array about the files, which saves a later stage reading them. It lies in the run directory under a
+            name made from their checksums, so that it is found for these bytes only.
     """
 
     files: list[str]
     num_out: int
     rejects: list[Reject] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
+    notes: np.ndarray | None = None
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,8 @@ from sharmill.errors import (
     is_device_error,
     one_line,
 )
-from sharmill.files.atomic import write_atomic
+from sharmill.files.arrays import write_array
+from sharmill.files.atomic import open_atomic, write_atomic
 from sharmill.files.disk import WRITE_ERRNOS, stopping_errors
 from sharmill.files.record_log import RecordLog
 from sharmill.files.shared_disk import VisibilityTimeout
@@ -462,6 +463,10 @@ class _Worker:
         if output.rejects:
             lines = b"".join(reject.to_json() + b"\n" for reject in output.rejects)
             write_atomic(self._stage.ranks.unit_rejects(unit.index), lines, parents=False)
+        if output.notes is not None:
+            path = self._stage.ranks.notes_on(file.xxh3 for file in files)
+            with open_atomic(path, parents=False) as stream:
+                write_array(stream, output.notes.dtype, output.notes.shape, [output.notes])
         level = logging.WARNING if self._stage.rejects_keep_cut else logging.DEBUG
         for reject in output.rejects:
             log.log(level, "unit %d, rank %d on %s: %s of %s: %s", unit.index, self._rank.number, socket.gethostname(),

@@ -358,7 +358,7 @@ def read_run_facts(
     for stage in stages:
         run.stages.append(facts := _read_stage(stage, measures, run.voices))
         if stage.kind == "encode":
-            counts = read_counts(stage.dir)
+            counts = read_counts(stage)
             run.code_counts |= {} if counts is None else {stage.settings.name: counts}
         elif stage.kind == "write" and facts.totals:
             run.measures = measures

@@ -53,12 +53,14 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
             if kind is None:
                 self._stream.write(END)
 
-    def add(self, item: Item) -> None:
-        """Append the pair of members of one cut: data first, its metadata next, as lhotse reads them."""
+    def add(self, item: Item) -> int:
+        """Append the pair of members of one cut: data first, its metadata next, as lhotse reads them.
+
+        Return the position of the data in the file.
+        """
         if item.data is None:
-            self._add(item.cut_id, NO_DATA, b"", b"")
-        else:
-            self._add(item.cut_id, item.extension, item.data, _encoder.encode(item.metadata) + b"\n")
+            return self._add(item.cut_id, NO_DATA, b"", b"")
+        return self._add(item.cut_id, item.extension, item.data, _encoder.encode(item.metadata) + b"\n")
 
     def copy(self, table: "ItemTable", number: int) -> None:
         """Append the pair of members of an item of another archive as they are.
@@ -68,9 +70,10 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
         """
         self._add(*table.raw(number))
 
-    def _add(self, cut_id: str, extension: str, data: bytes, metadata: bytes) -> None:
-        write_member(self._stream, f"{cut_id}.{extension}", data)
+    def _add(self, cut_id: str, extension: str, data: bytes, metadata: bytes) -> int:
+        start = write_member(self._stream, f"{cut_id}.{extension}", data)
         write_member(self._stream, f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}", metadata)
+        return start
 
 
 class ItemTable:

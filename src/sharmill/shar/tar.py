@@ -62,11 +62,16 @@ _GNU, _USTAR = (
 )
 
 
-def write_member(stream: BinaryIO, name: str, data: bytes) -> None:
-    """Append a member to an archive, which ends with ``END``. The same members make the same bytes."""
+def write_member(stream: BinaryIO, name: str, data: bytes) -> int:
+    """Append a member to an archive, which ends with ``END``, and return the position of its first byte.
+
+    The same members make the same bytes.
+    """
     stream.write(tar_header(name, len(data)))
+    start = stream.tell()
     stream.write(data)
     stream.write(EMPTY[: -len(data) % BLOCK])
+    return start
 
 
 def tar_header(name: str, size: int) -> bytes:

@@ -35,6 +35,7 @@ from sharmill.shar.index import FORMAT_VERSION, DatasetRecord
 from sharmill.shar.items import FieldWriter, Item
 from sharmill.shar.json_lines import write_cuts
 from sharmill.shar.manifests import context_id, cut_json, recording_json
+from sharmill.shar.places import PLACE, make_place
 from sharmill.stages.fields import added_fields, dataset_of, shard_record
 from sharmill.stages.inputs import identify_roots, segment_reader, segment_roots
 from sharmill.stages.lines import OFFSET, column, identify_manifest, order_by_group
@@ -280,6 +281,7 @@ class WriteProcessor(Processor):
                 field: stack.enter_context(FieldWriter(staging.path(file)))
                 for field, file in files.items() if field != CUTS
             }  # fmt: skip
+            places: dict[str, list[tuple[object, ...]]] = {field: [] for field in writers}
             for utterance in utterances:
                 items = _store_all(audio, utterance)
                 advance(sum(segment.duration for segment, _ in _parts(utterance).values()))
@@ -287,7 +289,9 @@ class WriteProcessor(Processor):
                     rejects.append(Reject(WriteStage.kind, items.reason, items.detail, utterance.public_record()))
                     continue
                 for field, (item, stored) in items.items():
-                    writers[field].add(item)
+                    assert item.data is not None
+                    place = make_place(item.data, writers[field].add(item), stored.num_samples, stored.sampling_rate)
+                    places[field].append(place)
                     seconds[field] += stored.num_samples / stored.sampling_rate
                     if stored.num_clipped:
                         utterance.custom[CLIPPED_KEYS[field]] = round(stored.num_clipped / stored.num_samples, 9)
@@ -309,6 +313,7 @@ class WriteProcessor(Processor):
                 "clipped_seconds": seconds["clipped"],
                 "cuts": CutMeasures.of(values, unit.index).pack(),
             },
+            notes=np.array(list(places.values()), PLACE),
         )
 
     def _read(self, unit: Unit) -> list[Utterance]:

@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 import soundfile as sf
-import torch
 from support import damage as do
 from support.fields import add_fields, score_of, voice_of
 from support.project import Project, ToyCodec, copy, raises, voice
+from support.reported import DecodingToy
 
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.inspect.cuts import choose_codec, decode_stored_codes, find_cut
@@ -20,15 +20,6 @@ from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.index import CodecRecord, read_dataset
 
 HOSTILE = "\x1b[31mred\x07 <script>alert(1)</script> [bold]x[/bold] \u202eabc\nnew line"
-
-
-class DecodingToy(ToyCodec):
-    """A toy codec whose audio is a level for each frame: the first codebook in steps of 1/50."""
-
-    decoded_sampling_rate = 16000
-
-    def decode(self, codes, num_frames):
-        return codes[:, 0].repeat_interleave(self.samples_per_frame, dim=1).to(torch.float32) / 50
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from torchaudio.functional import melscale_fbanks
 from sharmill.audio.resample import resample
 from sharmill.demo.corpus import VOICES, make_speakers, sentences
 from sharmill.demo.espeak import Espeak
-from sharmill.models.files import read_nemo_config
+from sharmill.models.checkpoints import read_nemo_config
 from sharmill.models.nemo_models import quiet_nemo
 
 with quiet_nemo():

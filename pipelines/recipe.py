@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from sharmill.config import load_config
 from sharmill.engine.executor import Listener, StageResult
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.pipeline import run_dataset
@@ -16,7 +16,7 @@ from sharmill.pipeline import run_dataset
 class PrintProgress(Listener):
     """A listener that prints a line for each event; ``sharmill run`` shows bars instead."""
 
-    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
+    def stage_started(self, stage: StageRun, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         self._done, self._units = len(done), len(units)
         print(f"{stage.name}: {self._units} units, {self._done} of them done already", flush=True)
 
@@ -25,7 +25,7 @@ class PrintProgress(Listener):
         print(f"  unit {unit.index}: {commit.num_out} of {commit.num_in} records went on "
               f"({self._done} of {self._units} units)", flush=True)  # fmt: skip
 
-    def stage_ended(self, stage: Stage, result: StageResult) -> None:
+    def stage_ended(self, stage: StageRun, result: StageResult) -> None:
         for error in result.failures.values():
             print(f"  unit {error.index} failed: {error.message}", flush=True)
         if result.totals is not None:

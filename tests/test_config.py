@@ -44,7 +44,8 @@ def test_defaults_are_those_of_the_contract(text, write):
     assert (match.encoder, match.min_similarity, match.min_duration) == ("resemblyzer", None, 3.0)
     assert (write.shard_size, write.audio_format, write.order) == (1000, "flac", "shuffle")
     assert config.sections["encode"].codecs == [CodecConfig(name="builtin", model="builtin")]
-    assert choose_stages(config) == ("prepare", "match", "write", "survey", "encode", "assemble", "validate")
+    rounds = ("encode.segments", "encode", "encode.shards")
+    assert choose_stages(config) == ("prepare", "match", "write", *rounds, "validate")
 
 
 # What is written below the keys that are required: code and words of the refusal.
@@ -366,7 +367,7 @@ def test_match_null_leaves_the_stage_match_out(overrides, write):
     config = load_config(write("match: {min_duration: 4}" if overrides else "match: null"), overrides)
     assert config.sections["match"] is None
     assert not config.has_contexts
-    assert choose_stages(config) == ("prepare", "write", "survey", "encode", "assemble", "validate")
+    assert choose_stages(config) == ("prepare", "write", "encode.segments", "encode", "encode.shards", "validate")
     assert load_config(write(to_yaml(config).decode(), base="")) == config
 
 

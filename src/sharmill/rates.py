@@ -98,7 +98,7 @@ def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
 
 
 def find_rates(config: Config, earlier: str | None) -> tuple[dict[str, StageRate], str]:
-    """Return rates by the names of stages, and where they are from.
+    """Return rates by the keys of stages, and where they are from.
 
     Args:
         earlier: the run directory of another run, whose rates are taken alone; by default those of stages that the run
@@ -160,7 +160,7 @@ def predict(
 
     Args:
         stages: all stages of the run.
-        planned: the units of stages, by name, and the indices of those that are done.
+        planned: the units of stages, by key, and the indices of those that are done.
     """
     first = planned.get(stages[0].key)
     pilot = read_record(RunDir(Path(config.run_dir)).calibration, _Pilot) if first is None else None
@@ -227,7 +227,7 @@ def expect_seconds(config: Config, stages: Sequence[StageRun]) -> dict[str, floa
 
 def ranks_of_use(config: Config, stage: StageRun, units: Sequence[Unit]) -> int:
     """Return for how many ranks units are enough by ``executor.least_seconds_per_rank``; all where no pace is known."""
-    rate = find_rates(config, None)[0].get(stage.name)
+    rate = find_rates(config, None)[0].get(stage.key)
     if rate is None or not units:
         return len(units)
     least = config.executor.least_seconds_per_rank

@@ -9,27 +9,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from support.models import save_titanet
-from support.project import Project, matched_manifest, prepared_manifest, stage_of, voice
+from support.project import Project, stage_of, voice
 
 from bench.rows import Case, records, row, with_peak
 from sharmill.config import Config, to_config
-from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import list_segments
-from sharmill.encode.stage import EncodeStage
-from sharmill.encode.survey import SurveyStage
 from sharmill.engine.executor import Listener
+from sharmill.engine.order import make_stages
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import run_stage
-from sharmill.engine.stage import Stage
-from sharmill.engine.unit import Commit, Unit
+from sharmill.engine.stage import StageRun
+from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.executors.local import LocalExecutor
-from sharmill.prepare.stage import HASH_FIELDS, Ids
+from sharmill.files.arrays import save_array
+from sharmill.prepare.duplicates import HASH_FIELDS, Ids
 from sharmill.shar.places import PLACE
+from sharmill.stages.lines import LINE, finish_manifest, merge_columns
 
 RECORDS_PER_SPEAKER = 50
 HASHES_AT_ONCE = 100_000
@@ -48,11 +50,27 @@ def write_manifest(path: Path, num_records: int) -> None:
             )
 
 
+def leave_manifests(path: Path, num_records: int) -> None:
+    """Leave a manifest for the plans of match and write, with the columns that ranks write beside it."""
+    numbers, rows = np.arange(num_records), np.zeros(num_records, LINE)
+    with path.open("rb") as stream:
+        rows["length"] = np.fromiter(map(len, stream), np.uint32)
+    rows["index"], rows["seconds"], rows["context"] = numbers, 2 + numbers % 97 / 10, 5.0
+    rows["group"][:, 1] = numbers * 7919 % max(1, num_records // RECORDS_PER_SPEAKER)
+    for run in make_stages(_config(path), ["prepare", "match"]):
+        manifest, part = run.run_dir.manifests / f"{run.kind}.json", run.dir.path / "part.npy"
+        for file in (manifest, part):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        manifest.hardlink_to(path)
+        save_array(part, rows)
+        columns = merge_columns(run.dir.merged, [part], ["index", "seconds", "context", "group"])
+        totals = Totals(num_in=num_records, num_out=num_records, rejects={}, hours=0.0)
+        run.dir.done.write_bytes(msgspec.json.encode(finish_manifest(run, manifest, columns, totals)))
+
+
 def plan_prepare(path: Path) -> int:
     """Check a manifest as it comes, and divide it into units."""
-    stage = stage_of(_config(path), "prepare")
-    stage.identity()
-    return _count_units(stage, path)
+    return _plan(path, "prepare")
 
 
 def write_hashes(path: Path, num_records: int) -> None:
@@ -73,13 +91,13 @@ def find_duplicates(path: Path) -> int:
 
 
 def plan_match(path: Path) -> int:
-    """Check a manifest, index it by speaker, and divide the groups into units."""
-    return _plan(stage_of(_config(path), "match"), prepared_manifest(_config(path)), path)
+    """Check a manifest, and divide its groups into units."""
+    return _plan(path, "match")
 
 
 def plan_write(path: Path) -> int:
     """Check a matched manifest, and put its records into the order shuffle."""
-    return _plan(stage_of(_config(path), "write"), matched_manifest(_config(path)), path)
+    return _plan(path, "write")
 
 
 def _config(path: Path) -> Config:
@@ -93,18 +111,16 @@ def _config(path: Path) -> Config:
     }, "bench")  # fmt: skip
 
 
-def _plan(stage: Stage, manifest: Path, path: Path) -> int:
-    """Plan a stage whose input is the manifest."""
-    manifest.parent.mkdir(parents=True, exist_ok=True)
-    if not manifest.exists():
-        manifest.hardlink_to(path)
-    stage.identity()
+def _plan(path: Path, name: str) -> int:
+    """Check the input of a stage, and plan it."""
+    stage = stage_of(_config(path), name)
+    stage.declaration.identity(stage)
     return _count_units(stage, path)
 
 
-def _count_units(stage: Stage, path: Path) -> int:
+def _count_units(stage: StageRun, path: Path) -> int:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        return len(list(stage.plan(Path(folder))))
+        return len(list(stage.declaration.plan(replace(stage, plan_aside=Path(folder)))))
 
 
 def write_tables(folder: Path, num_records: int) -> None:
@@ -124,17 +140,20 @@ def write_tables(folder: Path, num_records: int) -> None:
 
 def merge_survey(path: Path) -> int:
     """Find the unique segments in the tables of a survey."""
-    survey = SurveyStage(_config(path))
-    survey.dir.path.mkdir(parents=True, exist_ok=True)
+    run = stage_of(_config(path), "encode.segments")
+    segments, numbers = run.dir.path / "segments.npy", run.dir.path / "numbers.npy"
+    segments.parent.mkdir(parents=True, exist_ok=True)
     tables = [(table, np.load(table, mmap_mode="r").shape[1]) for table in sorted((path.parent / "tables").iterdir())]
-    list_segments(tables, 2, survey.segments_file, survey.numbers_file)
-    return len(np.load(survey.segments_file, mmap_mode="r"))
+    list_segments(tables, 2, segments, numbers)
+    totals = Totals(num_in=0, num_out=0, rejects={}, hours=0.0, products=run.record_products(segments=segments))
+    run.dir.done.write_bytes(msgspec.json.encode(totals))
+    return len(np.load(segments, mmap_mode="r"))
 
 
 def plan_encode(path: Path) -> int:
     """Divide the unique segments into blocks of equal seconds."""
-    config = _config(path)
-    return _count_units(EncodeStage(config, config.section(EncodeConfig).codecs[0]), path)
+    _, stage, _ = make_stages(_config(path), ["encode"])
+    return _count_units(stage, path)
 
 
 STEPS: dict[str, Callable[[Path], int]] = {
@@ -157,6 +176,8 @@ def _add_row(name: str, step: Callable[[Path], int]) -> None:
             write_hashes(path, num_records)
         else:
             write_manifest(path, num_records)
+        if step in (plan_match, plan_write):
+            leave_manifests(path, num_records)
         if step is plan_encode:
             merge_survey(path)
         return Case(amount=num_records, unit="records", by="wall", ours=lambda: with_peak(lambda: step(path)))
@@ -188,7 +209,7 @@ class _Starts(Listener):
     def __init__(self) -> None:
         self.ready: list[float] = []
 
-    def stage_started(self, stage: Stage, units: Sequence[Unit], done: Sequence[Commit]) -> None:
+    def stage_started(self, stage: StageRun, units: Sequence[Unit], done: Sequence[Commit]) -> None:
         self._began = time.perf_counter()
 
     def looked(self, ranks: Sequence[RankProgress]) -> None:
@@ -216,8 +237,8 @@ def rank(folder: Path, tiny: bool) -> Case:
         executor = LocalExecutor(num_ranks, device="cpu")
         stage = stage_of(config, "match")
         # A rank with a limit of time is a process of its own, even where it is the only one.
-        stage.unit_time_limit = 3600.0
-        assert run_stage(stage, executor, starts, max_reject_fraction=1.0, restart=True).ok
+        stage = replace(stage, options=replace(stage.options, unit_time_limit=3600.0))
+        assert run_stage(stage, executor, starts, restart=True).ok
         return starts.ready
 
     def ours() -> dict[str, float]:

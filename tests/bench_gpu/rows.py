@@ -25,7 +25,7 @@ from transformers import MimiConfig
 
 from sharmill.engine.executor import Listener, StageResult, Unlocked
 from sharmill.engine.run import run_stage
-from sharmill.engine.stage import Processor, Stage
+from sharmill.engine.stage import Processor, StageRun
 from sharmill.engine.state import begin_round
 from sharmill.engine.work import Rank, work
 from sharmill.errors import ConfigError
@@ -148,17 +148,17 @@ class _InThisProcess(LocalExecutor):
 
     seconds = 0.0
 
-    def run(self, stage: Stage, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> StageResult:
+    def run(self, stage: StageRun, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> StageResult:
         begin_round(stage, units, 1)
-        load, started = stage.open, 0.0
+        load, started = stage.declaration.open, 0.0
 
-        def load_first(device: str) -> Processor:
+        def load_first(stage: StageRun, device: str) -> Processor:
             nonlocal started
-            processor = load(device)
+            processor = load(stage, device)
             started = time.perf_counter()
             return processor
 
-        with mock.patch.object(stage, "open", load_first):
+        with mock.patch.object(stage.declaration, "open", load_first):
             work(stage, Rank(0, "here/rank 0", self.device, is_replaced=False))
         object.__setattr__(self, "seconds", time.perf_counter() - started)
         return StageResult()
@@ -186,15 +186,15 @@ def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
         config = project.configure(
             match=match, write=write, encode=encode | {"codecs": [{"name": name, "model": bench.models[CODEC]}]}
         )
-        survey, stage, _ = codec_stages(config, name, bench.models[CODEC])
-        assert run_stage(survey, LocalExecutor(1), Listener(), max_reject_fraction=1.0).ok
+        segments, stage, _ = codec_stages(config, name, bench.models[CODEC])
+        assert run_stage(segments, LocalExecutor(1), Listener()).ok
         with mock.patch("sharmill.encode.stage.load_codec", return_value=codec):
             found = _share(bench, stage, codec.encode, project, RATE, batch_seconds)
         yield {"stage": "encode", "precision": precision} | found
 
 
 def _share(
-    bench: Bench, stage: Stage, run: Callable[..., Any], project: Project, rate: int, batch_seconds: float
+    bench: Bench, stage: StageRun, run: Callable[..., Any], project: Project, rate: int, batch_seconds: float
 ) -> Line:
     """Return the seconds of a stage from its first unit to its last, and those of its model on the same audio."""
 
@@ -208,7 +208,7 @@ def _share(
     # The first pass makes what each shape needs once.
     alone = _seconds(bench, in_batches(run, audio, round(seconds * rate), pinned=not on_cpu), repeats=1)
     executor = _InThisProcess(1, bench.device)
-    assert run_stage(stage, executor, Listener(), max_reject_fraction=1.0, restart=True).ok
+    assert run_stage(stage, executor, Listener(), restart=True).ok
     share = alone / executor.seconds
     hours = sum(record["duration"] for record in project.records) / 3600
     return {

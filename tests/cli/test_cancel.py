@@ -73,7 +73,7 @@ def leave_lock(run_dir, **record):
 
 
 def test_a_process_that_a_file_names_gets_no_signal(run_dir):
-    mark = RunDir(run_dir).end
+    mark = RunDir(run_dir).outcome
     with subprocess.Popen(["sleep", "120"]) as victim, ended(victim):
         started = state_and_start(victim.pid)[1]
         leave_lock(run_dir, pid=victim.pid, kernel=this_kernel(), process_started=started)
@@ -91,7 +91,7 @@ def test_a_process_that_a_file_names_gets_no_signal(run_dir):
 def test_a_number_that_no_process_has_is_of_none(run_dir):
     leave_lock(run_dir, pid=1 << 62, kernel=this_kernel(), process_started=1)
     done = cancel(run_dir)
-    assert (done.returncode, done.stderr, RunDir(run_dir).read_end()) == (0, "", None)
+    assert (done.returncode, done.stderr, RunDir(run_dir).read_outcome()) == (0, "", None)
     assert "nothing is at work" in " ".join(done.stdout.split())
 
 
@@ -133,12 +133,12 @@ def jobs(run_dir, tmp_path_factory):
 def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs, has_failed):
     folder, environment = jobs
     if has_failed:
-        RunDir(run_dir).note_end(RunOutcome(state="failed", message="units failed"))
+        RunDir(run_dir).note_outcome(RunOutcome(state="failed", message="units failed"))
     done = cancel(run_dir, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ended on SLURM: jobs 12, 13, 14, 15" in " ".join(done.stdout.split())
     assert (folder / "asked").read_text().splitlines() == ["12 13 14", "15"]
-    end = RunDir(run_dir).read_end()
+    end = RunDir(run_dir).read_outcome()
     assert (end.state, end.message.split()[0]) == (("failed", "units") if has_failed else ("cancelled", "cancelled"))
 
 
@@ -179,8 +179,7 @@ from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.state import driven_round
 from sharmill.errors import FatalError
-stage = ToyStage(Path(sys.argv[1]))
-units = read_or_make_plan(stage, restart=False)
+stage, units = read_or_make_plan(ToyStage(Path(sys.argv[1])).in_run)
 make_fence(stage)
 with driven_round(stage, units, 1):
     try:

@@ -74,7 +74,7 @@ def error_line(call):
         (["run", "{good}", "{folder}/bad.yaml"], ["run_dir"]),
         (["run", "{folder}/typo.yaml"], ["typo.yaml", "line 2, column 1"]),
         (["run", "{folder}/empty.yaml"], ["empty.json"]),
-        (["run", "{good}", "match", "match=null"], ["match is null", "prepare, write, survey, encode, assemble"]),
+        (["run", "{good}", "match", "match=null"], ["match is null", "prepare, write, encode, validate"]),
         (["plan", "{good}", "match"], ["match"]),
         (["demo", "{good}"], ["config.yaml", os.strerror(errno.EEXIST)]),
         (["validate", ".", "--json", "{good}/findings.json"], ["config.yaml", os.strerror(errno.EEXIST)]),

@@ -55,12 +55,11 @@ def stage(tmp_path, audio_root):
     config = config_for(
         tmp_path, [(write_lines(tmp_path / "m.json", records), audio_root)], prepare={"unit_records": 2}
     )
-    stage = stage_of(config, "prepare")
-    units = read_or_make_plan(stage, restart=False)
+    stage, units = read_or_make_plan(stage_of(config, "prepare"))
     make_fence(stage)
     write_atomic(stage.run_dir.config, to_yaml(config))
     do_units(stage, units[:1])
-    for path in stage.dir.progress.iterdir():
+    for path in stage.ranks.progress.iterdir():
         path.unlink()
     return stage
 
@@ -74,7 +73,7 @@ def put_rank(stage, rank, *, started, updated, pid=1234, **values):
     values = {"unit_began": updated} | values
     values |= {"slot": f"node7/rank {rank}", "owner": str(rank), "host": "node7"}
     record = RankProgress(rank=rank, pid=pid, started=started, updated=updated, **values)
-    path = stage.dir.rank_progress(str(rank))
+    path = stage.ranks.rank_progress(str(rank))
     path.write_bytes(msgspec.json.encode(record))
     os.utime(path, (updated, updated))
 
@@ -104,7 +103,7 @@ def test_units_done_running_failed_and_left(stage, noon, call, shown):
     assert row(text, "match")[:2] == ["match", "not begun"]
     assert "prepare unit 2 failed: ValueError: no" in text
     assert f"tracebacks: {stage.dir.failures}" in text
-    stage.dir.rank_progress("0").unlink()
+    stage.ranks.rank_progress("0").unlink()
     assert [call("status", stage.run_dir.path, *options)[0] for options in ([], ["--check"])] == [0, 1]
 
 
@@ -168,8 +167,8 @@ def test_text_json_and_exit_status_say_if_jobs_are_left(
 ):
     stage.run_dir.begin(RunRequest(stages=["prepare"], command="cd / && sharmill submit", cluster="here"))
     if end is not None:
-        stage.run_dir.note_end(end)
-        os.utime(stage.run_dir.end, (noon, noon))
+        stage.run_dir.note_outcome(end)
+        os.utime(stage.run_dir.outcome, (noon, noon))
     if jobs is None:
         stage.run_dir.make_id()
         stage.run_dir.jobs.mkdir()
@@ -206,7 +205,7 @@ def test_a_damaged_pilot_and_keys_of_another_version_take_nothing_from_the_statu
 
 
 def test_cost_and_memory_of_what_is_done_and_codecs_of_earlier_runs_are_shown(stage, call):
-    (ledger,) = stage.dir.ledger.glob("*.jsonl")
+    (ledger,) = stage.ranks.ledger.glob("*.jsonl")
     facts = {"device_kind": "A GPU", "seconds": 3600.0, "memory_mb": 6012.0, "memory_asked_mb": 48000.0}
     ledger.write_text(json.dumps(json.loads(ledger.read_text()) | facts) + "\n")
     folder = stage.run_dir.stage("encode/earlier").plan
@@ -236,11 +235,11 @@ def test_what_cannot_be_is_one_line(stage, call, options):
 
 
 def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_is_told(stage, noon, shown):
-    (ledger,) = stage.dir.ledger.iterdir()
+    (ledger,) = stage.ranks.ledger.iterdir()
     ledger.write_bytes(msgspec.json.encode(msgspec.json.decode(ledger.read_bytes()) | {"seconds": 4.0}) + b"\n")
     put_rank(stage, 0, started=noon - 300, updated=noon - 100, unit=1, unit_began=noon - 130, cost_done=2.0)
     # Two records at one in two seconds; a file of 30 s ago says that the unit had taken 30 s.
-    os.utime(stage.dir.rank_progress(0), (noon - 30, noon - 30))
+    os.utime(stage.ranks.rank_progress(0), (noon - 30, noon - 30))
     assert read_stage(stage).late == []
     # It takes longer than it should already, and will hardly end at once.
     assert read_stage(stage).seconds_left >= 60
@@ -254,7 +253,7 @@ def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_
         unit_limit=1800.0,
         cost_done=2.0,
     )
-    os.utime(stage.dir.rank_progress(0), (noon - 30, noon - 30))
+    os.utime(stage.ranks.rank_progress(0), (noon - 30, noon - 30))
     (late,) = read_stage(stage).late
     assert (late.unit, late.rank, late.seconds, late.expected) == (1, 0, 120.0, 4.0)
     assert read_stage(stage).seconds_left is None
@@ -289,7 +288,7 @@ def test_watch_shows_it_again_until_it_is_interrupted(stage):
         if line.startswith("prepare  "):
             seen.append(re.split(r"  +", line)[2].partition("/")[0])
             if len(seen) == 1:
-                do_units(stage, read_or_make_plan(stage, restart=False)[1:2])
+                do_units(stage, stage.dir.read_units()[1:2])
             elif seen[-1] == "2":
                 break
     process.send_signal(2)

@@ -46,16 +46,16 @@ def at_work(project, monkeypatch):
     assert run(project, "prepare").returncode == 0
     monkeypatch.chdir(project)
     (stage,) = make_stages(load_config("config.yaml"), ["prepare"])
-    units = read_or_make_plan(stage, restart=False)
+    planned, units = read_or_make_plan(stage)
     stage.dir.done.unlink()
-    with driven_round(stage, units, 1):
+    with driven_round(planned, units, 1):
         yield project
 
 
 @pytest.mark.slow
 def test_goes_on_from_any_folder_with_a_run_that_was_killed(project, tmp_path_factory):
     with subprocess.Popen(command("run", "config.yaml"), cwd=project, stdout=subprocess.PIPE) as killed:
-        wait_until(lambda: RunDir(project / "run").read_given())
+        wait_until(lambda: RunDir(project / "run").read_request())
         killed.send_signal(signal.SIGKILL)
     done = run_sharmill("work", project / "run", cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
@@ -68,7 +68,7 @@ def test_goes_on_from_any_folder_with_a_run_that_was_killed(project, tmp_path_fa
 
 def test_a_run_that_has_failed_is_begun_again_by_its_own_command_only(project):
     assert run(project, "prepare").returncode == 0
-    RunDir(project / "run").note_end(RunOutcome(state="failed", message="toy: 1 units failed", code="units_failed"))
+    RunDir(project / "run").note_outcome(RunOutcome(state="failed", message="toy: 1 units failed", code="units_failed"))
     done = run_sharmill("work", project / "run", status=1)
     assert (done.returncode, done.stderr) == (1, "Error: toy: 1 units failed\n")
 

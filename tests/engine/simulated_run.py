@@ -36,7 +36,7 @@ from support.toy_stage import ToyStage
 from sharmill.engine.executor import Listener, StageResult, Unlocked
 from sharmill.engine.plan import iterate_ledger
 from sharmill.engine.run import locked, run_stage
-from sharmill.engine.stage import Advance
+from sharmill.engine.stage import Advance, StageRun
 from sharmill.engine.state import Attempts, Note, driven_round
 from sharmill.engine.unit import Commit, Output, Unit
 from sharmill.engine.work import Rank, Replace, work
@@ -414,7 +414,6 @@ SECONDS_BETWEEN_LOOKS = 3.0
 class SimulatedStage(ToyStage):
     """Takes some seconds over a unit; fails with bad units, and on hosts that are not good any more."""
 
-    seconds_until_seen = 60.0
     bad_units: frozenset[int] = frozenset()
 
     def mark(self, name: str, line: str = "") -> None:
@@ -450,21 +449,21 @@ class Run:
     delays: Sequence[float]
     results: list[StageResult] = field(default_factory=list)
     started: list[Any] = field(default_factory=list)
+    planned: Any = None
     finished: dict[Path, tuple[int, int]] = field(default_factory=dict)
     finished_at: float = math.inf
     next_look: float = 0.0
 
     def drive(self) -> None:
         """Do the stage, or what is left of it, as soon as no other driver does."""
-        stage = pickle.loads(pickle.dumps(self.stage))
+        stage: StageRun = pickle.loads(pickle.dumps(self.stage.in_run))
         with locked(stage.run_dir, wait_seconds=MOST_SECONDS) as lock:
-            result = run_stage(stage, self, Listener(), max_reject_fraction=1.0, unlocked=lock.released)
-            self.results.append(result)
+            self.results.append(run_stage(stage, self, Listener(), unlocked=lock.released))
 
-    def run(self, stage: Any, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> StageResult:
+    def run(self, stage: StageRun, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> StageResult:
         """Do the units, as an executor. Who joins another driver brings no ranks, and follows those of the other."""
-        self.stage.token = stage.token
-        with driven_round(stage, units, len(self.ranks), join_seconds=stage.lease_seconds) as numbers:
+        self.planned = stage
+        with driven_round(stage, units, len(self.ranks), join_seconds=stage.options.lease_seconds) as numbers:
             if not numbers.start:
                 self.started += [
                     self.disk.start(host, partial(self._work, pickle.dumps(stage), number, host), delay)
@@ -476,7 +475,7 @@ class Run:
                 while not reporter.look() and left > 0.0:
                     time.sleep(5.0)
                     if all(rank.dead for rank in self.started):
-                        left = min(left, stage.seconds_until_seen) - 5.0
+                        left = min(left, stage.options.seconds_until_seen) - 5.0
         return reporter.outcome()
 
     def _work(self, stage: bytes, number: int, host: Host) -> None:
@@ -490,7 +489,7 @@ class Run:
                 log.info("%s", error)
             except FileNotFoundError:
                 # Its folders go when the stage is finished.
-                if self.disk.kind(token_staging(self.stage.root, self.stage.token)):
+                if self.disk.kind(token_staging(self.stage.root, self.planned.token)):
                     raise
             return
 
@@ -498,7 +497,7 @@ class Run:
         """Take note of the files of the stage when it is finished, and look at the commits every few seconds."""
         if not self.finished and self.stage.dir.done.exists():
             self.finished, self.finished_at = self.outcome_files(), self.disk.now
-        if self.stage.token and self.disk.now >= self.next_look:
+        if self.planned and self.disk.now >= self.next_look:
             self.next_look = self.disk.now + SECONDS_BETWEEN_LOOKS
             self.commits()
 
@@ -521,13 +520,13 @@ class Run:
 
     def begun(self) -> Counter[tuple[int, int]]:
         """Return how many attempts have begun, by the unit and the generation of the claim."""
-        lines = [line for path in self.stage.dir.attempts.glob("*.jsonl") for line in path.read_bytes().splitlines()]
+        lines = [line for path in self.stage.ranks.attempts.glob("*.jsonl") for line in path.read_bytes().splitlines()]
         notes = [msgspec.json.decode(line, type=Note) for line in lines]
         return Counter((note.unit, note.generation) for note in notes if note.kind == "begun")
 
     def attempts(self) -> Attempts:
         """Return the attempts at all units."""
-        return Attempts(self.stage.dir.attempts)
+        return Attempts(self.stage.ranks.attempts)
 
 
 def simulate(
@@ -549,7 +548,7 @@ def simulate(
     shared, aside = folder / "shared", folder / "aside"
     shared.mkdir()
     aside.mkdir()
-    stage = SimulatedStage(shared, units=units)
+    stage = SimulatedStage(shared, units=units, max_reject_fraction=1.0, seconds_until_seen=60.0)
     stage.bad_units = bad_units
     with SharedDisk(shared, aside, seed, late) as disk:
         run = Run(disk, stage, ranks, delays or [0.0] * len(ranks))

@@ -25,11 +25,12 @@ from sharmill.executors.slurm.profile import RankProfile
 from sharmill.files.shared_disk import VisibilityTimeout
 
 
-def plan(stage, *, restart=False):
-    """What the process that directs a run does before ranks begin."""
-    units = read_or_make_plan(stage, restart=restart)
-    make_fence(stage)
-    return units
+def plan(stage):
+    """Plan a stage as the process that directs a run does before ranks begin; return it in its run."""
+    planned, units = read_or_make_plan(stage.in_run)
+    make_fence(planned)
+    begin_round(planned, units, 1)
+    return planned
 
 
 def contents(folder):
@@ -39,8 +40,7 @@ def contents(folder):
 class TestRanksOfAnOlderPlan:
     def test_one_that_has_not_begun_stops_at_once_and_leaves_nothing(self, tmp_path):
         stage = ToyStage(tmp_path)
-        plan(stage)
-        old = pickle.loads(pickle.dumps(stage))
+        old = pickle.loads(pickle.dumps(plan(stage)))
         assert run(stage, restart=True)[0].ok
         before = contents(tmp_path)
         # The task of an array has not failed; it was overtaken.
@@ -52,8 +52,7 @@ class TestRanksOfAnOlderPlan:
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
         """A task of a job array, with SIGSTOP in the middle of its unit; the new plan gives other bytes."""
         old = ToyStage(tmp_path, units=4, behaviour={1: "wait:go_on"})
-        begin_round(old, plan(old), 1)
-        task = RankTask(old, 0, RankProfile())
+        task = RankTask(plan(old), 0, RankProfile())
         (tmp_path / "task").write_bytes(pickle.dumps(task))
         code = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))()"
         command = [sys.executable, "-c", code, str(tmp_path / "task")]
@@ -61,14 +60,14 @@ class TestRanksOfAnOlderPlan:
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as rank:
             wait_until(lambda: old.attempts()[1])
             rank.send_signal(signal.SIGSTOP)
-            new = ToyStage(tmp_path, units=4, everywhere="reject:too_short")
-            assert run(new, restart=True, max_reject_fraction=1.0)[0].ok
+            new = ToyStage(tmp_path, units=4, everywhere="reject:too_short", max_reject_fraction=1.0)
+            assert run(new, restart=True)[0].ok
             expected = contents(tmp_path)
             old.mark("go_on")
             rank.send_signal(signal.SIGCONT)
             assert rank.wait(60) == 0
         assert contents(tmp_path) == sorted([*expected, "marks/go_on"])
-        assert Attempts(new.dir.attempts).stopped is None
+        assert Attempts(new.ranks.attempts).stopped is None
 
 
 class TestWhatIsNotOurs:
@@ -111,24 +110,24 @@ def test_waiting_is_bounded_over_all_that_is_waited_for_and_names_it(waited, cap
 
 
 def test_a_plan_that_another_node_has_made_is_taken_once_it_shows(waited, tmp_path, monkeypatch):
-    first, second = (ToyStage(tmp_path, units=2) for _ in range(2))
-    read_or_make_plan(first, restart=False)
-    second.seconds_until_seen = 30.0
-    exists, late = Path.exists, second.dir.identity
+    stage = ToyStage(tmp_path, units=2, seconds_until_seen=30.0)
+    first, _ = read_or_make_plan(stage.in_run)
+    exists, late = Path.exists, stage.dir.identity
     monkeypatch.setattr(Path, "exists", lambda path: exists(path) and (path != late or sum(waited) > 5.0))
-    read_or_make_plan(second, restart=False)
+    second, _ = read_or_make_plan(stage.in_run)
     assert second.token == first.token
     assert 5.0 < sum(waited) < 7.0
 
 
 def test_a_rank_waits_for_the_input_that_the_plan_was_made_of(waited, tmp_path, monkeypatch):
-    stage = ToyStage(tmp_path, units=2)
-    stage.seconds_until_seen = 30.0
-    read_or_make_plan(stage, restart=False)
-    make_fence(stage)
     opened = []
-    monkeypatch.setattr(stage, "sees_input", lambda: sum(waited) > 5.0)
-    monkeypatch.setattr(stage, "open", lambda device: opened.append(sum(waited)) or ToyStage.open(stage, device))
-    begin_round(stage, stage.dir.read_units(), 1)
-    work(stage, Rank(0, "node/rank 0", "cpu"))
+
+    class LateInput(ToyStage):
+        def input_visible(self, run):
+            return sum(waited) > 5.0
+
+        def load(self, device):
+            opened.append(sum(waited))
+
+    work(plan(LateInput(tmp_path, units=2, seconds_until_seen=30.0)), Rank(0, "node/rank 0", "cpu"))
     assert 5.0 < opened[0] < 7.0

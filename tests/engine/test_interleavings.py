@@ -11,12 +11,13 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from engine.simulated_run import Fault, Host, SimulatedStage, simulate
+from engine.simulated_run import Fault, Host, simulate
 from greenlet import getcurrent
 from hypothesis import Phase, given, settings, strategies as st
 from support.project import examples
 
 from sharmill.engine.plan import find_outstanding, read_ledger
+from sharmill.engine.stage import RunOptions
 from sharmill.engine.state import StageState
 from sharmill.engine.unit import Commit
 from sharmill.engine.work import Claims
@@ -28,7 +29,7 @@ from sharmill.files.staging import PublishedFile, Staging
 MOST_LATE = 55.0
 FOLDERS = ("claims", "attempts", "progress", "ledger", "first", "last")
 # A rank that stands still for longer may be taken for dead: a lease, less the time between its heartbeats.
-MOST_UNNOTICED = SimulatedStage.lease_seconds - 20.0
+MOST_UNNOTICED = RunOptions().lease_seconds - 20.0
 MOST_EXAMPLES = 200
 
 DURATIONS = [(20.0, False), (200.0, False), (200.0, True), (400.0, True), (math.inf, True), (math.inf, True)]
@@ -142,7 +143,9 @@ def finish_before_all_is_seen(monkeypatch):
 
 def count_leases_by_the_clock_of_others(monkeypatch):
     def is_dead(state, owner, record):
-        return record is not None and (record.ended or time.time() - record.updated >= state.stage.lease_seconds)
+        return record is not None and (
+            record.ended or time.time() - record.updated >= state.stage.options.lease_seconds
+        )
 
     monkeypatch.setattr(StageState, "is_dead", is_dead)
 

@@ -19,8 +19,8 @@ from sharmill.errors import ConfigError, FatalError
 from sharmill.files.record_log import RecordLog
 
 
-class ReplanningStage(ToyStage):
-    replan_when_changed = True
+class CheckingStage(ToyStage):
+    after = ("*",)
 
 
 class TestFreeze:
@@ -32,9 +32,7 @@ class TestFreeze:
     def test_planner_killed_half_way_leaves_nothing_that_counts(self, tmp_path):
         stage = ToyStage(tmp_path)
         stage.mark("die_in_plan")
-        process = multiprocessing.get_context("spawn").Process(
-            target=read_or_make_plan, args=(stage,), kwargs={"restart": False}
-        )
+        process = multiprocessing.get_context("spawn").Process(target=read_or_make_plan, args=(stage.in_run,))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -67,8 +65,8 @@ class TestIdentity:
         assert len(find_changes(apart, new)) == 1
 
     def test_a_check_plans_anew_when_its_input_has_changed(self, tmp_path):
-        run(ReplanningStage(tmp_path, option=1))
-        _, heard = run(ReplanningStage(tmp_path, option=2))
+        run(CheckingStage(tmp_path, option=1))
+        _, heard = run(CheckingStage(tmp_path, option=2))
         assert sorted(heard.done) == list(range(6))
 
 
@@ -109,7 +107,7 @@ OTHER = make_unit(0, cost=1.0, size=1, params={"of": "another"})
 @pytest.fixture
 def paths(tmp_path):
     paths = StageDir(tmp_path, "0123456789abcdef")
-    paths.ledger.mkdir(parents=True)
+    paths.ranks.ledger.mkdir(parents=True)
     return paths
 
 
@@ -138,8 +136,8 @@ class TestReading:
         ids=["torn", "torn earlier", "damaged", "another unit", "another plan", "the same again"],
     )
     def test_only_whole_records_of_this_plan_count_and_once(self, paths, lines):
-        (paths.ledger / "a.jsonl").write_bytes(line_of(UNITS[0]) + lines)
-        (paths.ledger / "b.jsonl").write_bytes(line_of(UNITS[2]))
+        (paths.ranks.ledger / "a.jsonl").write_bytes(line_of(UNITS[0]) + lines)
+        (paths.ranks.ledger / "b.jsonl").write_bytes(line_of(UNITS[2]))
         assert sorted(read_ledger(paths, UNITS)) == [0, 2]
 
     def test_records_after_an_error_of_the_disk_are_whole(self, paths):
@@ -147,7 +145,7 @@ class TestReading:
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - 20)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        writer = RecordLog(paths.ledger)
+        writer = RecordLog(paths.ranks.ledger)
         writer.append(commit_of(UNITS[0]), synced=True)
         with mock.patch("os.fsync", half_a_line), raises(FatalError, "disk", "No space left"):
             writer.append(commit_of(UNITS[1]), synced=True)
@@ -181,6 +179,6 @@ class TestOutputsInPlace:
     def test_a_committed_unit_whose_rejects_are_missing_is_done_again(self, tmp_path):
         stage = ToyStage(tmp_path, behaviour={1: "reject:too_short"})
         run(stage)
-        stage.dir.unit_rejects(1).unlink()
+        stage.ranks.unit_rejects(1).unlink()
         assert run(stage)[1].done == [1]
         assert len(stage.dir.rejects.read_bytes().splitlines()) == 1

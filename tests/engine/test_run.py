@@ -55,9 +55,10 @@ class TestRejects:
     @pytest.mark.parametrize("workers", [1, 2])
     def test_too_many_stop_early_with_the_three_commonest_reasons(self, tmp_path, workers):
         common = "too_short,too_short,too_long"
-        stage = ToyStage(tmp_path, units=40, everywhere=f"reject:{common}", behaviour={3: f"reject:{self.ALL}"})
+        behaviour, limits = {3: f"reject:{self.ALL}"}, {"max_reject_fraction": 0.2}
+        stage = ToyStage(tmp_path, units=40, everywhere=f"reject:{common}", behaviour=behaviour, **limits)
         with raises(FatalError, "too_many_rejects", "0.2", REMEDIES["empty_text"]) as caught:
-            run(stage, workers, max_reject_fraction=0.2)
+            run(stage, workers)
         message = str(caught.value)
         assert message.index("too_short ") < message.index("too_long ") < message.index("empty_text 3")
         assert 8 < len(stage.attempts()) <= 9 + workers
@@ -68,8 +69,9 @@ class TestRejects:
         assert calls[1] - calls[0] == pytest.approx(calls[2] - calls[1], rel=0.05)
 
     def test_exactly_the_limit_is_allowed(self, tmp_path):
-        stage = ToyStage(tmp_path, units=100, behaviour=dict.fromkeys(range(29), f"reject:{self.ALL}"))
-        assert run(stage, max_reject_fraction=0.29)[0].totals.num_rejected == 87
+        rejecting = dict.fromkeys(range(29), f"reject:{self.ALL}")
+        stage = ToyStage(tmp_path, units=100, behaviour=rejecting, max_reject_fraction=0.29)
+        assert run(stage)[0].totals.num_rejected == 87
 
 
 class TestFailures:

@@ -38,9 +38,7 @@ class WatchedStage(ToyStage):
 
 
 def make_stage(folder, scratch="$NODE_DISK", **options):
-    stage = WatchedStage(folder, **options)
-    stage.scratch = scratch
-    return stage
+    return WatchedStage(folder, scratch=scratch, **options)
 
 
 def test_units_are_written_there_and_the_bytes_are_the_same(tmp_path, scratch):

@@ -29,17 +29,17 @@ class Tally(Stage):
     section = TallyConfig
     after = ("write",)
 
-    def identity(self):
+    def identity(self, run):
         return {}
 
-    def plan(self, folder):
+    def plan(self, run):
         yield make_unit(0, cost=1.0, size=3, params={})
 
-    def open(self, device):
+    def open(self, run, device):
         return TallyProcessor()
 
-    def finalize(self, units, commits):
-        return add_up(commits)
+    def finalize(self, run):
+        return add_up(run.commits)
 
 
 class TallyProcessor(Processor):

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, why_no_cluster
-from support.toy_stage import RecordingListener, ToyStage, is_running, output_bytes, run as run_locally, wait_until
+from support.toy_stage import ToyStage, is_running, output_bytes, run as run_locally, wait_until
 
-from sharmill.engine.executor import Executor, StageResult, Submitted
+from sharmill.engine.executor import Executor, Submitted
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
-from sharmill.engine.run import locked, reserved, run_stage
-from sharmill.engine.run_dir import RunRequest
-from sharmill.engine.stage import End as RunEnd
+from sharmill.engine.run_dir import RunOutcome, RunRequest
 from sharmill.engine.state import Attempts, find_live, find_workers
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor
@@ -50,10 +48,7 @@ def loop(*values: Any) -> Any:
 
 def _run_stage(stage: ToyStage, executor: Executor) -> End:
     try:
-        with locked(stage.run_dir, wait_seconds=60.0) as lock, reserved(stage.run_dir, [stage], restart=False):
-            result: StageResult = run_stage(
-                stage, executor, RecordingListener(), max_reject_fraction=0.5, unlocked=lock.released
-            )
+        result, _ = run_locally(stage, executor=executor)
     except SharmillError as error:
         return End(str(error))
     return End(failures={index: error.message for index, error in result.failures.items()})
@@ -93,9 +88,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
     def run(stage: ToyStage, ranks: int) -> End:
         # As a process of its own, also where it is the only one; no unit of these takes so long.
-        stage.unit_time_limit = stage.unit_time_limit or 300.0
-        # Others may join for so long where a unit has failed in the slots that there are.
-        stage.lease_seconds = min(stage.lease_seconds, 15.0)
+        # Others may join for a lease where a unit has failed in the slots that there are.
+        stage.limits = {"unit_time_limit": 300.0, "lease_seconds": 15.0} | stage.limits
         stages.append(stage)
         if request.param == "slurm":
             return _on_slurm(stage, ranks)
@@ -167,9 +161,8 @@ def test_what_befalls_a_rank_once_costs_one_attempt(run, tmp_path, whole, does):
     ("does", "how"), [loop("raise:a bad day", "a bad day"), loop("kill", "SIGKILL"), ("hold_gil", "unit_time_limit")]
 )
 def test_a_bad_unit_is_given_up_and_named_and_the_others_are_done(run, tmp_path, does, how):
-    stage = ToyStage(tmp_path, behaviour={2: does})
-    if does == "hold_gil":
-        stage.unit_time_limit = 2.0
+    limits = {"unit_time_limit": 2.0} if does == "hold_gil" else {}
+    stage = ToyStage(tmp_path, behaviour={2: does}, **limits)
     end = run(stage, 2)
     assert list(end.failures) == [2], end
     assert how in end.failures[2]
@@ -194,8 +187,7 @@ def test_a_rank_that_cannot_be_set_up_costs_no_unit(run, tmp_path, whole):
 
 
 def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, whole):
-    stage = ToyStage(tmp_path, behaviour={2: "kill_once:SIGSTOP"})
-    stage.lease_seconds = 4.0
+    stage = ToyStage(tmp_path, behaviour={2: "kill_once:SIGSTOP"}, lease_seconds=4.0)
     end = run(stage, 2)
     assert end.ok, end
     assert stage.attempts()[2] == 2
@@ -206,8 +198,7 @@ def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, wh
 def test_a_supervisor_that_is_killed_or_stands_still_costs_only_its_attempts(run, tmp_path, whole, request, number):
     if "local" in request.node.name:
         pytest.skip("n/a: the run itself is the supervisor")
-    stage = ToyStage(tmp_path, behaviour={2: f"end_supervisor_once:{number}"})
-    stage.lease_seconds = 8.0
+    stage = ToyStage(tmp_path, behaviour={2: f"end_supervisor_once:{number}"}, lease_seconds=8.0)
     end = run(stage, 2)
     assert end.ok, end
     assert stage.marked("once-unit-2") == [""]
@@ -252,7 +243,7 @@ def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
         second.join()
     assert (first.result().ok, second.exitcode) == (True, 0), first.result()
     assert set(stage.attempts().values()) == {1}
-    assert len({record.rank for record in read_progress(stage.dir.progress) if record.units_done}) > 1
+    assert len({record.rank for record in read_progress(stage.ranks.progress) if record.units_done}) > 1
     assert output_bytes(stage) == whole(16)
 
 
@@ -261,7 +252,7 @@ def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole)
     with ThreadPoolExecutor(1) as pool:
         cancelled = pool.submit(run, stage, 2)
         wait_until(lambda: len(stage.attempts()) > 3)
-        stage.run_dir.note_end(RunEnd(state="cancelled", message="cancelled by ada"))
+        stage.run_dir.note_outcome(RunOutcome(state="cancelled", message="cancelled by ada"))
         began = time.monotonic()
         assert "cancelled by ada" in cancelled.result().message
     assert time.monotonic() - began < 60
@@ -279,7 +270,7 @@ def test_a_supervisor_that_is_ended_leaves_no_rank_and_the_same_command_goes_on(
     interrupted(stage, how)
     if how == signal.SIGTERM:
         # As preemption: the unit is given back.
-        attempts = Attempts(stage.dir.attempts)
+        attempts = Attempts(stage.ranks.attempts)
         attempts.look()
         assert (attempts.failed, attempts.open()) == (set(), [])
     assert run(stage, 2).ok

@@ -92,7 +92,7 @@ class SmallRun:
 
     def stage_dirs(self, stage: str) -> list[Path]:
         """The folders in the run directory of what the command line runs under the name of a stage."""
-        names = ("survey", f"encode/{CODEC}", f"assemble/{CODEC}") if stage == "encode" else (stage,)
+        names = ("encode.segments", f"encode/{CODEC}", f"encode.shards/{CODEC}") if stage == "encode" else (stage,)
         return [self.work / "run" / name for name in names]
 
     def state(self, stage: str) -> Path:

@@ -59,11 +59,11 @@ def test_stages_that_cannot_be_planned_follow_the_audio_of_one_that_can(project)
     rates = {
         "match": rate(),
         "write": rate("write", cost_per_record=4.0),
-        "assemble/builtin": rate("assemble/builtin", cost_per_record=1.0),
+        "encode.shards/builtin": rate("encode.shards/builtin", cost_per_record=1.0),
     }
     units = {"prepare": (planned([1.0], 10), ()), "match": (planned([20.0, 30.0]), ())}
-    _, write, assemble = predict(config, make_stages(config), rates, units)
-    assert (write.num_bytes, assemble.num_bytes) == (100.0 * 4.0 * 10 * 0.5, 100.0 * 10)
+    _, write, shards = predict(config, make_stages(config), rates, units)
+    assert (write.num_bytes, shards.num_bytes) == (100.0 * 4.0 * 10 * 0.5, 100.0 * 10)
 
 
 @pytest.mark.parametrize(

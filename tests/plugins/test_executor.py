@@ -33,7 +33,7 @@ def config(tmp_path, monkeypatch):
 def test_supervisors_of_another_python_make_a_dataset(config):
     assert run_dataset(config, Listener()).ok
     assert len(list(open_shar(config.dataset_dir))) == 6
-    found = {progress.rank for stage in make_stages(config) for progress in read_progress(stage.dir.progress)}
+    found = {progress.rank for stage in make_stages(config) for progress in read_progress(stage.ranks.progress)}
     assert found >= {0, 1}
 
 

@@ -138,7 +138,7 @@ def hiding(attribute):
      ([], "bad_plugin", "")],
 )  # fmt: skip
 def test_fields_that_hide_keys_of_cuts_are_refused_before_work(small, tmp_path, monkeypatch, fields, code, word):
-    monkeypatch.setattr("loudness_stage.LoudnessStage.fields", lambda stage: fields)
+    monkeypatch.setattr("loudness_stage.LoudnessStage.fields", lambda stage, run: fields)
     with raises(ConfigError, code, "loudness/plain", word):
         run_dataset(small, Listener())
     assert not (tmp_path / "run").exists()

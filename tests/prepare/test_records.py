@@ -8,7 +8,6 @@ from support.project import config_for, make_record, prepared_manifest, raises, 
 
 from sharmill.errors import ConfigError
 from sharmill.prepare.check import parse_filters
-from sharmill.prepare.stage import PrepareStage
 from sharmill.shar.manifests import cut_json
 
 
@@ -122,7 +121,7 @@ def test_a_missing_relative_audio_root_is_told_with_its_folder(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     manifest = write_lines(tmp_path / "m.json", [make_record()])
     with raises(ConfigError, "missing_input", "audio", str(tmp_path)):
-        PrepareStage(config_for(tmp_path, [(manifest, "audio")])).identity()
+        run_prepare(config_for(tmp_path, [(manifest, "audio")]))
 
 
 def test_a_run_that_died_before_its_last_record_ends_the_same(prepare_records, tmp_path):

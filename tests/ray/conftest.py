@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.ray_cluster import NODE, patiently
-from support.toy_stage import RecordingListener, is_running, wait_until
+from support.toy_stage import is_running, run, wait_until
 
-from sharmill.engine.run import locked, run_stage
 from sharmill.executors.ray import RayExecutor
 
 
@@ -75,13 +74,9 @@ def on_ray(cluster):
     """Returns a function that runs a toy stage as the pipeline would; afterwards none of its actors may be left."""
     stages = []
 
-    def run(stage, workers="auto", *, max_reject_fraction=0.5, **options):
+    def run_there(stage, workers="auto", **options):
         stages.append(stage)
-        heard = RecordingListener()
-        executor = RayExecutor(workers=workers, address=cluster.address, **options)
-        with locked(stage.run_dir) as lock:
-            result = run_stage(stage, executor, heard, max_reject_fraction=max_reject_fraction, unlocked=lock.released)
-        return result, heard
+        return run(stage, executor=RayExecutor(workers=workers, address=cluster.address, **options))
 
-    yield run
+    yield run_there
     wait_until(lambda: not any(is_running(pid) for stage in stages for pid in stage.pids() - {os.getpid()}))

@@ -50,7 +50,7 @@ def test_processes_take_no_module_from_there(hostile, tmp_path, arguments, varia
 
 def test_a_job_of_slurm_exports_the_safe_path_before_python_starts(tmp_path):
     stage = ToyStage(tmp_path)
-    script = ToyRun(ToyDataset(stage), ClusterProfile(setup=["module load sox"])).scripts(stage, 1)[0]
+    script = ToyRun(ToyDataset(stage), ClusterProfile(setup=["module load sox"])).scripts(stage.in_run, 1)[0]
     assert script.index("export PYTHONSAFEPATH=1") < script.index("eval 'module load sox'") < script.index("srun")
 
 

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.project import REPOSITORY, Project, reindex, stage_of, voice
+from support.project import REPOSITORY, Project, check_of, reindex, stage_of, voice
 from support.sources import FORMS, tar_bytes
 
 from sharmill.audio.roots import AudioRoots
@@ -39,7 +39,7 @@ from sharmill.engine.executor import Listener
 from sharmill.engine.fence import refuse_reservations
 from sharmill.engine.order import make_stages
 from sharmill.engine.progress import RankProgress
-from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import StageRun
 from sharmill.errors import RejectRecord, SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.profile import ClusterProfile
@@ -55,7 +55,7 @@ from sharmill.shar.arrays import array_from_bytes, array_to_bytes
 from sharmill.shar.items import read_field
 from sharmill.shar.sidecars import write_sidecars
 from sharmill.validate.findings import encode_report, make_report, read_report
-from sharmill.validate.stage import ValidateConfig, ValidateStage
+from sharmill.validate.stage import ValidateStage
 
 TOKENS = (
     b"\0", b"\xff", b"\n", b"\r\n", b'"', b"{", b"[", b"]}", b"-1", b"1e999", b"NaN", b"null", b"true", b"../../x",
@@ -223,19 +223,20 @@ def prepare(config: Config, planned: Path) -> None:
                 segments.read(Utterance.from_json(line).segment)
 
 
-def outputs(stage: Any, planned: Path) -> Iterator[list[bytes]]:
+def outputs(stage: StageRun, planned: Path) -> Iterator[list[bytes]]:
     """The contents of the files of each unit of a stage, done in this process."""
     shutil.rmtree(planned, ignore_errors=True)
     token_staging(planned, TOKEN).mkdir(parents=True)
-    stage.identity()
-    processor = stage.open("cpu")
-    for unit in stage.plan(planned):
+    stage = replace(stage, plan_aside=planned)
+    stage.declaration.identity(stage)
+    processor = stage.declaration.open(stage, "cpu")
+    for unit in stage.declaration.plan(stage):
         with Staging(planned, TOKEN) as staging:
             try:
                 output = processor.process(unit, staging, lambda amount: None)
             except SharmillError as error:
                 # What is no dataset may be refused; a unit that is checked has findings, and never an error.
-                raise AssertionError(error) if isinstance(stage, ValidateStage) else error from error
+                raise AssertionError(error) if isinstance(stage.declaration, ValidateStage) else error from error
             yield [staging.path(name).read_bytes() for name in output.files]
 
 
@@ -275,7 +276,7 @@ def use_dataset(dataset: Path, changed: Path, folder: Path) -> None:
             with suppress(SharmillError):
                 for cut in open_shar(dataset, **options):
                     load_all(cut)
-        list(outputs(ValidateStage(dataset, RunDir(folder / "checked"), ValidateConfig(deep=True)), folder / "planned"))
+        list(outputs(check_of(dataset, folder / "checked", deep=True), folder / "planned"))
     finally:
         if before is not None:
             index.write_bytes(before)

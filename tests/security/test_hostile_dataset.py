@@ -16,13 +16,11 @@ from pathlib import Path
 
 import pytest
 from support import audio as odd, damage as do
-from support.project import check_dataset, copy, lines, raises, reindex, run, snapshot, write_lines
+from support.project import check_dataset, copy, lines, raises, reindex, snapshot, write_lines
 
-from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.reading.safety import find_forbidden
-from sharmill.validate.stage import ValidateConfig, ValidateStage
 
 CUTS = "cuts/cuts.000000.jsonl.gz"
 TARGETS = "target_audio/recording.000000.tar"
@@ -343,7 +341,7 @@ def test_a_model_that_only_the_dataset_names_is_not_loaded(dataset, tmp_path, mo
     monkeypatch.syspath_prepend(str(tmp_path))
     do.change_codec(model=model)(dataset)
     with raises(ConfigError, "untrusted_model", model, "--codec-model"):
-        run(ValidateStage(dataset, RunDir(tmp_path / "check"), ValidateConfig(recheck_codes=1.0)))
+        check_dataset(dataset, tmp_path / "check", recheck_codes=1.0)
     assert not (tmp_path / "ran").exists()
 
 
@@ -366,11 +364,10 @@ BOUNDED = """
 import resource, sys
 from pathlib import Path
 import lhotse, torch, torchaudio
-from support.project import run
-from sharmill.engine.run_dir import RunDir
+from support.project import check_of, run
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
-from sharmill.validate.stage import ValidateConfig, ValidateStage
+from sharmill.validate.findings import read_report
 size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30),) * 2)
 dataset = Path(sys.argv[1])
@@ -380,9 +377,10 @@ try:
     print("read")
 except (DamagedShard, ValueError) as error:
     print("refused")
-stage = ValidateStage(dataset, RunDir(dataset.parent / "check"), ValidateConfig(deep=True))
+stage = check_of(dataset, dataset.parent / "check", deep=True)
 result = run(stage)
-print(sorted({row["code"] for row in stage.report().findings}) if result.ok else result.failures)
+report = read_report(stage.product("validate/report")) if result.ok else None
+print(sorted({row["code"] for row in report.findings}) if report else result.failures)
 """
 
 

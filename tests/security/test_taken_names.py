@@ -114,7 +114,7 @@ def make(folder: Path) -> Made:
     for name in ("run", "dataset"):
         shutil.copytree(folder / name, kept / name)
     names |= {name.replace("run/copies", "cache") for name in names if name.startswith("run/copies/")}
-    names |= {"run/jobs", "run/jobs/advance.log", "run/prepare/plan/begin_anew", "run/bad_codes.jsonl", "codes/shards"}
+    names |= {"run/jobs", "run/jobs/advance.log", "run/prepare/plan/replan", "run/bad_codes.jsonl", "codes/shards"}
     names |= {"codes", "codes/manifest.json", "codes/export.json", "merged", "parts", "run/calibration.json"}
     return Made(folder, sorted(names))
 

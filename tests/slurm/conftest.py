@@ -33,8 +33,7 @@ def make_run(tmp_path):
         **options: Any,
     ) -> ToyRun:
         folders.append(folder / "run")
-        stage = kind(folder, **options)
-        stage.lease_seconds = 30.0
+        stage = kind(folder, lease_seconds=30.0, **options)
         return ToyRun(ToyDataset(stage, later), profile or make_profile())
 
     yield make

@@ -89,7 +89,7 @@ def test_one_in_a_small_stage_ends_at_once_when_the_run_is_cancelled(make_run):
     run.run_dir.config.touch()
     run_sharmill("cancel", str(run.run_dir.path))
     assert lock_owner(run.run_dir.path) is None
-    assert run.run_dir.read_end().message.startswith("cancelled by ")
+    assert run.run_dir.read_outcome().message.startswith("cancelled by ")
 
 
 def advance_jobs(run):

@@ -14,9 +14,9 @@ from sharmill.engine.executor import Listener, StageResult, Submitted
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import StageRun
 from sharmill.engine.state import find_live
-from sharmill.engine.unit import Commit, Totals, Unit
+from sharmill.engine.unit import Totals, Unit
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import queued_jobs, scancel
@@ -34,7 +34,7 @@ SETUP = [f"export PYTHONPATH={os.environ['PYTHONPATH']}:{REPOSITORY}", "export O
 class MortalStage(ToyStage):
     """Ends the advance jobs that finalize it, one after the other, in the ways that were marked as ``ends``."""
 
-    def finalize(self, units: Sequence[Unit], commits: Sequence[Commit]) -> Totals:
+    def finalize(self, run: StageRun) -> Totals:
         ends, ended = self.marked("ends"), self.marked("ended")
         if len(ended) < len(ends):
             how, job = ends[len(ended)], os.environ["SLURM_JOB_ID"]
@@ -45,7 +45,7 @@ class MortalStage(ToyStage):
                 subprocess.run(["scancel", job] if how == "scancel" else ["scontrol", how, job], check=True)
                 time.sleep(60)
             raise RuntimeError("nobody thought of this")
-        return super().finalize(units, commits)
+        return super().finalize(run)
 
 
 class MiddleStage(ToyStage):
@@ -65,35 +65,31 @@ class ToyDataset:
     stage: ToyStage
     later: tuple[ToyStage, ...] = ()
     name: str = "toy"
-    max_reject_fraction: float = 0.5
 
     @property
     def run_dir(self) -> Path:
         return self.stage.run_dir.path
 
-    def make_stages(self) -> list[Stage]:
-        return [self.stage, *self.later]
+    def make_stages(self) -> list[StageRun]:
+        return [stage.in_run for stage in (self.stage, *self.later)]
 
     def run(self, executor: SlurmExecutor, *, restart: bool, wait_seconds: float) -> RunOutcome | Submitted:
-        results: list[tuple[Stage, StageResult]] = []
+        results: list[tuple[StageRun, StageResult]] = []
         with locked(self.stage.run_dir, wait_seconds) as lock:
             joins = bool(find_live(self.stage.dir, ranks=False))
             jobs = executor.find_jobs(executor.run_dir)
             if jobs is not None:
                 executor.begin(executor.run_dir, executor.given, jobs, joins=joins)
             for stage in self.make_stages():
-                limit = self.max_reject_fraction
-                result = run_stage(
-                    stage, executor, Listener(), max_reject_fraction=limit, restart=restart, unlocked=lock.released
-                )
+                result = run_stage(stage, executor, Listener(), restart=restart, unlocked=lock.released)
                 results.append((stage, result))
                 if result.submitted is not None:
                     return result.submitted
                 if not result.ok:
                     break
-        return DatasetResult(None, results).end()
+        return DatasetResult(None, results).outcome()
 
-    def ranks_of_use(self, stage: Stage, units: Sequence[Unit]) -> int:
+    def ranks_of_use(self, stage: StageRun, units: Sequence[Unit]) -> int:
         return len(units)
 
     def show(self) -> None:

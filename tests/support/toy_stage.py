@@ -14,14 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sharmill.engine.executor import Listener, StageResult
-from sharmill.engine.fence import release
-from sharmill.engine.run import locked, run_stage
+from sharmill.engine.executor import Executor, Listener, StageResult
+from sharmill.engine.run import locked, reserved, run_stage
 from sharmill.engine.run_dir import RankFolders, RunDir, StageDir
 from sharmill.engine.stage import Advance, Processor, Publication, RunOptions, Stage, StageRun
 from sharmill.engine.unit import Commit, FailedAttempt, Output, Totals, Unit, add_up, make_unit
@@ -43,7 +42,7 @@ class ToyStage(Stage):
     ``:argument``. Each unit takes ``seconds``, until there is a mark ``hurry``.
 
     A name that ends in ``_once`` happens at the first attempt only. Subclasses override ``load``, which is called in
-    the rank before the first unit, and ``work``. ``limits`` are options of its run, which ``in_run`` gives.
+    the rank before the first unit, and ``work``. ``limits`` are options of its run, which ``in_run`` returns.
     """
 
     kind: ClassVar[str] = "toy"
@@ -62,6 +61,7 @@ class ToyStage(Stage):
         **limits: Any,
     ) -> None:
         self.folder = folder
+        self.root = folder / "out"
         self.limits = limits
         self.marks = folder / "marks"
         self.units = units
@@ -74,16 +74,13 @@ class ToyStage(Stage):
 
     @property
     def in_run(self) -> StageRun:
-        """The stage in its run, as its plan is now."""
-        return StageRun(self, RunDir(self.folder / "run"), options=RunOptions(**self.limits))
+        """The stage in its run, without the token of its plan, as the pipeline makes it."""
+        options = RunOptions(**{"max_reject_fraction": 0.5} | self.limits)
+        return StageRun(self, RunDir(self.folder / "run"), options=options)
 
     @property
     def run_dir(self) -> RunDir:
         return self.in_run.run_dir
-
-    @property
-    def root(self) -> Path:
-        return self.folder / "out"
 
     @property
     def dir(self) -> StageDir:
@@ -353,19 +350,18 @@ class RecordingListener(Listener):
     def unit_done(self, unit: Unit, commit: Commit) -> None:
         self.done.append(unit.index)
 
-    def stage_ended(self, stage: Stage, result: StageResult) -> None:
+    def stage_ended(self, stage: StageRun, result: StageResult) -> None:
         self.failed |= result.failures
 
 
 def run(
-    stage: ToyStage, workers: int = 1, *, max_reject_fraction: float = 0.5, restart: bool = False
+    stage: ToyStage, workers: int = 1, *, restart: bool = False, executor: Executor | None = None
 ) -> tuple[StageResult, RecordingListener]:
-    """Runs the stage as the pipeline would."""
+    """Runs the stage as the pipeline would, by default with ranks of this machine."""
     heard, in_run = RecordingListener(), stage.in_run
-    in_run = replace(in_run, options=replace(in_run.options, max_reject_fraction=max_reject_fraction))
-    with locked(in_run.run_dir) as lock:
-        result = run_stage(in_run, LocalExecutor(workers), heard, restart=restart, unlocked=lock.released)
-        release([in_run])
+    executor = executor or LocalExecutor(workers)
+    with locked(in_run.run_dir, wait_seconds=60.0) as lock, reserved(in_run.run_dir, [in_run], restart=restart):
+        result = run_stage(in_run, executor, heard, restart=restart, unlocked=lock.released)
     return result, heard
 
 

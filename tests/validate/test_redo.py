@@ -19,7 +19,7 @@ from support.project import (
 from sharmill.errors import ConfigError, FatalError
 from sharmill.validate.findings import encode_report, read_report, take_back_commits
 
-STAGES = ["write", "survey", "encode", "assemble"]
+STAGES = ["write", "encode.segments", "encode", "encode.shards"]
 CODECS = ("a", "b")
 CODES = "codes_b/target_codes/codes.000001.tar"
 
@@ -57,7 +57,7 @@ class Finished:
 
     def commits(self):
         return {
-            stage.name: sum(len(path.read_bytes().splitlines()) for path in stage.dir.ledger.glob("*.jsonl"))
+            stage.key: sum(len(path.read_bytes().splitlines()) for path in stage.ranks.ledger.glob("*.jsonl"))
             for stage in self.stages()
         }
 
@@ -74,16 +74,16 @@ DAMAGES = {
     "audio that is cut off": (do.change_bytes(do.TARGETS, lambda data: data[:-1]), [("write", 1)]),
     "audio that is gone": (do.remove_files(do.TARGETS), [("write", 1)]),
     "cuts": (do.flip_bit("cuts/cuts.000002.jsonl.gz", 100), [("write", 2)]),
-    "codes": (flip_codes, [("assemble/b", 1)]),
-    "codes that are gone": (do.remove_files(CODES), [("assemble/b", 1)]),
-    "several": (do.all_of(flip_audio, flip_codes), [("assemble/b", 1), ("write", 1)]),
+    "codes": (flip_codes, [("encode/b", 1)]),
+    "codes that are gone": (do.remove_files(CODES), [("encode/b", 1)]),
+    "several": (do.all_of(flip_audio, flip_codes), [("encode/b", 1), ("write", 1)]),
     "a description that is cut off": (do.change_bytes("dataset.json", lambda data: b"{"), [("index", None)]),
     "a list of shards that is cut off": (do.change_bytes("shards.jsonl", lambda data: b'{"in'), [("index", None)]),
     "no index": (do.remove_files("shards.jsonl"), [("index", None)]),
     "a shard that is not listed": (do.change_shards(lambda shards: shards[:-1]), [("index", None)]),
     "a field that is not listed": (
         do.change_shard(1, fields=lambda f: {name: f[name] for name in f if name != "codes_a/target_codes"}),
-        [("assemble/a", 1), ("index", None)],
+        [("encode/a", 1), ("index", None)],
     ),
     "other totals": (do.change_description(num_cuts=9), [("index", None)]),
     "a codec without fields": (
@@ -91,7 +91,7 @@ DAMAGES = {
     ),
     "a list of an older dataset": (
         do.change_shard(0, count=2, target_seconds=0.5),
-        [("index", None), ("write", 0), ("assemble/a", 0), ("assemble/b", 0)],
+        [("index", None), ("write", 0), ("encode/a", 0), ("encode/b", 0)],
     ),
 }  # fmt: skip
 
@@ -117,7 +117,8 @@ def test_only_the_units_that_are_named_are_done_again(finished, tmp_path):
     times = {path: path.stat().st_mtime_ns for path in finished.dataset.rglob("*.tar")}
     take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
     gone = {name: number - finished.commits()[name] for name, number in finished.ledgers.items()}
-    assert gone == {"write": 1, "survey": 0, "encode/a": 0, "assemble/a": 0, "encode/b": 0, "assemble/b": 1}
+    assert {name for name, number in gone.items() if number} == {"write", "encode.shards/b"}
+    assert max(gone.values()) == 1
     finished.run()
     written = {
         path.relative_to(finished.dataset).as_posix() for path in times if path.stat().st_mtime_ns != times[path]
@@ -184,7 +185,7 @@ def test_what_cannot_be_done_again_is_refused_before_any_work(finished, tmp_path
     same_place = {"dataset_dir": str(finished.dataset), "run_dir": str(tmp_path / "elsewhere")}
     codecs = [{"name": name, "model": "builtin"} for name in CODECS]
     for config, stages, words in (
-        (finished.config, ["assemble"], "write"),
+        (finished.config, ["encode.shards"], "write"),
         (other(), STAGES, str(finished.dataset)),
         (other(encode={"codecs": codecs[:1]}, **same_place), STAGES, "'b'"),
         (other(encode={"codecs": codecs}, **same_place), STAGES, "write"),

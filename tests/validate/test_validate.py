@@ -129,8 +129,8 @@ def test_codes_may_differ_by_as_much_as_arithmetic_does(dataset, tmp_path, share
     rows = [(row["shard"], row["field"], row["member"]) for row in report.findings if row["code"] == "different_codes"]
     assert rows == ([(1, "codes_toy/target_codes", cut_id)] if is_found else [])
     # Its checksum is wrong in either case; the wrong codes may also be those of the run directory.
-    expected = ["assemble/toy", "encode/toy"] if is_found else ["assemble/toy"]
-    assert [unit.stage for unit in report.units_to_repeat] == expected
+    expected = [("encode/toy", False), ("encode/toy", True)] if is_found else [("encode/toy", False)]
+    assert [(unit.stage, unit.encode_again) for unit in report.units_to_repeat] == expected
 
 
 def test_the_sample_is_a_share_and_does_not_depend_on_the_run(tmp_path):

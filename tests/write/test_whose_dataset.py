@@ -195,18 +195,18 @@ class TestRestart:
         assert tokens() == after
 
     def test_ranks_that_encode_the_old_audio_stop(self, project):
-        survey, encode, _ = codec_stages(project.configure(**SHARDS))
-        assert run(survey).ok
+        segments, encode, _ = codec_stages(project.configure(**SHARDS))
+        assert run(segments).ok
         with loading(ToyCodec()):
-            read_or_make_plan(encode, restart=False)
-        make_fence(encode)
-        task = pickle.loads(pickle.dumps(RankTask(encode, 0, RankProfile())))
+            planned, _ = read_or_make_plan(encode)
+        make_fence(planned)
+        task = pickle.loads(pickle.dumps(RankTask(planned, 0, RankProfile())))
         assert run(stage_of(project.configure(**OTHER_SHARDS), "write"), restart=True).ok
         before = snapshot(project.dataset)
         # It was overtaken; it has not failed.
         task()
         assert snapshot(project.dataset) == before
-        assert not any((project.run_dir / name).exists() for name in ("survey", "encode/toy", "assemble/toy"))
+        assert not list(project.run_dir.glob("encode*"))
         project.encode(project.configure(**OTHER_SHARDS))
 
 
@@ -220,7 +220,7 @@ class TestReserved:
             for options in ({}, {"restart": True}, {"stages": ["prepare", "write"]}, {"stages": ["encode"]}):
                 with raises(ConfigError, "reserved", socket.gethostname(), "since", config.run_dir, "sharmill cancel"):
                     run_dataset(other, Listener(), **options)
-            assert not any(Path(other.run_dir, name).exists() for name in ("prepare", "survey"))
+            assert not any(Path(other.run_dir, name).exists() for name in ("prepare", "encode.segments"))
 
         listener = AtStart(run_other)
         assert run_dataset(config, listener).ok
@@ -235,7 +235,7 @@ class TestReserved:
             stage.root = tmp_path / "out"
             barrier.wait()
             try:
-                reserve([stage], restart=False)
+                reserve([stage.in_run], restart=False)
             except ConfigError as error:
                 return error.code
             return "got"
@@ -265,15 +265,15 @@ class TestReserved:
         """Elsewhere, of another user, or with a file system that is not mounted here: it may be there all the same."""
         stage, other = ToyStage(tmp_path), ToyStage(tmp_path / "other")
         other.root = stage.root
-        read_or_make_plan(stage, restart=False)
-        make_fence(stage)
+        planned, _ = read_or_make_plan(stage.in_run)
+        make_fence(planned)
         shutil.rmtree(stage.run_dir.path)
         (file,) = (stage.root / STAGING_NAME).glob("*.reservation")
         file.write_text(json.dumps(lines(file)[0] | changes))
         if changes:
             with raises(ConfigError, "reserved", "first, last", "not there any more", "sharmill cancel", str(file)):
                 run_toy(other)
-            assert token_staging(stage.root, stage.token).is_dir()
+            assert token_staging(stage.root, planned.token).is_dir()
             file.unlink()
         assert run_toy(other)[0].ok
         assert changes or not (stage.root / STAGING_NAME).exists()

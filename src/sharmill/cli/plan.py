@@ -128,7 +128,7 @@ def print_plan(config: Config, *, earlier: str | None = None, gpu_hour: float | 
         except ConfigError as error:
             not_yet.append(f"{stage.name}: not yet: {error}")
             continue
-        planned[stage.name] = units, done
+        planned[stage.key] = units, done
         left = [unit.cost for unit in units if unit.index not in done]
         loads = [sum(left[item] for item in items) for items in pack(left, count_ranks(config, stage))]
         mean, largest, records = sum(loads) / len(loads), max(loads), stage.cost_unit == "records"

@@ -95,7 +95,7 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
-def read_or_make_plan(stage: StageRun, *, restart: bool) -> tuple[StageRun, list[Unit]]:
+def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageRun, list[Unit]]:
     """Return the stage with its plan's token, and the units of the plan; it is made if there is none.
 
     Raises:

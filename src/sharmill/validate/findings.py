@@ -17,7 +17,7 @@ from sharmill.engine.order import make_stages
 from sharmill.engine.plan import refuse_linked_folders, revoke
 from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir
-from sharmill.engine.stage import StageRun
+from sharmill.engine.stage import StageRun, step_of
 from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.atomic import remove
@@ -315,7 +315,10 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
         concerned = [(stage, units) for stage, units in found if units or (of_index and stage.shares_root)]
         for stage, _ in concerned:
             refuse(
-                (stage.kind not in stages, f"these findings concern {stage.kind}: name it too, or no stage at all"),
+                (
+                    stage.kind not in stages,
+                    f"these findings concern {step_of(stage.kind)}: name it too, or no stage at all",
+                ),
                 (
                     not stage.dir.units.exists(),
                     f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset",

@@ -50,8 +50,7 @@ def rank_logs(stage):
 
 @pytest.mark.parametrize(("workers", "limit"), [(1, "auto"), (1, 60.0), (2, "auto")])
 def test_one_worker_without_a_time_limit_of_its_own_runs_inline(tmp_path, workers, limit):
-    stage = ToyStage(tmp_path, units=1)
-    stage.unit_time_limit = limit
+    stage = ToyStage(tmp_path, units=1, unit_time_limit=limit)
     run(stage, workers)
     assert (stage.pids() == {os.getpid()}) == (workers == 1 and limit == "auto")
 
@@ -166,9 +165,9 @@ def test_a_stage_whose_gpus_are_all_bad_ends_with_their_reason(tmp_path, gpus):
 def test_every_fault_costs_one_attempt(tmp_path, gpus, whole, number, faults, dead):
     """Inline, where lack of memory leaves the process as it is, and in ranks, whose first GPU fails at set-up too."""
     gpus(*map(str, range(number)))
-    stage = GpuStage(tmp_path, behaviour={index: FAULTS[index] for index in faults})
-    stage.setup_does = "device_once" if dead else ""
-    stage.unit_time_limit = 3.0 if 4 in faults else None
+    behaviour, limit = {index: FAULTS[index] for index in faults}, 3.0 if 4 in faults else None
+    setup_does = "device_once" if dead else ""
+    stage = GpuStage(tmp_path, behaviour=behaviour, setup_does=setup_does, unit_time_limit=limit)
     result, heard = run(stage, number or 1)
     assert (result.ok, result.given_up, heard.failed) == (True, [], {})
     assert (os.getpid() in stage.pids()) == (number == 0)
@@ -243,7 +242,7 @@ def test_an_interrupted_run_ends_in_time_with_the_message_and_without_orphans(st
     driver = start(workers, units=12, behaviour=dict.fromkeys(BUSY, does))
     wait_until(lambda: len(driver.stage.marked("attempts")) >= workers)
     assert driver.end(how) == (1, [MESSAGE])
-    assert all(rank.ended for rank in read_progress(driver.stage.dir.progress))
+    assert all(rank.ended for rank in read_progress(driver.stage.ranks.progress))
     assert not list(token_staging(driver.stage.root, driver.stage.dir.read_token()).iterdir())
 
 

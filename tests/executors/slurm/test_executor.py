@@ -109,7 +109,7 @@ class TestGuard:
         monkeypatch.setenv("PATH", str(run_dir.path))
         run_dir.begin(RunRequest(stages=[], cluster="here" if is_done else ""))
         if is_done:
-            run_dir.note_end(RunOutcome(state="done", message="all stages are done"))
+            run_dir.note_outcome(RunOutcome(state="done", message="all stages are done"))
         require_no_jobs(run_dir)
 
     def test_a_run_that_waits_on_another_cluster_is_refused_unless_it_is_taken_over(self, cluster, run_dir):
@@ -121,7 +121,7 @@ class TestGuard:
                 ask()
         require_no_jobs(run_dir, take_over=True)
         replace(run, take_over=True).start()
-        assert run_dir.read_given().cluster == "here"
+        assert run_dir.read_request().cluster == "here"
 
 
 def _supervise(stage):
@@ -132,17 +132,17 @@ def _supervise(stage):
 @pytest.mark.parametrize("does", ["wait:never", "hold_gil"])
 def test_a_unit_that_hangs_past_the_time_of_its_job_fails_with_what_ends_it(tmp_path, does):
     stage = ToyStage(tmp_path, units=1, behaviour={0: does})
-    units = read_or_make_plan(stage, restart=False)
-    make_fence(stage)
-    begin_round(stage, units, 1, join_seconds=1.0)
-    job = multiprocessing.get_context("spawn").Process(target=_supervise, args=(stage,))
+    planned, units = read_or_make_plan(stage.in_run)
+    make_fence(planned)
+    begin_round(planned, units, 1, join_seconds=1.0)
+    job = multiprocessing.get_context("spawn").Process(target=_supervise, args=(planned,))
     job.start()
     wait_until(lambda: stage.attempts()[0])
-    [begun] = Attempts(stage.dir.attempts).open()
+    [begun] = Attempts(stage.ranks.attempts).open()
     wait_until(lambda: time.time() > begun.time + 0.1)
     job.terminate()
     job.join()
-    assert "executor.unit_time_limit" in Attempts(stage.dir.attempts).error(0).message
+    assert "executor.unit_time_limit" in Attempts(stage.ranks.attempts).error(0).message
 
 
 class TestSetupLines:
@@ -155,7 +155,7 @@ class TestSetupLines:
 
         def run(*setup: str) -> subprocess.CompletedProcess[str]:
             stage = ToyStage(tmp_path)
-            script = ToyRun(ToyDataset(stage), ClusterProfile(setup=list(setup))).scripts(stage, 2)[0]
+            script = ToyRun(ToyDataset(stage), ClusterProfile(setup=list(setup))).scripts(stage.in_run, 2)[0]
             make_private_folder(stage.run_dir.jobs)
             with (stage.run_dir.jobs / "7_0_0_log.err").open("w") as errors:
                 return subprocess.run(
@@ -173,7 +173,7 @@ class TestSetupLines:
         cluster.script("srun", "echo the rank runs")
         run = ToyRun(ToyDataset(ToyStage(folder), name=name), ClusterProfile())
         make_private_folder(run.run_dir.jobs)
-        script = run.scripts(run.stage, 2)[0]
+        script = run.scripts(run.stage.in_run, 2)[0]
         ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
         assert ended.stderr == ""
         assert not list(tmp_path.rglob("ran[0-9]"))
@@ -209,18 +209,18 @@ class TestSetupLines:
         stage = ToyStage(tmp_path, units=8)
         submit()
         monkeypatch.setenv("SLURM_JOB_ID", "17")
-        job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=stage.run_dir.read_given())
+        job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=stage.run_dir.read_request())
         for number in range(3):
-            assert stage.run_dir.read_end() is None
+            assert stage.run_dir.read_outcome() is None
             if not setup:
                 message = "cannot write /scratch on node7: No space left on device"
                 note = Note(kind="failed", slot="node7/rank 0", message=message, code="disk", place="node7")
-                RecordLog(stage.dir.attempts).append(note)
+                RecordLog(stage.ranks.attempts).append(note)
             else:
                 run_script(setup)
             with raises(FatalError, *reason) if number == 2 else nullcontext():
                 job.advance("toy", stage.dir.read_token(), True)
-        end = stage.run_dir.read_end()
+        end = stage.run_dir.read_outcome()
         assert (end.code, reason[1] in end.message) == (reason[0], True), end
 
 
@@ -235,7 +235,7 @@ def job(cluster, tmp_path, monkeypatch):
     cluster.script("scontrol", 'echo "$@" >> orders')
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     (tmp_path / "run").mkdir()
-    dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run", make_stages=lambda: [ToyStage(tmp_path)])
+    dataset = SimpleNamespace(name="toy", run_dir=tmp_path / "run", make_stages=lambda: [ToyStage(tmp_path).in_run])
     dataset.run = lambda executor, **options: RunOutcome(state="done", message="all stages are done")
     dataset.show = lambda: None
     job = SlurmExecutor(dataset, ClusterProfile(), role="advance", given=RunRequest(stages=["toy"], cluster="here"))
@@ -253,7 +253,7 @@ def advance(job, error=None, *, raised=None):
         job.dataset.run = fail
     with suppress(type(error)) if raised is None else raises(type(error), raised):
         job.advance("toy", "0" * 16, False)
-    return job.run_dir.read_end()
+    return job.run_dir.read_outcome()
 
 
 def test_one_that_has_waited_as_long_as_it_may_is_requeued(job, cluster):
@@ -303,16 +303,16 @@ def test_one_that_another_process_has_put_out_of_the_run_directory_leaves_the_ru
 @pytest.mark.parametrize("is_cancelled", [True, False])
 def test_of_a_run_that_was_cancelled_or_taken_over_does_and_notes_nothing(job, is_cancelled):
     if is_cancelled:
-        job.run_dir.note_end(RunOutcome(state="cancelled", message="cancelled by bob"))
+        job.run_dir.note_outcome(RunOutcome(state="cancelled", message="cancelled by bob"))
     else:
         job.run_dir.begin(RunRequest(stages=[]))
-    before = job.run_dir.read_end()
+    before = job.run_dir.read_outcome()
     assert advance(job, AssertionError("it goes on")) == before
     assert "the run has ended, or another one has begun in its place" in job.run_dir.advance_log.read_text()
 
 
 def test_reservations_go_with_the_end_of_a_run_but_not_while_another_process_has_taken_over(job):
-    stage = ToyStage(job.run_dir.path.parent)
+    stage = ToyStage(job.run_dir.path.parent).in_run
     reserve([stage], restart=False)
     job.dataset.make_stages = lambda: [stage]
     error = ConfigError("write was begun differently", code="changed_plan")
@@ -394,7 +394,7 @@ def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path, mak
     make_job(stage).advance("toy", "", False)
     assert run(local)[0].ok
     assert output_bytes(stage) == output_bytes(local)
-    assert stage.run_dir.read_end().state == "done"
+    assert stage.run_dir.read_outcome().state == "done"
     assert cluster.scripts() == []
 
 
@@ -419,6 +419,6 @@ def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path, mak
 def test_is_what_few_units_cores_memory_and_the_same_python_make(tmp_path, units, profile, workers):
     stage = ToyStage(tmp_path, units=units)
     run = ToyRun(ToyDataset(stage), ClusterProfile(**profile))
-    planned = read_or_make_plan(stage, restart=False)
-    assert run.workers_in_job(stage, planned) == workers
-    assert run.workers_in_job(GpuStage(tmp_path), planned) == 0
+    planned, unit_list = read_or_make_plan(stage.in_run)
+    assert run.workers_in_job(planned, unit_list) == workers
+    assert run.workers_in_job(GpuStage(tmp_path).in_run, unit_list) == 0

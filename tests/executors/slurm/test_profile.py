@@ -75,7 +75,7 @@ def scripts(tmp_path, monkeypatch):
         profile = load_typed(ClusterProfile, REPOSITORY / f"configs/clusters/{name}.yaml")
         stage = ToyStage(tmp_path)
         run = ToyRun(ToyDataset(stage), profile)
-        return [run.scripts(MatchStage(tmp_path), 2)[0], *run.scripts(stage, 2)[:2]]
+        return [run.scripts(MatchStage(tmp_path).in_run, 2)[0], *run.scripts(stage.in_run, 2)[:2]]
 
     return make
 

@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from sharmill.engine.stage import Stage
+from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Unit
 from sharmill.executors.local import ConfiguredExecutor
 from sharmill.executors.reporter import ProgressReporter
@@ -21,10 +21,10 @@ class ApartExecutor(ConfiguredExecutor):
     python: str = sys.executable
     """Python interpreter, or a program that passes its arguments on to one."""
 
-    def num_ranks(self, stage: Stage, units: list[Unit]) -> int:
+    def num_ranks(self, stage: StageRun, units: list[Unit]) -> int:
         return 2 if self.workers == "auto" else self.workers
 
-    def supervise(self, stage: Stage, numbers: range, reporter: ProgressReporter) -> None:
+    def supervise(self, stage: StageRun, numbers: range, reporter: ProgressReporter) -> None:
         processes = [subprocess.Popen([self.python, "-m", "apart"], stdin=subprocess.PIPE) for _ in numbers]
         for process, number in zip(processes, numbers, strict=True):
             with process.stdin as stream:

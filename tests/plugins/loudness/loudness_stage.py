@@ -6,6 +6,7 @@ from pathlib import Path
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.sound import measure_sound
 from sharmill.config import StageSection
+from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Unit
 from sharmill.shar.fields import Field
 from sharmill.shar.items import ItemTable
@@ -29,9 +30,9 @@ class LoudnessStage(FieldStage):
     kind = "loudness"
     section = LoudnessConfig
 
-    def fields(self) -> list[Field]:
+    def fields(self, run: StageRun) -> list[Field]:
         # The attribute of a cut is a name of Python's.
-        name = self.name.replace("/", "_")
+        name = run.name.replace("/", "_")
         return [
             Field(
                 name=name, file=f"{name}/values.{{:06d}}.jsonl.gz", kind="value", attribute=name,
@@ -39,15 +40,15 @@ class LoudnessStage(FieldStage):
             )
         ]  # fmt: skip
 
-    def open(self, device: str) -> FieldProcessor:
-        return LoudnessProcessor(self)
+    def open(self, run: StageRun, device: str) -> FieldProcessor:
+        return LoudnessProcessor(run)
 
 
 class LoudnessProcessor(FieldProcessor):
     """Measures the cuts of a shard."""
 
     def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
-        table = ItemTable(self.stage.dataset.file("target_audio", unit.index), ids=ids)
+        table = ItemTable(self.dataset.file("target_audio", unit.index), ids=ids)
         sounds = [measure_sound(*decode_bytes(table.item(number).data)) for number in range(len(ids))]
-        values = [(id, sound.loudness - self.stage.settings.level) for id, sound in zip(ids, sounds, strict=True)]
+        values = [(id, sound.loudness - self.run.settings.level) for id, sound in zip(ids, sounds, strict=True)]
         write_values(paths[0], self.fields[0].attribute, values)

@@ -38,6 +38,7 @@ from sharmill.models.device import check_device, fit_batch_seconds
 from sharmill.models.memory import require_room
 from sharmill.stages.inputs import identify_roots, manifest_stem, segment_reader, segment_roots
 from sharmill.stages.lines import (
+    FIRST_OF_GROUP,
     OFFSET,
     column,
     finish_manifest,
@@ -96,14 +97,15 @@ class MatchStage(Stage):
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
         match: MatchConfig = run.settings
-        seconds, groups = column(run, "prepare", "seconds"), column(run, "prepare", "group")
+        seconds, firsts = column(run, "prepare", "seconds"), column(run, "prepare", FIRST_OF_GROUP)
         num_records = len(seconds)
         if match.contexts_from_dataset:
             key, roots = make_speaker_key(run.config.speaker_key), self.input(run).roots
             candidates = write_candidates(run.plan_folder / CANDIDATES, roots[-1].path, len(roots) - 1, key)
             save_array(run.plan_folder / CANDIDATE_OFFSETS, offsets_of(candidates["length"]))
-            seconds, groups = np.append(seconds, candidates["seconds"]), np.append(groups, candidates["group"], axis=0)
-        firsts = find_first(*groups.T)
+            seconds = np.append(seconds, candidates["seconds"])
+            groups = np.append(column(run, "prepare", "group"), candidates["group"], axis=0)
+            firsts = find_first(*groups.T)
         order = order_by_group(firsts, mixed=match.contexts_from_dataset and match.max_group is not None)
         if match.contexts_from_dataset:
             # Not the groups that have no record.

@@ -35,7 +35,7 @@ from sharmill.prepare.duplicates import HASH_FIELDS, Ids, KnownRecords, hash_utt
 from sharmill.prepare.hours import HoursTable
 from sharmill.sources import Described, Piece, RawRecord, Source, notes_of, record_text
 from sharmill.stages.inputs import identify_roots, manifest_stem
-from sharmill.stages.lines import finish_manifest, merge_columns, write_part
+from sharmill.stages.lines import FIRST_OF_GROUP, finish_manifest, merge_columns, number_groups, write_part
 from sharmill.stages.speaker_key import SpeakerKey, key_of, make_speaker_key
 
 
@@ -107,7 +107,7 @@ class PrepareStage(Stage):
         columns = merge_columns(
             run.dir.merged, parts, ["seconds", "group"], lengths=np.asarray(merged.lengths), kept=merged.kept
         )
-        columns["stats"] = run.run_dir.stats
+        columns |= {FIRST_OF_GROUP: number_groups(columns["group"]), "stats": run.run_dir.stats}
         return finish_manifest(run, manifest, columns, result, duration_tolerance=run.settings.duration_tolerance)
 
     def _merge(self, run: StageRun, manifest: Path, hours: HoursTable) -> "Merged":

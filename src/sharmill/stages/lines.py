@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from msgspec.structs import replace
 
+from sharmill.engine.hashes import find_first
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Totals
 from sharmill.errors import ConfigError
@@ -27,6 +28,8 @@ from sharmill.manifest import Utterance, records_checksum
 LINE: Final = np.dtype([("length", "u4"), ("index", "u4"), ("seconds", "f4"), ("context", "f4"), ("group", "u8", 2)])
 # The name of the column that is made of the lengths: the place of the first byte of each line.
 OFFSET: Final = "offset"
+# The name of the column with the number of the first line of each line's group.
+FIRST_OF_GROUP: Final = "first_of_group"
 
 
 def write_part(path: Path, utterances: Iterable[Utterance], group_of: Callable[[Utterance], str]) -> np.ndarray:
@@ -97,6 +100,15 @@ def identify_manifest(run: StageRun, stage: str) -> str:
     return str(totals.facts["records"])
 
 
+def number_groups(hashes: Path) -> Path:
+    """Write for each line (N,) uint32 the number of the first line of its group, by the hashes of a merged manifest."""
+    path = hashes.with_name(f"{FIRST_OF_GROUP}.npy")
+    firsts = find_first(*map_stored_array(hashes).T)
+    with open_atomic(path) as stream:
+        write_array(stream, firsts.dtype, firsts.shape, [firsts])
+    return path
+
+
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
     """Return the place of the first byte of each line (N,) int64, from the bytes of the lines (N,)."""
     return np.cumsum(lengths, dtype=np.int64) - lengths
@@ -117,7 +129,8 @@ def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
 
 def column(run: StageRun, stage: str, name: str) -> np.ndarray:
     """Return a column (N,) of the manifest that a stage has left, mapped from its file."""
-    return map_stored_array(run.product(f"{stage}/{name}"))
+    # A plain array: numpy shuffles its subclasses item by item.
+    return np.asarray(map_stored_array(run.product(f"{stage}/{name}")))
 
 
 def finish_manifest(run: StageRun, manifest: Path, columns: dict[str, Path], totals: Totals, **facts: Any) -> Totals:
@@ -133,5 +146,6 @@ def leave_manifest(run: StageRun, name: str, utterances: Sequence[Utterance], **
         folder.mkdir(parents=True, exist_ok=True)
     save_array(part, write_part(manifest, utterances, lambda utterance: utterance.speaker))
     columns = merge_columns(part.parent, [part], ["index", "seconds", "context", "group"])
+    columns[FIRST_OF_GROUP] = number_groups(columns["group"])
     totals = Totals(num_in=len(utterances), num_out=len(utterances), rejects={}, hours=0.0)
     write_atomic(run.dir.done, msgspec.json.encode(finish_manifest(run, manifest, columns, totals, **facts)))

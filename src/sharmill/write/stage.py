@@ -19,7 +19,6 @@ from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentPlace, Segmen
 from sharmill.audio.sound import Sound
 from sharmill.config import Config, Positive, Presence, StageSection, require
 from sharmill.engine.balance import divide_evenly
-from sharmill.engine.hashes import find_first
 from sharmill.engine.order import make_stages
 from sharmill.engine.plan import committed_files, count_planned
 from sharmill.engine.stage import Advance, Processor, Publication, Stage, StageRun, versions
@@ -38,7 +37,7 @@ from sharmill.shar.manifests import context_id, cut_json, recording_json
 from sharmill.shar.places import PLACE, make_place
 from sharmill.stages.fields import added_fields, dataset_of, shard_record
 from sharmill.stages.inputs import identify_roots, segment_reader, segment_roots
-from sharmill.stages.lines import OFFSET, column, identify_manifest, order_by_group
+from sharmill.stages.lines import FIRST_OF_GROUP, OFFSET, column, identify_manifest, order_by_group
 
 _DEFAULT_SHARD_SIZE: Final = 1000
 _ORIGINAL: Final = "original"
@@ -209,7 +208,7 @@ def _order(run: StageRun) -> np.ndarray:
     numbers = np.arange(len(column(run, _before(run), OFFSET)), dtype=np.uint32)
     if write.order == "speaker":
         # A matched manifest lies by group already.
-        return numbers if run.config.has_contexts else order_by_group(find_first(*column(run, "prepare", "group").T))
+        return numbers if run.config.has_contexts else order_by_group(column(run, "prepare", FIRST_OF_GROUP))
     return order_lines(column(run, "match", "index") if run.config.has_contexts else numbers, write.order, write.seed)
 
 

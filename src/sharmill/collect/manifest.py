@@ -4,7 +4,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
@@ -284,7 +284,7 @@ class ManifestStage(Stage):
             notes.append(
                 f"the recipe warns {len(warnings)} times, first: {warnings[0]} (see {destination.beside(LOG)})"
             )
-        return replace(totals, rejects=by_reason, notes=notes)
+        return msgspec.structs.replace(totals, rejects=by_reason, notes=notes)
 
 
 def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:

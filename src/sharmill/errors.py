@@ -240,6 +240,13 @@ class RejectRecord(SharmillError):
         return f"{self.reason}: {self.detail}"
 
 
+def refuse_record(*problems: tuple[object, str, str]) -> None:
+    """Raise RejectRecord for the first problem, a condition, reason and detail, of which the condition is true."""
+    for is_there, reason, detail in problems:
+        if is_there:
+            raise RejectRecord(reason, detail)
+
+
 class UnitFailed(SharmillError):
     """This unit cannot be completed; it is retried, then reported, and the others go on."""
 

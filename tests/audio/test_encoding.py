@@ -11,7 +11,7 @@ import soundfile as sf
 from support.audio import reason_of, speech_like
 from support.project import raises
 
-from sharmill.audio.decoder import ENCODERS, AudioInfo, check_encoder, encode
+from sharmill.audio.decoder import ENCODERS, AudioInfo, encode, encoder_problem
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.errors import ConfigError
 
@@ -25,9 +25,11 @@ def test_flac_has_the_bytes_that_libsndfile_makes_of_floats():
 
 
 @pytest.mark.parametrize("format", ENCODERS)
-@pytest.mark.parametrize("rate", [8000, 16000, 24000, 48000])
+@pytest.mark.parametrize("rate", [8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000])
 @pytest.mark.parametrize("num_samples", [1, 100, 16001])
 def test_encoders_keep_rate_and_number_of_samples(format, rate, num_samples):
+    if encoder_problem(format, rate):
+        pytest.skip("a rate that the format cannot hold")
     data = encode(speech_like(num_samples, rate), rate, format)
     assert probe_bytes(data) == AudioInfo(rate, num_samples, 1, format)
     assert len(decode_bytes(data)[0]) == num_samples
@@ -62,16 +64,17 @@ for format in ENCODERS:
     assert [line.split()[0] for line in outputs.pop().splitlines()] == list(ENCODERS)
 
 
-def test_rates_that_a_format_cannot_hold_are_a_configuration_error():
-    samples = speech_like(100, 22050)
-    with raises(ConfigError, "bad_config_value", "22050", "sampling_rate", "8000, 12000, 16000, 24000, 48000"):
-        encode(samples, 22050, "opus")
-    with raises(ConfigError, "bad_config_value", "mp3", "96000"):
-        check_encoder("mp3", 96000)
-    with raises(ConfigError, "bad_config_value", "aac", "flac, wav, mp3, opus"):
-        check_encoder("aac", 16000)
-    for rate in (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000):
-        assert probe_bytes(encode(speech_like(5000, rate), rate, "mp3")).num_samples == 5000
+@pytest.mark.parametrize(
+    ("format", "rate", "says"),
+    [
+        ("opus", 22050, ["22050", "sampling_rate", "8000, 12000, 16000, 24000, 48000"]),
+        ("mp3", 96000, ["mp3", "96000"]),
+        ("aac", 16000, ["aac", "flac, wav, mp3, opus"]),
+    ],
+)
+def test_rates_that_a_format_cannot_hold_are_a_configuration_error(format, rate, says):
+    with raises(ConfigError, "bad_config_value", *says):
+        encode(speech_like(100, rate), rate, format)
 
 
 def test_what_cannot_be_encoded():

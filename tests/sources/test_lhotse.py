@@ -143,12 +143,6 @@ def test_marks_of_cuts_and_supervisions_are_obeyed(line, split, cuts):
     assert [row["utterance_id"] for row in rows[1:]] == ["b"] * (len(rows) - 1)
 
 
-def test_several_speakers_need_split(cuts):
-    found = reason(cuts(cut(*TWO_SPEAKERS)))
-    assert found[0] == "unsupported_cut"
-    assert "2 speakers; split: true" in found[1]
-
-
 @pytest.mark.parametrize("name", ["cuts.jsonl", "cuts.jsonl.gz"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
 def test_pieces_divide_cuts(size, name, cuts):
@@ -162,9 +156,8 @@ def test_pieces_divide_cuts(size, name, cuts):
     assert max(piece.num_records for piece in source.pieces(size)) <= size
 
 
-@pytest.mark.parametrize(
-    ("line", "expected", "says"),
-    [
+# Lines of a CutSet that make no record, with ``split`` or without, and the reject.
+BAD = [
         (cut(recording=recording(transforms=[{"name": "Speed", "kwargs": {"factor": 1.1}}])), "unsupported_cut", "Spe"),
         (cut(recording=recording(transforms=[{"name": "Volume", "kwargs": {}}])), "unsupported_cut", "save_audios"),
         ({"id": "c", "tracks": [], "type": "MixedCut"}, "unsupported_cut", "MixedCut"),
@@ -191,13 +184,17 @@ def test_pieces_divide_cuts(size, name, cuts):
         (b"[]", "malformed", "no cut"),
         (b"[" * 5000, "malformed", "no cut"),
         (json.dumps(cut(supervision(text="gr\u00fcn")), ensure_ascii=False).encode("latin-1"), "malformed", "no cut"),
-    ],
-)  # fmt: skip
-def test_cuts_that_are_no_records(line, expected, says, cuts):
-    for split in (False, True):
-        found = reason(cuts(line, split=split))
-        assert found[0] == expected
-        assert says in found[1]
+]  # fmt: skip
+BAD_CUTS = [
+    (cut(*TWO_SPEAKERS), False, "unsupported_cut", "2 speakers; split: true"),
+    *((line, split, *expected) for line, *expected in BAD for split in (False, True)),
+]
+
+
+@pytest.mark.parametrize(("line", "split", "expected", "says"), BAD_CUTS)
+def test_cuts_that_are_no_records(line, split, expected, says, cuts):
+    found = reason(cuts(line, split=split))
+    assert (found[0], says in found[1]) == (expected, True)
 
 
 def test_nan_of_custom_keys_stays_and_is_none_of_times(cuts, joined):
@@ -208,38 +205,36 @@ def test_nan_of_custom_keys_stays_and_is_none_of_times(cuts, joined):
     assert "start is NaN" in reason(joined([recording()], [supervision(start=math.nan)]))[1]
 
 
-def test_channels(cuts):
-    both = recording(sources=stereo("both.wav"), channel_ids=[0, 1])
-    each = recording(sources=stereo("left.wav", "right.wav"), channel_ids=[0, 1])
+BOTH = {"recording": recording(sources=stereo("both.wav"), channel_ids=[0, 1])}
+EACH = {"recording": recording(sources=stereo("left.wav", "right.wav"), channel_ids=[0, 1])}
+OF_TWO = {"type": "MultiCut", "channel": [0, 1]}
+TWO_CHANNELS = [supervision("a", channel=[1]), supervision("b", channel=[0, 1])]
+# A cut, the channel that the source chooses, and for each record the file and its channel, or the reason of a reject.
+CHANNELS = [
+    (cut(**BOTH), None, [("both.wav", 0)]),
+    (cut(**BOTH, channel=1), None, [("both.wav", 1)]),
+    (cut(**EACH | OF_TWO), None, ["unsupported_channels"]),
+    (cut(**EACH | OF_TWO), 0, [("left.wav", None)]),
+    (cut(**EACH | OF_TWO), 1, [("right.wav", None)]),
+    (cut(**EACH | OF_TWO), 2, ["unsupported_channels"]),
+    (cut(**EACH | OF_TWO), "downmix", ["unsupported_channels"]),
+    (cut(**BOTH | OF_TWO), "downmix", [("both.wav", "downmix")]),
+    (cut(*TWO_CHANNELS, **BOTH | OF_TWO), None, [("both.wav", 1), "unsupported_channels"]),
+]
 
-    def place(*arguments, channel=None, **keys):
-        (row,) = read(cuts(cut(*arguments, **keys), channel=channel))
-        return (row["audio_filepath"], row.get("channel")) if isinstance(row, dict) else row.reason
 
-    assert place(recording=both, channel=None) == ("both.wav", 0)
-    (row,) = read(cuts(cut(recording=both) | {"channel": 1}))
-    assert row["channel"] == 1
-    multi = {"recording": each, "type": "MultiCut"}
-    rows = {}
-    for chosen in (None, 0, 1, 2, "downmix"):
-        (row,) = read(cuts(cut(**multi) | {"channel": [0, 1]}, channel=chosen))
-        rows[chosen] = row.reason if isinstance(row, Unreadable) else (row["audio_filepath"], "channel" in row)
-    assert rows == {None: "unsupported_channels", 0: ("left.wav", False), 1: ("right.wav", False),
-                    2: "unsupported_channels", "downmix": "unsupported_channels"}  # fmt: skip
-    (row,) = read(cuts(cut(recording=both, type="MultiCut") | {"channel": [0, 1]}, channel="downmix"))
-    assert (row["audio_filepath"], row["channel"]) == ("both.wav", "downmix")
-    said = [supervision("a", channel=[1]), supervision("b", channel=[0, 1])]
-    one, other = read(cuts(cut(*said, recording=both, type="MultiCut") | {"channel": [0, 1]}, split=True))
-    assert one["channel"] == 1
-    assert other.reason == "unsupported_channels"
+@pytest.mark.parametrize(("line", "chosen", "expected"), CHANNELS)
+def test_channels(line, chosen, expected, cuts):
+    rows = read(cuts(line, channel=chosen, split=True))
+    found = [row.reason if isinstance(row, Unreadable) else (row["audio_filepath"], row.get("channel")) for row in rows]
+    assert found == expected
 
 
 @pytest.mark.parametrize(("chosen", "text"), [(0, "A B"), (1, "B C"), ("downmix", "A B C")])
 def test_texts_are_those_of_the_chosen_channel(chosen, text, cuts):
-    both = recording(sources=stereo("both.wav"), channel_ids=[0, 1])
-    said = [supervision("a", 0.0, 1.0, channel=0), supervision("b", 1.0, 1.0, channel=[0, 1])]
-    said.append(supervision("c", 2.0, 1.0, channel=1))
-    (raw,) = read_raw(cuts(cut(*said, recording=both, type="MultiCut") | {"channel": [0, 1]}, channel=chosen))
+    channels = {"a": 0, "b": [0, 1], "c": 1}
+    said = [supervision(name, start, 1.0, channel=channels[name]) for start, name in enumerate(channels)]
+    (raw,) = read_raw(cuts(cut(*said, **BOTH | OF_TWO), channel=chosen))
     named = (
         [] if chosen == "downmix" else ["records have supervisions of other channels, which the dataset does not take"]
     )

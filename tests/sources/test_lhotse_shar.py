@@ -205,23 +205,33 @@ class TestDamage:
         assert reasons(source_of(dataset)) == ["ok", "ok", "malformed", "malformed"]
 
 
+@pytest.mark.parametrize("field", ["cuts", "target_audio"])
+def test_a_shard_without_a_field_in_the_index_is_refused(field, dataset):
+    shards = lines(dataset / "shards.jsonl")
+    shards[1]["fields"].pop(field)
+    write_lines(dataset / "shards.jsonl", shards)
+    with raises(ConfigError, "bad_manifest", f"shard 1 of {dataset} has no {field}; copy the Shar again"):
+        source_of(dataset).identity()
+
+
 def test_folders_that_are_no_shar(tmp_path, dataset, lhotse_shar):
-    with raises(ConfigError, "missing_input", "nothing"):
-        source_of(tmp_path / "nothing").check()
-    with raises(ConfigError, "bad_layout", "has no cuts"):
-        source_of(tmp_path / "audio").check()
-    (dataset / "dataset.json").unlink()
-    with raises(ConfigError, "no_dataset", "dataset.json"):
-        source_of(dataset).check()
-    (dataset / "shards.jsonl").unlink()
-    with raises(ConfigError, "no_dataset", "Finish the run"):
-        source_of(dataset).check()
-    for path in lhotse_shar.glob("recording*"):
-        shutil.copy(path, lhotse_shar / path.name.replace("recording", "target_audio"))
-    with raises(ConfigError, "unknown_field", "both", "recording, target_audio"):
-        source_of(lhotse_shar).check()
-    for path in [*lhotse_shar.glob("recording*"), *lhotse_shar.glob("target_audio*")]:
-        path.rename(lhotse_shar / path.name.replace("recording", "speech").replace("target_audio", "answer"))
-    with raises(ConfigError, "unknown_field", "neither", "answer, speech"):
-        source_of(lhotse_shar).check()
+    def double():
+        for path in lhotse_shar.glob("recording*"):
+            shutil.copy(path, lhotse_shar / path.name.replace("recording", "target_audio"))
+
+    def rename():
+        for path in [*lhotse_shar.glob("recording*"), *lhotse_shar.glob("target_audio*")]:
+            path.rename(lhotse_shar / path.name.replace("recording", "speech").replace("target_audio", "answer"))
+
+    for change, folder, code, says in (
+        (lambda: None, tmp_path / "nothing", "missing_input", ["nothing"]),
+        (lambda: None, tmp_path / "audio", "bad_layout", ["has no cuts"]),
+        ((dataset / "dataset.json").unlink, dataset, "no_dataset", ["dataset.json"]),
+        ((dataset / "shards.jsonl").unlink, dataset, "no_dataset", ["Finish the run"]),
+        (double, lhotse_shar, "unknown_field", ["both", "recording, target_audio"]),
+        (rename, lhotse_shar, "unknown_field", ["neither", "answer, speech"]),
+    ):
+        change()
+        with raises(ConfigError, code, *says):
+            source_of(folder).check()
     assert len(read_raw(source_of(lhotse_shar, audio="speech"))) == 5

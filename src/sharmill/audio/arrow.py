@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
-from sharmill.errors import RejectRecord, one_line
+from sharmill.errors import RejectRecord, one_line, refuse_record
 from sharmill.files.regular import open_regular
 from sharmill.manifest import Member
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _OPEN_FILES: Final = 8
 _DECRYPT: Final = "store it without encryption, and name that file"
+# Held while a group is read, since another thread that asks probably wants the same.
+_reading: Final = Lock()
 # Errors that pyarrow raises for a damaged file; ArrowInvalid is a ValueError.
 _DAMAGE: Final = (OSError, ValueError, NotImplementedError, KeyError, IndexError)
 
@@ -166,10 +168,6 @@ def file_state(path: Path) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-# Held while a group is read: another thread that asks probably wants the same.
-_reading: Final = Lock()
-
-
 def read_audio_column(path: Path, column: str, group: int) -> pa.ChunkedArray:
     """Return the bytes of the audio of a group of rows; those of the group that was read last are kept.
 
@@ -199,8 +197,7 @@ def read_audio(path: Path, member: Member) -> bytes:
         RejectRecord: missing_audio or unreadable_audio where there is no such file or row, changed_audio where the row
             has another number of bytes than ``member`` says.
     """
-    if not path.exists():
-        raise RejectRecord("missing_audio", f"{path} is not there")
+    refuse_record((not path.exists(), "missing_audio", f"{path} is not there"))
     try:
         starts = open_rows(path).starts
         if member.start >= starts[-1]:
@@ -210,9 +207,7 @@ def read_audio(path: Path, member: Member) -> bytes:
         data = column[member.start - starts[group]].as_py()
     except UnreadableRows as error:
         raise RejectRecord("unreadable_audio", str(error)) from error
-    if data is None or len(data) != member.size:
-        found = "no" if data is None else len(data)
-        raise RejectRecord(
-            "changed_audio", f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}"
-        )
+    found = "no" if data is None else len(data)
+    detail = f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}"
+    refuse_record((found != member.size, "changed_audio", detail))
     return data

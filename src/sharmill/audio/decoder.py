@@ -27,7 +27,7 @@ from sharmill.audio.extent import (
     count_mpeg_samples,
     is_plain_ogg,
 )
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import RejectRecord, refuse, refuse_record
 
 MIN_SAMPLING_RATE: Final = 1000  # below, no speech is left
 MAX_SAMPLING_RATE: Final = 655350  # of FLAC
@@ -240,8 +240,8 @@ def _to_int16(samples: np.ndarray) -> np.ndarray:
 def check_finite(audio: np.ndarray, name: str) -> None:
     """Raise RejectRecord ``non_finite_audio`` where samples are NaN or infinite."""
     # The extremes are NaN where any sample is, and cost less than an array of answers.
-    if len(audio) and not (math.isfinite(audio.min()) and math.isfinite(audio.max())):
-        raise RejectRecord("non_finite_audio", f"{name} has NaN or infinite samples")
+    is_finite = not len(audio) or (math.isfinite(audio.min()) and math.isfinite(audio.max()))
+    refuse_record((not is_finite, "non_finite_audio", f"{name} has NaN or infinite samples"))
 
 
 class SndfileDecoder(Decoder):
@@ -276,10 +276,10 @@ class SndfileDecoder(Decoder):
         # libsndfile takes several times as long for floats of them.
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
         # Ogg states its length in its last page, so that it cannot be wrong by much.
-        if not exact and kind not in ("OGG", "FLAC") and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
-            raise RejectRecord(
-                "unreadable_audio", f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
-            )
+        is_bounded = not exact and kind not in ("OGG", "FLAC")
+        is_possible = not is_bounded or num_samples <= source.size * MAX_SAMPLES_PER_BYTE
+        detail = f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
+        refuse_record((not is_possible, "unreadable_audio", detail))
         format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
@@ -305,19 +305,20 @@ class SndfileDecoder(Decoder):
             last = stream.rfind(b"OggS")
             size = _page_bytes(stream, last)
             cut_off = last >= 0 and (size == 0 or last + size > len(stream))
-            if stream.find(OGG_BEGIN, 1) >= 0:
-                raise RejectRecord("unreadable_audio", f"{name} has several Ogg streams under one serial number")
-            if not cut_off and not is_intact(stream):
-                raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
+            has_several = stream.find(OGG_BEGIN, 1) >= 0
+            is_damaged = not cut_off and not is_intact(stream)
+            refuse_record(
+                (has_several, "unreadable_audio", f"{name} has several Ogg streams under one serial number"),
+                (is_damaged, "unreadable_audio", f"{name}: a page of the Ogg stream is damaged"),
+            )
         elif self._sound.format == "FLAC":
             cut_off = False  # shows in decoding
-            if _has_unstated_flac(self._source.read(), self.info.num_samples):
-                raise RejectRecord("duration_mismatch", f"{name} holds more audio than its header states")
+            is_longer = _has_unstated_flac(self._source.read(), self.info.num_samples)
+            refuse_record((is_longer, "duration_mismatch", f"{name} holds more audio than its header states"))
         else:
             sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
             cut_off = any(found < declared < STREAMED_BYTES for declared, found in sizes)
-        if cut_off:
-            raise RejectRecord("duration_mismatch", f"{name} ends before its header says")
+        refuse_record((cut_off, "duration_mismatch", f"{name} ends before its header says"))
 
     def close(self) -> None:
         self._sound.close()
@@ -422,8 +423,8 @@ def encoder_problem(format: str, sampling_rate: int) -> str:
 
 def check_encoder(format: str, sampling_rate: int) -> None:
     """Raise ConfigError, before any work, unless ``encode`` can write this format at this rate."""
-    if problem := encoder_problem(format, sampling_rate):
-        raise ConfigError(problem, code="bad_config_value")
+    problem = encoder_problem(format, sampling_rate)
+    refuse((problem, problem))
 
 
 def count_clipped(audio: np.ndarray) -> int:
@@ -452,8 +453,7 @@ def encode(audio: np.ndarray, sampling_rate: int, format: str, compression: floa
     check_encoder(format, sampling_rate)
     if audio.ndim != 1:
         raise ValueError(f"expected audio of shape (samples,), got {audio.shape}")
-    if len(audio) == 0:
-        raise RejectRecord("empty_audio", "there are no samples to encode")
+    refuse_record((len(audio) == 0, "empty_audio", "there are no samples to encode"))
     container, subtype, _ = _ENCODINGS[format]
     if audio.dtype == np.int16:
         stored = audio if subtype == "PCM_16" else to_float(audio)

@@ -32,7 +32,7 @@ from sharmill.audio.decoder import (
     is_intact,
 )
 from sharmill.audio.extent import check_chunks, skip_tags
-from sharmill.errors import RejectRecord
+from sharmill.errors import RejectRecord, refuse_record
 
 if TYPE_CHECKING:
     import av
@@ -54,6 +54,11 @@ _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
     ("nistsphere", 0, (b"NIST_1A\n",)),
 )
 _ADTS_FRAMES: Final = 3
+# Of a SPHERE file: the bytes that have its header, and the channels that it may have.
+_SPHERE_BYTES: Final = 1 << 12
+_MAX_CHANNELS: Final = 64
+# sph2pipe decompresses hours of speech in seconds.
+TIMEOUT_SECONDS: Final = 300.0
 _HEAD_BYTES: Final = 1 << 16
 _MOST_KNOWN: Final = 1 << 16
 # By demuxer and the identity of the bytes.
@@ -104,8 +109,8 @@ def open_decoder(source: AudioBytes) -> Decoder:
     decoder = FfmpegDecoder(source, sound.demuxer, sound.starts)
     found, least = decoder.info, sound.info
     rounded = _ROUNDED_SECONDS * max(1, len(sound.starts))
-    if found.num_samples / found.sampling_rate < least.num_samples / least.sampling_rate - rounded:
-        raise RejectRecord("duration_mismatch", f"{source.name} is damaged: FFmpeg passes over a part of it")
+    is_part = found.num_samples / found.sampling_rate < least.num_samples / least.sampling_rate - rounded
+    refuse_record((is_part, "duration_mismatch", f"{source.name} is damaged: FFmpeg passes over a part of it"))
     return decoder
 
 
@@ -152,22 +157,18 @@ class FfmpegDecoder(Decoder):
         parts = [source.with_head(b"", *place) for place in pairwise([*(starts or [0]), source.size])]
         found = [_inspect_once(part, demuxer) for part in parts]
         self.info = replace(found[0], num_samples=sum(info.num_samples for info in found))
-        if len({(info.sampling_rate, info.channels, info.format) for info in found}) > 1:
-            raise RejectRecord("unreadable_audio", f"{source.name} changes its sampling rate or channels on the way")
-        self._blocks = (block for part in parts for block in _decode(part, *_open(part, demuxer)))
-        self._next: np.ndarray | None = np.empty((0, self.info.channels), np.float32)
+        is_one = len({(info.sampling_rate, info.channels, info.format) for info in found}) == 1
+        refuse_record(
+            (not is_one, "unreadable_audio", f"{source.name} changes its sampling rate or channels on the way")
+        )
+        self._blocks = (block for part in parts for _, block in _decode(part, *_open(part, demuxer)))
+        self._left = self._nothing = np.empty((0, self.info.channels), np.float32)
 
     def read(self, num_samples: int) -> np.ndarray:
-        blocks = [np.empty((0, self.info.channels), dtype=np.float32)]
-        wanted = num_samples
-        while wanted > 0 and self._next is not None:
-            block = self._next[:wanted]
-            blocks.append(block)
-            wanted -= len(block)
-            self._next = self._next[len(block) :]
-            if not len(self._next):
-                _, self._next = next(self._blocks, (0, None))
-        samples = np.concatenate(blocks)
+        if not len(self._left):
+            self._left = next(self._blocks, self._nothing)
+        samples = self._left[:num_samples]
+        self._left = self._left[num_samples:]
         return samples[:, 0] if self.info.channels == 1 else samples
 
     def close(self) -> None:
@@ -194,17 +195,15 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
             io_open=_refuse,
         )
     try:
-        if not container.streams.audio:
-            raise RejectRecord("unreadable_audio", f"{name} has no audio, only other streams")
-        if (number := len(container.streams.audio)) > 1:
-            raise RejectRecord(
-                "unreadable_audio", f"{name} has {number} audio streams; store each as a file of its own"
-            )
+        number = len(container.streams.audio)
+        refuse_record(
+            (number == 0, "unreadable_audio", f"{name} has no audio, only other streams"),
+            (number > 1, "unreadable_audio", f"{name} has {number} audio streams; store each as a file of its own"),
+        )
         stream = container.streams.audio[0]
         context: Any = stream.codec_context
-        if context is None or context.name not in _DECODERS:
-            codec = "one that FFmpeg does not know, or encrypted" if context is None else context.name
-            raise RejectRecord("unreadable_audio", f"the audio codec of {name} is not read: {codec}")
+        codec = "one that FFmpeg does not know, or encrypted" if context is None else context.name
+        refuse_record((codec not in _DECODERS, "unreadable_audio", f"the audio codec of {name} is not read: {codec}"))
         context.thread_count = 1
     except BaseException:
         container.close()
@@ -220,11 +219,10 @@ def _decode(
 
     name, size = source.name, source.size
     most = max(size * _MAX_SAMPLES_PER_BYTE, _ALWAYS_ALLOWED_SAMPLES)
-    num_samples = sampling_rate = channels = 0
+    num_samples, form = 0, (0, 0)
     with container, _rejecting(name):
         for packet in container.demux(stream):
-            if packet.is_corrupt:
-                raise RejectRecord("duration_mismatch", f"{name} is cut off or damaged")
+            refuse_record((packet.is_corrupt, "duration_mismatch", f"{name} is cut off or damaged"))
             try:
                 frames = packet.decode()
             except InvalidDataError:
@@ -233,15 +231,16 @@ def _decode(
                 frames = []
             for frame in frames:
                 rate, block = frame.sample_rate, _samples(frame)
-                if not MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
-                    raise RejectRecord("unreadable_audio", f"{name} claims a sampling rate of {rate} Hz")
                 if num_samples == 0:
-                    sampling_rate, channels = rate, block.shape[1]
-                if (rate, block.shape[1]) != (sampling_rate, channels):
-                    raise RejectRecord("unreadable_audio", f"{name} changes its sampling rate or channels on the way")
+                    form = rate, block.shape[1]
                 num_samples += len(block)
-                if num_samples > most:
-                    raise RejectRecord("unreadable_audio", f"{name}: {size} bytes cannot hold {num_samples} samples")
+                is_rate = MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE
+                is_same = (rate, block.shape[1]) == form
+                refuse_record(
+                    (not is_rate, "unreadable_audio", f"{name} claims a sampling rate of {rate} Hz"),
+                    (not is_same, "unreadable_audio", f"{name} changes its sampling rate or channels on the way"),
+                    (num_samples > most, "unreadable_audio", f"{name}: {size} bytes cannot hold {num_samples} samples"),
+                )
                 if len(block):
                     yield rate, block
 
@@ -262,10 +261,11 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     Raises:
         RejectRecord: empty_audio; duration_mismatch, where it ends before its container says; and as of the decoder.
     """
-    if demuxer == "ogg" and not is_intact(source.read()):
-        raise RejectRecord("unreadable_audio", f"{source.name}: a page of the Ogg stream is damaged")
-    if _begins_again(source, demuxer):
-        raise RejectRecord("duration_mismatch", f"{source.name} holds another file behind its end")
+    is_damaged = demuxer == "ogg" and not is_intact(source.read())
+    refuse_record(
+        (is_damaged, "unreadable_audio", f"{source.name}: a page of the Ogg stream is damaged"),
+        (_begins_again(source, demuxer), "duration_mismatch", f"{source.name} holds another file behind its end"),
+    )
     counted, rate, channels, claimed = 0, 1, 0, 0.0
     container, stream = _open(source, demuxer)
     codec = stream.codec_context.codec.canonical_name
@@ -278,11 +278,12 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     for sampling_rate, block in _decode(source, container, stream):
         counted += len(block)
         rate, channels = sampling_rate, block.shape[1]
-    if not counted:
-        raise RejectRecord("empty_audio", f"{source.name} has no samples")
     # Only SPHERE states a number of samples, which is exact.
-    if counted / rate < claimed - (0.5 / rate if demuxer == "nistsphere" else _ROUNDED_SECONDS):
-        raise RejectRecord("duration_mismatch", f"{source.name} ends before its header says")
+    rounded = 0.5 / rate if demuxer == "nistsphere" else _ROUNDED_SECONDS
+    refuse_record(
+        (not counted, "empty_audio", f"{source.name} has no samples"),
+        (counted / rate < claimed - rounded, "duration_mismatch", f"{source.name} ends before its header says"),
+    )
     return AudioInfo(rate, counted, channels, _OTHER_NAMES.get(codec, codec), exact_seeks=False, common=False)
 
 
@@ -324,12 +325,6 @@ def _rejecting(name: str) -> Iterator[None]:
         yield
     except FFmpegError as error:
         raise RejectRecord("unreadable_audio", f"{name}: FFmpeg cannot decode it: {error.strerror}") from None
-
-
-_SPHERE_BYTES: Final = 1 << 12
-_MAX_CHANNELS: Final = 64
-# It decompresses hours of speech in seconds.
-TIMEOUT_SECONDS: Final = 300.0
 
 
 class Sph2pipeDecoder(Decoder):

@@ -27,7 +27,7 @@ from sharmill.audio.decoder import (
     to_float,
 )
 from sharmill.audio.ffmpeg import open_decoder
-from sharmill.errors import RejectRecord
+from sharmill.errors import RejectRecord, refuse_record
 from sharmill.files.location import Location, open_location
 from sharmill.files.regular import NotRegularError
 from sharmill.manifest import Channel, Member
@@ -122,8 +122,10 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
             yield recording
     else:
         with open_audio(path) as file:
-            if os.fstat(file.fileno()).st_size < member.start + member.size:
-                raise RejectRecord("unreadable_audio", f"{path} ends within the recording at byte {member.start}")
+            is_whole = os.fstat(file.fileno()).st_size >= member.start + member.size
+            refuse_record(
+                (not is_whole, "unreadable_audio", f"{path} ends within the recording at byte {member.start}")
+            )
             with open_bytes(AudioBytes(name, file, member.start, member.size)) as recording:
                 yield recording
 
@@ -131,8 +133,7 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
 @contextmanager
 def open_bytes(source: AudioBytes) -> "Iterator[Recording]":
     """Open an audio file of which there are the bytes, as ``open_recording``."""
-    if source.size == 0:
-        raise RejectRecord("empty_audio", f"{source.name} has no bytes")
+    refuse_record((source.size == 0, "empty_audio", f"{source.name} has no bytes"))
     with closing(Recording(source)) as recording:
         yield recording
 
@@ -150,10 +151,11 @@ class Recording:
         self._failed: RejectRecord | None = None
         self.info = self._decoder.info
         rate = self.info.sampling_rate
-        if not MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE:
-            raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz")
-        if self.info.num_samples <= 0:
-            raise RejectRecord("empty_audio", f"{source.name} has no samples")
+        is_rate = MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE
+        refuse_record(
+            (not is_rate, "unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz"),
+            (self.info.num_samples <= 0, "empty_audio", f"{source.name} has no samples"),
+        )
         self._begin = self._position = 0  # of the samples that are kept; the decoder is at their end
         self._kept = _NO_SAMPLES
 
@@ -183,10 +185,8 @@ class Recording:
             # Later samples must not be returned in the place of those that failed.
             self._failed = reject
             raise
-        if len(audio) < wanted:
-            raise RejectRecord(
-                "duration_mismatch", f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}"
-            )
+        detail = f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}"
+        refuse_record((len(audio) < wanted, "duration_mismatch", detail))
         check_finite(audio, self.source.name)
         return audio
 
@@ -199,18 +199,20 @@ class Recording:
         name, info = self.source.name, self.info
         if start < 0 or (num_samples is not None and num_samples < 0):
             raise ValueError(f"negative segment: start {start}, num_samples {num_samples}")
-        if num_samples == 0:
-            raise RejectRecord("empty_audio", f"the segment of {name} has no samples")
         wanted = max(info.num_samples - start, 1) if num_samples is None else num_samples
-        if start + wanted > info.num_samples:
-            raise RejectRecord(
-                "duration_mismatch", f"{name} has {info.num_samples} samples, the segment needs {start + wanted}"
-            )
+        end, size = start + wanted, self.source.size
+        refuse_record(
+            (num_samples == 0, "empty_audio", f"the segment of {name} has no samples"),
+            (
+                end > info.num_samples,
+                "duration_mismatch",
+                f"{name} has {info.num_samples} samples, the segment needs {end}",
+            ),
+        )
         if num_samples is None:
             self.check_end()
-        size = self.source.size
-        if wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE):
-            raise RejectRecord("unreadable_audio", f"{name}: {size} bytes are too few for {wanted} samples of speech")
+        detail = f"{name}: {size} bytes are too few for {wanted} samples of speech"
+        refuse_record((wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE), "unreadable_audio", detail))
         return wanted
 
     def _take(self, start: int, end: int, channel: Channel) -> np.ndarray:
@@ -220,13 +222,12 @@ class Recording:
         # Blocks, so that a wrong header cannot ask for more memory than there is audio.
         # Of many channels fewer samples, so that a block is as large.
         block_samples = _BLOCK_SAMPLES * 8 // max(8, self.info.channels)
-        wanted = found = 1
+        found = 1
         try:
-            while self._position < end and found == wanted:
+            while self._position < end and found:
                 if self._failed is not None:
                     raise RejectRecord(self._failed.reason, self._failed.detail)
-                wanted = min(block_samples, end - self._position)
-                parts.append(self._decoder.read(wanted))
+                parts.append(self._decoder.read(min(block_samples, end - self._position)))
                 found = len(parts[-1])
                 self._position += found
                 if self._position <= start:
@@ -264,11 +265,13 @@ def choose_channel(wanted: Any, channels: int) -> Channel:
     Raises:
         RejectRecord: ``unsupported_channels`` where there is no such channel, or none is wanted of several.
     """
-    if wanted is None and channels > 1:
-        raise RejectRecord(
+    is_there = wanted in (None, "downmix") or (type(wanted) is int and 0 <= wanted < channels)
+    refuse_record(
+        (
+            wanted is None and channels > 1,
             "unsupported_channels",
             f"the audio has {channels} channels; channel: 0 or another number takes one of them, downmix their mean",
-        )
-    if wanted not in (None, "downmix") and (type(wanted) is not int or not 0 <= wanted < channels):
-        raise RejectRecord("unsupported_channels", f"there is no channel {str(wanted)[:40]} in audio of {channels}")
+        ),
+        (not is_there, "unsupported_channels", f"there is no channel {str(wanted)[:40]} in audio of {channels}"),
+    )
     return None if channels == 1 else wanted

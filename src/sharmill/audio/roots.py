@@ -18,13 +18,19 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import quote, unquote
 
-from sharmill.errors import ConfigError, DeviceError, RejectRecord
+from sharmill.errors import ConfigError, DeviceError, RejectRecord, refuse, refuse_record
 from sharmill.files.cache import Cache
 from sharmill.files.location import Location, RemoteLocation, is_url, local
 from sharmill.manifest import MAX_PATH, Segment
 
 # A part of a URL's path goes up whatever query or parameter is behind it.
 _GOES_UP: Final = re.compile(r"(?:^|[/\\])\.\.(?:[/\\?;#]|$)")
+# The problem of an absolute path, and of a URL, that is not below the root.
+_NOT_BELOW: Final = {
+    False: "the audio path is absolute and not below the audio root",
+    True: "the audio path is a URL and not below the audio root; it is fetched where audio_root is the begin of it, "
+    "https://host/folder",
+}
 # More than a day of speech at 16 kHz in WAV.
 _MAX_BYTES: Final = 4 << 30
 
@@ -42,27 +48,19 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         >>> normalise_path("/data/./speech/a/../b.wav", ["/data/speech"])
         'b.wav'
     """
-    if audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|"):
-        raise RejectRecord("outside_root", "the audio path names a command, not a file")
-    if "\0" in audio_filepath:
-        raise RejectRecord("outside_root", "the audio path has a null character, which no path can have")
-    if len(audio_filepath) > MAX_PATH:
-        raise RejectRecord(
-            "missing_audio", f"the audio path has {len(audio_filepath):,} characters, more than a path can have"
-        )
-    relative = audio_filepath
-    if audio_filepath.startswith("/") or is_url(audio_filepath):
+    is_command = audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|")
+    size = len(audio_filepath)
+    refuse_record(
+        (is_command, "outside_root", "the audio path names a command, not a file"),
+        ("\0" in audio_filepath, "outside_root", "the audio path has a null character, which no path can have"),
+        (size > MAX_PATH, "missing_audio", f"the audio path has {size:,} characters, more than a path can have"),
+    )
+    relative, is_remote = audio_filepath, is_url(audio_filepath)
+    if is_remote or audio_filepath.startswith("/"):
         behind = [rest for root in roots if (rest := _behind(root, audio_filepath)) is not None]
-        if not behind:
-            problem = "the audio path is absolute and not below the audio root"
-            if is_url(audio_filepath):
-                problem = (
-                    "the audio path is a URL and not below the audio root; it is fetched where audio_root is the begin "
-                    "of it, https://host/folder"
-                )
-            raise RejectRecord("outside_root", problem)
+        refuse_record((not behind, "outside_root", _NOT_BELOW[is_remote]))
         relative = behind[0]
-    if is_url(audio_filepath):
+    if is_remote:
         _check_dots(relative)
         return relative
     parts: list[str] = []
@@ -88,8 +86,7 @@ def _behind(root: str, path: str) -> str | None:
 
 def _check_dots(relative: str) -> None:
     """Raise RejectRecord ``outside_root`` where a path below a URL goes up: a server undoes the quoting before."""
-    if _GOES_UP.search(unquote(relative)):
-        raise RejectRecord("outside_root", "the audio path leaves the audio root by '..'")
+    refuse_record((_GOES_UP.search(unquote(relative)), "outside_root", "the audio path leaves the audio root by '..'"))
 
 
 @dataclass(frozen=True)
@@ -175,8 +172,8 @@ class AudioRoot:
             return
         real = os.path.realpath(self._join(relative))
         inside = os.path.join(self.real, "")  # noqa: PTH118 - a Path has no separator at its end
-        if not real.startswith(inside) and real != self.real:
-            raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
+        is_inside = real == self.real or real.startswith(inside)
+        refuse_record((not is_inside, "outside_root", "the audio path leaves the audio root by a symbolic link"))
 
 
 @dataclass(frozen=True)
@@ -221,11 +218,8 @@ class AudioRoots:
         for numbers in self.numbers:
             for one, other in itertools.permutations(numbers, 2):
                 outer, inner = self.roots[one], self.roots[other]
-                if Path(inner.real).is_relative_to(outer.real):
-                    raise ConfigError(
-                        f"the audio root {inner.path} lies within {outer.path}; name the outer one only",
-                        code="bad_config_value",
-                    )
+                is_inside = Path(inner.real).is_relative_to(outer.real)
+                refuse((is_inside, f"the audio root {inner.path} lies within {outer.path}; name the outer one only"))
 
     def check_node(self) -> None:
         """Raise DeviceError where this node does not see a folder: all records there would be rejected, one by one."""

@@ -43,6 +43,7 @@ from typing import Annotated, Any, BinaryIO, ClassVar, Final, Self
 import msgspec
 
 from sharmill.audio.roots import AudioRoot, normalise_path
+from sharmill.config import require
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.cache import Cache
 from sharmill.files.location import Location, RemoteLocation, check_url, is_url
@@ -149,17 +150,15 @@ class Source(ABC):
 
     def __post_init__(self) -> None:
         for key in ("audio_root", *self.file_keys):
-            if getattr(self, key) is not None and not all(path.strip() for path in self.named(key) or [""]):
-                hint = "; audio_root: null takes absolute paths anywhere" if key == "audio_root" else ""
-                raise ValueError(f"{key} must not be empty{hint}")
+            hint = "; audio_root: null takes absolute paths anywhere" if key == "audio_root" else ""
+            is_full = getattr(self, key) is None or all(path.strip() for path in self.named(key) or [""])
+            require(is_full, f"{key} must not be empty{hint}")
             for url in filter(is_url, self.named(key)):
                 check_url(url, key)
         for key in ("language", "dataset"):
             value = getattr(self, key)
-            if value is not None and (not value or value.split() != [value]):
-                raise ValueError(f"{key} {value!r} must be a word without blanks")
-        if isinstance(self.channel, int) and self.channel < 0:
-            raise ValueError("channel must be a number from 0, or downmix")
+            require(value is None or value.split() == [value], f"{key} {value!r} must be a word without blanks")
+        require(not isinstance(self.channel, int) or self.channel >= 0, "channel must be a number from 0, or downmix")
         self.template()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -246,8 +245,8 @@ class Source(ABC):
 
     def refuse_url_roots(self) -> None:
         """Raise ValueError where an audio root is a URL, as a source does that looks into the folder itself."""
-        if any(map(is_url, self.named("audio_root"))):
-            raise ValueError(f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
+        is_local = not any(map(is_url, self.named("audio_root")))
+        require(is_local, f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
 
     def template(self) -> Template | None:
         """Return the template of ``speaker``; raise ValueError where it is none."""
@@ -316,10 +315,30 @@ class EncodedSource(Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            if "\n".encode(self.encoding) != b"\n":
-                raise ValueError(f"texts in {self.encoding} cannot be read: save them as UTF-8")
+            newline = "\n".encode(self.encoding)
         except LookupError as error:
             raise ValueError(f"there is no encoding {self.encoding!r} of texts") from error
+        require(newline == b"\n", f"texts in {self.encoding} cannot be read: save them as UTF-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSource(Source):
+    """A source whose records have the values of named columns."""
+
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Keys of records and the columns that they come from, ``{text: sentence}``; of WebDataset, the keys of its JSON
+    files. Others keep their names."""
+
+    @property
+    def mapped(self) -> set[str]:
+        """The names that are keys of records or columns for other keys."""
+        return {*self.columns, *self.columns.values()}
+
+    def name_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of columns by the keys of a record."""
+        mapped = self.mapped
+        kept = {column: value for column, value in values.items() if column not in mapped}
+        return kept | {key: values[column] for key, column in self.columns.items() if column in values}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
+from sharmill.config import require
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.checksums import checksum
 from sharmill.manifest import TIME_DIGITS
@@ -28,6 +29,12 @@ from sharmill.sources.speakers import Template
 _SHOWN: Final = 1000
 Token = TypeVar("Token", str, float)
 
+# The ends of the names of files in each form.
+_SUFFIXES: Final = {
+    "rttm": ".rttm", "ctm": ".ctm", "textgrid": ".TextGrid", "audacity": ".txt", "srt": ".srt", "ami": ".words.xml",
+}  # fmt: skip
+# The forms whose stretches are words, to be joined.
+_OF_WORDS: Final = ("ctm", "ami")
 # Two stretches that overlap by less only have rounded times.
 _MIN_OVERLAP: Final = 1e-3
 _CLOCK: Final = r"(?:(\d{1,4}):)?(\d{1,2}):(\d\d)(?:[,.](\d{1,9}))?"
@@ -44,10 +51,37 @@ _MAX_GAP: Final = 0.5
 _MOST_LINES: Final = 10
 # In seconds. Nothing is said in a shorter time, and no longer pause is between rolling captions.
 _SHORT_CAPTION: Final = 0.1
-# Not those of Unicode, which a word or a name may have.
-_BLANKS: Final = re.compile(r"[ \t\v\f]+")
-# Behind a word or the name of a speaker; anything else is a further part of it.
-_CONFIDENCE: Final = re.compile(r"|<?NA>?|[-+.\deE]+")
+# Blanks and words of a line. Blanks of Unicode do not count, since a word or a name may have them.
+_GAP: Final = r"[ \t\v\f]++"
+_WORD: Final = r"[^ \t\v\f]++"
+# The end of a line behind a word or the name of a speaker; anything else is a further part of that.
+_CONFIDENCE: Final = rf"(?:{_GAP}(?:<?NA>?|[-+.\deE]+)(?:{_GAP}.*)?)?\s*"
+_PLACE: Final = (
+    rf"(?P<recording>{_WORD}){_GAP}(?P<channel>{_WORD}){_GAP}(?P<start>{_WORD}){_GAP}(?P<duration>{_WORD}){_GAP}"
+)
+# The forms with a stretch in each line: lines that are passed over, all others, and the detail of other rejects.
+_LINES: Final = {
+    # Further lines of RTTM are about speakers, words and noises.
+    "rttm": (
+        re.compile(rf"(?!\s*SPEAKER(?:{_GAP}|$))"),
+        re.compile(
+            rf"\s*SPEAKER{_GAP}{_PLACE}(?:<NA>|(?P<text>{_WORD})){_GAP}{_WORD}{_GAP}(?:<NA>|(?P<speaker>{_WORD}))"
+            rf"{_CONFIDENCE}"
+        ),
+        "the line is no SPEAKER of RTTM, with numbers as times",
+    ),
+    "ctm": (
+        re.compile(";;"),
+        re.compile(rf"\s*{_PLACE}(?P<text>{_WORD}){_CONFIDENCE}"),
+        "the line is no word of CTM: recording, channel, begin, duration, word",
+    ),
+    # A line that begins with a backslash has the frequencies of the label before.
+    "audacity": (
+        re.compile(r"\\"),
+        re.compile(r"(?P<start>[^\t]*)\t(?P<end>[^\t]*)(?P<text>.*)"),
+        "the line is no label: begin, end and text with tabs between",
+    ),
+}
 _AMI_WORD: Final = re.compile(r"<w\b([^<>]*)>([^<]*)</w>")
 # Praat itself takes numbers, texts and flags that stand alone in a TextGrid, and skips all else, such as ``xmin =``.
 _TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
@@ -73,10 +107,6 @@ class AnnotatedSource(WalkedSource):
     """Template of ``audio_filepath``, such as ``audio/{recording}.wav``: ``{recording}`` is the recording's name in the
     annotation, or the file's own name, ``{path[0]}`` a part of the annotation's path. ``null`` is a file of this name
     at the place of the annotation."""
-    audio_suffixes: list[str] = field(
-        default_factory=lambda: [".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au", ".m4a"]
-    )
-    """Ends of the names of audio files, where ``audio`` is not given; the first file that is there counts."""
     tier: str | None = None
     """Tier of a TextGrid. A ``*`` in it stands for the speaker: ``"* - words"``; ``"*"`` is all tiers, ``null`` the
     only one."""
@@ -90,10 +120,10 @@ class AnnotatedSource(WalkedSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tier is not None and (self.annotations != "textgrid" or self.tier.count("*") > 1):
-            raise ValueError("tier is for textgrid, and may have one *")
-        if not self.audio_suffixes or self.max_duration <= 0 or (self.max_gap is not None and self.max_gap < 0):
-            raise ValueError("audio_suffixes must not be empty, max_duration above 0, max_gap not below 0")
+        is_tier = self.tier is None or (self.annotations == "textgrid" and self.tier.count("*") < 2)
+        require(is_tier, "tier is for textgrid, and may have one *")
+        are_times = self.max_duration > 0 and (self.max_gap is None or self.max_gap >= 0)
+        require(are_times, "max_duration must be above 0, max_gap not below 0")
         if self.annotation_root is None or self.audio is None:
             self.refuse_url_roots()
         self._audio  # noqa: B018 (raises where it is no template)
@@ -158,7 +188,7 @@ class AnnotatedSource(WalkedSource):
 
     @property
     def _suffix(self) -> str:
-        return self.annotation_suffix or _FORMATS[self.annotations].suffix
+        return self.annotation_suffix or _SUFFIXES[self.annotations]
 
     def _groups(self) -> Iterator[tuple[str, list[str]]]:
         """Yield the files of annotations that belong together, as (folder, names)."""
@@ -177,7 +207,6 @@ class AnnotatedSource(WalkedSource):
         return lru_cache(maxsize=1)(self._make_items)
 
     def _make_items(self, folder: str, names: tuple[str, ...]) -> list[RawRecord]:
-        form = _FORMATS[self.annotations]
         stretches: list[Stretch] = []
         items: list[RawRecord] = []
         notes = Counter[str]()
@@ -185,7 +214,7 @@ class AnnotatedSource(WalkedSource):
             stem = name[: -len(self._suffix)]
             shown = os.fsencode(os.path.join(folder, name)).decode("utf-8", "replace")  # noqa: PTH118
             try:
-                for found in form.parse(self._text(self._annotations / folder / name), self.tier, stem):
+                for found in _parse(self.annotations, self._text(self._annotations / folder / name), self.tier, stem):
                     if isinstance(found, Unreadable):
                         items.append(Unreadable(found.reason, f"{shown}: {found.detail}", found.record[:_SHOWN]))
                     elif isinstance(found, str):
@@ -196,7 +225,7 @@ class AnnotatedSource(WalkedSource):
                 items.append(Unreadable(reject.reason, reject.detail, shown))
             except ValueError as error:
                 items.append(Unreadable("malformed", f"{shown}: {error}", shown))
-        gap = _MAX_GAP if self.max_gap is None and form.words else self.max_gap
+        gap = _MAX_GAP if self.max_gap is None and self.annotations in _OF_WORDS else self.max_gap
         if gap is not None:
             stretches = join_stretches(stretches, gap, self.max_duration)
         stretches.sort(key=lambda part: (part.recording, part.start, part.end, part.channel, part.speaker or ""))
@@ -288,73 +317,26 @@ class Stretch:
     glued: bool = False
 
 
-# A text is a note about what is left out.
-Parse = Callable[[str, str | None, str], Iterator[Stretch | Unreadable | str]]
+def _parse_lines(form: str, text: str) -> Iterator[Stretch | Unreadable]:
+    """Yield the stretches of a form that has one in a line."""
+    passed_over, whole, mistake = _LINES[form]
+    for line in filter(str.strip, split_lines(text)):
+        if passed_over.match(line):
+            continue
+        match = whole.fullmatch(line)
+        found: dict[str, Any] = {"recording": "", "channel": "", "speaker": None}
+        found |= match.groupdict() if match else {}
+        try:
+            start = _number(found["start"])
+            end = start + _number(found["duration"]) if "duration" in found else _number(found["end"])
+        except (ValueError, KeyError):
+            yield Unreadable("malformed", mistake, line)
+        else:
+            said = found["text"] and found["text"].strip()
+            yield Stretch(found["recording"], start, end, said, found["speaker"], found["channel"])
 
 
-@dataclass(frozen=True)
-class _AnnotationFormat:
-    """One form of annotations.
-
-    Attributes:
-        suffix: end of the names of its files.
-        words: its stretches are words, to be joined.
-        parse: (text of a file, tier, name of the file without suffix) -> its stretches. Raises ValueError where the
-            file as a whole is none.
-    """
-
-    suffix: str
-    words: bool
-    parse: Parse
-
-
-def _parse_lines(parse: Callable[[str], Stretch | None], mistake: str) -> Parse:
-    """Return the reader of a form with a stretch a line, as which ``parse`` reads one; None for another line."""
-
-    def read(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
-        for line in filter(str.strip, split_lines(text)):
-            try:
-                stretch = parse(line)
-            except (ValueError, IndexError):
-                yield Unreadable("malformed", mistake, line)
-            else:
-                if stretch is not None:
-                    yield stretch
-
-    return read
-
-
-def _parse_rttm(line: str) -> Stretch | None:
-    words = _BLANKS.split(line.strip())
-    # Other lines are about speakers, words and noises.
-    if words[0] != "SPEAKER":
-        return None
-    if not _CONFIDENCE.fullmatch("".join(words[8:9])):
-        raise ValueError("the name of the speaker has several words")
-    start = _number(words[3])
-    said, speaker = (None if word == "<NA>" else word for word in (words[5], words[7]))
-    return Stretch(words[1], start, start + _number(words[4]), said, speaker, words[2])
-
-
-def _parse_ctm(line: str) -> Stretch | None:
-    if line.startswith(";;"):
-        return None
-    words = _BLANKS.split(line.strip())
-    start = _number(words[2])
-    if not _CONFIDENCE.fullmatch("".join(words[5:6])):
-        raise ValueError("there are several words")
-    return Stretch(words[0], start, start + _number(words[3]), words[4], None, words[1])
-
-
-def _parse_audacity(line: str) -> Stretch | None:
-    # The frequencies of the label before.
-    if line.startswith("\\"):
-        return None
-    start, end, *label = line.split("\t", 2)
-    return Stretch("", _number(start), _number(end), "".join(label).strip())
-
-
-def _parse_srt(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable | str]:
+def _parse_srt(text: str) -> Iterator[Stretch | Unreadable | str]:
     is_vtt = text.startswith("WEBVTT")
     blocks = _split_captions(text, is_vtt=is_vtt)
     captions: list[tuple[float, float, list[str]]] = []
@@ -420,7 +402,7 @@ def _clock(parts: Sequence[str | None]) -> float:
     return int(hours) * 3600 + int(minutes) * 60 + float(f"{seconds}.{fraction}")
 
 
-def _parse_textgrid(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
+def _parse_textgrid(text: str, tier: str | None) -> Iterator[Stretch | Unreadable]:
     tiers, pattern = parse_textgrid(text), tier_pattern(tier)
     chosen = [(intervals, match) for name, intervals in tiers if (match := pattern.fullmatch(name))]
     if tier is None and len(tiers) > 1:
@@ -506,7 +488,7 @@ def _take(tokens: Iterator[str | float], kind: type[Token]) -> Token:
     return token
 
 
-def _parse_ami(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable]:
+def _parse_ami(text: str, name: str) -> Iterator[Stretch | Unreadable]:
     if "<nite:root" not in text[:4096]:
         raise ValueError("the file has no words of AMI in NXT format")
     recording, _, speaker = name.partition(".")
@@ -525,20 +507,23 @@ def _parse_ami(text: str, tier: str | None, name: str) -> Iterator[Stretch | Unr
         yield Stretch(recording, start, end, said, f"{recording}.{speaker}", glued=attributes.get("punc") == "true")
 
 
-_FORMATS: Final[dict[str, _AnnotationFormat]] = {
-    "rttm": _AnnotationFormat(
-        ".rttm", False, _parse_lines(_parse_rttm, "the line is no SPEAKER of RTTM, with numbers as times")
-    ),
-    "ctm": _AnnotationFormat(
-        ".ctm", True, _parse_lines(_parse_ctm, "the line is no word of CTM: recording, channel, begin, duration, word")
-    ),
-    "textgrid": _AnnotationFormat(".TextGrid", False, _parse_textgrid),
-    "audacity": _AnnotationFormat(
-        ".txt", False, _parse_lines(_parse_audacity, "the line is no label: begin, end and text with tabs between")
-    ),
-    "srt": _AnnotationFormat(".srt", False, _parse_srt),
-    "ami": _AnnotationFormat(".words.xml", True, _parse_ami),
-}
+def _parse(form: str, text: str, tier: str | None, name: str) -> Iterator[Stretch | Unreadable | str]:
+    """Yield the stretches of a file, what cannot be read of it, and as texts notes about what is left out.
+
+    Args:
+        form: the key ``annotations`` of the source.
+        text: of the file.
+        tier: the key of the source.
+        name: of the file, without its suffix.
+
+    Raises:
+        ValueError: the file as a whole is not in this form.
+    """
+    if form in _LINES:
+        return _parse_lines(form, text)
+    if form == "textgrid":
+        return _parse_textgrid(text, tier)
+    return _parse_srt(text) if form == "srt" else _parse_ami(text, name)
 
 
 def _number(text: str) -> float:

@@ -118,16 +118,10 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Loca
             # A file may be called like a pattern.
             is_pattern = ("*" in name or "?" in name) and not os.path.lexists(name)
             found = sorted(glob.glob(name.replace("[", "[[]"), recursive=True)) if is_pattern else [name]  # noqa: PTH207
-            if not found:
-                raise ConfigError(
-                    f"{name} finds no files from {Path.cwd()}; correct the path, or put files there",
-                    code="missing_input",
-                )
+            problem = f"{name} finds no files from {Path.cwd()}; correct the path, or put files there"
+            refuse((not found, problem), code="missing_input")
             files += map(Path, found)
-        if len(files) > _MAX_FILES:
-            raise ConfigError(
-                f"the patterns up to {pattern} name more than {_MAX_FILES:,} files", code="bad_config_value"
-            )
+        refuse((len(files) > _MAX_FILES, f"the patterns up to {pattern} name more than {_MAX_FILES:,} files"))
     return files
 
 
@@ -148,16 +142,10 @@ def expand_shards(pattern: str) -> list[str]:
     ranges, texts, position = [], [], 0
     for match in _RANGE.finditer(pattern):
         first, last = (text for text in match.groups() if text is not None)
-        if max(len(first), len(last)) > _MAX_DIGITS:
-            raise ConfigError(
-                f"the numbers of a range in {pattern[:100]} have more than {_MAX_DIGITS} digits",
-                code="bad_config_value",
-            )
-        if int(last) < int(first):
-            raise ConfigError(
-                f"the range {match[0]} in {pattern} runs backwards; write the lower number first",
-                code="bad_config_value",
-            )
+        is_long = max(len(first), len(last)) > _MAX_DIGITS
+        refuse((is_long, f"the numbers of a range in {pattern[:100]} have more than {_MAX_DIGITS} digits"))
+        is_backwards = int(last) < int(first)
+        refuse((is_backwards, f"the range {match[0]} in {pattern} runs backwards; write the lower number first"))
         ranges.append((range(int(first), int(last) + 1), len(first)))
         texts.append(pattern[position : match.start()])
         position = match.end()
@@ -215,22 +203,25 @@ def read_ends(path: Location, kind: str, compressed: Collection[str] = ()) -> tu
         head = stream.read(1 << 16)
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - (1 << 20)))
         tail = stream.read()
-    if not head.strip():
-        raise bad_file(path, kind, "is empty")
+    refuse_file(path, kind, (not head.strip(), "is empty"))
     refuse_compressed(path, kind, head, compressed)
     return head, tail
 
 
 def refuse_compressed(path: Location, kind: str, head: bytes, compressed: Collection[str] = ()) -> None:
     """Raise ConfigError where a file that begins with ``head`` is compressed, but not as ``compressed`` names."""
-    for magic, name in _COMPRESSED.items():
-        if head.startswith(magic) and name not in compressed:
-            raise bad_file(path, kind, f"is compressed ({name}); unpack it, and name the unpacked file")
+    found = [name for magic, name in _COMPRESSED.items() if head.startswith(magic) and name not in compressed]
+    refuse_file(path, kind, (found, f"is compressed ({' '.join(found)}); unpack it, and name the unpacked file"))
 
 
 def bad_file(path: Location, kind: str, sentence: str) -> ConfigError:
     """Return the error about a file that cannot be what its source takes it for."""
     return ConfigError(f"the {kind} {path} {sentence}", code="bad_manifest")
+
+
+def refuse_file(path: Location, kind: str, *problems: tuple[object, str]) -> None:
+    """Raise ``bad_file`` for the first problem, a condition and a sentence, of which the condition is true."""
+    refuse(*((is_there, f"the {kind} {path} {sentence}") for is_there, sentence in problems), code="bad_manifest")
 
 
 def read_small(path: Path, max_bytes: int) -> bytes:
@@ -298,11 +289,16 @@ def decode_object(data: bytes, problem: str) -> dict[str, Any]:
         raise RejectRecord("malformed", f"{problem}: it is nested too deeply") from error
 
 
+def encode_record(record: dict[str, Any], source: bytes) -> bytes:
+    """Encode a record; NaN and Infinity in the JSON that it was made of stay, since prepare counts them."""
+    is_strict = b"NaN" not in source and b"Infinity" not in source
+    return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
+
+
 def check_text(path: Location, kind: str) -> bytes:
     """Return the begin of a file of texts; raise ConfigError as ``read_ends``, and where it is binary."""
     head, _ = read_ends(path, kind)
-    if b"\0" in head:
-        raise bad_file(path, kind, "is binary or UTF-16; save it as UTF-8")
+    refuse_file(path, kind, (b"\0" in head, "is binary or UTF-16; save it as UTF-8"))
     return head
 
 
@@ -373,17 +369,12 @@ def check_json_lines(
     is_packed = head.startswith(_GZIP)
     if is_packed:
         head = b"\n".join(line for _, line in itertools.islice(iterate_lines(path, kind), _FIRST_LINES))
-    if (problem := _problem(head, remedy)) is not None:
-        raise bad_file(path, kind, problem)
+    _check_head(path, kind, head, remedy)
     objects = (found for line in head.splitlines() if isinstance(found := _parse(line), dict))
-    if (first := next(objects, None)) is not None and (wrong := check(first)) is not None:
-        raise bad_file(path, kind, wrong)
-    if not is_packed and not tail.endswith(b"\n") and _parse(tail.rsplit(b"\n", 1)[-1]) is ...:
-        raise bad_file(
-            path,
-            kind,
-            "seems to be cut off: its last line is not complete JSON; copy it again, or remove that line",
-        )
+    wrong = check(next(objects, {}))
+    is_whole = is_packed or tail.endswith(b"\n") or _parse(tail.rsplit(b"\n", 1)[-1]) is not ...
+    cut_off = "seems to be cut off: its last line is not complete JSON; copy it again, or remove that line"
+    refuse_file(path, kind, (wrong, str(wrong)), (not is_whole, cut_off))
 
 
 def _parse(line: bytes) -> Any:
@@ -394,26 +385,24 @@ def _parse(line: bytes) -> Any:
         return ...
 
 
-def _problem(head: bytes, remedy: str) -> str | None:
-    """Return what is wrong with a file that begins with ``head``; None where it may be JSON lines in UTF-8."""
-    for mark, encoding in _BOMS.items():
-        if head.startswith(mark):
-            return f"is {encoding}; save it as plain UTF-8"
-    if b"\0" in head:
-        return "is binary or UTF-16, not lines of JSON in UTF-8"
+def _check_head(path: Location, kind: str, head: bytes, remedy: str) -> None:
+    """Raise ConfigError unless a file that begins with ``head`` may be JSON lines in UTF-8."""
     lines = [line.strip() for line in head.splitlines() if line.strip()]
-    if not lines:
-        return "is empty"
-    if lines[0].startswith(b"["):
-        return f"is one JSON array; {remedy}"
-    if lines[0] == b"{":
-        return f"is JSON of which a record takes several lines; {remedy}"
-    # A bad line is a reject; where no line at all begins like a record, the file is of another kind.
-    if any(line.startswith(b"{") for line in lines):
-        return None
-    marks = (b",", b"\t", b";", b"|")
-    looks_like = "a table (CSV or TSV)" if any(mark in lines[0] for mark in marks) else "plain text"
-    return f"is {looks_like}, not lines of JSON; {remedy}"
+    first = lines[0] if lines else b""
+    is_table = any(mark in first for mark in (b",", b"\t", b";", b"|"))
+    looks_like = "a table (CSV or TSV)" if is_table else "plain text"
+    # A bad line is a reject; if no line at all begins like a record, the file is of another kind.
+    has_objects = any(line.startswith(b"{") for line in lines)
+    refuse_file(
+        path,
+        kind,
+        *((head.startswith(mark), f"is {encoding}; save it as plain UTF-8") for mark, encoding in _BOMS.items()),
+        (b"\0" in head, "is binary or UTF-16, not lines of JSON in UTF-8"),
+        (not lines, "is empty"),
+        (first.startswith(b"["), f"is one JSON array; {remedy}"),
+        (first == b"{", f"is JSON of which a record takes several lines; {remedy}"),
+        (not has_objects, f"is {looks_like}, not lines of JSON; {remedy}"),
+    )
 
 
 class KeyedLines:

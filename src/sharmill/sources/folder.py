@@ -10,22 +10,32 @@ from typing import Any, ClassVar, Final
 import msgspec
 import xxhash
 
+from sharmill.config import require
 from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.sources import EncodedSource, RunSource, Unreadable
 from sharmill.sources.files import decode_text, expand_home, read_small
 
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 1 << 20
+_AUDIO_SUFFIXES: Final = (
+    *(".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au"),
+    *(".m4a", ".aac", ".wma", ".webm", ".amr", ".3gp", ".caf"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WalkedSource(RunSource, EncodedSource):
     """A source of one folder, whose files are found by walking it."""
 
+    audio_suffixes: list[str] = field(default_factory=lambda: list(_AUDIO_SUFFIXES))
+    """Ends of the names of audio files. In a ``folder`` their case does not matter, and the longest that fits is taken
+    off, as ``_mic1.flac``; of ``annotated`` without ``audio``, the first file that is there counts."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.audio_root, str):
-            raise ValueError(f"audio_root of {self.type} must be one folder; name several as sources of their own")
+        is_one = isinstance(self.audio_root, str)
+        require(is_one, f"audio_root of {self.type} must be one folder; name several as sources of their own")
+        require(all(self.audio_suffixes or [""]), "audio_suffixes must not be empty")
 
     @abstractmethod
     def described(self) -> Iterator[list[Any]]:
@@ -51,13 +61,6 @@ class FolderSource(WalkedSource):
 
     folder_keys: ClassVar[tuple[str, ...]] = ("text_root",)
     type: str = "folder"
-    audio_suffixes: list[str] = field(
-        default_factory=lambda: [
-            *(".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au"),
-            *(".m4a", ".aac", ".wma", ".webm", ".amr", ".3gp", ".caf"),
-        ]
-    )
-    """Ends of the names of audio files, whatever their case; the longest that fits is taken off, as ``_mic1.flac``."""
     text_suffixes: list[str] = field(default_factory=lambda: [".txt", ".lab", ".normalized.txt"])
     """Ends of the names of texts, in the place of that of the audio; the first file that is there counts."""
     text_root: str | None = None
@@ -65,8 +68,6 @@ class FolderSource(WalkedSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(self.audio_suffixes) or not self.audio_suffixes:
-            raise ValueError("audio_suffixes must not be empty")
         self.refuse_url_roots()
 
     def check(self) -> None:

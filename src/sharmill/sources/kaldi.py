@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
-from sharmill.errors import RejectRecord, refuse
+from sharmill.errors import RejectRecord, refuse, refuse_record
 from sharmill.files.location import Location
 from sharmill.sources import EncodedSource, LineSource
 from sharmill.sources.files import KeyedLines, check_text, decode_text, identify_files
@@ -82,13 +82,14 @@ class KaldiSource(LineSource, EncodedSource):
             record["gender"] = gender
         if lines_of == _AUDIO:
             return msgspec.json.encode(record | self._audio(utterance))
-        if len(rest) not in (3, 4):
-            raise RejectRecord("malformed", "a line of segments is an utterance, a recording, a begin and an end")
+        is_segment = len(rest) in (3, 4)
+        refuse_record(
+            (not is_segment, "malformed", "a line of segments is an utterance, a recording, a begin and an end")
+        )
         audio, times = self._audio(rest[0]), _times(rest[1:])
-        if "channel" in audio and times.get("channel", 0):
-            raise RejectRecord(
-                "unsupported_channels", "the command in wav.scp leaves one channel, the segment names another"
-            )
+        is_other = "channel" in audio and times.get("channel", 0)
+        problem = "the command in wav.scp leaves one channel, the segment names another"
+        refuse_record((is_other, "unsupported_channels", problem))
         return msgspec.json.encode(record | times | audio)
 
     def _audio(self, recording: bytes) -> dict[str, Any]:
@@ -99,16 +100,18 @@ class KaldiSource(LineSource, EncodedSource):
             raise RejectRecord("missing_audio", f"wav.scp {found} {self._decode(recording)[:80]!r}")
         if path.rstrip().endswith("|"):
             return read_command(path)
-        if re.search(r"\.ark(\.gz)?:\d+(\[[^][]*\])?$", path):
-            raise RejectRecord("unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
+        is_archive = re.search(r"\.ark(\.gz)?:\d+(\[[^][]*\])?$", path)
+        refuse_record(
+            (is_archive, "unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
+        )
         return {"audio_filepath": path}
 
     def _value(self, name: str, key: bytes) -> str | None:
         """Return the rest of the line of a file that begins with a key; None without such a line or file."""
         index = self._indices.get(name)
         lines = set(index.find(key)) if index is not None else set()
-        if len(lines) > 1:
-            raise RejectRecord("malformed", f"{name} has {len(lines)} different lines of {self._decode(key)[:80]!r}")
+        detail = f"{name} has {len(lines)} different lines of {key.decode(self.encoding, 'replace')[:80]!r}"
+        refuse_record((len(lines) > 1, "malformed", detail))
         return next((self._decode(b"".join(_without_bom(line).split(None, 1)[1:])) for line in lines), None)
 
     def _decode(self, text: bytes) -> str:
@@ -141,8 +144,8 @@ def _times(words: list[bytes]) -> dict[str, Any]:
         channel = {"channel": int(words[2])} if len(words) == 3 else {}
     except ValueError as error:
         raise RejectRecord("malformed", "the times of the segment are no numbers") from error
-    if not (math.isfinite(begin) and math.isfinite(end)):
-        raise RejectRecord("malformed", "the times of the segment are not finite")
+    is_finite = math.isfinite(begin) and math.isfinite(end)
+    refuse_record((not is_finite, "malformed", "the times of the segment are not finite"))
     duration = {} if end == -1 else {"duration": round(end - begin, 8)}  # as lhotse rounds times
     return {"offset": begin} | duration | channel
 

@@ -5,9 +5,8 @@ sharmill's own or of any other tool: each cut is a record, and its audio stays i
 """
 
 import functools
-import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,8 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
+from sharmill.config import require
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse, refuse_record
 from sharmill.files.checksums import checksum, checksum_bytes
 from sharmill.manifest import (
     ALIGNMENT,
@@ -42,6 +42,7 @@ from sharmill.sources.files import (
     check_json_lines,
     decode_json,
     decode_object,
+    encode_record,
     expand_home,
     iterate_lines,
 )
@@ -55,6 +56,13 @@ _Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
 # Custom keys with these names do not describe the audio of the record, or are sharmill's own.
 _OF_AUDIO: Final = frozenset({"audio_filepath", "offset", "duration", "channel", ALIGNMENT})
 _SEVERAL_VALUES: Final = "several values of {}"
+# Fields of a Shar that usually have the audio.
+_USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
+# Stored audio is the segment that the cut stands for if they are equally long, but for the delay of a codec.
+_SAME_SECONDS: Final = 0.025
+# Keys of cuts that a record does not carry.
+_DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
+_decoder: Final[Callable[[Any], msgspec.json.Decoder[Any]]] = functools.cache(msgspec.json.Decoder)
 # Types of sources of a recording that are no files, and the reason and the sentence of the reject.
 _NO_FILES: Final = {
     "command": ("outside_root", "the audio is the output of a command, which is never run"),
@@ -90,10 +98,10 @@ class LhotseSource(LineSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         named = [key for key in self.file_keys if getattr(self, key) is not None]
-        if named not in (["cuts"], ["recordings"], ["supervisions", "recordings"]):
-            raise ValueError("give either cuts, or recordings, or recordings and supervisions")
-        if self.split and self.cuts is None:
-            raise ValueError("split is for cuts; of supervisions each one is a record anyway")
+        is_manifest = named in (["cuts"], ["recordings"], ["supervisions", "recordings"])
+        require(is_manifest, "give either cuts, or recordings, or recordings and supervisions")
+        is_usable = not self.split or self.cuts is not None
+        require(is_usable, "split is for cuts; of supervisions each one is a record anyway")
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be the manifest that it is named as."""
@@ -120,7 +128,7 @@ class LhotseSource(LineSource):
         """Return a line and, with ``split``, its cut with one of the supervisions."""
         if self.split:
             with suppress(RejectRecord):  # of which ``record`` tells
-                cut = _decode(line, *_CUT)
+                cut = decode_line(line, Cut)
                 return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
         return [(line, None, [])]
 
@@ -130,25 +138,25 @@ class LhotseSource(LineSource):
         lost: set[str] = set()
         if self.cuts is not None:
             if cut is None:
-                cut = _decode(line, *_CUT)
+                cut = decode_line(line, Cut)
                 supervisions = cut.supervisions
         elif self.supervisions is None:
-            recording = _decode(line, *_RECORDING)
+            recording = decode_line(line, Recording)
             channels = [channel for part in recording.sources for channel in part.channels]
             cut = Cut(recording.id, duration=recording.seconds, channel=channels, recording=recording)
         else:
-            one = _decode(line, *_SUPERVISION)
+            one = decode_line(line, Supervision)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
             found = sorted(set(self._recordings.find(one.recording_id.encode())))
-            if len(found) != 1:
-                number = "several recordings have" if found else "no recording has"
-                raise RejectRecord("malformed", f"{number} the id {one.recording_id[:80]!r} of the supervision")
+            number = "several recordings have" if found else "no recording has"
+            detail = f"{number} the id {one.recording_id[:80]!r} of the supervision"
+            refuse_record((len(found) != 1, "malformed", detail))
             supervisions = [one]
-            cut = Cut(one.id, duration=math.inf, recording=_decode(found[0], *_RECORDING))
+            cut = Cut(one.id, duration=math.inf, recording=decode_line(found[0], Recording))
         record = _cut_record(cut, supervisions, self.split or self.supervisions is not None, self.channel, lost)
         if not self.keep_ids:
             del record[SOURCE_CUT_ID]
-        return _describe(_encode(record, line), lost) if lost else _encode(record, line)
+        return _describe(encode_record(record, line), lost) if lost else encode_record(record, line)
 
     def shown(self, entry: Any) -> str:
         """Return the begin of a line."""
@@ -187,7 +195,7 @@ class _AudioPart(msgspec.Struct):
     video: Any = None
 
 
-class _Recording(msgspec.Struct):
+class Recording(msgspec.Struct):
     """A line of a RecordingSet, or the Recording beside an audio file in a tar: facts about that file."""
 
     id: str
@@ -231,31 +239,24 @@ class Cut(msgspec.Struct):
     duration: _Seconds = 0.0
     channel: int | list[int] = 0
     supervisions: list[Supervision] = []
-    recording: _Recording | None = None
+    recording: Recording | None = None
     features: Any = None
     custom: dict[str, Any] | None = None
 
 
-# The decoder of each kind of line, and what is said of one that is none.
-_CUT: Final = (msgspec.json.Decoder(Cut), "it is no cut of lhotse")
-_RECORDING: Final = (msgspec.json.Decoder(_Recording), "it is no recording of lhotse")
-_SUPERVISION: Final = (msgspec.json.Decoder(Supervision), "it is no supervision of lhotse")
+def decode_line(line: bytes, kind: type[T]) -> T:
+    """Decode a Cut, a Supervision or a Recording; NaN and Infinity, which Python and lhotse write, stay as they are.
 
-
-def _decode(line: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
-    """Decode a line as ``decode_json``; NaN and Infinity, which Python writes and lhotse with it, stay as they are."""
+    Raises:
+        RejectRecord: ``malformed``.
+    """
+    problem = f"it is no {kind.__name__.lower()} of lhotse"
     try:
-        return decode_json(line, decoder, problem)
+        return decode_json(line, _decoder(kind), problem)
     except RejectRecord:
         with suppress(msgspec.ValidationError, RejectRecord):
-            return msgspec.convert(decode_object(line, problem), decoder.type)
+            return msgspec.convert(decode_object(line, problem), kind)
         raise
-
-
-def _encode(record: dict[str, Any], line: bytes) -> bytes:
-    """Encode the record of a line, with its NaN and Infinity, which prepare counts."""
-    is_strict = b"NaN" not in line and b"Infinity" not in line
-    return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
 
 
 def _describe(encoded: bytes, lost: Iterable[str], member: Member | None = None) -> Described:
@@ -276,13 +277,12 @@ def _cut_record(
         raise RejectRecord("missing_field", "the cut has no recording")
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
+        detail = (
+            f"the supervision {supervision.id[:80]} goes {beyond:.3g} s beyond its cut, so that its text would not fit "
+            "the audio"
+        )
         # The supervision of a window of a recording may go far beyond it.
-        if beyond > MAX_BEYOND:
-            raise RejectRecord(
-                "duration_mismatch",
-                f"the supervision {supervision.id[:80]} goes {beyond:.3g} s beyond its cut, so that its text would not "
-                "fit the audio",
-            )
+        refuse_record((beyond > MAX_BEYOND, "duration_mismatch", detail))
     start, end, channels = 0.0, cut.duration, _listed(cut.channel)
     if split and supervisions:
         start = max(0.0, supervisions[0].start)
@@ -306,18 +306,26 @@ def _find_heard(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
 
 def _check_speech(cut: Cut, supervisions: Sequence[Supervision]) -> None:
     """Raise RejectRecord where a cut is not of one recording and speaker, or is marked as records of NeMo are."""
-    if cut.type not in ("MonoCut", "MultiCut", "Cut"):
-        raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
     speakers = {supervision.speaker for supervision in supervisions}
-    if len(speakers) > 1:
-        raise RejectRecord(
+    customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
+    refuse_record(
+        (
+            cut.type not in ("MonoCut", "MultiCut", "Cut"),
+            "unsupported_cut",
+            f"the cut is a {cut.type[:40]}, not audio as it is in one recording",
+        ),
+        (
+            len(speakers) > 1,
             "unsupported_cut",
             f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; split: true of the source "
             "makes a record of each, and lhotse's CutSet.trim_to_supervisions, before a Shar is written, a cut",
-        )
-    customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
-    if any(skip_mark(custom or {}) for custom in customs):
-        raise RejectRecord("skipped", "the cut, or a supervision of it, is marked with _skipme")
+        ),
+        (
+            any(skip_mark(custom or {}) for custom in customs),
+            "skipped",
+            "the cut, or a supervision of it, is marked with _skipme",
+        ),
+    )
 
 
 def _speech_record(
@@ -399,29 +407,34 @@ def _is_data(value: Any) -> bool:
     )
 
 
-def _audio(
-    recording: _Recording, start: float, duration: float, channels: list[int], chosen: Channel
-) -> dict[str, Any]:
+def _audio(recording: Recording, start: float, duration: float, channels: list[int], chosen: Channel) -> dict[str, Any]:
     """Return the keys of a record that say where its audio is; without ``offset`` where that is the whole file."""
-    for transform in recording.transforms or []:
-        # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
-        if transform.get("name") != "Resample":
-            raise RejectRecord(
-                "unsupported_cut",
-                f"its recording is changed by {str(transform.get('name'))[:40]!r}, which sharmill does not apply: "
-                "store the changed audio (lhotse: CutSet.save_audios), and name the new cuts",
-            )
+    # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
+    names = [str(transform.get("name")) for transform in recording.transforms or []]
+    changes = "".join([name for name in names if name != "Resample"][:1])
     channel = channels[0] if len(channels) == 1 else chosen
-    if channel is None or (isinstance(channel, int) and channel not in channels):
-        names = ", ".join(map(str, channels[:20]))
-        raise RejectRecord(
-            "unsupported_channels", f"the channels are {names}; set channel of the source to one of them"
-        )
+    refuse_record(
+        (
+            changes,
+            "unsupported_cut",
+            f"its recording is changed by {changes[:40]!r}, which sharmill does not apply: store the changed audio "
+            "(lhotse: CutSet.save_audios), and name the new cuts",
+        ),
+        (
+            channel != "downmix" and channel not in channels,
+            "unsupported_channels",
+            f"the channels are {', '.join(map(str, channels[:20]))}; set channel of the source to one of them",
+        ),
+    )
     part, index = _part(recording, channels, channel)
-    if part.type in _NO_FILES:
-        raise RejectRecord(*_NO_FILES[part.type])
-    if part.type not in ("file", "url") or not isinstance(part.source, str):
-        raise RejectRecord("malformed", f"the audio is of the type {part.type[:40]!r}, and no path of a file or URL")
+    refuse_record(
+        (part.type in _NO_FILES, *_NO_FILES.get(part.type, ("malformed", ""))),
+        (
+            part.type not in ("file", "url") or not isinstance(part.source, str),
+            "malformed",
+            f"the audio is of the type {part.type[:40]!r}, and no path of a file or URL",
+        ),
+    )
     record: dict[str, Any] = {"audio_filepath": part.source}
     if abs(start) * recording.sampling_rate >= 0.5 or (
         abs(duration * recording.sampling_rate - recording.num_samples) >= 0.5
@@ -433,14 +446,13 @@ def _audio(
     return record
 
 
-def _part(recording: _Recording, channels: list[int], channel: Channel) -> tuple[_AudioPart, Channel]:
+def _part(recording: Recording, channels: list[int], channel: Channel) -> tuple[_AudioPart, Channel]:
     """Return the file that has a channel, and the channel's place in the file."""
     if channel == "downmix":
         whole = [part for part in recording.sources if sorted(part.channels) == sorted(channels)]
-        if not whole:
-            raise RejectRecord(
-                "unsupported_channels", "downmix is the mean of a file, and these channels are not a file"
-            )
+        refuse_record(
+            (not whole, "unsupported_channels", "downmix is the mean of a file, and these channels are not a file")
+        )
         return whole[0], channel
     for part in recording.sources:
         if channel in part.channels:
@@ -450,12 +462,6 @@ def _part(recording: _Recording, channels: list[int], channel: Channel) -> tuple
 
 def _listed(channel: int | list[int]) -> list[int]:
     return channel if isinstance(channel, list) else [channel]
-
-
-_USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
-# Stored audio is the segment that the cut stands for if they are equally long, but for the delay of a codec.
-_SAME_SECONDS: Final = 0.025
-_DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,11 +495,16 @@ class LhotseSharSource(ContainerSource, RunSource):
         """Raise ConfigError where the folder is no finished Shar, or has not the field of the audio."""
         field = self._field
         self.container(self.folder / DATASET_FILE)
+        lacking = [
+            f"shard {shard.index} of {self.folder} has no {name}; copy the Shar again, or leave the shard out"
+            for shard in self._shards for name in (CUTS, field) if name not in shard.fields
+        ]  # fmt: skip
+        refuse((lacking, "".join(lacking[:1])), code="bad_manifest")
         for shard in self._shards:
             try:
                 table = ItemTable(self.folder / shard.files[field], salvage=True)
                 number = next(number for number, name in enumerate(table.names) if name.endswith(".json"))
-                decode_json(table.member(number), *_RECORDING)
+                decode_line(table.member(number), Recording)
                 break
             except (DamagedShard, StopIteration):
                 continue  # it has no item that would tell
@@ -544,21 +555,21 @@ class LhotseSharSource(ContainerSource, RunSource):
         audio, line = entry
         record: dict[str, Any] = {}
         try:
-            cut, lost = _decode(line, *_CUT), set(audio.other_fields)
+            cut, lost = decode_line(line, Cut), set(audio.other_fields)
             record = _describe_cut(cut, self.channel, lost) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
             record["audio_filepath"] = f"{audio.container}/{cut.id}"
             name, recording, place = audio.find(cut.id)
             record["audio_filepath"] = f"{audio.container}/{name}"
             record = _place_cut(cut, recording) | record
         except RejectRecord as reject:
-            text = _encode(record, line) if record else line
+            text = encode_record(record, line) if record else line
             return Unreadable(reject.reason, reject.detail, text.decode("utf-8", "replace"))
-        return _describe(_encode(record, line), lost, Member(audio.container, "bytes", *place))
+        return _describe(encode_record(record, line), lost, Member(audio.container, "bytes", *place))
 
     @cached_property
     def _shards(self) -> list[ShardRecord]:
-        if not self.folder.is_dir():
-            raise ConfigError(f"the Shar {self.folder} is not a folder; correct shar in sources", code="missing_input")
+        is_there = self.folder.is_dir()
+        refuse((not is_there, f"the Shar {self.folder} is not a folder; correct shar in sources"), code="missing_input")
         try:
             if is_indexed(self.folder):
                 return list(read_shards(self.folder, read_dataset(self.folder).num_shards))
@@ -610,7 +621,7 @@ class _ShardAudio:
             if extension not in ("json", "nometa"):
                 self._of_cut.setdefault(stem, []).append(number)
 
-    def find(self, cut_id: str) -> tuple[str, _Recording, tuple[int, int]]:
+    def find(self, cut_id: str) -> tuple[str, Recording, tuple[int, int]]:
         """Return the name of the member that has the audio of a cut, the Recording behind it, and its place.
 
         Raises:
@@ -620,17 +631,20 @@ class _ShardAudio:
             raise self._table
         found = self._of_cut.get(cut_id, [])
         names, damage = self._table.names, self._table.cut_off
-        if len(found) > 1:
-            raise RejectRecord("malformed", f"{self._name} has {len(found)} members of this cut")
-        if not found and damage:
-            raise RejectRecord("unreadable_audio", f"no member of this cut comes before the damage: {damage}")
-        if not found or names[found[0]].endswith(f".{NO_DATA}"):
-            raise RejectRecord("missing_audio", f"{self._name} has no audio of this cut")
-        if names[found[0] + 1 : found[0] + 2] != [f"{cut_id}.json"]:
-            reason = "unreadable_audio" if damage else "malformed"
-            raise RejectRecord(reason, f"{self._name} has no {cut_id}.json behind the audio of this cut")
-        recording = decode_json(self._table.member(found[0] + 1), *_RECORDING)
-        return names[found[0]], recording, self._table.place(found[0])
+        audio = [number for number in found if not names[number].endswith(f".{NO_DATA}")]
+        behind = [name for number in audio for name in names[number + 1 : number + 2]]
+        refuse_record(
+            (len(found) > 1, "malformed", f"{self._name} has {len(found)} members of this cut"),
+            (not found and damage, "unreadable_audio", f"no member of this cut comes before the damage: {damage}"),
+            (not audio, "missing_audio", f"{self._name} has no audio of this cut"),
+            (
+                behind != [f"{cut_id}.json"],
+                "unreadable_audio" if damage else "malformed",
+                f"{self._name} has no {cut_id}.json behind the audio of this cut",
+            ),
+        )
+        recording = decode_line(self._table.member(audio[0] + 1), Recording)
+        return names[audio[0]], recording, self._table.place(audio[0])
 
 
 def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
@@ -655,29 +669,32 @@ def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in _DROPPED}
 
 
-def _place_cut(cut: Cut, recording: _Recording) -> dict[str, Any]:
+def _place_cut(cut: Cut, recording: Recording) -> dict[str, Any]:
     """Return the keys of a cut's record that say which part of the stored audio it is, and of which channel.
 
     Raises:
         RejectRecord: the cut does not lie within the audio, or the audio would have to be changed.
     """
-    if recording.transforms:
-        raise RejectRecord(
+    end = cut.start + cut.duration
+    is_whole = math.isclose(recording.seconds, cut.duration, rel_tol=0.0, abs_tol=_SAME_SECONDS)
+    refuse_record(
+        (
+            recording.transforms,
             "unsupported_cut",
             "its audio is changed by transforms while it is loaded; store the changed audio in the Shar",
-        )
-    place: dict[str, Any] = {"duration": cut.duration}
-    if math.isclose(recording.seconds, cut.duration, rel_tol=0.0, abs_tol=_SAME_SECONDS):
-        # Others leave in ``start`` where the segment began in the recording that it was taken from.
-        place |= {"source_offset": cut.start} if cut.start else {}
-    elif cut.start + cut.duration <= recording.seconds + _SAME_SECONDS:
-        place["offset"] = cut.start
-    else:
-        raise RejectRecord(
+        ),
+        (
+            not is_whole and not end <= recording.seconds + _SAME_SECONDS,
             "duration_mismatch",
-            f"the cut is {cut.start:g} to {cut.start + cut.duration:g} s of its audio, which has "
-            f"{recording.seconds:g} s",
-        )
+            f"the cut is {cut.start:g} to {end:g} s of its audio, which has {recording.seconds:g} s",
+        ),
+    )
+    place: dict[str, Any] = {"duration": cut.duration}
+    if not is_whole:
+        place["offset"] = cut.start
+    elif cut.start:
+        # Other tools leave in ``start`` the place of the segment in the recording that it was taken from.
+        place["source_offset"] = cut.start
     channels = recording.channel_ids or []
     if len(channels) > 1 and cut.channel in channels:
         place["channel"] = channels.index(cut.channel)

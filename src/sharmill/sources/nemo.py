@@ -1,18 +1,11 @@
 """NeMo manifests: JSON lines, in one file or in numbered shards."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
-import msgspec
-
-from sharmill.errors import RejectRecord
 from sharmill.sources import LineSource
-from sharmill.sources.files import check_json_lines, decode_json, decode_object
-
-_objects: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_values: Final = msgspec.json.Decoder()
+from sharmill.sources.files import check_json_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +36,3 @@ def skip_mark(record: Mapping[str, Any]) -> Any:
     """Return what marks a record to be left out, in the record or in its ``custom``, where NeMo looks; else None."""
     custom = record.get("custom")
     return record.get("_skipme") or (custom.get("_skipme") if isinstance(custom, dict) else None)
-
-
-def decode_json_object(data: bytes, name: str, keys: Sequence[str] = ()) -> tuple[dict[str, msgspec.Raw], list[Any]]:
-    """Return a JSON object whose values stay as they are written, and what some keys have; None for a missing one.
-
-    Args:
-        data: the text of the object.
-        name: what errors call it.
-        keys: of the object.
-
-    Raises:
-        RejectRecord: malformed.
-    """
-    problem = f"{name} is not a JSON object"
-    try:
-        values = decode_json(data, _objects, problem)
-    except RejectRecord:  # perhaps NaN, which stays as it is
-        found = decode_object(data, problem)
-        values = {key: msgspec.Raw(json.dumps(value).encode()) for key, value in found.items()}
-        return values, [found.get(key) for key in keys]
-    return values, [decode_json(values[key], _values, problem) if key in values else None for key in keys]

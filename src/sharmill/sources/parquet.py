@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 
 from sharmill.audio.arrow import RowFile, UnreadableRows, open_rows, read_audio_column
+from sharmill.config import require
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.location import Location, local
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
-from sharmill.sources import ContainerSource, Described, RawRecord, RunSource, Unreadable
-from sharmill.sources.files import Digest, bad_file, read_ends
+from sharmill.sources import ColumnSource, ContainerSource, Described, RawRecord, RunSource, Unreadable
+from sharmill.sources.files import Digest, bad_file, read_ends, refuse_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,7 +37,7 @@ _BYTES: Final = ("binary", "large_binary", "binary_view")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetSource(ContainerSource, RunSource):
+class ParquetSource(ContainerSource, RunSource, ColumnSource):
     """Records of parquet or Arrow files, such as those of Hugging Face audio datasets: one utterance a row."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("parquet",)
@@ -48,26 +49,22 @@ class ParquetSource(ContainerSource, RunSource):
     and ``?``."""
     audio: str = "audio"
     """Column of the audio: a struct of ``bytes`` and ``path``, bytes, or paths relative to ``audio_root``."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Keys of records and the columns that they come from, ``{text: sentence}``. Other columns of texts, numbers and
-    dates keep their names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "audio_filepath" in self.columns:
-            raise ValueError("audio names the column of the audio, be it of paths; leave audio_filepath out of columns")
+        problem = "audio names the column of the audio, be it of paths; leave audio_filepath out of columns"
+        require("audio_filepath" not in self.columns, problem)
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be read, or lacks a column that the configuration names."""
         require_package("pyarrow")
         named = {f"columns.{key}": column for key, column in self.columns.items()}
-        mapped = {*self.columns, *self.columns.values(), self.audio}
+        mapped = self.mapped | {self.audio}
         for file in self.files:
             rows = _open(file)
             names = rows.schema.names
             wanted = named | {key: key for key in _USED_KEYS if key in names and key not in mapped}
-            if len(set(names)) < len(names):
-                raise bad_file(file, "parquet", "has two columns of one name")
+            refuse_file(file, "parquet", (len(set(names)) < len(names), "has two columns of one name"))
             refuse(
                 *(
                     (column not in names, f"{where}: {file} has no column {column!r}{nearest(column, names)}")
@@ -91,13 +88,11 @@ class ParquetSource(ContainerSource, RunSource):
             if _begins_with_bytes(file, rows, self.audio):
                 self.container(file)
             largest = max((rows.num_bytes(group, self.audio) for group in range(len(rows.group_sizes))), default=0)
-            if largest > _MAX_GROUP_BYTES:
-                raise bad_file(
-                    file,
-                    "parquet",
-                    f"has a row group with {largest / (1 << 30):.1f} GiB of audio, which every rank would have in "
-                    "memory; write it again with smaller row groups",
-                )
+            problem = (
+                f"has a row group with {largest / (1 << 30):.1f} GiB of audio, which every rank would have in memory; "
+                "write it again with smaller row groups"
+            )
+            refuse_file(file, "parquet", (largest > _MAX_GROUP_BYTES, problem))
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
         """Yield the groups of rows."""
@@ -147,7 +142,7 @@ class ParquetSource(ContainerSource, RunSource):
 
     def _texts(self, file: Location, rows: RowFile, group: int, part: slice) -> list[dict[str, Any] | str]:
         """Return the keys of rows of a group without their audio, or the reason why a row cannot be read."""
-        mapped = {*self.columns, *self.columns.values(), self.audio}
+        mapped = self.mapped | {self.audio}
         schema, labels = rows.schema, _label_names(rows.schema)
         kept = [column.name for column in schema if _is_kept(column) and column.name not in mapped]
         keys = {name: name for name in kept} | self.columns
@@ -269,16 +264,16 @@ def _value(scalar: pa.Scalar) -> Any:
 def _problem(kind: pa.DataType) -> str | None:
     """Return what is wrong with a column as one of audio."""
     fields = _fields(kind)
+    wanted = {"bytes": _BYTES, "path": _TEXTS}
     if "array" in fields or str(kind).startswith(("list<", "large_list<", "fixed_size_list<")):
         return (
             "has decoded samples, and only audio files are read; let Hugging Face's datasets write it with the feature "
             "Audio, or save the samples as files"
         )
-    if fields:
-        usable = [name for name in ("bytes", "path") if name in fields]
-        if usable and all(str(fields[n]) in _BYTES if n == "bytes" else str(fields[n]) in _TEXTS for n in usable):
-            return None
-    elif str(kind) in _BYTES or str(kind) in _TEXTS:
+    usable = [str(fields[name]) in types for name, types in wanted.items() if name in fields]
+    if fields and usable and all(usable):
+        return None
+    if not fields and str(kind) in (*_BYTES, *_TEXTS):
         return None
     return f"is {kind}; audio is bytes, paths, or a struct of bytes and path"
 
@@ -301,7 +296,6 @@ def _is_kept(column: pa.Field) -> bool:
     from pyarrow import types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
-    is_time = types.is_timestamp(kind) or types.is_date(kind) or types.is_time(kind)
-    is_custom = column.name == "custom" and types.is_struct(kind)
-    return str(kind) in _TEXTS or is_number or is_time or is_custom or types.is_null(kind)
+    is_span = types.is_duration(kind) or types.is_interval(kind)
+    is_value = types.is_null(kind) or types.is_decimal(kind) or (types.is_primitive(kind) and not is_span)
+    return str(kind) in _TEXTS or is_value or (column.name == "custom" and types.is_struct(kind))

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import xxhash
 
-from sharmill.errors import RejectRecord
+from sharmill.config import require
+from sharmill.errors import RejectRecord, refuse_record
 from sharmill.manifest import SpeakerTag, parse_speaker_tag
 
 # The language of ISO 639 for speech of which it is not known, and the speaker of a record that has none.
@@ -74,15 +75,12 @@ class Template:
 
     def __post_init__(self) -> None:
         for field in _FIELD.finditer(self.text):
-            if (field["key"] == "path") != (field["index"] is not None):
-                raise ValueError(f"{field[0]} of the template {self.text!r} is no field: write {{key}}, or {{path[0]}}")
-        rest = _FIELD.sub("", self.text)
-        if "{" in rest or "}" in rest:
-            raise ValueError(
-                f"the template {self.text!r} cannot be read: its fields are {{key}}, {{path[0]}}, {{key:prefix}}"
-            )
-        if not self.text.strip():
-            raise ValueError("the template is empty; leave the key out")
+            is_field = (field["key"] == "path") == (field["index"] is not None)
+            require(is_field, f"{field[0]} of the template {self.text!r} is no field: write {{key}}, or {{path[0]}}")
+        is_whole = not set("{}") & set(_FIELD.sub("", self.text))
+        fields = "its fields are {key}, {path[0]}, {key:prefix}"
+        require(is_whole, f"the template {self.text!r} cannot be read: {fields}")
+        require(self.text.strip() != "", "the template is empty; leave the key out")
 
     @cached_property
     def keys(self) -> list[str]:
@@ -175,9 +173,9 @@ class SpeakerRule:
         for value in (tag and tag.language, record.get("language"), record.get("lang")):
             if names_no_language(value):
                 continue
-            if not (isinstance(value, str) and any(map(str.isalpha, value))):
-                raise RejectRecord("malformed", f"language is {str(value)[:40]!r}, not a text such as 'en'")
-            return canonical_name(value)
+            is_text = isinstance(value, str) and any(map(str.isalpha, value))
+            refuse_record((not is_text, "malformed", f"language is {str(value)[:40]!r}, not a text such as 'en'"))
+            return canonical_name(str(value))
         return self.language
 
     def origin(self, record: Mapping[str, Any]) -> str:

@@ -5,17 +5,18 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Final, Literal
 
 import msgspec
 
-from sharmill.errors import ConfigError, RejectRecord, refuse
+from sharmill.config import require
+from sharmill.errors import RejectRecord, refuse
 from sharmill.files.location import Location
 from sharmill.registry import nearest
-from sharmill.sources import Described, EncodedSource, LineSource, RawRecord, Unreadable
+from sharmill.sources import ColumnSource, Described, EncodedSource, LineSource, RawRecord, Unreadable
 from sharmill.sources.files import bad_file, check_text, open_input
 from sharmill.sources.speakers import Template
 
@@ -35,7 +36,7 @@ def delimiter_of(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableSource(LineSource, EncodedSource):
+class TableSource(LineSource, EncodedSource, ColumnSource):
     """Records of tables: CSV or TSV files, one utterance a row."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("table",)
@@ -50,8 +51,6 @@ class TableSource(LineSource, EncodedSource):
     """``true``: cells may stand in double quotes, with delimiters and newlines in them. ``false``: quotes are letters.
     ``null`` is ``false`` where the delimiter is a tab or ``|``; elsewhere ``true``, but a cell with both is rejected as
     ``malformed``."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Keys of records and the columns that they come from, ``{text: sentence}``. Other columns keep their names."""
     audio: str | None = None
     """Template of ``audio_filepath`` over the columns, such as ``wavs/{id}.wav``; ``null`` takes the column itself."""
     numbers: list[str] = field(default_factory=list)
@@ -59,10 +58,10 @@ class TableSource(LineSource, EncodedSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
-            raise ValueError(f"delimiter {self.delimiter!r} must be one character")
-        if self.header is not None and (problem := _name_problem(self.header)):
-            raise ValueError(f"header {problem}")
+        is_one = len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
+        require(is_one, f"delimiter {self.delimiter!r} must be one character")
+        problem = None if self.header is None else _name_problem(self.header)
+        require(problem is None, f"header {problem}")
         self._audio  # noqa: B018 (raises where it is no template)
 
     @cached_property
@@ -78,9 +77,9 @@ class TableSource(LineSource, EncodedSource):
             wanted["audio_filepath"] = "audio_filepath"
         for file in self.files:
             check_text(file, "table")
-            names = self._columns_of(file)
-            if problem := _name_problem(names):
-                raise ConfigError(f"the first row of {file} {problem}", code="bad_config_value")
+            names = self._names(file)
+            problem = _name_problem(names)
+            refuse((problem, f"the first row of {file} {problem}"))
             other = Counter(mark for mark in "".join(names) if mark in ",;\t|").most_common(1)
             hint = f"; if {other[0][0]!r} is between the cells, say so with delimiter" if other else ""
             refuse(
@@ -95,16 +94,15 @@ class TableSource(LineSource, EncodedSource):
             )
 
     def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield the rows of a file that are not blank from a place on, as cells, each with the place behind it."""
-        names_columns = self.header is None and begin == 0
-        rows = self._rows(self.files[number], begin, len(self._columns_of(self.files[number])))
-        return itertools.islice(rows, int(names_columns), None)
+        """Yield the rows of a file that are not blank from a place on, each with the place behind it.
 
-    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the rows of a run, with the names of the columns."""
-        names = self._columns_of(self.files[place[0]])
-        for row in super().entries(place, begin, end):
-            yield row if isinstance(row, Unreadable) else (names, row)
+        A row that can be read comes with the names of the columns.
+        """
+        file = self.files[number]
+        names = self._names(file)
+        is_header = self.header is None and begin == 0
+        for end, row in itertools.islice(self._rows(file, begin, len(names)), int(is_header), None):
+            yield end, row if isinstance(row, Unreadable) else (names, row)
 
     def record(self, entry: tuple[list[str], list[str]]) -> RawRecord:
         """Return the record of a row."""
@@ -112,9 +110,7 @@ class TableSource(LineSource, EncodedSource):
         if len(row) != len(names):
             raise RejectRecord("malformed", f"the row has {len(row)} cells, and there are {len(names)} columns")
         cells = dict(zip(names, row, strict=True))
-        mapped = {*self.columns, *self.columns.values()}
-        record: dict[str, Any] = {column: cell for column, cell in cells.items() if column not in mapped}
-        record |= {key: cells[column] for key, column in self.columns.items()}
+        record = self.name_keys(cells)
         if self._audio is not None:
             try:
                 record["audio_filepath"] = self._audio.fill(cells, "")
@@ -132,7 +128,12 @@ class TableSource(LineSource, EncodedSource):
         """Return the cells of a row."""
         return self.delimiter.join(entry[1])
 
-    def _columns_of(self, file: Location) -> list[str]:
+    @cached_property
+    def _names(self) -> Callable[[Location], list[str]]:
+        """The names of the columns of a file; those of the last file are kept."""
+        return lru_cache(maxsize=1)(self._read_names)
+
+    def _read_names(self, file: Location) -> list[str]:
         if self.header is not None:
             return self.header
         _, row = next(self._rows(file), (0, [""]))

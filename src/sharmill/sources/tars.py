@@ -20,23 +20,35 @@ import msgspec
 
 from sharmill.audio.files import open_audio
 from sharmill.audio.roots import AudioRoots
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.config import require
+from sharmill.errors import ConfigError, RejectRecord, refuse, refuse_record
 from sharmill.files.location import Location, is_remote, tell_version
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
 from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk
-from sharmill.sources import ContainerSource, Described, EncodedSource, LineSource, RawRecord, RunSource, Unreadable
+from sharmill.sources import (
+    ColumnSource,
+    ContainerSource,
+    Described,
+    EncodedSource,
+    LineSource,
+    RawRecord,
+    RunSource,
+    Unreadable,
+)
 from sharmill.sources.files import (
     Digest,
-    bad_file,
     check_text,
+    decode_object,
     decode_text,
+    encode_record,
     find_files,
     iterate_lines,
     read_head,
     refuse_compressed,
+    refuse_file,
 )
-from sharmill.sources.nemo import NemoSource, decode_json_object, skip_mark
+from sharmill.sources.nemo import NemoSource, skip_mark
 
 # Storage far away answers many at a time; each that waits for its turn takes 8 bytes a sample.
 _ARCHIVES_AT_ONCE: Final = 16
@@ -44,6 +56,8 @@ _ARCHIVES_AT_ONCE: Final = 16
 _SAMPLES_PER_RUN: Final = 1000
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 16 << 20
+# WeNet's keys of a line, and those of a record.
+_WENET_KEYS: Final = {"wav": "audio_filepath", "txt": "text"}
 
 
 def clean_name(name: str) -> str:
@@ -79,8 +93,8 @@ class TarSource(ContainerSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         for pattern in self.named("tars"):
-            if pattern.startswith("pipe:"):
-                raise ValueError(f"tars {pattern!r} is a command; copy the files, and name them")
+            is_command = pattern.startswith("pipe:")
+            require(not is_command, f"tars {pattern!r} is a command; copy the files, and name them")
 
     @cached_property
     def tar_files(self) -> list[Location]:
@@ -94,8 +108,8 @@ class TarSource(ContainerSource):
         for file, head in zip(self.tar_files, heads, strict=True):
             refuse_compressed(file, "tars", head)
             # A shorter one is cut off, which its records tell.
-            if len(head) == BLOCK and head != EMPTY and not has_right_checksum(head):
-                raise bad_file(file, "tars", "is no tar archive")
+            is_archive = len(head) < BLOCK or head == EMPTY or has_right_checksum(head)
+            refuse_file(file, "tars", (not is_archive, "is no tar archive"))
             self.container(file)
 
 
@@ -121,7 +135,7 @@ def read_table(path: Location) -> MemberTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NemoTarredSource(TarSource, LineSource):
+class NemoTarredSource(TarSource, NemoSource):
     """Records of NeMo's tarred datasets: manifests beside tar archives, which are not unpacked."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("manifest", "tars")
@@ -133,21 +147,16 @@ class NemoTarredSource(TarSource, LineSource):
     """Path of the archive, or a list of them: ``audio__OP_0..63_CL_.tar``; NeMo's ``tarred_audio_filepaths``. Archives
     and manifests belong together by the last number in their names."""
 
-    @cached_property
-    def _manifests(self) -> NemoSource:
-        return NemoSource(manifest=self.manifest, audio_root=self.audio_root, speaker=self.speaker).with_cache(
-            self.cache
-        )
-
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be a manifest or an archive, or manifests and archives do not pair."""
-        self._manifests.check()
-        super().check()
+        """Raise ConfigError if a file cannot be a manifest or an archive, or manifests and archives do not pair."""
+        NemoSource.check(self)
+        TarSource.check(self)
         self._pairs  # noqa: B018 (raises where there are none)
 
     def check_speaker(self) -> None:
-        """Raise ConfigError where ``speaker`` takes a key that none of the first records has."""
-        self._manifests.check_speaker()
+        """Raise ConfigError if ``speaker`` takes a key that no first record of the manifests has."""
+        manifests = NemoSource(manifest=self.manifest, audio_root=self.audio_root, speaker=self.speaker)
+        manifests.with_cache(self.cache).check_speaker()
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[RawRecord]:
         """Yield the records of a run of lines in the order of the manifest; each archive is walked once."""
@@ -165,8 +174,8 @@ class NemoTarredSource(TarSource, LineSource):
             try:
                 member = _find(self._table(file), name, file)
                 container = self.container(file)
-                path = _raw_text(f"{container}/{clean_name(member.name)}")
-                text = msgspec.json.encode(record | {"audio_filepath": path})
+                record["audio_filepath"] = f"{container}/{clean_name(member.name)}"
+                text = encode_record(record, lines[number])
                 found[number] = Described(text, Member(container, "bytes", member.start, member.size))
             except RejectRecord as reject:
                 found[number] = Unreadable(reject.reason, reject.detail, self.shown(lines[number]))
@@ -177,23 +186,27 @@ class NemoTarredSource(TarSource, LineSource):
         """The members of an archive; those of the archives that were read last are kept."""
         return lru_cache(maxsize=4)(read_table)
 
-    def _parse(self, line: bytes, manifest: int) -> tuple[int, str, dict[str, msgspec.Raw]] | None:
+    def _parse(self, line: bytes, manifest: int) -> tuple[int, str, dict[str, Any]] | None:
         """Return the number of the archive, the name of the member and the values of a line.
 
         None where it names no member: the stage prepare rejects it as it is.
         """
-        keys = ("audio_filepath", "shard_id", "_skipme", "custom")
-        record, (name, shard, *marks) = decode_json_object(line, "the line", keys)
-        if skip_mark(dict(zip(keys[2:], marks, strict=True))) or not isinstance(name, str) or not name.strip():
+        record = decode_object(line, "the line is not a JSON object")
+        name, shard = record.get("audio_filepath"), record.get("shard_id")
+        if skip_mark(record) or not isinstance(name, str) or not name.strip():
             return None
         tars = self._pairs[manifest]
         if None in tars:
             return tars[None], name, record
-        if shard is None:
-            raise RejectRecord("missing_field", "the record has no shard_id, which says in which archive its audio is")
-        if type(shard) is not int or shard not in tars:  # of JSON's true Python makes 1
-            shown = str(shard)[:40]
-            raise RejectRecord("missing_audio", f"tars names no archive of the record's shard_id, {shown}")
+        is_number = type(shard) is int  # of JSON's true Python makes 1
+        refuse_record(
+            (shard is None, "missing_field", "the record has no shard_id, which says in which archive its audio is"),
+            (
+                not is_number or shard not in tars,
+                "missing_audio",
+                f"tars names no archive of the record's shard_id, {str(shard)[:40]}",
+            ),
+        )
         return tars[shard], name, record
 
     @cached_property
@@ -245,12 +258,13 @@ def _pair(manifests: Sequence[Location], tars: Sequence[Location], first: int) -
         return [{shard: first + place for shard, place in numbers.items()}]
     wanted = _number_all(manifests, "manifest")
     missing = sorted(wanted.keys() ^ numbers.keys())
-    if missing:
-        raise ConfigError(
+    refuse(
+        (
+            missing,
             f"manifest and tars do not both have files of the numbers {', '.join(map(str, missing[:10]))}: manifests "
             "and archives belong together by the last number in their names; name as many of both",
-            code="bad_config_value",
         )
+    )
     return [{None: first + numbers[shard]} for shard in wanted]
 
 
@@ -260,14 +274,15 @@ def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
     for place, file in enumerate(files):
         stem = Path(file.name).stem
         found = re.findall(r"_([0-9]+)", stem) or re.findall(r"[0-9]+", stem)
-        number = int(found[-1][:18]) if found else None
-        if number is None or number in places:
-            what = "has no number in its name" if number is None else f"has the number {number} as another one has"
-            raise ConfigError(
+        number = int(found[-1][:18]) if found else -1
+        what = f"has the number {number} as another one has" if found else "has no number in its name"
+        refuse(
+            (
+                not found or number in places,
                 f"{key}: {file} {what}, and the last number of a name says which manifest and archive belong together; "
                 "rename the files, or name each bucket as an entry of its own in the lists manifest and tars",
-                code="bad_config_value",
             )
+        )
         places[number] = place
     return places
 
@@ -324,8 +339,8 @@ class _SampleSource(RunSource, EncodedSource):
         """The ends of names of audio, without the first dot."""
 
     @abstractmethod
-    def values(self, stream: BinaryIO, sample: _TarSample) -> dict[str, msgspec.Raw]:
-        """Return the keys of the record of a sample but ``audio_filepath``; ``stream`` is its archive."""
+    def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
+        """Return the record of a sample in the archive ``stream``; ``path`` is the name of its audio."""
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
         """Yield runs of samples: their archive, the first header, headers of samples with keys that it had before.
@@ -361,14 +376,14 @@ class _SampleSource(RunSource, EncodedSource):
             try:
                 if sample.damage is not None:
                     raise sample.damage
-                if shown != name:
-                    raise RejectRecord("malformed", "the name of the member is not UTF-8")
-                if sample.header in repeated:
-                    raise RejectRecord("ambiguous_audio", f"the archive has an earlier sample {sample.key[:200]!r}")
+                earlier = f"the archive has an earlier sample {sample.key[:200]!r}"
+                refuse_record(
+                    (shown != name, "malformed", "the name of the member is not UTF-8"),
+                    (sample.header in repeated, "ambiguous_audio", earlier),
+                )
                 member = self.audio_of(sample)
-                values = self.values(self._opened(archive.path), sample)
-                path = _raw_text(f"{archive.container}/{clean_name(member.name)}")
-                text = msgspec.json.encode({"audio_filepath": path} | values)
+                path = f"{archive.container}/{clean_name(member.name)}"
+                text = self.record_of(sample, self._opened(archive.path), path)
                 yield Described(text, Member(archive.named, "bytes", member.start, member.size))
             except RejectRecord as reject:
                 yield Unreadable(reject.reason, reject.detail, shown)
@@ -408,19 +423,19 @@ class _SampleSource(RunSource, EncodedSource):
     def audio_of(self, sample: _TarSample) -> TarMember:
         """Return the audio of a sample; raise RejectRecord where it has none, several, or two members of one name."""
         ends = [suffix for suffix, _ in sample.members]
-        if again := next((suffix for suffix in ends if ends.count(suffix) > 1), None):
-            raise RejectRecord("ambiguous_audio", f"the sample has two members .{again[:40]}")
+        again = next((suffix for suffix in ends if ends.count(suffix) > 1), "")
         audio = [(suffix, member) for suffix, member in sample.members if suffix in self.suffixes]
         shown = ", ".join(f".{suffix[:40]}" for suffix, _ in (audio or sample.members)[:5])
-        if not audio:
-            raise RejectRecord("missing_audio", f"the sample has no audio; its members end in {shown}")
-        if len(audio) > 1:
-            raise RejectRecord("ambiguous_audio", f"the sample has several audio files, {shown}")
+        refuse_record(
+            (again, "ambiguous_audio", f"the sample has two members .{again[:40]}"),
+            (not audio, "missing_audio", f"the sample has no audio; its members end in {shown}"),
+            (len(audio) > 1, "ambiguous_audio", f"the sample has several audio files, {shown}"),
+        )
         return audio[0][1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WebDatasetSource(TarSource, _SampleSource):
+class WebDatasetSource(TarSource, _SampleSource, ColumnSource):
     """Records of WebDataset archives: samples of audio with a JSON file, a text or both of the same name."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("tars",)
@@ -433,14 +448,10 @@ class WebDatasetSource(TarSource, _SampleSource):
         default_factory=lambda: ["flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "wma", "webm", "aiff", "sph", "au"]
     )
     """Ends of the names of audio behind the first dot: ``flac``, or ``mic1.flac`` where a sample has several."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Keys of records and the keys of the JSON files that they come from, ``{text: sentence}``. Others keep their
-    names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.audio_suffixes or not all(self.audio_suffixes):
-            raise ValueError("audio_suffixes must not be empty")
+        require(all(self.audio_suffixes or [""]), "audio_suffixes must not be empty")
 
     @cached_property
     def archives(self) -> list[Archive]:
@@ -452,19 +463,18 @@ class WebDatasetSource(TarSource, _SampleSource):
         """The ends of names of audio, without the first dot."""
         return [suffix.lstrip(".").lower() for suffix in self.audio_suffixes]
 
-    def values(self, stream: BinaryIO, sample: _TarSample) -> dict[str, msgspec.Raw]:
-        """Return the keys of a sample: its key, the keys of its JSON file, and its text where that has none."""
+    def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
+        """Return the key of a sample, the keys of its JSON file, and its text if that file has none."""
         parts = dict(sample.members)
-        values: dict[str, msgspec.Raw] = {}
+        values: dict[str, Any] = {}
+        written = b""
         if (member := parts.get("json")) is not None:
-            values, _ = decode_json_object(read_part(stream, member).strip(), repr(member.name[-100:]))
-        mapped = {*self.columns, *self.columns.values()}
-        record = {"key": _raw_text(sample.key)}
-        record |= {key: value for key, value in values.items() if key not in mapped and key != "audio_filepath"}
-        record |= {key: values[column] for key, column in self.columns.items() if column in values}
-        if "txt" in parts and ("text" not in record or bytes(record["text"]) in (b"null", b'""')):
+            written = read_part(stream, member).strip()
+            values = decode_object(written, f"{member.name[-100:]!r} is not a JSON object")
+        record = {"key": sample.key} | self.name_keys(values) | {"audio_filepath": path}
+        if "txt" in parts and record.get("text") in (None, ""):
             record["text"] = _read_text(stream, parts["txt"], self.encoding)
-        return record
+        return encode_record(record, written)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -491,26 +501,31 @@ class WenetSource(_SampleSource, LineSource):
             named = self.key_pattern is None or re.compile(self.key_pattern).groupindex
         except re.error as error:
             raise ValueError(f"key_pattern {self.key_pattern!r} is no regular expression: {error}") from error
-        if not named:
-            raise ValueError(f"key_pattern {self.key_pattern!r} has no named group, such as (?P<speaker>S[0-9]+)")
+        require(bool(named), f"key_pattern {self.key_pattern!r} has no named group, such as (?P<speaker>S[0-9]+)")
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be such a list, or an archive is compressed."""
         for file in self.files:
             first = check_text(file, "data_list").strip().splitlines()[0]
-            if first.startswith(b"{") and self.data_type == "shard":
-                raise bad_file(file, "data_list", "has records, not paths of archives; set data_type: raw")
-            if first.endswith(b".tar") and self.data_type == "raw":
-                raise bad_file(file, "data_list", "has paths of archives; set data_type: shard")
+            has_records = first.startswith(b"{") and self.data_type == "shard"
+            has_paths = first.endswith(b".tar") and self.data_type == "raw"
+            refuse_file(
+                file,
+                "data_list",
+                (has_records, "has records, not paths of archives; set data_type: raw"),
+                (has_paths, "has paths of archives; set data_type: shard"),
+            )
         # A server is asked when an archive is read.
         usable = [archive.path for archive in self.archives if archive.reject is None]
         found = [path for path in usable if not is_remote(path) and path.is_file()]
-        if self.archives and not found and not any(map(is_remote, usable)):
-            raise ConfigError(
+        refuse(
+            (
+                self.archives and not found and not any(map(is_remote, usable)),
                 f"none of the {len(self.archives)} archives of data_list is there; correct audio_root in sources, the "
                 "folder that they lie below",
-                code="missing_input",
-            )
+            ),
+            code="missing_input",
+        )
         for path in found:
             refuse_compressed(path, "archive", read_head(path, "data_list", 8))
 
@@ -568,30 +583,28 @@ class WenetSource(_SampleSource, LineSource):
         """Return the record of a line, whose keys get the names that manifests have."""
         if not isinstance(entry, bytes):
             return entry
-        values, (key, start, end) = decode_json_object(entry, "the line", ("key", "start", "end"))
-        record: dict[str, Any] = {
-            name: value for name, value in values.items() if name not in ("wav", "txt", "start", "end")
-        }
-        record |= self._of_key(key)
-        record |= {new: values[old] for old, new in (("wav", "audio_filepath"), ("txt", "text")) if old in values}
-        if start is None and end is None:
-            return msgspec.json.encode(record)
-        if not (type(start) in (int, float) and type(end) in (int, float) and 0 <= start < end):
-            raise RejectRecord("malformed", "start and end are not times in seconds of which end is later")
-        return msgspec.json.encode(record | {"offset": start, "duration": end - start})
-
-    def values(self, stream: BinaryIO, sample: _TarSample) -> dict[str, msgspec.Raw]:
-        """Return the keys of a sample: its key, and its text."""
-        values = {"key": _raw_text(sample.key)} | self._of_key(sample.key)
-        parts = dict(sample.members)
-        return values | ({"text": _read_text(stream, parts["txt"], self.encoding)} if "txt" in parts else {})
-
-    def _of_key(self, key: Any) -> dict[str, msgspec.Raw]:
-        """Return what the pattern finds in a key."""
-        match = re.search(self.key_pattern, key) if self.key_pattern and isinstance(key, str) else None
-        return (
-            {name: _raw_text(value) for name, value in match.groupdict().items() if value is not None} if match else {}
+        values = decode_object(entry, "the line is not a JSON object")
+        start, end = values.pop("start", None), values.pop("end", None)
+        record = {_WENET_KEYS.get(name, name): value for name, value in values.items()} | self._of_key(
+            values.get("key")
         )
+        if start is not None or end is not None:
+            are_times = type(start) in (int, float) and type(end) in (int, float) and 0 <= start < end
+            refuse_record((not are_times, "malformed", "start and end are not times in seconds of which end is later"))
+            record |= {"offset": start, "duration": end - start}
+        return encode_record(record, entry)
+
+    def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
+        """Return the key of a sample, the parts of the key, and its text."""
+        record = {"audio_filepath": path, "key": sample.key} | self._of_key(sample.key)
+        if (text := dict(sample.members).get("txt")) is not None:
+            record["text"] = _read_text(stream, text, self.encoding)
+        return msgspec.json.encode(record)
+
+    def _of_key(self, key: Any) -> dict[str, str]:
+        """Return the keys that the pattern finds in a key."""
+        match = re.search(self.key_pattern, key) if self.key_pattern and isinstance(key, str) else None
+        return {name: value for name, value in match.groupdict().items() if value is not None} if match else {}
 
 
 def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) -> bytes:
@@ -600,19 +613,11 @@ def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) 
     Raises:
         RejectRecord: ``malformed`` where they are more than ``most``.
     """
-    if member.size > most:
-        raise RejectRecord(
-            "malformed", f"{member.name[-100:]!r} has more than {most >> 20} MiB, which no text or audio has"
-        )
+    detail = f"{member.name[-100:]!r} has more than {most >> 20} MiB, which no text or audio has"
+    refuse_record((member.size > most, "malformed", detail))
     return os.pread(stream.fileno(), member.size, member.start)
 
 
-def _read_text(stream: BinaryIO, member: TarMember, encoding: str) -> msgspec.Raw:
-    """Return a text in an archive as JSON; raise RejectRecord ``malformed`` where it is not in ``encoding``."""
-    text = decode_text(read_part(stream, member), encoding, repr(member.name[-100:])).strip()
-    return _raw_text(text)
-
-
-def _raw_text(value: str) -> msgspec.Raw:
-    """Return a text as the JSON that stands for it in a record."""
-    return msgspec.Raw(msgspec.json.encode(value))
+def _read_text(stream: BinaryIO, member: TarMember, encoding: str) -> str:
+    """Return a text in an archive; raise RejectRecord ``malformed`` if it is not in ``encoding``."""
+    return decode_text(read_part(stream, member), encoding, repr(member.name[-100:])).strip()

@@ -326,8 +326,8 @@ class ColumnSource(Source):
     """A source whose records have the values of named columns."""
 
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of records and the columns that they come from, ``{text: sentence}``; of WebDataset, the keys of its JSON
-    files. Others keep their names."""
+    """Keys of records and the columns, or keys of JSON files, they come from, ``{text: sentence}``. Others keep
+    their names."""
 
     @property
     def mapped(self) -> set[str]:

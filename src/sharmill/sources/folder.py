@@ -28,8 +28,8 @@ class WalkedSource(RunSource, EncodedSource):
     """A source of one folder, whose files are found by walking it."""
 
     audio_suffixes: list[str] = field(default_factory=lambda: list(_AUDIO_SUFFIXES))
-    """Ends of the names of audio files. In a ``folder`` their case does not matter, and the longest that fits is taken
-    off, as ``_mic1.flac``; of ``annotated`` without ``audio``, the first file that is there counts."""
+    """Ends of the names of audio files, as ``_mic1.flac``. A folder takes off the longest that fits, in any case;
+    beside annotations the first file that is there counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

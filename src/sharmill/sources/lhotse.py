@@ -82,8 +82,7 @@ class LhotseSource(LineSource):
     file_keys: ClassVar[tuple[str, ...]] = ("cuts", "supervisions", "recordings")
     type: str = "lhotse"
     cuts: str | list[str] | None = None
-    """Path of a CutSet, ``.jsonl`` or ``.jsonl.gz``, or a list of them; as ``manifest`` of ``nemo`` it may name shards,
-    or have ``*`` and ``?``."""
+    """Path of a CutSet, ``.jsonl`` or ``.jsonl.gz``, or a list of them, as ``manifest`` of ``nemo``."""
     recordings: str | list[str] | None = None
     """Path of a RecordingSet, or a list of them; instead of ``cuts``. Without ``supervisions`` each is a record."""
     supervisions: str | list[str] | None = None

@@ -45,8 +45,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
     digests: ClassVar[dict[str, Digest]] = {"parquet": "ends"}
     type: str = "parquet"
     parquet: str | list[str]
-    """Path of a parquet or Arrow file, or a list of them; as ``manifest`` of ``nemo`` it may name shards, or have ``*``
-    and ``?``."""
+    """Path of a parquet or Arrow file, or a list of them, as ``manifest`` of ``nemo``."""
     audio: str = "audio"
     """Column of the audio: a struct of ``bytes`` and ``path``, bytes, or paths relative to ``audio_root``."""
 

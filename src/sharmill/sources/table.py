@@ -42,7 +42,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     file_keys: ClassVar[tuple[str, ...]] = ("table",)
     type: str = "table"
     table: str | list[str]
-    """Path of the table, or a list of them; as ``manifest`` of ``nemo`` it may name shards, or have ``*`` and ``?``."""
+    """Path of the table, or a list of them, as ``manifest`` of ``nemo``."""
     delimiter: str = ","
     """Character between the cells of a row: ``","``, ``"|"``, ``"\\t"`` (a tab) or another."""
     header: list[str] | None = None

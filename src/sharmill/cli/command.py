@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sharmill.config import Config, load_config
+from sharmill.config import Config, load_config, resolve_stage
 from sharmill.errors import ConfigError, printable_line, refuse
 
 OK: Final = 0
 FAILED: Final = 1
 FINDINGS: Final = 3
 
+_FORMER_STAGES: Final = {"survey": "encode.segments", "assemble": "encode.shards"}
 # A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
 _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
 
@@ -183,6 +184,18 @@ def describe_sum(what: str, seconds: Sequence[float | None]) -> str:
     known = [part for part in seconds if part is not None]
     least = "at least " if len(known) < len(seconds) else ""
     return f"{what}: {least}{describe_time(sum(known))} left" if sum(known) >= 1 or not least else ""
+
+
+def resolve_stages(names: Sequence[str]) -> list[str]:
+    """Return the kinds of the stages that a command names, and say so for rounds that once were stages of their own.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    for name in names:
+        if name in _FORMER_STAGES:
+            say(f"{name} is a round of the stage encode now: name encode to run all of its rounds", style="dim")
+    return [_FORMER_STAGES.get(name) or resolve_stage(name) for name in names]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -21,6 +21,7 @@ from sharmill.encode.config import EncodeConfig
 from sharmill.encode.stage import EncodeStage
 from sharmill.engine.balance import pack
 from sharmill.engine.order import make_stages
+from sharmill.engine.stage import is_main
 from sharmill.engine.view import read_or_preview_units
 from sharmill.errors import ConfigError
 from sharmill.executors.supervisor import usable_gpus, visible_gpus
@@ -48,7 +49,8 @@ _PRINTED_STEP = 5
 @click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
 @json_option
 @click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
-def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None, measure: bool) -> None:
+@click.option("--verbose", is_flag=True, help="Show the rounds of encode apart.")
+def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None, measure: bool, verbose: bool) -> None:
     """Show what would run, and what it would cost.
 
     Nothing of it is run. Units, hours, balance and disk are those of each stage whose input is there already; time, GPU
@@ -56,7 +58,7 @@ def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None
     earlier run.
     """
     for config in load_configs("plan", arguments):
-        print_json(print_plan(config, earlier=earlier, gpu_hour=gpu_hour))
+        print_json(print_plan(config, earlier=earlier, gpu_hour=gpu_hour, verbose=verbose))
         if measure:
             _print_measurements(config)
 
@@ -112,28 +114,33 @@ def _describe_canonical(measurements: list[Measurement], device: str, unit_secon
     return how
 
 
-def print_plan(config: Config, *, earlier: str | None = None, gpu_hour: float | None = None) -> list[StagePrediction]:
+def print_plan(
+    config: Config, *, earlier: str | None = None, gpu_hour: float | None = None, verbose: bool = False
+) -> list[StagePrediction]:
     """Print a row per stage that can be planned now, and a line for each that depends on what comes before it.
 
     Below it come time and cost, predicted from the rates of the run directory ``earlier`` or of the configuration's
-    own; they are returned.
+    own; they are returned. ``verbose`` prints a row for each round of a step.
     """
     check_config(config, stages=())
     rates, source = find_rates(config, earlier)
     stages = make_stages(config)
     planned, rows, not_yet = {}, [], []
     for stage in stages:
+        name, is_shown = stage.key if verbose else stage.name, verbose or is_main(stage.kind)
         try:
             units, done = read_or_preview_units(stage)
         except ConfigError as error:
-            not_yet.append(f"{stage.name}: not yet: {error}")
+            not_yet += [f"{name}: not yet: {error}"] if is_shown else []
             continue
         planned[stage.key] = units, done
+        if not is_shown:
+            continue
         left = [unit.cost for unit in units if unit.index not in done]
         loads = [sum(left[item] for item in items) for items in pack(left, count_ranks(config, stage))]
         mean, largest, records = sum(loads) / len(loads), max(loads), stage.cost_unit == "records"
         rows.append([
-            stage.name, f"{len(units) - len(left)}/{len(units)}", describe_cost(sum(left), records=records),
+            name, f"{len(units) - len(left)}/{len(units)}", describe_cost(sum(left), records=records),
             str(len(loads)), describe_cost(largest, records=records), f"{mean / largest:.0%}" if largest else "",
             f"{sum(left) * _BYTES_PER_SECOND / 1e9:.1f} GB" if left and stage.kind == "write" else "",
         ])  # fmt: skip
@@ -161,7 +168,11 @@ def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_h
         gpu_hour: the price of an hour of a GPU, or None.
     """
     columns = ["stage", "ranks", "time", "GPU h", "core h", "disk", *(["price"] if gpu_hour is not None else [])]
-    by_row = [(one.name if one.is_planned else f"{one.name} *", str(one.ranks), [one]) for one in predictions]
+    by_row = []
+    for step in dict.fromkeys(one.name for one in predictions):
+        rounds = [one for one in predictions if one.name == step]
+        star = "" if all(one.is_planned for one in rounds) else " *"
+        by_row.append((f"{step}{star}", str(max(one.ranks for one in rounds)), rounds))
     rows = []
     for name, ranks, of_row in [*by_row, ("all", "", list(predictions))]:
         gpu = sum(one.rank_seconds for one in of_row if one.on_gpu) / 3600

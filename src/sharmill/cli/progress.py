@@ -38,7 +38,8 @@ class ProgressListener(Listener):
     ) -> None:  # fmt: skip
         self._console = console = console or make_console()
         self._clock = clock
-        self._names = names
+        # The rounds of a step have one name.
+        self._names = list(dict.fromkeys(names))
         self._expected = expected or {}
         # One of each stage so far, with the words that stand for its time. A thread draws them: they are replaced as a
         # whole.
@@ -67,6 +68,8 @@ class ProgressListener(Listener):
         self._next_view = self._began + _SECONDS_BETWEEN_VIEWS
         view = view_stage(stage, units, self._commits, (), 0.0)
         self._cost_before = view.cost_done
+        if self._views and self._views[-1][0].name == view.name:
+            self._views.pop()
         self._views.append((view, self._describe_left(view, 0.0)))
         if len(done) < len(units):
             resumed = f", {len(done)} done before" if done else ""
@@ -99,7 +102,8 @@ class ProgressListener(Listener):
             words = "done before" if self._cost_before == view.cost else f"in {describe_time(took)}"
             view = replace(view, units_done=view.units, cost_done=view.cost)
         self._views[-1] = replace(view, rate=(view.cost_done - self._cost_before) / max(took, 1.0)), words
-        self._say(self._line())
+        if view.units:
+            self._say(self._line())
 
     def _describe_left(self, view: StageView, elapsed: float) -> str:
         """Return the time left; before it is known, the time so far, or what ranks do that have done nothing yet."""
@@ -111,13 +115,15 @@ class ProgressListener(Listener):
 
     def _place(self) -> str:
         """Return which stage of how many is at work, or an empty string."""
-        return f" (stage {len(self._views)} of {len(self._names)})" if self._names else ""
+        name = self._views[-1][0].name
+        return f" (stage {self._names.index(name) + 1} of {len(self._names)})" if name in self._names else ""
 
     def _describe_run_left(self) -> str:
         """Return the time left of the whole run, or an empty string in its last stage, and where nothing is known."""
-        if not self._views or not (later := self._names[len(self._views) :]):
+        view = self._views[-1][0] if self._views else None
+        later = self._names[self._names.index(view.name) + 1 :] if view is not None and view.name in self._names else []
+        if view is None or not later:
             return ""
-        view, _ = self._views[-1]
         left = 0.0 if view.state == "done" else view.seconds_left
         if left is None and view.name in self._expected:
             left = max(0.0, self._expected[view.name] - (self._clock() - self._began))
@@ -127,7 +133,7 @@ class ProgressListener(Listener):
         """Return the table of all stages so far, for the width of the console."""
         # From this many columns on there is room for the rate and for long names.
         wide = self._console.width >= 110
-        title = [self._place().strip(" ()"), self._describe_run_left()]
+        title = [self._place().strip(" ()") if self._views else "", self._describe_run_left()]
         table = make_table(", ".join(filter(None, title)) or None, expand=True)
         table.add_column("stage", no_wrap=True, max_width=24 if wide else 16)
         table.add_column("", ratio=1, min_width=8)

@@ -31,6 +31,7 @@ from sharmill.cli.command import (
     print_json,
     print_pairs,
     print_table,
+    resolve_stages,
     say,
     say_all,
     split_arguments,
@@ -38,12 +39,12 @@ from sharmill.cli.command import (
     worst,
 )
 from sharmill.cli.progress import ProgressListener
-from sharmill.config import Config, load_config, load_typed, resolve_stage
+from sharmill.config import Config, load_config, load_typed
 from sharmill.demo import make_demo, next_steps
 from sharmill.engine.executor import StageResult, Submitted
 from sharmill.engine.order import choose_stages, make_stages
 from sharmill.engine.run_dir import RunDir, RunOutcome
-from sharmill.engine.stage import StageRun
+from sharmill.engine.stage import StageRun, is_main
 from sharmill.engine.state import pack_units
 from sharmill.engine.unit import Unit
 from sharmill.engine.view import read_or_preview_units
@@ -132,12 +133,11 @@ def run(
     """Run all stages, or those named, for datasets. Where that is under way already, more ranks are added.
 
     CONFIG is a YAML file. STAGE is prepare, match (stage1), write (stage2), encode (stage3) or validate; a dataset
-    without contexts (match: null) has no stage match. With encode come survey, which finds what is to be encoded, and
-    assemble, which puts the codes into the dataset; each has a name of its own too.
+    without contexts (match: null) has no stage match.
     KEY=VALUE overrides the configuration, as in match.min_similarity=0.7.
     """
     paths, overrides, names = split_arguments(arguments)
-    stages = [resolve_stage(name) for name in names] or None
+    stages = resolve_stages(names) or None
     if workers is not None:
         overrides.append(f"executor.workers={workers}")
     configs = [load_config(path, overrides) for path in paths]
@@ -218,7 +218,9 @@ def _run_with_progress(
                 expected = expect_seconds(config, make_stages(config))
         except SharmillError as error:
             say(f"the time left of the whole run is not known: {error}", style="dim")
-    with ProgressListener(names=[stage.name for stage in make_stages(config, stages)], expected=expected) as listener:
+    with ProgressListener(
+        names=[stage.name for stage in make_stages(config, stages) if is_main(stage.kind)], expected=expected
+    ) as listener:
         result = run_dataset(
             config, listener, stages=stages, restart=restart, executor=executor, take_over=take_over, command=command,
             joins=joins,
@@ -385,7 +387,9 @@ def _require_recheck(models: dict[str, str], level: ValidateConfig) -> None:
 def print_result(result: DatasetResult) -> None:
     """Print the summary of a run over one dataset: accounts by stage, rejects by reason, failed units."""
     columns = ("stage", "in", "out", "rejects", "processed", "target audio")
-    print_table(result.config.name, columns, [_accounts(stage, outcome) for stage, outcome in result.stages])
+    # A step has one row; a round of it that failed has its own.
+    shown = [(stage, outcome) for stage, outcome in result.stages if is_main(stage.kind) or outcome.totals is None]
+    print_table(result.config.name, columns, [_accounts(stage, outcome) for stage, outcome in shown])
     say(
         "processed: all audio that a stage handles, contexts included; target audio: the utterances that went on",
         style="dim",
@@ -504,7 +508,7 @@ def submit(
     CONFIG, STAGE and KEY=VALUE are those of sharmill run.
     """
     paths, overrides, names = split_arguments(arguments)
-    stages = None if names == ["all"] else [resolve_stage(name) for name in names]
+    stages = None if names == ["all"] else resolve_stages(names)
     refuse((not names, "name a stage, or 'all'"), code="bad_usage")
     if cluster == "debug":
         overrides.append("executor.workers=1")

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
@@ -35,7 +35,7 @@ from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir, RunOutcome
 from sharmill.engine.stage import StageRun
 from sharmill.engine.state import describe_workers, find_workers
-from sharmill.engine.view import StageView, read_stage
+from sharmill.engine.view import StageView, read_stage, views_of_steps
 from sharmill.errors import ConfigError, FatalError, SharmillError, describe_error, refuse
 from sharmill.executors.slurm.queue import SECONDS_TO_CANCEL, QueuedJob, cancel_jobs, queued_jobs, waits_for_jobs
 from sharmill.files.host import SLURM_JOB, user_name
@@ -72,8 +72,11 @@ _METRICS: Final[dict[str, tuple[str, ...]]] = {
     "--prometheus", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write numbers to a file, as the textfile collector of Prometheus' node exporter reads them.",
 )  # fmt: skip
+@click.option("--verbose", is_flag=True, help="Show the rounds of encode apart.")
 @json_option
-def status(run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: bool, prometheus: Path | None) -> int:
+def status(
+    run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: bool, prometheus: Path | None, verbose: bool
+) -> int:
     """Show the progress of every stage and rank of run directories."""
     is_text = not has_option("json") and prometheus is None
     refuse(
@@ -87,13 +90,13 @@ def status(run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: 
     runs, errors = _read_runs([(Path(run_dir), None) for run_dir in run_dirs])
     with suppress(KeyboardInterrupt):
         for run in runs if is_text else ():
-            _print_status(run, gpu_hour)
+            _print_status(run, gpu_hour, verbose=verbose)
         while watch and not errors:
             time.sleep(2)
             runs, errors = _read_runs([(run.path, run) for run in runs])
             make_console().clear()
             for run in runs:
-                _print_status(run, gpu_hour)
+                _print_status(run, gpu_hour, verbose=verbose)
     if prometheus is not None:
         write_metrics(prometheus, runs, num_unread=len(errors))
         say(f"wrote {prometheus}: {len(runs)} run directories")
@@ -119,7 +122,8 @@ class RunView:
     """The state of a run: its stages, its end if it has ended, and its jobs in SLURM's queue.
 
     Attributes:
-        views: of the stages, in their order.
+        views: of the steps, in their order.
+        rounds: the views of all rounds of the steps.
         problem: why the jobs are not known, or an empty string.
         asked: the time at which SLURM was asked about them, by ``time.monotonic``.
     """
@@ -128,6 +132,7 @@ class RunView:
     config: Config
     stages: list[StageRun]
     views: list[StageView]
+    rounds: list[StageView]
     end: RunOutcome | None
     jobs: list[QueuedJob]
     problem: str
@@ -165,8 +170,8 @@ def read_run(path: Path, before: RunView | None = None) -> RunView:
     queued = waits and bool(jobs or problem)
     config = config_of_run(path)
     stages = stages_of_run(config)
-    views = [read_stage(stage, queued=queued) for stage in stages]
-    is_done = all(view.state == "done" for view in views)
+    rounds = [read_stage(stage, queued=queued) for stage in stages]
+    is_done = all(view.state == "done" for view in rounds)
     end = run_dir.read_outcome()
     # Planning and submitting the first jobs takes its time.
     if waits and not queued and not is_done and lock_owner(run_dir.path) is None:
@@ -175,7 +180,7 @@ def read_run(path: Path, before: RunView | None = None) -> RunView:
         end = RunOutcome(
             state="failed", message=f"no job is left though work is: submit again{again}", code="jobs_gone"
         )
-    return RunView(path, config, stages, views, end, jobs, problem, asked)
+    return RunView(path, config, stages, views_of_steps(stages, rounds), rounds, end, jobs, problem, asked)
 
 
 def _read_runs(wanted: Sequence[tuple[Path, RunView | None]]) -> tuple[list[RunView], list[SharmillError]]:
@@ -193,11 +198,14 @@ def _read_runs(wanted: Sequence[tuple[Path, RunView | None]]) -> tuple[list[RunV
     return runs, errors
 
 
-def _print_status(run: RunView, gpu_hour: float | None) -> None:
+def _print_status(run: RunView, gpu_hour: float | None, *, verbose: bool) -> None:
     """Print a row per stage, one per rank of the stages that are under way, the end of the run, and its jobs.
 
     ``gpu_hour`` is the price of an hour of a GPU, or None.
     """
+    if verbose:
+        named = [replace(view, name=stage.key) for stage, view in zip(run.stages, run.rounds, strict=True)]
+        run = replace(run, views=named)
     _print_stages(run)
     for view in run.views:
         if (left := view.seconds_left) is not None:
@@ -273,7 +281,7 @@ def _print_sums(run: RunView, gpu_hour: float | None) -> None:
         parts = [expected.get(view.name) if view.seconds_left is None else view.seconds_left for view in left]
         if line := describe_sum("all stages", parts):
             say(line)
-    paces = [view.pace for view in run.views if view.pace is not None]
+    paces = [view.pace for view in run.rounds if view.pace is not None]
     if paces:
         gpus = sum(pace.seconds for pace in paces if pace.on_gpu)
         cores = sum(pace.seconds for pace in paces) - gpus

@@ -419,6 +419,11 @@ def step_of(kind: str) -> str:
     return kind.partition(".")[0]
 
 
+def is_main(kind: str) -> bool:
+    """Return True if a kind of stage is a step, or the round of one that gives it its row in tables."""
+    return step_of(kind) == kind
+
+
 def display_name(key: str) -> str:
     """Return the name of a stage in messages.
 

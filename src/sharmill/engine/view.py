@@ -10,7 +10,7 @@ from pathlib import Path
 from sharmill.engine.fence import require_own_output
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import RankProgress, read_progress
-from sharmill.engine.stage import StageRun
+from sharmill.engine.stage import StageRun, is_main
 from sharmill.engine.unit import Commit, Totals, Unit, add_up
 from sharmill.files.shared_disk import time_of_folder
 
@@ -99,6 +99,22 @@ class StageView:
         seconds = (self.cost - self.cost_done) / self.rate
         # At least as long as the most overdue unit. Predictions of more than a century are ignored.
         return max(seconds, self.longest_overdue) if abs(seconds) < 3e9 else None
+
+
+def views_of_steps(stages: Sequence[StageRun], views: Sequence[StageView]) -> list[StageView]:
+    """Return one view for each step: the view of its first round that is not done, or else of its main one.
+
+    Args:
+        stages, views: of all rounds, in their order.
+    """
+    found: dict[str, StageView] = {}
+    for stage, view in zip(stages, views, strict=True):
+        earlier = found.get(view.name)
+        if earlier is not None:
+            found[view.name] = view if earlier.state == "done" != view.state else earlier
+        elif is_main(stage.kind) or view.state not in ("done", "not begun"):
+            found[view.name] = view
+    return list(found.values())
 
 
 def read_stage(stage: StageRun, *, queued: bool = False) -> StageView:

@@ -45,7 +45,7 @@ def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(mak
     assert out.count("#!/bin/bash") == 3
     later = re.findall(r", (\S+), later: at most (\d+ \w+) ranks", out)
     assert later == [
-        ("write", "9 cpu"), ("survey", "9 cpu"), ("encode/b", "64 gpu"), ("assemble/b", "9 cpu"), ("validate", "9 cpu")
+        ("write", "9 cpu"), ("encode", "9 cpu"), ("encode/b", "64 gpu"), ("encode/b", "9 cpu"), ("validate", "9 cpu")
     ]  # fmt: skip
 
 

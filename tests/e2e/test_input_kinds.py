@@ -564,7 +564,7 @@ def test_the_run_goes_on(odd_run: OddRun):
 def test_the_sums_agree(odd_run: OddRun):
     """Stage by stage, and with the lines of the manifest."""
     totals = {}
-    for stage in ("prepare", "match", "write", "survey", "encode/tiny", "assemble/tiny", "validate"):
+    for stage in ("prepare", "match", "write", "encode/tiny", "encode.shards/tiny", "validate"):
         totals[stage] = json.loads((odd_run.folder / "run" / stage / "done.json").read_bytes())
     rejects = lines(odd_run.folder / "run/rejects.jsonl")
     came = sum(bool(line.strip()) if isinstance(line, bytes) else 1 for line in odd_run.records)

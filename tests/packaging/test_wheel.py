@@ -186,6 +186,6 @@ class TestDemo:
     def test_status_shows_every_stage_as_done(self, demo):
         bin_folder, folder, _ = demo
         output = call(bin_folder, "sharmill", "status", str(folder / "run"), cwd=folder).stdout
-        for stage in ("prepare", "match", "write", "survey", "encode/builtin", "assemble/builtin", "validate"):
+        for stage in ("prepare", "match", "write", "encode/builtin", "encode.shards/builtin", "validate"):
             (row,) = [line for line in output.splitlines() if line.startswith(f"{stage}  ")]
             assert " done " in row

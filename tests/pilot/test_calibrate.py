@@ -63,7 +63,7 @@ def test_what_is_foretold_comes_true(project, configured, call):
     assert "silent_audio" in out
     assert "calibration.json" in out
     assert [rate.name for rate in found.rates] == [
-        "prepare", "match", "write", "encode.segments", "encode/builtin", "encode.shards/builtin", "validate",
+        "prepare", "match", "write", "encode/builtin", "encode.shards/builtin", "validate",
     ]  # fmt: skip
     assert all(rate.seconds_per_cost > 0 and rate.bytes_per_cost > 0 for rate in found.rates)
     assert [*Path(config.run_dir).glob("pilot-*")] == []

@@ -82,7 +82,7 @@ def test_links_in_run_directory_and_output_are_refused(tmp_path, name, restart):
 @pytest.mark.parametrize(
     ("link", "names", "behind"),
     [("prepare/.sharmill-staging", [f"prepare/ranks/{TOKEN}/x"], f"{TOKEN}/ledger"),
-     ("survey/parts", ["survey/plan/token"], "000000.npy")],
+     ("encode.segments/parts", ["encode.segments/plan/token"], "000000.npy")],
 )  # fmt: skip
 def test_a_restart_removes_nothing_behind_a_link(tmp_path, link, names, behind):
     """The names of what is removed are in the run directory, which may be that of somebody else."""

@@ -66,7 +66,7 @@ _METRICS: Final[dict[str, tuple[str, ...]]] = {
     "--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU; not with --json."
 )
 @click.option(
-    "--check", is_flag=True, help="RunOutcome with status 1 where something failed, is silent, or has lost its jobs."
+    "--check", is_flag=True, help="Exit with status 1 if anything failed, stopped reporting, or lost its jobs."
 )
 @click.option(
     "--prometheus", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -387,7 +387,7 @@ def write_metrics(path: Path, runs: Sequence[RunView], num_unread: int) -> None:
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @json_option
 def cancel(run_dir: Path) -> None:
-    """RunOutcome what is at work in a run directory: jobs, or a process.
+    """End what is at work in a run directory: jobs, or a process.
 
     What is done is kept: the command that began the run goes on from there. A dataset directory in which the run has
     published nothing yet is free for others.

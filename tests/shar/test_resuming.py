@@ -182,7 +182,10 @@ def test_a_state_of_other_values_is_refused_in_one_line(dataset, change):
         {"tail": "drop", "infinite": True},
         {"decode_threads": -1},
         {"on_damage": "ignore"},
-        {"max_damaged": -1},
+        {"max_damaged": -1, "on_damage": "skip"},
+        {"max_damaged": 5},
+        {"sidecars": "index"},
+        {"sidecars": "index", "shuffle": True},
         {"tail": "pad", "on_damage": "skip"},
     ],
 )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from sharmill.errors import refuse
 from sharmill.files.location import Location
 from sharmill.shar.reading.state import merge_states
 
@@ -31,7 +32,7 @@ def open_shar(
     decode_prefetch: int | None = None,
     sidecars: str | Path | None = None,
     on_damage: Literal["raise", "skip"] = "raise",
-    max_damaged: int = 100,
+    max_damaged: int | None = None,
     cache_dir: str | None = None,
     cache_gib: float = 100.0,
 ) -> "CutSet":
@@ -72,7 +73,7 @@ def open_shar(
         on_damage: "skip" leaves out cuts whose shard is damaged, with a warning for each, and counts them in the state;
             with ``tail="keep"`` only, since parts may then have different numbers of cuts.
             What is loaded later, such as audio without ``decode_threads``, raises where it is loaded all the same.
-        max_damaged: cuts that each part may skip, over all epochs, before the damage is raised after all.
+        max_damaged: cuts that each part may skip, over all epochs, before the damage is raised after all; 100 if None.
         cache_dir: of a URL, the folder that shards are copied to ahead of their use, which all processes of a node
             share; by default ``~/.cache/sharmill``. A copy has the checksum that the index says, or is damage.
         cache_gib: the size of that folder in GiB. What was unused for longest is removed, but no shard that is open.
@@ -101,6 +102,7 @@ def open_shar(
     from sharmill.shar.reading.iteration import SharReader
     from sharmill.shar.reading.shard_source import open_shard_source
 
+    refuse((sidecars is not None and shuffle != "global", f'sidecars are read with shuffle="global", not {shuffle!r}'))
     options = ReadOptions(
         shuffle=shuffle,
         seed=seed,

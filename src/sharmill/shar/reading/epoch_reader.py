@@ -54,7 +54,7 @@ class ReadOptions:
     decode_threads: int = 0
     decode_prefetch: int = 0
     on_damage: str = "raise"
-    max_damaged: int = 100
+    max_damaged: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError where an option makes no sense."""
@@ -72,7 +72,10 @@ class ReadOptions:
             (self.decode_threads < 0 or self.decode_prefetch < 0,
              "decode_threads and decode_prefetch cannot be negative"),
             (self.on_damage not in ("raise", "skip"), f"on_damage is {self.on_damage!r}: it must be raise or skip"),
-            (self.max_damaged < 0, f"max_damaged is {self.max_damaged}: it cannot be negative"),
+            (self.max_damaged is not None and self.on_damage != "skip",
+             "max_damaged limits the cuts that on_damage='skip' leaves out: set that as well"),
+            (self.max_damaged is not None and self.max_damaged < 0,
+             f"max_damaged is {self.max_damaged}: it cannot be negative"),
             (self.on_damage == "skip" and self.tail != "keep",
              f"tail={self.tail!r} counts cuts before they are read, and on_damage='skip' leaves some out: use one"),
         )  # fmt: skip

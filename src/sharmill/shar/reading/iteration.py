@@ -23,6 +23,8 @@ from sharmill.shar.reading.state import (
 
 log = logging.getLogger(__name__)
 
+# Damaged cuts that a part may skip by default.
+_MAX_DAMAGED = 100
 # If there are hardly more cuts than parts, a part may draw none in an epoch and some in the next.
 _MAX_EMPTY_EPOCHS = 20
 
@@ -254,9 +256,10 @@ class SharReader:
             progress.epoch += 1
 
 
-def _count_damage(progress: Progress, damage: DamagedShard, limit: int) -> None:
+def _count_damage(progress: Progress, damage: DamagedShard, max_damaged: int | None) -> None:
     """Count a cut that is left out because its shard is damaged; raise the damage where these are too many."""
     progress.num_damaged += 1
+    limit = _MAX_DAMAGED if max_damaged is None else max_damaged
     if progress.num_damaged > limit:
         raise DamagedShard(
             f"{damage}; more than max_damaged={limit} cuts of this part were damaged: look at the dataset with "

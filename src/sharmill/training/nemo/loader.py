@@ -125,7 +125,7 @@ class PartitionedCuts:
                 yield cut
 
     def __len__(self) -> int:
-        return self._passes * len(self._open_reader())
+        return self._passes * len(self._open_reader(shuffle=self._shuffle))
 
     def count_only_marked(self) -> None:
         """Open the one ``reader`` of all iterations, which counts a cut as consumed once it was marked as such.

@@ -200,10 +200,10 @@ def make_formats() -> str:
 
 def make_training() -> str:
     """Return the page on training with the table of NeMo's classic keys as it is now."""
-    from sharmill.training.nemo.classic import FATES
+    from sharmill.training.nemo.classic import CLASSIC_KEY_HANDLING
 
     by_fate: dict[str, list[str]] = {}
-    for key, fate in FATES.items():
+    for key, fate in CLASSIC_KEY_HANDLING.items():
         by_fate.setdefault(fate, []).append(f"`{key}`")
     rows = [f"| {', '.join(keys)} | {fate} |\n" for fate, keys in by_fate.items()]
     table = "\n| key | becomes |\n|---|---|\n" + "".join(rows) + "\n"

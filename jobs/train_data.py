@@ -170,7 +170,8 @@ class MixedData:
     def _loader(self) -> Any:
         """The loader with its own settings, but for the order of the data, which is the training's."""
         from sharmill.training import get_dataloader
-        from sharmill.training.nemo.settings import is_divisible, read_train_settings, sources_of, tag_names
+        from sharmill.training.nemo.entries import is_divisible
+        from sharmill.training.nemo.settings import read_train_settings, sources_of, tag_names
 
         settings = read_train_settings(str(self._config.loader))
         settings |= {"seed": self._seed, "shard_seed": self._config.shard_seed}

@@ -108,7 +108,7 @@ def growing(coded, tmp_path):
     return copy(coded[0], tmp_path / "growing")
 
 
-def test_old_files_stay_and_an_open_reader_goes_on_with_the_shards_that_it_knows(coded, growing, tmp_path):
+def test_old_files_stay_and_an_open_reader_keeps_its_shards(coded, growing, tmp_path):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in growing.rglob("*.*") if path.is_file()}
     old = snapshot(growing)
     cuts = iter(open_shar(growing, ["target_codes"]))

@@ -44,7 +44,7 @@ def there(store):
 
 
 @pytest.mark.parametrize("kind", [S3Store, GcsStandIn, AIStoreStandIn])
-def test_a_store_has_the_same_files_index_last_and_a_second_copy_writes_nothing(call, datasets, kind):
+def test_a_store_has_the_same_files_and_is_written_once(call, datasets, kind):
     with kind() as store:
         status, out, err = call("publish", datasets[0], store.url("x"))
         assert (status, "10 files copied, 0 were there" in out) == (0, True), err
@@ -54,7 +54,7 @@ def test_a_store_has_the_same_files_index_last_and_a_second_copy_writes_nothing(
         assert written(store) == []
 
 
-def test_of_a_dataset_that_grew_the_new_is_copied_and_the_earlier_state_is_refused(datasets, store, tmp_path):
+def test_new_shards_are_copied_and_an_earlier_state_is_refused(datasets, store, tmp_path):
     growing = copy(datasets[0], tmp_path / "growing")
     publish_dataset(growing, store.url("x"))
     old = written(store)
@@ -113,24 +113,7 @@ def test_an_object_that_is_replaced_before_the_last_look_is_named(datasets, stor
         publish_dataset(datasets[0], store.url("x"))
 
 
-def other_dataset(store, datasets, mine):
-    store.upload(datasets[1], "x")
-
-
-def other_object(store, datasets, mine):
-    store.put("x/cuts/cuts.000000.jsonl.gz", (mine / "cuts/cuts.000000.jsonl.gz").read_bytes()[::-1])
-
-
-def foreign_index(store, datasets, mine):
-    store.put("x/shards.jsonl", b"{}")
-
-
-def foreign_record(store, datasets, mine):
-    store.put("x/dataset.json", b"{}")
-
-
-def damaged_file(store, datasets, mine):
-    do.flip_bit("target_audio/recording.000001.tar", 700)(mine)
+CUTS, TAR = "cuts/cuts.000000.jsonl.gz", "x/target_audio/recording.000000.tar"
 
 
 def link(store, datasets, mine):
@@ -138,43 +121,41 @@ def link(store, datasets, mine):
     (mine / "cuts").symlink_to("../elsewhere")
 
 
-def unfinished(store, datasets, mine):
-    (mine / "dataset.json").unlink()
-
-
-def no_permission(store, datasets, mine):
-    store.faults.append(Fault("", methods="PUT", status=403))
-
-
-def no_reading(store, datasets, mine):
-    store.faults.append(Fault("", status=403))
-
-
-def altered_object(store, datasets, mine):
-    name = "x/target_audio/recording.000000.tar"
-    store.faults.append(Fault(name, methods="GET", call=lambda: store.put(name, store.get(name)[::-1])))
+# What happens to the store, or to the dataset that is published.
+HAPPENS = {
+    "other dataset": lambda store, datasets, mine: store.upload(datasets[1], "x"),
+    "other object": lambda store, datasets, mine: store.put(f"x/{CUTS}", (mine / CUTS).read_bytes()[::-1]),
+    "foreign index": lambda store, datasets, mine: store.put("x/shards.jsonl", b"{}"),
+    "foreign record": lambda store, datasets, mine: store.put("x/dataset.json", b"{}"),
+    "damaged file": lambda store, datasets, mine: do.flip_bit("target_audio/recording.000001.tar", 700)(mine),
+    "link": link,
+    "unfinished": lambda store, datasets, mine: (mine / "dataset.json").unlink(),
+    "no permission": lambda store, datasets, mine: store.faults.append(Fault("", methods="PUT", status=403)),
+    "no reading": lambda store, datasets, mine: store.faults.append(Fault("", status=403)),
+    "altered object": lambda store, datasets, mine: store.faults.append(
+        Fault(TAR, methods="GET", call=lambda: store.put(TAR, store.get(TAR)[::-1]))
+    ),
+}
 
 
 @pytest.mark.parametrize(
     ("happens", "kind", "code", "said"),
     [
-        (other_dataset, ConfigError, "foreign_output", "s3://bucket/x is there already"),
-        (other_object, ConfigError, "foreign_output", "x/cuts/cuts.000000.jsonl.gz is there already"),
-        (foreign_index, ConfigError, "foreign_output", "x/shards.jsonl is there already"),
-        (foreign_record, ConfigError, "foreign_output", "x/dataset.json is there already"),
-        (damaged_file, DamagedShard, "damaged_shard", "recording.000001.tar is not what the index lists"),
-        (link, ConfigError, "foreign_output", "cuts is a link"),
-        (unfinished, ConfigError, "no_dataset", "is not a finished dataset"),
-        (no_permission, FatalError, "disk", "written by these credentials"),
-        (no_reading, FatalError, "disk", "written by these credentials"),
-        (altered_object, FatalError, "disk", "recording.000000.tar is not what was sent to the store"),
+        ("other dataset", ConfigError, "foreign_output", "s3://bucket/x is there already"),
+        ("other object", ConfigError, "foreign_output", "x/cuts/cuts.000000.jsonl.gz is there already"),
+        ("foreign index", ConfigError, "foreign_output", "x/shards.jsonl is there already"),
+        ("foreign record", ConfigError, "foreign_output", "x/dataset.json is there already"),
+        ("damaged file", DamagedShard, "damaged_shard", "recording.000001.tar is not what the index lists"),
+        ("link", ConfigError, "foreign_output", "cuts is a link"),
+        ("unfinished", ConfigError, "no_dataset", "is not a finished dataset"),
+        ("no permission", FatalError, "disk", "written by these credentials"),
+        ("no reading", FatalError, "disk", "written by these credentials"),
+        ("altered object", FatalError, "disk", "recording.000000.tar is not what was sent to the store"),
     ],
 )
-def test_what_cannot_be_published_is_said_in_a_line_and_no_dataset_is_shown(
-    datasets, store, tmp_path, happens, kind, code, said
-):
+def test_what_cannot_be_published_is_named_and_shows_no_dataset(datasets, store, tmp_path, happens, kind, code, said):
     mine = copy(datasets[0], tmp_path / "mine")
-    happens(store, datasets, mine)
+    HAPPENS[happens](store, datasets, mine)
     before = {name: data for name, data in there(store).items() if name.endswith(("json", "jsonl", "gz"))}
     with raises(kind, code, said) as caught:
         publish_dataset(mine, store.url("x"))

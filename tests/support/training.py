@@ -1,5 +1,7 @@
 """What training tests share: a tokenizer of letters, datasets of torch, samples of a loader, corpora, data of NeMo."""
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -7,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sharmill.training import merge_data_states
 from support.project import Project, put, speaker_tag, voice, write_lines
 from support.sources import write_tar
 
@@ -43,6 +46,13 @@ class Ids(torch.utils.data.Dataset):
 def take(loader: Any, batches: int | None = None) -> list[Any]:
     """The first batches of a loader, or all."""
     return list(islice(iter(loader), batches))
+
+
+def stop_ranks(load: Callable[..., Any], counts: Sequence[int], state: Any = None) -> tuple[list[Any], dict[str, Any]]:
+    """Take so many batches on each rank from ``state`` on; return those of each rank, and the merged state as saved."""
+    loaders = [load(rank=rank, world_size=len(counts), state=state) for rank in range(len(counts))]
+    batches = [take(loader, count) for loader, count in zip(loaders, counts, strict=True)]
+    return batches, json.loads(json.dumps(merge_data_states([loader.state_dict() for loader in loaders])))
 
 
 def flat(batches: list[list[Any]]) -> list[Any]:

@@ -91,22 +91,27 @@ def test_an_error_of_the_items_comes_in_its_place():
         next(results)
 
 
-def test_a_worker_that_is_killed_is_an_error_in_the_place_of_its_item():
+def test_a_worker_that_dies_is_an_error_in_the_place_of_its_item(many):
     results = iter(parallel_map(range(9), killed_at_2, 2, kind="process"))
     assert [next(results), next(results)] == [0, 1]
     with raises(FatalError, "process_ended", "SIGKILL", "2"):
         next(results)
-
-
-def test_the_cut_at_which_a_worker_died_is_named(many):
     (cut,) = open_shar(many.dataset, []).subset(first=1)
     with raises(FatalError, "process_ended", "3", f"'{cut.id}'"):
         list(parallel_map([cut], end, 1, kind="process"))
 
 
-def test_a_function_that_a_worker_cannot_import_is_an_error():
-    with pytest.raises(ModuleNotFoundError, match="sharmill_no_such_module"):
-        list(parallel_map(range(3), NotHere(), 2, kind="process"))
+@pytest.mark.parametrize(
+    ("function", "error", "told"),
+    [
+        (NotHere(), ModuleNotFoundError, "sharmill_no_such_module"),
+        (lambda number: number, AttributeError, "lambda"),
+    ],
+    ids=["not imported", "not sent"],
+)
+def test_a_function_that_no_worker_can_have_is_an_error(function, error, told):
+    with pytest.raises(error, match=told):
+        list(parallel_map(range(3), function, 2, kind="process"))
 
 
 @pytest.mark.slow
@@ -165,11 +170,6 @@ def test_workers_end_where_iteration_is_given_up(kind):
             break
     del result
     assert closed.wait(30)
-
-
-def test_a_function_that_cannot_be_sent_is_named():
-    with pytest.raises(AttributeError, match="lambda"):
-        list(parallel_map(range(3), lambda number: number, 2, kind="process"))
 
 
 @pytest.mark.parametrize(

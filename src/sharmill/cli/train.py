@@ -26,7 +26,8 @@ from sharmill.cli.command import (
 from sharmill.errors import ConfigError, SharmillError
 from sharmill.executors.machine import examine_machine
 from sharmill.training.buckets.batch_size import tune_to_yaml
-from sharmill.training.buckets.bins import BinsOptions, estimate_report
+from sharmill.training.buckets.bins import estimate_report
+from sharmill.training.buckets.lengths import BinsOptions
 from sharmill.training.nemo.settings import read_train_settings
 
 

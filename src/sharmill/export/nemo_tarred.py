@@ -118,12 +118,12 @@ class NemoTarred(Export):
         tars = []
         for bucket in range(len(self._sets)):
             chosen = np.flatnonzero(buckets == bucket)
-            if not len(chosen):
-                raise ConfigError(
-                    f"no cut lasts at least {self._edges[bucket]:g} s and less than {self._edges[bucket + 1]:g} s, and "
-                    "a tarred set cannot be empty: choose other durations, or fewer buckets",
-                    code="too_few_cuts",
-                )
+            refuse(
+                (not len(chosen),
+                 f"no cut lasts at least {self._edges[bucket]:g} s and less than {self._edges[bucket + 1]:g} s, and a "
+                 "tarred set cannot be empty: choose other durations, or fewer buckets"),
+                code="too_few_cuts",
+            )  # fmt: skip
             parts = np.array_split(chosen, min(len(self.shards), len(chosen)))
             tars += [_Tar(bucket, number, places) for number, places in enumerate(parts)]
         return sorted(tars, key=lambda tar: (tar.number, tar.bucket))

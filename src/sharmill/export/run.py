@@ -133,12 +133,12 @@ def export_dataset(
     out = Path(out).absolute()
     kind = EXPORTS.load_class(form)
     given = {name: value for name, value in options.items() if value is not None}
-    if others := sorted(given.keys() - set(kind.options)):
-        raise ConfigError(f"the form {form} has no option {', '.join(others)}: leave it out", code="bad_usage")
+    others = sorted(given.keys() - set(kind.options))
+    refuse((others, f"the form {form} has no option {', '.join(others)}: leave it out"), code="bad_usage")
     files: Export = kind(Path(dataset), out, **given)
     identity = {"export": form, "version": files.version, **files.identity}
-    if out.resolve().is_relative_to(files.dataset.resolve()):
-        raise ConfigError(f"{out} lies in the dataset itself: choose another place", code="bad_usage")
+    inside = out.resolve().is_relative_to(files.dataset.resolve())
+    refuse((inside, f"{out} lies in the dataset itself: choose another place"), code="bad_usage")
     folders = [out / name for name in (*files.folders, _UNITS_FOLDER)]
     _require_own(out, identity, folders)
     make_folder(out)
@@ -180,8 +180,7 @@ def _write_unit(files: Export, unit: Any, record: Path) -> None:
 
 def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -> None:
     """Raise ConfigError unless a folder is missing, empty, or holds this export."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file: name a folder", code="bad_usage")
+    refuse((out.exists() and not out.is_dir(), f"{out} is a file: name a folder"), code="bad_usage")
     require_trusted_owner(out, [out / EXPORT_FILE, *folders])
     own = (LOCK_NAME, f".{EXPORT_FILE}.")
     if not out.exists() or all(path.name.startswith(own) for path in out.iterdir()):

@@ -52,7 +52,7 @@ from sharmill.shar.tar import open_field
 from sharmill.stages.fields import added_fields
 from sharmill.write.stage import WriteConfig
 
-# What must be the same in all parts, with the sentence that says what to do where it is not.
+# The keys that must agree in all parts, each with the remedy if they differ.
 _REMEDIES = {
     "fields": "add what is missing, codecs with sharmill run CONFIG encode, or leave one of them out",
     "audio_format": "write one of them again with the other's write.audio_format",
@@ -84,12 +84,12 @@ class SourceDataset:
         require_trusted_owner(directory, [directory / DATASET_FILE, directory / SHARDS_FILE])
         record = read_dataset(directory)
         shards = list(read_shards(directory, record.num_shards))
-        if record.contract != "sharmill" and not any_tool:
-            raise ConfigError(
-                f"{directory} was written by another tool: make a dataset of sharmill's own of it first, or read both "
-                "side by side in training",
-                code="unlike_datasets",
-            )
+        refuse(
+            (record.contract != "sharmill" and not any_tool,
+             f"{directory} was written by another tool: make a dataset of sharmill's own of it first, or read both "
+             "side by side in training"),
+            code="unlike_datasets",
+        )  # fmt: skip
         if len(shards) != record.num_shards:
             raise DamagedShard(f"{directory / SHARDS_FILE} lists {len(shards)} shards instead of {record.num_shards}")
         for index, shard in enumerate(shards if record.contract == "sharmill" else ()):
@@ -135,11 +135,8 @@ def require_alike(parts: Sequence[SourceDataset]) -> None:
     first, *others = [part for part in parts if part.shards] or parts
     for other in others:
         for what, left, right, remedy in _compare(first.record, other.record):
-            if left != right:
-                raise ConfigError(
-                    f"{what} differ: {left!r} in {first.directory}, {right!r} in {other.directory}; {remedy}",
-                    code="unlike_datasets",
-                )
+            told = f"{what} differ: {left!r} in {first.directory}, {right!r} in {other.directory}; {remedy}"
+            refuse((left != right, told), code="unlike_datasets")
 
 
 def _compare(first: DatasetRecord, other: DatasetRecord) -> Iterator[tuple[str, Any, Any, str]]:
@@ -242,11 +239,12 @@ def add_shards(
         new.append(msgspec.structs.replace(shard, index=index, fields=moved))
     for file in (file for shard in new for file in shard.fields.values()):
         path = directory / file.file
-        if os.path.lexists(path) and not (path.is_file() and checksum(path) == file.xxh3):
-            raise ConfigError(
-                f"{path} is no part of the dataset, and in the way of a new shard: move it away", code="foreign_output"
-            )
-        # Of an append that was killed, whose lines another run may have replaced.
+        refuse(
+            (os.path.lexists(path) and not (path.is_file() and checksum(path) == file.xxh3),
+             f"{path} is no part of the dataset, and in the way of a new shard: move it away"),
+            code="foreign_output",
+        )  # fmt: skip
+        # A killed append left it, whose lines another run may have replaced.
         path.unlink(missing_ok=True)
     shards = [*kept, *new]
     record = add_up_shards(like, shards, [part.record for part in parts])
@@ -330,8 +328,8 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
     directory = Path(dataset)
     part = SourceDataset.read(directory)
     addition = SourceDataset.read(Path(new))
-    if directory.resolve() == addition.directory.resolve():
-        raise ConfigError(f"{directory} cannot be appended to itself", code="bad_usage")
+    is_itself = directory.resolve() == addition.directory.resolve()
+    refuse((is_itself, f"{directory} cannot be appended to itself"), code="bad_usage")
     require_writable(directory)
     require_trusted_owner(
         directory, (directory / name for name in (STAGING_NAME, *part.record.fields, *addition.record.fields))
@@ -374,11 +372,10 @@ def merge_datasets(
     """
     out = Path(out).resolve()
     parts = [SourceDataset.read(Path(source)) for source in sources]
-    if not parts:
-        raise ConfigError("name the datasets to merge", code="bad_usage")
+    refuse((not parts, "name the datasets to merge"), code="bad_usage")
     staging = out.with_name(f".{out.name}{STAGING_NAME}")
     if not staging.exists():
-        # Else what a killed process has left goes first, even where it was killed at its very end.
+        # Otherwise the leftovers of a killed process are removed first, even if it had almost finished.
         _require_free(out, parts)
     require_alike(parts)
     require_distinct_ids(parts)
@@ -390,7 +387,7 @@ def merge_datasets(
         with FolderLock(staging):
             remove(staging / "dataset")
             _require_free(out, parts)
-            # One that has shards knows the fields and codecs.
+            # A part with shards knows the fields and codecs.
             first = next((part for part in parts if part.shards), parts[0]).record
             like = msgspec.structs.replace(first, name=name or out.name)
             merged = add_shards(staging / "dataset", [], like, parts, copy=copy)
@@ -414,21 +411,20 @@ def _require_free(out: Path, parts: Sequence[SourceDataset]) -> None:
         ),
         code="bad_usage",
     )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            f"{out} is not empty: choose another place, empty it yourself, or add to a dataset with sharmill append",
-            code="foreign_output",
-        )
+    refuse(
+        (out.exists() and (not out.is_dir() or any(out.iterdir())),
+         f"{out} is not empty: choose another place, empty it yourself, or add to a dataset with sharmill append"),
+        code="foreign_output",
+    )  # fmt: skip
 
 
 def require_fitting(config: Config, directory: Path) -> None:
     """Raise ConfigError, before any work, where the dataset of a configuration could not be appended to another."""
     record = SourceDataset.read(directory).record
-    if directory.resolve() == Path(config.dataset_dir).resolve():
-        raise ConfigError(
-            f"append_to and dataset_dir are both {directory}: give the new shards a dataset_dir of their own",
-            code="bad_config_value",
-        )
+    refuse(
+        (directory.resolve() == Path(config.dataset_dir).resolve(),
+         f"append_to and dataset_dir are both {directory}: give the new shards a dataset_dir of their own"),
+    )  # fmt: skip
     write, codecs = config.section(WriteConfig), config.section(EncodeConfig).codecs
     added = sorted(
         field.name for fields in added_fields(make_stages(config)).values() for field in fields

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from sharmill.errors import ConfigError, FatalError, RejectRecord
+from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.files.checksums import checksum
 from sharmill.files.clients import FETCHES_AT_ONCE, Version
 from sharmill.files.remote import request
@@ -21,7 +21,7 @@ from sharmill.prefetch import prefetch
 from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
 from sharmill.shar.index import FieldFile, ShardRecord, write_dataset, write_shards
 
-# Of one request, when an object is read back.
+# Size of one request when an object is read back.
 _BLOCK_BYTES: Final = 16 << 20
 
 
@@ -50,10 +50,11 @@ def publish_dataset(
         >>> publish_dataset("data/speech", "s3://bucket/speech")  # doctest: +SKIP
         {'copied': 24, 'there': 0}
     """
-    if not re.fullmatch(r"(s3|gs|ais)://[^/?#]+(/[^?#]*)?", url):
-        raise ConfigError(
-            f"{url} is no place in an object store: name s3://, gs:// or ais://BUCKET/FOLDER", code="bad_usage"
-        )
+    refuse(
+        (not re.fullmatch(r"(s3|gs|ais)://[^/?#]+(/[^?#]*)?", url),
+         f"{url} is no place in an object store: name s3://, gs:// or ais://BUCKET/FOLDER"),
+        code="bad_usage",
+    )  # fmt: skip
     source = SourceDataset.read(Path(dataset), any_tool=True)
     try:
         return _publish(source, url.rstrip("/"), progress)
@@ -178,7 +179,7 @@ def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
 
 def _upload(path: Path, url: str, xxh3: str, *, replace: bool = False) -> Version:
     """Store a file, read it back, and return its version; raise FatalError where another file is there then."""
-    # What is there may be this file: of a try whose answer was lost, or of another publisher of the same dataset.
+    # An earlier try whose answer was lost, or another publisher of the same dataset, may have stored this file.
     with suppress(FileExistsError):
         request(url, lambda client: client.upload(path, url, replace=replace))
     found = _find(url)

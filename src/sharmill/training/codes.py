@@ -23,6 +23,15 @@ from sharmill.shar.reading.cuts import SafeSource, TimeLastArray, check_claims
 
 # Sources of recordings whose data has been read; a file is where the audio came from, and nothing to load.
 _LOADED = ("memory", "shar")
+# Durations are sums of floats; a frame that is missing by less than this share of it is there.
+TOLERANCE = 1e-6
+
+
+def refuse_example(*problems: tuple[object, str]) -> None:
+    """Raise ValueError for the first problem, a condition and a sentence, of which the condition is true."""
+    for is_there, problem in problems:
+        if is_there:
+            raise ValueError(problem)
 
 
 def holds(cut: MonoCut, field: str) -> bool:
@@ -32,8 +41,8 @@ def holds(cut: MonoCut, field: str) -> bool:
 
 def require_one_supervision(cut: MonoCut) -> None:
     """Raise ValueError for a cut that is not one utterance."""
-    if len(cut.supervisions) != 1:
-        raise ValueError(f"cut {cut.id!r} has {len(cut.supervisions)} supervisions instead of one")
+    count = len(cut.supervisions)
+    refuse_example((count != 1, f"cut {cut.id!r} has {count} supervisions instead of one"))
 
 
 def without_padding(cut: Cut) -> tuple[MonoCut, float]:
@@ -61,10 +70,11 @@ def load_array(cut: MonoCut, field: str) -> np.ndarray:
         ValueError: the target's audio was perturbed, which its codes cannot follow.
     """
     array = (cut.custom or {})[field]
-    if field == TARGET_CODES and (done := _perturbations(cut)):
-        raise ValueError(
-            f"cut {cut.id!r} was changed by {done}, and its codes were not: load audio (codes=False), or leave that out"
-        )
+    done = _perturbations(cut) if field == TARGET_CODES else ""
+    refuse_example(
+        (done, f"cut {cut.id!r} was changed by {done}, and its codes were not: load audio (codes=False), or leave that "
+               "out"),
+    )  # fmt: skip
     if field != TARGET_CODES or not isinstance(array, TemporalArray):
         return array.load()  # type: ignore[no-any-return]
     # lhotse's own class cuts an array in memory along its codebooks.
@@ -80,19 +90,24 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
         AudioLoadingError: it cannot be decoded, or would be more audio than its bytes and its recording allow.
     """
     is_target = field == TARGET_AUDIO
-    recording = recording_of(cut) if is_target else (cut.custom or {}).get(field)
-    if recording is None:
-        raise ValueError(f"cut {cut.id!r} has no {field}; name it in open_shar(..., fields=[...])")
-    if is_target and recording is not cut.recording and (done := _perturbations(cut)):
-        raise ValueError(f"cut {cut.id!r} was changed by {done}, and its {field} was not: read it with open_shar")
+    recording: Any = recording_of(cut) if is_target else (cut.custom or {}).get(field)
+    done = _perturbations(cut) if is_target and recording is not cut.recording else ""
+    refuse_example(
+        (recording is None, f"cut {cut.id!r} has no {field}; name it in open_shar(..., fields=[...])"),
+        (done, f"cut {cut.id!r} was changed by {done}, and its {field} was not: read it with open_shar"),
+    )
     part = {"offset": cut.start, "duration": cut.duration} if is_target else {}
     for source in recording.sources:
         # Plain lhotse's; those of ``open_shar`` look themselves.
         if isinstance(source.source, bytes) and not isinstance(source, SafeSource):
             check_claims(source.source, None if recording.transforms else recording.duration, part.get("duration"))
     samples = recording.resample(sampling_rate).load_audio(**part)
-    if samples.shape[0] != 1:
-        raise ValueError(f"the {field} of cut {cut.id!r} has {samples.shape[0]} channels; mono is needed")
+    return mono(samples, f"the {field} of cut {cut.id!r}")
+
+
+def mono(samples: np.ndarray, what: str) -> np.ndarray:
+    """Return the one channel of samples (channels, time) as float32 (time,); raise ValueError if there are several."""
+    refuse_example((len(samples) != 1, f"{what} has {len(samples)} channels; mono is needed"))
     return samples[0].astype(np.float32, copy=False)
 
 
@@ -125,10 +140,6 @@ def _perturbations(cut: MonoCut) -> str:
     transforms = (cut.recording.transforms if cut.recording is not None else None) or []
     names = [one["name"] if isinstance(one, dict) else type(one).__name__ for one in transforms]
     return ", ".join(name for name in names if name != "Resample")
-
-
-# Durations are sums of floats; a frame that is missing by less than this share of it is there.
-TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -243,11 +254,11 @@ class ContextDraws:
     """
 
     def __init__(self, min_duration: float, max_duration: float, seed: int) -> None:
-        if not 0 < min_duration <= max_duration < math.inf:
-            raise ValueError(
-                f"context_duration_min ({min_duration}) must be positive and not above context_duration_max "
-                f"({max_duration}), a number of seconds"
-            )
+        refuse_example(
+            (not 0 < min_duration <= max_duration < math.inf,
+             f"context_duration_min ({min_duration}) must be positive and not above context_duration_max "
+             f"({max_duration}), a number of seconds"),
+        )  # fmt: skip
         self._min_duration, self._max_duration, self._seed = min_duration, max_duration, seed
         # In shared memory, so that worker processes of a loader that keeps them see the next epoch too.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
@@ -258,12 +269,10 @@ class ContextDraws:
         Its length is drawn evenly between the shortest and the smaller of the longest and ``num_frames``, then its
         place among all places. A context shorter than the shortest slice is repeated from its beginning to that length.
         """
-        if num_frames == 0:
-            raise ValueError(f"the context of cut {cut.id!r} is empty")
+        refuse_example((num_frames == 0, f"the context of cut {cut.id!r} is empty"))
         shortest = max(1, math.ceil(self._min_duration / frame_shift - TOLERANCE))
         longest = max(shortest, math.floor(self._max_duration / frame_shift + TOLERANCE))
-        epoch = (int(self.epoch), epoch_of(cut))
-        draws = random.Random(f"{self._seed}/{epoch}/{cut.id}")
+        draws = random.Random(f"{self._seed}/{(int(self.epoch), epoch_of(cut))}/{cut.id}")
         length = draws.randint(shortest, max(shortest, min(longest, num_frames)))
         return ContextSlice(draws.randint(0, max(0, num_frames - length)), length, num_frames, frame_shift)
 
@@ -291,22 +300,22 @@ def load_target(cut: MonoCut, codec: CodecForm) -> np.ndarray:
     if isinstance(array, TemporalArray):
         # Other tools give each cut a frame shift of its own, which misses the codec's by less than a frame a cut.
         frames = array.shape[array.temporal_dim]
-        if abs(array.frame_shift - codec.frame_shift) * frames > 2 * codec.frame_shift:
-            raise ValueError(
-                f"the codes of cut {cut.id!r} have a frame each {array.frame_shift:.4g} s, and the codec has one "
-                f"each {codec.frame_shift:.4g} s: give the CodecForm of the codec that open_shar reads"
-            )
+        refuse_example(
+            (abs(array.frame_shift - codec.frame_shift) * frames > 2 * codec.frame_shift,
+             f"the codes of cut {cut.id!r} have a frame each {array.frame_shift:.4g} s, and the codec has one each "
+             f"{codec.frame_shift:.4g} s: give the CodecForm of the codec that open_shar reads"),
+        )  # fmt: skip
     return _mark(load_array(cut, TARGET_CODES), codec, codec.target_marks, cut)
 
 
 def _mark(codes: np.ndarray, codec: CodecForm, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
     """Return codes (codebooks, frames) with BOS before and EOS behind them."""
-    size = codec.codebook_size
-    if codes.ndim != 2 or codes.shape[1] == 0:
-        raise ValueError(f"the codes of cut {cut.id!r} have the shape {codes.shape}, not (codebooks, frames)")
-    if codes.min() < 0 or codes.max() >= size:
-        raise ValueError(f"the codes of cut {cut.id!r} are {codes.min()} to {codes.max()}, not 0 to {size - 1}")
+    name, size = f"the codes of cut {cut.id!r}", codec.codebook_size
+    refuse_example(
+        (codes.ndim != 2 or codes.shape[1] == 0, f"{name} have the shape {codes.shape}, not (codebooks, frames)")
+    )
+    least, most = codes.min(), codes.max()
+    refuse_example((least < 0 or most >= size, f"{name} are {least} to {most}, not 0 to {size - 1}"))
     if not codec.marks:
         return codes.astype(np.int64)
-    bos, eos = marks
-    return np.pad(codes.astype(np.int64), ((0, 0), (1, 1)), constant_values=((0, 0), (bos, eos)))
+    return np.pad(codes.astype(np.int64), ((0, 0), (1, 1)), constant_values=((0, 0), marks))

@@ -28,6 +28,9 @@ from typing import Any, Generic, Literal, TypeVar
 from sharmill.errors import ConfigError, FatalError, refuse
 from sharmill.files.host import describe_exit, safe_path
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 class ChildEnded(Exception):
     """The end of a child before it sent a message; the text says how it ended, as ``describe_exit`` does."""
@@ -100,10 +103,6 @@ class ChildProcess(SpawnProcess):
         if data is None:
             raise TimeoutError
         return pickle.loads(data)
-
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 def parallel_map(

@@ -15,7 +15,7 @@ import torch
 from lhotse import CutSet, MonoCut
 from lhotse.cut import Cut
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, refuse
 from sharmill.files.checksums import checksum_bytes
 from sharmill.manifest import CONTEXT_KEYS
 from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES, CONTEXT_UNALIGNED, TARGET_AUDIO, TARGET_CODES
@@ -25,7 +25,9 @@ from sharmill.training.codes import (
     holds,
     load_audio,
     load_target,
+    mono,
     recording_of,
+    refuse_example,
     require_one_supervision,
     text_of,
     without_padding,
@@ -128,12 +130,12 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         codes: bool = True,
         seed: int = 0,
     ) -> None:
-        if audio_16khz == "context" and not context:
-            raise ValueError("audio_16khz='context' needs contexts")
-        if codec is not None and sampling_rate not in (None, codec.sampling_rate):
-            raise ValueError(
-                f"audio has the codec's rate, {codec.sampling_rate}: leave out sampling_rate, or the codec"
-            )
+        rate = sampling_rate if codec is None else codec.sampling_rate
+        refuse_example(
+            (audio_16khz == "context" and not context, "audio_16khz='context' needs contexts"),
+            (sampling_rate not in (None, rate),
+             f"audio has the codec's rate, {rate}: leave out sampling_rate, or the codec"),
+        )  # fmt: skip
         if tokenizer is not None:
             check_tokenizers(tokenizer)
         self.codec = codec
@@ -160,9 +162,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
             ValueError: a cut lacks what the batch needs, or not all have it in the same form; the message names it.
         """
         unpadded = [without_padding(cut) for cut in cuts]
+        refuse_example((not unpadded, "a batch without cuts"))
         cuts_list = [cut for cut, _ in unpadded]
-        if not cuts_list:
-            raise ValueError("a batch without cuts")
         for cut in cuts_list:
             require_one_supervision(cut)
         first = [cut.supervisions[0] for cut in cuts_list]
@@ -178,12 +179,10 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         }
         seconds = max(seconds for _, seconds in unpadded)
         if self.tags:
-            customs = [cut.custom or {} for cut in cuts_list]
-            batch["tags"] = [{name: custom[name] for name in self.tags if name in custom} for custom in customs]
+            batch["tags"] = _tags_of(cuts_list, self.tags)
         if self.tokenizer is not None:
-            batch |= _padded(
-                "text_tokens", "text_lens", [self._tokens(self.tokenizer, cut) for cut in cuts_list], self.text_pad_id
-            )
+            rows = [self._tokens(self.tokenizer, cut) for cut in cuts_list]
+            batch |= _padded("text_tokens", "text_lens", rows, self.text_pad_id)
         batch |= self._targets(cuts_list, seconds)
         if self.context:
             batch |= self._contexts(cuts_list)
@@ -193,12 +192,12 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return batch
 
     def _tokens(self, tokenizer: Tokenizers, cut: MonoCut) -> np.ndarray:
-        text = text_of(cut, self.text_field)
-        if not text:
-            raise ValueError(f"cut {cut.id!r} has no {self.text_field!r}; use tokenizer=None for data without text")
-        return np.array(
-            tokenize(tokenizer, text, cut.supervisions[0].language, cut.id, self.text_marks), dtype=np.int64
+        text = text_of(cut, self.text_field) or ""
+        refuse_example(
+            (not text, f"cut {cut.id!r} has no {self.text_field!r}; use tokenizer=None for data without text")
         )
+        ids = tokenize(tokenizer, text, cut.supervisions[0].language, cut.id, self.text_marks)
+        return np.array(ids, dtype=np.int64)
 
     def _targets(self, cuts: list[MonoCut], seconds: float) -> Batch:
         """Return the targets in tensors of at least so many seconds."""
@@ -235,9 +234,8 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         if self.sampling_rate is not None:
             return self.sampling_rate, 1
         rates = {int(found.sampling_rate): cut for cut in cuts if (found := recording_of(cut)) is not None}
-        if len(rates) > 1:
-            told = " and ".join(f"{cut.id!r} has {rate} Hz" for rate, cut in rates.items())
-            raise ValueError(f"cut {told}; a batch has one rate: give sampling_rate=")
+        told = " and ".join(f"{cut.id!r} has {rate} Hz" for rate, cut in rates.items())
+        refuse_example((len(rates) > 1, f"cut {told}; a batch has one rate: give sampling_rate="))
         return next(iter(rates)), 1
 
     def _codec_of(self, cuts: list[MonoCut], codes: str, audio: str) -> CodecForm | None:
@@ -268,13 +266,19 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
 
 
 def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndarray]:
-    for row, cut in zip(rows, cuts, strict=True):
-        if len(row) != len(rows[0]):
-            raise ValueError(
-                f"cut {cuts[0].id!r} has {len(rows[0])} codebooks and cut {cut.id!r} has {len(row)}: "
-                "a batch is of one codec"
-            )
+    first, count = cuts[0].id, len(rows[0])
+    refuse_example(*(
+        (len(row) != count,
+         f"cut {first!r} has {count} codebooks and cut {cut.id!r} has {len(row)}: a batch is of one codec")
+        for row, cut in zip(rows, cuts, strict=True)
+    ))  # fmt: skip
     return rows
+
+
+def _tags_of(examples: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return those of the named tags that each example has."""
+    customs = [example.custom or {} for example in examples]
+    return [{name: custom[name] for name in names if name in custom} for custom in customs]
 
 
 def _padded(
@@ -384,12 +388,11 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         text_eos_id: int | None = None,
         seed: int = 0,
     ) -> None:
-        if codec.num_codebooks is None:
-            raise ConfigError(
-                "the CodecForm has no num_codebooks, which a batch of text alone needs as well", code="bad_codec"
-            )
-        self.codec = codec
-        self.num_codebooks = codec.num_codebooks
+        self.codec, self.num_codebooks = codec, codec.num_codebooks or 0
+        refuse(
+            (not self.num_codebooks, "the CodecForm has no num_codebooks, which a batch of text alone needs as well"),
+            code="bad_codec",
+        )
         self.tokenizer: Tokenizers = getattr(tokenizer, "text_to_ids", tokenizer)
         check_tokenizers(self.tokenizer)
         self.context = context
@@ -409,8 +412,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             ValueError: an example is not what a sequence can be made of; the message names it.
         """
         batch_examples = list(examples)
-        if not batch_examples:
-            raise ValueError("a batch without examples")
+        refuse_example((not batch_examples, "a batch without examples"))
         sequences = [self.spans_of(example) for example in batch_examples]
         lengths = [sum(len(span.predicted) for span in spans) for spans in sequences]
         shape = (len(sequences), max(lengths))
@@ -436,26 +438,25 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             "lengths": np.array(lengths), "kinds": kinds, "spans": numbers, "predicted": predicted,
             "text_tokens": tokens, "codes": codes, "audio": np.concatenate(audio),
         }  # fmt: skip
-        customs = [example.custom or {} for example in batch_examples]
         return {name: torch.from_numpy(array) for name, array in arrays.items()} | {
             "ids": [_id_of(example) for example in batch_examples],
-            "tags": [{name: custom[name] for name in self.tags if name in custom} for custom in customs],
+            "tags": _tags_of(batch_examples, self.tags),
         }
 
     def spans_of(self, example: Any) -> list[Positions]:
         """Return the sequence of one example, span by span."""
-        if isinstance(example, Cut):
-            if not isinstance(example, MonoCut):
-                raise ValueError(
-                    f"cut {example.id!r} is a {type(example).__name__}; sequences are made of MonoCuts, without padding"
-                )
+        if isinstance(example, MonoCut):
             return [span for span in self._utterance(example) if len(span.predicted)]
-        if getattr(example, "input_ids", None) is None:
-            raise ConfigError(
-                f"{_id_of(example)!r} came without input_ids: set prompt_format in the loader's settings, which may be "
-                "plain",
-                code="missing_key",
-            )
+        name = _id_of(example)
+        refuse_example(
+            (isinstance(example, Cut),
+             f"cut {name!r} is a {type(example).__name__}; sequences are made of MonoCuts, without padding"),
+        )  # fmt: skip
+        refuse(
+            (getattr(example, "input_ids", None) is None,
+             f"{name!r} came without input_ids: set prompt_format in the loader's settings, which may be plain"),
+            code="missing_key",
+        )  # fmt: skip
         return list(self._conversation(example))
 
     def _utterance(self, cut: MonoCut) -> Iterator[Positions]:
@@ -468,20 +469,17 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             tokens = tokenize(self.tokenizer, text, cut.supervisions[0].language, cut.id, self.text_marks)
             yield Positions(Kind.TEXT, np.array(tokens, dtype=np.int64), np.ones(len(tokens), dtype=bool))
         has_context = holds(cut, CONTEXT_CODES)
-        if self.context or (self.context is None and has_context):
-            if not has_context:
-                raise ConfigError(
-                    f"cut {cut.id!r} has no {CONTEXT_CODES}: name them in fields, encode the dataset, or make the "
-                    "SpeechTextDataset with context=False for data without contexts",
-                    code="unknown_field",
-                )
+        refuse(
+            (self.context and not has_context,
+             f"cut {cut.id!r} has no {CONTEXT_CODES}: name them in fields, encode the dataset, or make the "
+             "SpeechTextDataset with context=False for data without contexts"),
+            (not holds(cut, TARGET_CODES),
+             f"cut {cut.id!r} has no {TARGET_CODES}: name them in fields, or encode the dataset"),
+            code="unknown_field",
+        )  # fmt: skip
+        if has_context and self.context is not False:
             _, marked = self._draws.draw_codes(cut, self.codec)
             yield self._codes_span(marked, cut, predicted=False)
-        if not holds(cut, TARGET_CODES):
-            raise ConfigError(
-                f"cut {cut.id!r} has no {TARGET_CODES}: name them in fields, or encode the dataset",
-                code="unknown_field",
-            )
         yield self._codes_span(load_target(cut, self.codec), cut, predicted=True)
 
     def _conversation(self, example: Any) -> Iterator[Positions]:
@@ -521,12 +519,12 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         """Return the frames of an audio turn: its codes, or else its samples, which cannot be predicted."""
         if holds(cut, TARGET_CODES):
             return self._codes_span(load_target(cut, self.codec), cut, predicted=predicted)
-        if predicted:
-            raise ConfigError(
-                f"an audio turn of the assistant in conversation {_id_of(example)!r} has no {TARGET_CODES}, and audio "
-                "cannot be predicted: make it of a dataset with codes, or leave it out",
-                code="unknown_field",
-            )
+        refuse(
+            (predicted,
+             f"an audio turn of the assistant in conversation {_id_of(example)!r} has no {TARGET_CODES}, and audio "
+             "cannot be predicted: make it of a dataset with codes, or leave it out"),
+            code="unknown_field",
+        )  # fmt: skip
         rate = self.codec.sampling_rate
         if holds(cut, TARGET_AUDIO):
             samples = load_audio(cut, TARGET_AUDIO, rate)
@@ -536,20 +534,17 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             )
         else:
             # Not a cut of ours: its audio is in its file.
-            channels = cut.resample(rate).load_audio()
-            if len(channels) != 1:
-                raise ValueError(f"the audio of cut {cut.id!r} has {len(channels)} channels; mono is needed")
-            samples = channels[0].astype(np.float32, copy=False)
+            samples = mono(cut.resample(rate).load_audio(), f"the audio of cut {cut.id!r}")
         size = self.codec.samples_per_frame
         frames = np.pad(samples, (0, -len(samples) % size)).reshape(-1, size)
         return Positions(Kind.AUDIO, frames, np.zeros(len(frames), dtype=bool))
 
     def _codes_span(self, marked: np.ndarray, cut: MonoCut, *, predicted: bool) -> Positions:
-        if len(marked) != self.num_codebooks:
-            raise ConfigError(
-                f"the codes of cut {cut.id!r} have {len(marked)} codebooks, and the codec has {self.num_codebooks}",
-                code="bad_codec",
-            )
+        refuse(
+            (len(marked) != self.num_codebooks,
+             f"the codes of cut {cut.id!r} have {len(marked)} codebooks, and the codec has {self.num_codebooks}"),
+            code="bad_codec",
+        )  # fmt: skip
         mask = np.full(marked.shape[1], predicted)
         # The begin of the codes is given, as it is when a model is used.
         mask[: int(self.codec.marks)] = False

@@ -25,11 +25,11 @@ def load_tokenizers(names: Sequence[str]) -> Tokenizers:
     if len(names) == 1 and not _language(names[0]):
         return load_tokenizer(names[0])
     by_language = {_language(name): load_tokenizer(name.partition("=")[2]) for name in names if _language(name)}
-    if len(by_language) != len(names):
-        raise ConfigError(
-            f"several tokenizers are given as LANGUAGE=NAME, each language once, not {' '.join(names)}",
-            code="bad_tokenizer",
-        )
+    refuse(
+        (len(by_language) != len(names),
+         f"several tokenizers are given as LANGUAGE=NAME, each language once, not {' '.join(names)}"),
+        code="bad_tokenizer",
+    )  # fmt: skip
     return by_language
 
 
@@ -47,15 +47,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name in ("bytes", "chars"):
         return _encode_bytes if name == "bytes" else _encode_chars
     path = Path(name)
-    if path.suffix not in (".json", ".model"):
-        if ":" in name:
-            return load_callable(name, "tokenizer")
-        raise ConfigError(
-            f"there is no tokenizer {name!r}; it is 'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or "
-            "module:callable",
-            code="bad_tokenizer",
-        )
-    refuse((not path.is_file(), f"there is no tokenizer {name}"), code="bad_tokenizer")
+    in_file = path.suffix in (".json", ".model")
+    if ":" in name and not in_file:
+        return load_callable(name, "tokenizer")
+    refuse(
+        (not in_file,
+         f"there is no tokenizer {name!r}; it is 'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or "
+         "module:callable"),
+        (not path.is_file(), f"there is no tokenizer {name}"),
+        code="bad_tokenizer",
+    )  # fmt: skip
     package = "tokenizers" if path.suffix == ".json" else "sentencepiece"
     try:
         module = importlib.import_module(package)
@@ -96,8 +97,8 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
         raise ConfigError(
             f"cannot load the {what} {name!r} as module:callable: {error}", code="bad_callable"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"the {what} {name!r} is {type(found).__name__}, which cannot be called", code="bad_callable")
+    no_function = f"the {what} {name!r} is {type(found).__name__}, which cannot be called"
+    refuse((not callable(found), no_function), code="bad_callable")
     return found  # type: ignore[no-any-return]
 
 
@@ -135,13 +136,16 @@ def tokenize(
 
 
 def check_tokenizers(tokenizers: Tokenizers) -> None:
-    """Raise ConfigError where these are no functions."""
-    for one in tokenizers.values() if isinstance(tokenizers, Mapping) else [tokenizers]:
-        if not callable(one):
-            raise ConfigError(
-                f"the tokenizer is {one!r}, which cannot be called: use load_tokenizer, or its encode",
-                code="bad_tokenizer",
-            )
+    """Raise ConfigError unless these are functions."""
+    listed = tokenizers.values() if isinstance(tokenizers, Mapping) else [tokenizers]
+    refuse(
+        *(
+            (not callable(one),
+             f"the tokenizer is {one!r}, which cannot be called: use load_tokenizer, or its encode")
+            for one in listed
+        ),
+        code="bad_tokenizer",
+    )  # fmt: skip
 
 
 def _language(name: str) -> str:

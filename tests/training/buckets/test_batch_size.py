@@ -98,8 +98,8 @@ def test_available_memory_is_what_control_groups_leave(tmp_path):
 
 
 def test_a_step_that_takes_too_long_is_an_error():
-    with raises(FatalError, "step_failed", "2", "1", "--timeout"):
-        tune_batch_sizes("support.work:hangs", [Bucket(1.0)], SMALL, timeout=2.0)
+    with raises(FatalError, "step_failed", "of 1, 0.50 GiB", "more than 9 seconds", "--timeout"):
+        tune_batch_sizes("support.work:hangs", [Bucket(1.0)], SMALL, timeout=9.0)
 
 
 def test_bins_are_read_from_the_file_of_the_other_command(tmp_path):

@@ -17,16 +17,8 @@ from support.training import AsIs, flat, take
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.training import get_dataloader
-from sharmill.training.buckets.bins import (
-    BinsOptions,
-    Lengths,
-    assign,
-    estimate_bins,
-    estimate_bins_2d,
-    estimate_report,
-    read_lengths,
-    round_up,
-)
+from sharmill.training.buckets.bins import assign, estimate_bins, estimate_bins_2d, estimate_report, round_up
+from sharmill.training.buckets.lengths import BinsOptions, Lengths, read_lengths
 from sharmill.training.buckets.mixture import load_nemo_tokenizer, read_mixture
 
 
@@ -76,11 +68,21 @@ def test_what_cannot_be_is_refused(built, options, code, names):
         report_of([built.dataset], **{"tokenizer": ["bytes"], "workers": 1} | options)
 
 
-def test_damaged_cuts_are_named(built, tmp_path):
-    dataset = copy(built.dataset, tmp_path / "copy")
+def change_cuts(dataset, change):
+    """Write the cuts of the first shard anew as a function changes them; return its path and its cuts."""
     path = dataset / "cuts/cuts.000000.jsonl.gz"
     cuts = lines(path)
-    write_lines(path, [cut | {"duration": -1.0} for cut in cuts])
+    write_lines(path, change(cuts))
+    return path, cuts
+
+
+def without_text(cut):
+    return cut | {"supervisions": [cut["supervisions"][0] | {"text": None}]}
+
+
+def test_damaged_cuts_are_named(built, tmp_path):
+    dataset = copy(built.dataset, tmp_path / "copy")
+    path, cuts = change_cuts(dataset, lambda cuts: [cut | {"duration": -1.0} for cut in cuts])
     with raises(DamagedShard, "damaged_shard", "cuts.000000", cuts[0]["id"]):
         read_lengths([dataset], workers=2)
     write_lines(path, cuts[1:])
@@ -98,10 +100,7 @@ def test_limits_leave_cuts_out_and_count_them(built):
 
 def test_cuts_without_text_count_no_tokens_and_are_told(built, tmp_path):
     dataset = copy(built.dataset, tmp_path / "copy")
-    path = dataset / "cuts/cuts.000000.jsonl.gz"
-    cuts = lines(path)
-    cuts[0]["supervisions"][0]["text"] = None
-    write_lines(path, cuts)
+    change_cuts(dataset, lambda cuts: [without_text(cuts[0]), *cuts[1:]])
     found = read_lengths([dataset], tokenizer=["bytes"], workers=1)
     assert sorted(found.tokens) == [0] + [len("text of spk/utt0.flac")] * 6
     assert found.without_text == 1
@@ -114,10 +113,7 @@ def test_cuts_without_text_count_no_tokens_and_are_told(built, tmp_path):
 def test_data_without_text_have_no_tokens_and_no_limits_of_them(built, tmp_path, token_bins):
     dataset = copy(built.dataset, tmp_path / "untranscribed")
     for path in (dataset / "cuts").iterdir():
-        cuts = lines(path)
-        for cut in cuts:
-            cut["supervisions"][0]["text"] = None
-        write_lines(path, cuts)
+        write_lines(path, map(without_text, lines(path)))
     report = report_of([dataset], num_buckets=2, token_bins=token_bins, tokenizer=["bytes"], workers=1)
     (said,) = [line for line in report.splitlines() if "token" in line and line.startswith("# ")]
     assert said == "# no cut has a text: there are no limits of tokens"

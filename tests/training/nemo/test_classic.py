@@ -1,17 +1,17 @@
 """Batching as NeMo's page on ASR datasets prints it: buckets of tarred sets, in turn and upsampled; sorted batches."""
 
 from collections import Counter
+from functools import partial
 from itertools import groupby, pairwise
 
 import pytest
 from omegaconf import OmegaConf
 from support.project import put, raises, voice, write_lines
 from support.sources import write_tar
-from support.training import AsIs, flat, take
+from support.training import AsIs, flat, stop_ranks, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.loader import merge_data_states
 
 ORDER = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buffer_size": 4}
 MAP_STYLE = {"force_map_dataset": True}
@@ -121,13 +121,9 @@ def test_the_order_of_buckets_is_drawn_for_each_epoch(page, strategy):
 def test_buckets_in_turn_go_on_where_they_were_on_other_ranks(page, strategy):
     settings = page("model.train_ds.batch_size=2", f"model.train_ds.bucketing_strategy={strategy}")
     seen, state = [], None
-    for world_size, count in ((2, 5), (1, 9), (2, 7), (3, 20)):
-        states = []
-        for rank in range(world_size):
-            loader = load(settings, rank, world_size, resumable=True, state=state)
-            seen += flat(take(loader, count))
-            states.append(loader.state_dict())
-        state = merge_data_states(states)
+    for counts in ([5, 5], [9], [7, 7], [20, 20, 20]):
+        ranks, state = stop_ranks(partial(load, settings, resumable=True), counts, state)
+        seen += flat(flat(ranks))
     whole = min(reader["epoch"] for reader in state["readers"])
     assert whole >= 2
     places = Counter((cut.shar_position[0], cut.supervisions[0].text) for cut in seen)

@@ -1,17 +1,17 @@
 """Data divided among all readers, as a stream that is resumed, or in canonical parts: every example once per epoch."""
 
-import json
 import random
 from collections import Counter
-from itertools import islice
+from functools import partial
 
 import pytest
 from support.project import raises, write_lines
-from support.training import AsIs, Letters, flat, number, take
+from support.training import AsIs, Letters, flat, number, stop_ranks, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.loader import merge_data_states, place_of
+from sharmill.training.nemo.loader import merge_data_states
+from sharmill.training.nemo.partition import place_of
 
 ORDER = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buffer_size": 4, "batch_size": 2}
 PLAIN = {
@@ -117,13 +117,10 @@ def test_each_example_once_per_epoch_on_changing_ranks_and_workers(data, mixed, 
     settings = {"max_duration": 2.15} if kind == "mixed" else {}
     rng, used, state = random.Random(1), [], None
     while state is None or min(reader["epoch"] for reader in state["readers"][:2]) < 2:
-        world_size, states = rng.randint(1, 3), []
         settings["num_workers"] = rng.choice([0, 0, 2]) if kind in ("txt", "nemo_tarred", "mixed") else 0
-        for rank in range(world_size):
-            loader = load(*entries, rank=rank, world_size=world_size, resumable=True, state=state, **settings)
-            used += flat(take(loader, rng.randint(0, 9 if kind == "mixed" else 4)))
-            states.append(loader.state_dict())
-        state = json.loads(json.dumps(merge_data_states(states)))
+        counts = [rng.randint(0, 9 if kind == "mixed" else 4) for _ in range(rng.randint(1, 3))]
+        ranks, state = stop_ranks(partial(load, *entries, resumable=True, **settings), counts, state)
+        used += flat(flat(ranks))
     seen = Counter((*place_of(example)[:2], name(example)) for example in used)
     assert set(seen.values()) == {1}
     for reader, names in enumerate(expected):
@@ -143,13 +140,12 @@ def lengths_entry(folder, durations):
 def test_buckets_are_drawn_anew_after_a_stop_and_alike_on_all_ranks(tmp_path):
     entry = lengths_entry(tmp_path, random.Random(0).choices([1.0, 2.0, 3.0, 4.0], k=800))
     buckets = {"bucket_duration_bins": [1.5, 2.5, 3.5], "bucket_buffer_size": 80, "shuffle_buffer_size": 0}
-    settings = {"use_multimodal_sampling": False, "prompt_format": None, "batch_size": 1, "world_size": 2}
+    settings = {"use_multimodal_sampling": False, "prompt_format": None, "batch_size": 1}
     drawn, state = [], None
     for _ in range(3):
-        loaders = [load(entry, rank=rank, resumable=True, state=state, **settings, **buckets) for rank in (0, 1)]
-        first, second = ([cut.duration for cut in flat(take(loader, 12))] for loader in loaders)
+        ranks, state = stop_ranks(partial(load, entry, resumable=True, **settings, **buckets), [12, 12], state)
+        first, second = ([cut.duration for cut in flat(batches)] for batches in ranks)
         assert first == second
-        state = merge_data_states([loader.state_dict() for loader in loaders])
         drawn.append(tuple(first))
     assert len(set(drawn)) == 3
 
@@ -159,17 +155,12 @@ def test_buckets_hold_nothing_back_over_many_stops(tmp_path):
     lengths = random.Random(0)
     entry = lengths_entry(tmp_path, [lengths.lognormvariate(1.9, 0.6) for _ in range(100)])
     buckets = {"bucket_duration_bins": [4.5, 6.5, 9.0, 13.0], "bucket_buffer_size": 24, "shuffle_buffer_size": 0}
-    settings = buckets | {"use_multimodal_sampling": False, "prompt_format": None, "batch_size": None}
+    sizes = {"use_multimodal_sampling": False, "prompt_format": None, "batch_size": None, "batch_duration": 30}
     places, state = [], None
     for stop in range(20):
-        count, ranks = 3 + stop % 2, []
-        for rank in range(count):
-            loader = load(
-                entry, rank=rank, world_size=count, resumable=True, state=state, batch_duration=30, **settings
-            )
-            ranks.append((take(loader, 12 // count), loader.state_dict()))
-        state = merge_data_states([rank_state for _, rank_state in ranks])
-        places += [(place_of(example), name(example)) for batches, _ in ranks for example in flat(batches)]
+        counts = [[4, 4, 4], [3, 3, 3, 3]][stop % 2]
+        ranks, state = stop_ranks(partial(load, entry, resumable=True, **buckets, **sizes), counts, state)
+        places += [(place_of(example), name(example)) for example in flat(flat(ranks))]
     assert len({found for _, found in places}) == 100
     late = [number / 100 - place[1] for number, (place, _) in enumerate(places)]
     assert max(late) < 3
@@ -177,9 +168,7 @@ def test_buckets_hold_nothing_back_over_many_stops(tmp_path):
 
 
 def test_a_state_of_other_files_is_refused(data, tmp_path):
-    loader = load(data["txt"][0], resumable=True)
-    take(loader, 1)
-    state = merge_data_states([loader.state_dict()])
+    _, state = stop_ranks(partial(load, data["txt"][0], resumable=True), [1])
     (tmp_path / "other.txt").write_text("one\ntwo\nthree\n")
     with raises(ConfigError, "wrong_state", "files"):
         other = {"type": "txt", "paths": str(tmp_path / "other.txt"), "language": "en"}
@@ -216,9 +205,8 @@ def test_weights_are_kept_over_many_short_jobs(corpora):
     cfg = {"input_cfg": entries} | ORDER | {"batch_size": 5, "shuffle_buffer_size": 1}
     jobs, state = [], None
     for _ in range(40):
-        loader = get_dataloader(cfg, 0, 1, dataset=AsIs(), resumable=True, state=state)
-        jobs.append(tuple("klein" in cut.id for cut in flat(take(loader, 2))))
-        state = json.loads(json.dumps(merge_data_states([loader.state_dict()])))
+        ranks, state = stop_ranks(partial(get_dataloader, cfg, dataset=AsIs(), resumable=True), [2], state)
+        jobs.append(tuple("klein" in cut.id for cut in flat(flat(ranks))))
     assert len(set(jobs)) > 20
     assert sum(map(sum, jobs)) / 400 == pytest.approx(0.25, abs=0.08)
 
@@ -287,15 +275,11 @@ BUCKETS = {"bucket_duration_bins": [1.5], "batch_duration": 4.0, "bucket_buffer_
 
 def global_steps(cfg, world_size, num_workers, count, state=None):
     """The ids of the batches of each global step, in the order of the parts, and the state after them."""
-    ranks, states = [], []
-    for rank in range(world_size):
-        loader = get_dataloader(cfg | {"num_workers": num_workers}, rank, world_size, dataset=AsIs(), state=state)
-        batches = list(islice(loader, count * cfg["canonical"] // world_size))
-        ranks.append([[(cut.id, cut.shar_position[0]) for cut in batch] for batch in batches])
-        states.append(loader.state_dict())
     share = cfg["canonical"] // world_size
-    steps = [[batch for rank in ranks for batch in rank[n * share : (n + 1) * share]] for n in range(count)]
-    return steps, json.loads(json.dumps(merge_data_states(states)))
+    make = partial(get_dataloader, cfg | {"num_workers": num_workers}, dataset=AsIs())
+    found, state = stop_ranks(make, [count * share] * world_size, state)
+    ranks = [[[(cut.id, cut.shar_position[0]) for cut in batch] for batch in batches] for batches in found]
+    return [[batch for rank in ranks for batch in rank[n * share : (n + 1) * share]] for n in range(count)], state
 
 
 def check(corpora, batching, layouts, layouts_after):

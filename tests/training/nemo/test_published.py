@@ -10,7 +10,7 @@ from support.sources import write_tar
 from support.training import AsIs, Letters, flat, take
 
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.loader import cuts_of
+from sharmill.training.nemo.partition import cuts_of
 
 FASTCONFORMER = {
     "sample_rate": 16000, "batch_size": 16, "shuffle": True, "max_duration": 16.7, "min_duration": 0.1,

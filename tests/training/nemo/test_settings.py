@@ -9,7 +9,7 @@ from support.training import AsIs, Letters, flat, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.classic import FATES
+from sharmill.training.nemo.classic import CLASSIC_KEY_HANDLING
 from sharmill.training.nemo.settings import prepare_settings, read_train_settings
 
 OURS = {"type": "sharmill", "dataset": "d"}
@@ -46,7 +46,7 @@ TAKEN = [
     ({"input_cfg": [{"type": "lhotse_magpietts_data_as_continuation", "input_cfg": [OURS]}]}, {}),
     # As classic loaders and the documentation have them.
     ({"trim_silence": True, "max_utts": 0}, {"trim_silence": None, "max_utts": None}),
-    ({key: None for key, fate in FATES.items() if fate.startswith("ignored")}, {"use_dali": None}),
+    ({key: None for key, fate in CLASSIC_KEY_HANDLING.items() if fate.startswith("ignored")}, {"use_dali": None}),
     ({"input_cfg": [TARRED, PAIR], "use_multimodal_dataloading": True, "prompt_format": "plain",
       "token_equivalent_duration": 0.1},
      {"use_multimodal_sampling": True,

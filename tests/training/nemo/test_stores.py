@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,10 @@ import torch.distributed as dist
 from support.example import run_ranks
 from support.project import raises, write_lines
 from support.stores import AIStoreStandIn, Fault, S3Store
-from support.training import AsIs, Letters, flat, take
+from support.training import AsIs, Letters, flat, stop_ranks, take
 
 from sharmill.errors import ConfigError
 from sharmill.training import get_dataloader
-from sharmill.training.nemo.loader import merge_data_states
 
 TARRED = """\
 manifest_filepath='ais://bucket/tarred_audio_manifest.json'
@@ -150,11 +150,9 @@ def test_one_rank_copies_for_a_shared_cache_or_for_its_node(shared, nodes, copie
 @pytest.mark.parametrize("text", [TARRED, NOT_TARRED], ids=["tarred", "not tarred"])
 def test_a_state_goes_on_in_the_same_data_alone(text, store):
     cfg = settings_of(text, store) | {"force_iterable_dataset": True, "batch_size": 3}
-    loader = load(cfg, resumable=True)
-    begun = flat(take(loader, 1))
-    state = merge_data_states([loader.state_dict()])
-    rest = flat(take(load(cfg, resumable=True, state=state), 2))
-    assert heard([*begun, *rest]) == ALL
+    ranks, state = stop_ranks(partial(load, cfg, resumable=True), [1])
+    rest = take(load(cfg, resumable=True, state=state), 2)
+    assert heard(flat([*flat(ranks), *rest])) == ALL
     manifest = cfg["manifest_filepath"].removeprefix(store.url(""))
     store.put(manifest, store.get(manifest).replace(b'"text": "0"', b'"text": "9"'))
     with raises(ConfigError, "wrong_state", "files"):

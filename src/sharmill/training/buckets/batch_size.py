@@ -46,6 +46,14 @@ from sharmill.training.tokenizers import load_callable
 # Optimizers make their state in the first step; only the second one has activations and state at once.
 _STEPS_PER_PROBE = 2
 _LAST_LINES = 15
+_TOKENS_PER_SECOND: Final = 12.0
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
+          "TIB": 2**40}  # fmt: skip
+# Keys of a file of bins: limits under which the batches were tried, and how lengths are counted.
+_OF_BINS = (
+    "use_multimodal_sampling", "token_equivalent_duration", "measure_total_length", "prompt_format", "max_tps",
+    "max_tpt",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -249,20 +257,16 @@ def _describe(error: Exception) -> tuple[str, str]:
     return "error", str(error) if isinstance(error, SharmillError) else "".join(traceback.format_exception(error))
 
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
-          "TIB": 2**40}  # fmt: skip
-
-
 def parse_memory(text: str) -> int:
     """Return the bytes of ``8GiB``, ``500 MB`` or ``1000000``.
 
     Raises:
         ConfigError: it is none of these, or nothing.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not match or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is no size of memory; write it like 8GiB or 500MB", code="bad_config_value")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    number, unit = found.groups() if found else ("", "none")
+    refuse((unit.upper() not in _UNITS, f"{text!r} is no size of memory; write it like 8GiB or 500MB"))
+    size = int(float(number) * _UNITS[unit.upper()])
     refuse((size <= 0, f"{text!r} is no memory at all"))
     return size
 
@@ -301,13 +305,6 @@ def _limit_memory(size: int) -> None:
         "this kernel does not enforce RLIMIT_DATA, so that memory on the CPU cannot be limited",
         code="unsupported_system",
     )
-
-
-# Keys of a file of bins: limits under which the batches were tried, and how lengths are counted.
-_OF_BINS = (
-    "use_multimodal_sampling", "token_equivalent_duration", "measure_total_length", "prompt_format", "max_tps",
-    "max_tpt",
-)  # fmt: skip
 
 
 def tune_batch_sizes(
@@ -415,21 +412,18 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
             chosen = torch.device(device)
         except RuntimeError as error:
             raise ConfigError(f"--device is {device!r}; use cpu, cuda or cuda:0", code="bad_config_value") from error
-        number = chosen.index or 0
-        if chosen.type != "cuda" or not torch.cuda.is_available() or number >= torch.cuda.device_count():
-            raise ConfigError(
-                f"there is no device {device!r} here; there are {torch.cuda.device_count()} GPUs",
-                code="bad_config_value",
-            )
+        number, count = chosen.index or 0, torch.cuda.device_count()
+        refuse(
+            (chosen.type != "cuda" or not torch.cuda.is_available() or number >= count,
+             f"there is no device {device!r} here; there are {count} GPUs"),
+        )  # fmt: skip
         device = f"cuda:{number}"
         total = torch.cuda.get_device_properties(number).total_memory
     size = memory or total
     # On the CPU, the kernel would end other processes for more.
-    if size > total:
-        raise ConfigError(
-            f"--memory is {format_memory(size)}, and {device} has {format_memory(total)} available",
-            code="bad_config_value",
-        )
+    refuse(
+        (size > total, f"--memory is {format_memory(size)}, and {device} has {format_memory(total)} available"),
+    )
     return Budget(device, int(share * size), total)
 
 
@@ -449,10 +443,11 @@ def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
             raise ConfigError(f"{text} is not a list of bins: {error}", code="bad_config_value") from error
     else:
         values = resolve(read_yaml(text), text)
-    if not isinstance(values, dict) or "bucket_duration_bins" not in values:
-        raise ConfigError(
-            f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed", code="missing_key"
-        )
+    refuse(
+        (not isinstance(values, dict) or "bucket_duration_bins" not in values,
+         f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed"),
+        code="missing_key",
+    )  # fmt: skip
     bins = values["bucket_duration_bins"]
     check_bins(bins, f"{text}: bucket_duration_bins")
     pairs = [bound if isinstance(bound, list) else [bound] for bound in bins]
@@ -475,9 +470,6 @@ def batch_sizes_to_yaml(
         f"use_bucketing: true\nbucket_duration_bins: {[one.bound for one in buckets]}\n"
         f"bucket_batch_size: {list(sizes)}\n"
     ) + "".join(f"{key}: {json.dumps(value)}\n" for key, value in (more or {}).items())
-
-
-_TOKENS_PER_SECOND: Final = 12.0
 
 
 def choose_step(

@@ -4,183 +4,27 @@ One dimension is ``lhotse.dataset.sampling.dynamic_bucketing.estimate_duration_b
 NeMo's ``scripts/speech_recognition/estimate_duration_bins_2d.py``, which has the same rule for both: walk through the
 sorted values and begin a new bucket as soon as the one before has more than its share of the total.
 
-The report of ``sharmill bins`` has a histogram as comments, then the keys for NeMo's loader, as YAML. Folders of
-datasets are read whole, by many processes; of other data the loader's own examples are looked at.
+The report of ``sharmill bins`` has a histogram as comments, then the keys for NeMo's loader, as YAML.
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Final
 
 import numpy as np
 
-from sharmill.errors import ConfigError, DamagedShard, refuse
-from sharmill.files.location import Location, is_url
+from sharmill.errors import ConfigError, refuse
 from sharmill.registry import require_package
-from sharmill.shar.fields import DATASET_FILE
-from sharmill.shar.index import open_directory, read_dataset
-from sharmill.shar.json_lines import read_cuts
-from sharmill.shar.reading.shard_source import open_shard_source
+from sharmill.shar.index import open_directory
 from sharmill.training.buckets.batch_size import Bucket
-from sharmill.training.parallel import parallel_map
-from sharmill.training.tokenizers import load_tokenizers, tokenize
+from sharmill.training.buckets.lengths import BinsOptions, Lengths, frame_shift, is_dataset, read_lengths
 
-_DECIMALS = 3
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of N cuts, or of other examples.
-
-    Attributes:
-        seconds: (N,) of audio; 0 for text.
-        lengths: (N,): the seconds as float64, or frames (of text: input tokens) as int64.
-        tokens: (N,), of their texts (of text: output tokens); None if they were not counted, or no cut has a text.
-        text_ratios: (N,) output tokens per input token of text, infinite without input, NaN for cuts; None if all are.
-        without_text: number of the cuts without a text, whose tokens are 0; 0 if they were not counted.
-        num_discarded: number of other cuts, which lay outside the limits.
-        looked_at: words about the sample that they are; None where datasets were read as a whole.
-        in_tokens: lengths are frames and input tokens.
-    """
-
-    seconds: np.ndarray
-    lengths: np.ndarray
-    tokens: np.ndarray | None
-    text_ratios: np.ndarray | None = None
-    without_text: int = 0
-    num_discarded: int = 0
-    looked_at: str | None = None
-    in_tokens: bool = False
-
-    @classmethod
-    def of_counts(
-        cls,
-        seconds: np.ndarray,
-        lengths: np.ndarray,
-        tokens: np.ndarray,
-        *,
-        counted: bool,
-        limits: tuple[float, float],
-        text_ratios: np.ndarray | None = None,
-    ) -> "Lengths":
-        """Make them of columns (N,), leaving out what has less or more seconds; text has no seconds and stays.
-
-        Args:
-            tokens: -1 where there is no text.
-            counted: tokens were counted.
-            limits: the least and the most seconds.
-
-        Raises:
-            ConfigError: nothing is left.
-        """
-        kept = ((seconds >= limits[0]) & (seconds <= limits[1])) | (seconds == 0)
-        if not kept.any():
-            raise ConfigError(
-                f"none of the {len(kept)} cuts has {limits[0]:g} to {limits[1]:g} seconds", code="too_few_cuts"
-            )
-        tokens = tokens[kept]
-        return cls(
-            seconds=seconds[kept],
-            lengths=lengths[kept],
-            tokens=np.maximum(tokens, 0) if counted and (tokens >= 0).any() else None,
-            text_ratios=None if text_ratios is None else text_ratios[kept],
-            without_text=int((tokens < 0).sum()) if counted else 0,
-            num_discarded=int((~kept).sum()),
-        )
-
-
-def read_lengths(
-    datasets: Sequence[str | Path],
-    *,
-    tokenizer: Sequence[str] = (),
-    min_duration: float = 0.0,
-    max_duration: float = math.inf,
-    workers: int | str = "auto",
-) -> Lengths:
-    """Read the lengths of all cuts of these datasets, in no particular order.
-
-    Args:
-        tokenizer: names as ``load_tokenizers`` takes them; tokens are counted if there are any.
-        min_duration, max_duration: seconds; cuts outside are left out, and counted.
-        workers: processes, or ``auto`` for one per core.
-
-    Raises:
-        ConfigError: there is no finished dataset nor a Shar of another tool, or no such tokenizer, or no cut is left.
-        DamagedShard: a file of cuts is not as it should be.
-    """
-    sources = [open_shard_source(open_directory(dataset), [], None) for dataset in datasets]
-    shards = [source.files(number) for source in sources for number in range(source.num_shards)]
-    files = [(shard.cuts, shard.count) for shard in shards]
-    if tokenizer:
-        _load_once(tuple(tokenizer))  # A wrong name is an error of this process, in one line.
-    measure = partial(_measure, tokenizer=tuple(tokenizer))
-    workers = min(len(os.sched_getaffinity(0)) if workers == "auto" else int(workers), len(files))
-    parts = list(parallel_map(files, measure, workers, kind="process") if workers > 1 else map(measure, files))
-    refuse((not parts, f"there are no cuts in {', '.join(map(str, datasets))}"), code="too_few_cuts")
-    durations = np.concatenate([part[0] for part in parts])
-    tokens = np.concatenate([part[1] for part in parts])
-    return Lengths.of_counts(durations, durations, tokens, counted=bool(tokenizer), limits=(min_duration, max_duration))
-
-
-# A process that reads many files loads them once.
-_load_once = cache(load_tokenizers)
-
-
-def _measure(file: tuple[Path, int | None], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Read durations, and numbers of tokens (-1 without a text), of one file (path, number of cuts if known)."""
-    path, count = file
-    durations, tokens = [], []
-    for cut in read_cuts(path):
-        try:
-            durations.append(cut["duration"])
-            supervisions = cut.get("supervisions", ()) if tokenizer else ()
-            texts = [(one["text"], one.get("language")) for one in supervisions if one.get("text")]
-            counts = [len(tokenize(_load_once(tokenizer), *one, cut["id"])) for one in texts]
-            tokens.append(sum(counts) if counts else -1)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DamagedShard(f"{path}: {cut.get('id')!r} is not a cut: {error!r}") from error
-        if not (isinstance(durations[-1], (int, float)) and 0 < durations[-1] < math.inf):
-            raise DamagedShard(f"{path}: the duration of {cut.get('id')!r} is {durations[-1]!r}")
-    if count is not None and len(durations) != count:
-        raise DamagedShard(f"{path}: there are {len(durations)} cuts instead of {count}")
-    return np.array(durations, dtype=np.float64), np.array(tokens, dtype=np.int64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BinsOptions:
-    """Options of ``sharmill bins``.
-
-    Attributes:
-        sub_buckets: divide each bucket into so many by number of text tokens.
-        tokenizer: names of tokenizers; see ``load_tokenizers``.
-        token_bins: count audio in frames, which NeMo calls tokens.
-        seconds_per_frame: the length of a frame; by default that of the datasets' codec.
-        closed: end one dimension with the longest cut, as ``bucket_batch_size`` needs it.
-        min_duration, max_duration: seconds; what lies outside is left out, and counted.
-        prompt_format, prompt: a name of NeMo's, and the turns before the answer.
-        section: one sampler of a ``multi_config``.
-        samples: the number of examples to look at, of data that are no folders of datasets.
-        workers: processes that read folders.
-    """
-
-    num_buckets: int = 30
-    sub_buckets: int | None = None
-    tokenizer: Sequence[str] = ()
-    token_bins: bool = False
-    seconds_per_frame: float | None = None
-    closed: bool = False
-    min_duration: float = 0.0
-    max_duration: float = math.inf
-    outlier_threshold: float = 4.0
-    prompt_format: str | None = None
-    prompt: str | None = None
-    section: str | None = None
-    samples: int = 100_000
-    workers: int | str = "auto"
+_DECIMALS: Final = 3
+_BAR_WIDTH: Final = 40
+_PERCENTILES: Final = {"least": 0, "25 %": 25, "median": 50, "75 %": 75, "95 %": 95, "99 %": 99, "most": 100}
 
 
 def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
@@ -258,10 +102,8 @@ def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
 
 def _check(lengths: np.ndarray, num_buckets: int) -> None:
     refuse((num_buckets < 2, f"{num_buckets} buckets; there must be at least 2"))
-    if num_buckets > len(lengths):
-        raise ConfigError(
-            f"{num_buckets} buckets are more than the {len(lengths)} cuts; ask for fewer with -b", code="too_few_cuts"
-        )
+    too_many = f"{num_buckets} buckets are more than the {len(lengths)} cuts; ask for fewer with -b"
+    refuse((num_buckets > len(lengths), too_many), code="too_few_cuts")
 
 
 def round_up(value: float, decimals: int) -> float:
@@ -298,9 +140,6 @@ def assign(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> np.ndar
     return result
 
 
-_BAR = 40
-
-
 def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
     """Read the lengths of the data and describe their bins.
 
@@ -311,11 +150,10 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
     Raises:
         ConfigError: the options do not go together, or the data cannot be read.
     """
-    if options.sub_buckets is not None and not options.tokenizer:
-        raise ConfigError(
-            "sub-buckets are made by number of text tokens: name a --tokenizer, such as 'bytes'",
-            code="bad_config_value",
-        )
+    refuse(
+        (options.sub_buckets is not None and not options.tokenizer,
+         "sub-buckets are made by number of text tokens: name a --tokenizer, such as 'bytes'"),
+    )  # fmt: skip
     refuse(
         (options.prompt is not None and options.prompt_format is None, "--prompt belongs to a --prompt-format"),
         (options.prompt_format is not None and not options.tokenizer, "--prompt-format needs a --tokenizer"),
@@ -341,23 +179,6 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
     frame, prompt_format = settings.get("token_equivalent_duration"), settings.get("prompt_format")
     options = replace(options, seconds_per_frame=frame, prompt_format=prompt_format)
     return report_bins(lengths, options, measure_total_length=settings.get("measure_total_length", True))
-
-
-def is_dataset(source: str) -> bool:
-    """Return True if a source is the folder of a dataset, or a URL that does not end as that of a file."""
-    return Path(source).is_dir() or (is_url(source) and not Path(source).suffix)
-
-
-def frame_shift(datasets: Sequence[Location]) -> float:
-    # A Shar of another tool does not say what its codes are.
-    codecs = [codec for path in datasets if (path / DATASET_FILE).exists() for codec in read_dataset(path).codecs]
-    shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
-    names = ", ".join(codec.name for codec in codecs) or "none"
-    if len(shifts) != 1:
-        raise ConfigError(
-            f"the codecs are {names}: say how long a frame is with --token-equivalent-duration", code="unknown_codec"
-        )
-    return shifts.pop()
 
 
 def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length: bool = True) -> str:
@@ -390,7 +211,7 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
         # A ratio is no limit if there is no input.
         if (lengths.lengths == 0).any():
             bins = [replace(one, max_ratio=math.inf) for one in bins]
-    # Bins that are as the one before, in which there is never a cut, are left out: a common length may end several.
+    # A common length may end several buckets; no cut is ever in the later ones.
     bins = list(dict.fromkeys(bins))
     closed = options.closed or options.sub_buckets is not None
     lines = [
@@ -421,7 +242,8 @@ def _summary(lengths: Lengths) -> Iterator[str]:
     yield f"# {counted}, {math.fsum(lengths.seconds.tolist()) / 3600:,.2f} hours"
     if lengths.num_discarded:
         yield f"# left out for their duration: {lengths.num_discarded:,}"
-    tokens, columns = lengths.tokens, {"seconds": lengths.seconds[spoken]}
+    tokens = lengths.tokens
+    columns = {"seconds": lengths.seconds[spoken]}
     if lengths.in_tokens and lengths.lengths.any():
         columns["frames" if spoken.all() else "input tokens"] = lengths.lengths
     if tokens is not None:
@@ -431,9 +253,8 @@ def _summary(lengths: Lengths) -> Iterator[str]:
         columns[f"tokens per {unit}"] = ratios_of(tokens[with_input], lengths.lengths[with_input])
     for name, values in columns.items():
         if len(values):
-            points = np.percentile(values, [0, 25, 50, 75, 95, 99, 100])
-            names = ("least", "25 %", "median", "75 %", "95 %", "99 %", "most")
-            yield f"# {name}: " + ", ".join(f"{n} {p:.2f}" for n, p in zip(names, points, strict=True))
+            points = zip(_PERCENTILES, np.percentile(values, [*_PERCENTILES.values()]), strict=True)
+            yield f"# {name}: " + ", ".join(f"{point} {value:.2f}" for point, value in points)
     if lengths.without_text and tokens is None:
         yield "# no cut has a text: there are no limits of tokens"
     elif lengths.without_text:
@@ -446,19 +267,17 @@ def _histogram(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> Ite
     spoken = bool((lengths.seconds > 0).any())
     amounts = lengths.seconds / 3600 if spoken else lengths.lengths
     sums = [float(amounts[buckets == number].sum()) for number in range(len(bins) + (not closed))]
-    in_two = bins[0].num_tokens is not None
-    limits = f"{'up to':>10} {'tokens':>8}" if in_two else f"{'up to':>10}"
-    yield f"# {limits} {'cuts' if spoken else 'examples':>12} {'hours' if spoken else 'in all':>10}"
+    tokens_column = f" {'tokens':>8}" if bins[0].num_tokens is not None else ""
+    yield f"# {'up to':>10}{tokens_column} {'cuts' if spoken else 'examples':>12} {'hours' if spoken else 'in all':>10}"
     for number, total in enumerate(sums):
         # The last bucket may have no end.
         length = bins[number].length if number < len(bins) else ""
         limits = f"{length:>10.3f}" if isinstance(length, float) else f"{length:>10}"
-        if in_two:
+        if tokens_column:
             limits += f" {bins[number].num_tokens:>8}"
-        bar = "#" * round(_BAR * total / max(sums)) if max(sums) else ""
-        count = (buckets == number).sum()
+        bar = "#" * round(_BAR_WIDTH * total / (max(sums) or 1))
         amount = f"{total:>10.2f}" if spoken else f"{total:>10,.0f}"
-        yield f"# {limits} {count:>12,} {amount} {bar}".rstrip()
+        yield f"# {limits} {(buckets == number).sum():>12,} {amount} {bar}".rstrip()
     if dropped := int((buckets < 0).sum()):
         yield f"# left out by a loader with these limits, for too many tokens: {dropped:,}"
 

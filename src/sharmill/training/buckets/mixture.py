@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,10 +34,13 @@ from sharmill.errors import ConfigError, SharmillError, one_line, refuse
 from sharmill.shar.fields import DATASET_FILE
 from sharmill.shar.index import open_directory
 from sharmill.shar.reading.shard_source import open_shard_source
-from sharmill.training.buckets.bins import BinsOptions, Lengths, frame_shift, is_dataset
-from sharmill.training.nemo.classic import Settings, entry_directory, translate, type_of
-from sharmill.training.nemo.input_type import count_lines, entry_files, entry_size, open_listed
-from sharmill.training.nemo.loader import cuts_of, get_dataloader
+from sharmill.training.buckets.lengths import BinsOptions, Lengths, frame_shift, is_dataset
+from sharmill.training.nemo.classic import translate
+from sharmill.training.nemo.entries import Settings, entry_directory, is_weight, type_of
+from sharmill.training.nemo.examples import count_lines, entry_files, open_listed
+from sharmill.training.nemo.input_type import entry_size
+from sharmill.training.nemo.loader import get_dataloader
+from sharmill.training.nemo.partition import cuts_of
 from sharmill.training.nemo.settings import (
     entries_of,
     read_train_settings,
@@ -51,6 +55,17 @@ from sharmill.training.nemo.trial import count_tokens
 from sharmill.training.tokenizers import PromptTokenizer, Tokenizer, load_tokenizers, tokenize
 
 _CANARY: Final = "canary"
+# Settings of a training that say which examples there are, and how they are measured.
+_KEPT: Final = (
+    "input_cfg", "manifest_filepath", "tarred_audio_filepaths", "tarred_audio_filepath", "bucketing_weights",
+    "cuts_path", "shar_path", "text_field", "lang_field", "channel_selector", "skip_missing_manifest_entries",
+    "audio_locator_tag", "prompt_format", "use_multimodal_sampling", "use_multimodal_dataloading",
+    "token_equivalent_duration", "measure_total_length", "cut_text_into_windows_tokens", "reweight_temperature",
+    "min_duration", "max_duration", "min_tokens", "max_tokens", "max_cer", "min_context_speaker_similarity", "keep",
+)  # fmt: skip
+_BATCH: Final = 64
+# NeMo checks data by assertions, and looks for keys as it goes.
+_OF_DATA: Final = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
@@ -94,50 +109,41 @@ class _ByLanguage(AggregateTokenizer):
         return tokenize(self._by_language, text, lang_id, "?")
 
 
-class ExamplePrompt:
-    """One prompt for all speech: the turns before the answer, which is the text of a cut.
+def load_prompt(prompt_format: str, text: str, tokenizer: Any) -> Callable[[str, str | None], int]:
+    """Load one prompt for all speech: the turns before the answer, which is the text of a cut.
 
     Args:
         prompt_format: a name of NeMo's ``PromptFormatter``.
         text: the turns as a list, ``[{'role': 'user', 'slots': {...}}]``.
         tokenizer: of ``load_nemo_tokenizer``.
 
+    Returns:
+        A function from the text of a cut and its language to the tokens of both, with all special tokens.
+
     Raises:
         ConfigError: there is no such format, or it cannot be filled in with these turns.
     """
+    formatter = resolve_format(prompt_format, "--prompt-format")(tokenizer)
+    turns: Any = None
+    with suppress(ValueError, SyntaxError):
+        turns = ast.literal_eval(text.strip())
+    listed = isinstance(turns, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("slots"), dict) for turn in turns
+    )
+    refuse((not listed, f"--prompt is {text!r}; it is a list of turns: [{{'role': 'user', 'slots': {{...}}}}]"))
+    try:
+        formatter.encode_dialog(turns)
+    except AssertionError as error:  # NeMo asserts roles and slots by name
+        raise ConfigError(f"--prompt: {prompt_format}: {error}", code="bad_config_value") from error
+    own_language = next((turn["slots"]["target_lang"] for turn in turns if "target_lang" in turn["slots"]), None)
 
-    def __init__(self, prompt_format: str, text: str, tokenizer: Any) -> None:
-        self._formatter = resolve_format(prompt_format, "--prompt-format")(tokenizer)
-        try:
-            turns = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError):
-            turns = None
-        if not isinstance(turns, list) or not all(
-            isinstance(turn, dict) and isinstance(turn.get("slots"), dict) for turn in turns
-        ):
-            raise ConfigError(
-                f"--prompt is {text!r}; it is a list of turns: [{{'role': 'user', 'slots': {{...}}}}]",
-                code="bad_config_value",
-            )
-        try:
-            self._formatter.encode_dialog(turns)
-        except AssertionError as error:  # NeMo asserts roles and slots by name
-            raise ConfigError(f"--prompt: {prompt_format}: {error}", code="bad_config_value") from error
-        self._turns: list[dict[str, Any]] = turns
-        languages = (turn["slots"]["target_lang"] for turn in turns if "target_lang" in turn["slots"])
-        self._language = next(languages, None)
+    def count_tokens_of(text: str, language: str | None) -> int:
+        answer: dict[str, Any] = dict.fromkeys(formatter.get_slots(formatter.OUTPUT_ROLE), text)
+        answer[formatter.PROMPT_LANGUAGE_SLOT] = language or own_language
+        turn = {"role": formatter.OUTPUT_ROLE, "slots": answer}
+        return len(formatter.encode_dialog([*turns, turn])["input_ids"])
 
-    def count(self, text: str, language: str | None) -> int:
-        """Return the tokens of the prompt and of a text, with all special tokens."""
-        answer: dict[str, Any] = dict.fromkeys(self._formatter.get_slots(self._formatter.OUTPUT_ROLE), text)
-        answer[self._formatter.PROMPT_LANGUAGE_SLOT] = language or self._language
-        turn = {"role": self._formatter.OUTPUT_ROLE, "slots": answer}
-        return len(self._formatter.encode_dialog([*self._turns, turn])["input_ids"])
-
-
-_BATCH: Final = 64
-# NeMo checks data by assertions, and looks for keys as it goes.
-_OF_DATA: Final = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+    return count_tokens_of
 
 
 def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths, Settings]:
@@ -181,10 +187,11 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
         here, below = (temperatures[0], temperatures[1:]) if temperatures else (None, ())
     weights = [entry.get("weight") for entry in entries]
     given = [weight for weight in weights if weight is not None]
-    wrong = [repr(weight) for weight in given if not _is_weight(weight)]
+    wrong = [repr(weight) for weight in given if not is_weight(weight)]
     refuse((wrong, f"input_cfg: weight is {' and '.join(wrong)}; it is a number above 0"))
-    if None in weights and given:
-        raise ConfigError("input_cfg: some entries have a weight and others have none", code="missing_key")
+    refuse(
+        (None in weights and given, "input_cfg: some entries have a weight and others have none"), code="missing_key"
+    )
     shares = [1 / len(entries)] * len(entries)
     if None not in weights and len(entries) > 1:
         shares = temperature_reweighting(weights, temperature=1.0 if here is None else here)
@@ -194,10 +201,6 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
             continue
         for inner, leaf in _leaves(entry["input_cfg"], share * part, entry.get("reweight_temperature", below)):
             yield inner, {**entry, "input_cfg": [leaf]}
-
-
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
@@ -267,7 +270,7 @@ class _Measured:
     """
 
     frame: float | None
-    prompt: ExamplePrompt | None
+    prompt: Callable[[str, str | None], int] | None
 
     def __getitem__(self, examples: Any) -> list[list[float]]:
         return [self._measure(example) for example in examples]
@@ -281,7 +284,7 @@ class _Measured:
         tokens = count_tokens(example)
         if self.prompt is not None:
             texts = [(one.text, one.language) for one in example.supervisions if one.text]
-            tokens = self.prompt.count(" ".join(text for text, _ in texts), texts[0][1]) if texts else -1
+            tokens = self.prompt(" ".join(text for text, _ in texts), texts[0][1]) if texts else -1
         length = example.duration if self.frame is None else math.ceil(example.duration / self.frame)
         return [example.duration, length, tokens, math.nan]
 
@@ -296,16 +299,6 @@ def _in_shares(columns: Sequence[np.ndarray], shares: Sequence[float], most: int
         count = max(1, round(total * share))
         parts.append(rows[((np.arange(count) + 0.5) * (len(rows) / count)).astype(np.int64)])
     return np.concatenate(parts)
-
-
-# Settings of a training that say which examples there are, and how they are measured.
-_KEPT: Final = (
-    "input_cfg", "manifest_filepath", "tarred_audio_filepaths", "tarred_audio_filepath", "bucketing_weights",
-    "cuts_path", "shar_path", "text_field", "lang_field", "channel_selector", "skip_missing_manifest_entries",
-    "audio_locator_tag", "prompt_format", "use_multimodal_sampling", "use_multimodal_dataloading",
-    "token_equivalent_duration", "measure_total_length", "cut_text_into_windows_tokens", "reweight_temperature",
-    "min_duration", "max_duration", "min_tokens", "max_tokens", "max_cer", "min_context_speaker_similarity", "keep",
-)  # fmt: skip
 
 
 def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings, Any, _Measured]:
@@ -338,7 +331,7 @@ def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings
         own = [entry_directory(source) for source in sources_of(settings) if source.get("type") == "sharmill"]
         settings["token_equivalent_duration"] = frame or frame_shift(own)
     loaded = load_nemo_tokenizer(options.tokenizer, prompt_format) if options.tokenizer else None
-    prompt = ExamplePrompt(str(prompt_format), options.prompt, loaded) if options.prompt is not None else None
+    prompt = load_prompt(str(prompt_format), options.prompt, loaded) if options.prompt is not None else None
     return settings, loaded, _Measured(settings.get("token_equivalent_duration") if in_tokens else None, prompt)
 
 
@@ -346,8 +339,11 @@ def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
     """Return the settings of one sampler for what the command line names."""
     first = sources[0].strip()
     listed, is_yaml = first.startswith("["), first.endswith((".yaml", ".yml"))
-    if (listed or is_yaml) and len(sources) > 1:
-        raise ConfigError(f"{first} says by itself which data there are: name nothing else beside it", code="bad_usage")
+    refuse(
+        ((listed or is_yaml) and len(sources) > 1,
+         f"{first} says by itself which data there are: name nothing else beside it"),
+        code="bad_usage",
+    )  # fmt: skip
     if listed:
         return _listed(first)
     if is_yaml:
@@ -363,66 +359,72 @@ def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
         )  # fmt: skip
         return sections_of(settings)[names.index(str(section))] if several else settings
     if all(map(is_dataset, sources)):
-        entries = []
-        for source in sources:
-            directory = open_directory(source)
-            own = (directory / DATASET_FILE).exists()
-            entry = {"type": "sharmill", "dataset": source} if own else {"type": "lhotse_shar", "shar_path": source}
-            entries.append(entry | {"weight": open_shard_source(directory, [], None).num_cuts()})
-        return {"input_cfg": entries}
+        return {"input_cfg": [_entry_of_dataset(source) for source in sources]}
     kinds = {source: _kind_of(source) for source in sources}
     told = ", ".join(f"{source} ({kind})" for source, kind in kinds.items())
-    if len(set(kinds.values())) > 1:
-        raise ConfigError(f"data of several kinds are mixed by an input_cfg.yaml: {told}", code="bad_usage")
+    refuse(
+        (len(set(kinds.values())) > 1, f"data of several kinds are mixed by an input_cfg.yaml: {told}"),
+        code="bad_usage",
+    )
     kind = kinds[sources[0]]
     if kind == "nemo":
         return {"manifest_filepath": sources[0] if len(sources) == 1 else list(sources)}
     return {"input_cfg": [{"type": kind, "paths": [path for one in sources for path in expand_sharded_filepaths(one)]}]}
 
 
+def _entry_of_dataset(source: str) -> Settings:
+    """Return the entry of a dataset or of another tool's Shar, with its number of cuts as its weight."""
+    directory = open_directory(source)
+    own = (directory / DATASET_FILE).exists()
+    entry = {"type": "sharmill", "dataset": source} if own else {"type": "lhotse_shar", "shar_path": source}
+    return entry | {"weight": open_shard_source(directory, [], None).num_cuts()}
+
+
 def _listed(text: str) -> Settings:
     """Read ``[[a.json,0.7],[b.json,0.3]]``."""
-    try:
+    found: Any = None
+    with suppress(yaml.YAMLError):
         found = yaml.safe_load(text)
-    except yaml.YAMLError:
-        found = None
-    if not isinstance(found, list) or not found:
-        raise ConfigError(f"{text} is not a list of manifests: write [[a.json,0.7],[b.json,0.3]]", code="bad_usage")
+    refuse(
+        (not isinstance(found, list) or not found,
+         f"{text} is not a list of manifests: write [[a.json,0.7],[b.json,0.3]]"),
+        code="bad_usage",
+    )  # fmt: skip
     for item in found:
         path, *weight = item if isinstance(item, list) and item else [item]
-        if not isinstance(path, str) or len(weight) > 1 or not all(map(_is_weight, weight)):
-            raise ConfigError(f"{text}: {item} is not [MANIFEST,WEIGHT] with a weight above 0", code="bad_config_value")
+        weighted = isinstance(path, str) and len(weight) <= 1 and all(map(is_weight, weight))
+        refuse((not weighted, f"{text}: {item} is not [MANIFEST,WEIGHT] with a weight above 0"))
         _kind_of(path)
-    if len({isinstance(item, list) and len(item) for item in found}) > 1:
-        raise ConfigError(f"{text}: some manifests have a weight and others have none", code="bad_config_value")
+    forms = {isinstance(item, list) and len(item) for item in found}
+    refuse((len(forms) > 1, f"{text}: some manifests have a weight and others have none"))
     return {"manifest_filepath": found}
 
 
 def _kind_of(source: str) -> str:
     """Return the type of ``input_cfg`` that a file is: text, or what the first line of JSON says."""
-    paths = [str(path) for path in expand_sharded_filepaths(source)]
-    if "://" not in paths[0] and not Path(paths[0]).is_file():
-        raise ConfigError(
-            f"{source} is neither a folder of a dataset nor a file: name a manifest, a text, or an input_cfg.yaml",
-            code="no_dataset",
-        )
-    if ".json" not in paths[0]:
+    path = str(expand_sharded_filepaths(source)[0])
+    refuse(
+        ("://" not in path and not Path(path).is_file(),
+         f"{source} is neither a folder of a dataset nor a file: name a manifest, a text, or an input_cfg.yaml"),
+        code="no_dataset",
+    )  # fmt: skip
+    if ".json" not in path:
         return "txt"
     try:
-        with open_listed(paths[0]) as lines:
+        with open_listed(path) as lines:
             record: Any = json.loads(next(line for line in lines if line.strip()))
     except (OSError, ValueError, StopIteration) as error:
-        raise ConfigError(f"{paths[0]} does not begin with a line of JSON", code="bad_manifest") from error
+        raise ConfigError(f"{path} does not begin with a line of JSON", code="bad_manifest") from error
     kinds = {"audio_filepath": "nemo", "conversations": "nemo_sft_jsonl", "text": "txt_jsonl"}
-    kind = next((kind for key, kind in kinds.items() if isinstance(record, dict) and key in record), None)
-    if kind == "nemo_sft_jsonl" and any("type" in turn for turn in record["conversations"] or ()):
-        raise ConfigError(
-            f"{source} has conversations with audio: name them in an input_cfg.yaml, as - {{type: "
-            f"multimodal_conversation, manifest_filepath: {source}, audio_locator_tag: ...}}",
-            code="bad_usage",
-        )
-    if kind is None:
-        raise ConfigError(
-            f"{source} has neither audio_filepath, conversations nor text in its first line", code="bad_manifest"
-        )
+    kind = next((kind for key, kind in kinds.items() if isinstance(record, dict) and key in record), "")
+    refuse(
+        (kind == "nemo_sft_jsonl" and any("type" in turn for turn in record["conversations"] or ()),
+         f"{source} has conversations with audio: name them in an input_cfg.yaml, as - {{type: "
+         f"multimodal_conversation, manifest_filepath: {source}, audio_locator_tag: ...}}"),
+        code="bad_usage",
+    )  # fmt: skip
+    refuse(
+        (not kind, f"{source} has neither audio_filepath, conversations nor text in its first line"),
+        code="bad_manifest",
+    )
     return kind

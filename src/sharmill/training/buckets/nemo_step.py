@@ -74,9 +74,8 @@ class NemoStep:
         rate = getattr(self._model, "sampling_rate", None)
         for key in ("preprocessor.sample_rate", "sample_rate"):
             rate = rate or OmegaConf.select(self._model.cfg, key)  # type: ignore[arg-type]
-        if not rate:
-            raise ConfigError(f"{self._name} has no sample_rate in its configuration", code="bad_model")
-        self._rate = int(rate)
+        refuse((not rate, f"{self._name} has no sample_rate in its configuration"), code="bad_model")
+        self._rate = int(rate or 0)
         self._tokens_per_second = tokens_per_second
         self._seconds_per_frame = seconds_per_frame
         self._in_total = in_total
@@ -87,12 +86,13 @@ class NemoStep:
         self._model.trainer = trainer
 
     def _read_schema(self) -> dict[str, Any]:
-        if not hasattr(type(self._model), "oomptimizer_schema"):
-            raise ConfigError(
-                f"{type(self._model).__name__} does not say what its training step takes (oomptimizer_schema): write a "
-                "step of your own and give it with --step",
-                code="bad_model",
-            )
+        kind = type(self._model)
+        refuse(
+            (not hasattr(kind, "oomptimizer_schema"),
+             f"{kind.__name__} does not say what its training step takes (oomptimizer_schema): write a step of your "
+             "own and give it with --step"),
+            code="bad_model",
+        )  # fmt: skip
         letters = getattr(getattr(self._model, "decoder", None), "vocabulary", None)
         if not hasattr(self._model, "tokenizer") and letters is not None:
             # The schema asks all recognizers for a tokenizer, and those of letters have none.
@@ -150,12 +150,12 @@ class NemoStep:
 
 def _make_model(module_name: str | None, config_path: str | None, pretrained_name: str | None) -> LightningModule:
     model_class: Any = None if module_name is None else load_callable(module_name, "model")
-    if module_name is not None and LightningModule not in getattr(model_class, "__mro__", ()):
-        raise ConfigError(
-            f"--module-name: {module_name} is not the full name of a class of models, as "
-            "nemo.collections.asr.models.EncDecCTCModel",
-            code="bad_callable",
-        )
+    refuse(
+        (module_name is not None and LightningModule not in getattr(model_class, "__mro__", ()),
+         f"--module-name: {module_name} is not the full name of a class of models, as "
+         "nemo.collections.asr.models.EncDecCTCModel"),
+        code="bad_callable",
+    )  # fmt: skip
     if pretrained_name is not None and pretrained_name.endswith(".nemo"):
         refuse((not Path(pretrained_name).is_file(), f"there is no file {pretrained_name}"), code="missing_input")
         # A file names its class.
@@ -173,8 +173,8 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
                 code="unreachable_model",
             ) from error
     config: Any = read_yaml(str(config_path))
-    if not isinstance(config, DictConfig) or not isinstance(config.get("model"), DictConfig):
-        raise ConfigError(f"{config_path} has no section model", code="missing_key")
+    has_model = isinstance(config, DictConfig) and isinstance(config.get("model"), DictConfig)
+    refuse((not has_model, f"{config_path} has no section model"), code="missing_key")
     config = OmegaConf.create(resolve(config, str(config_path)))
     with open_dict(config.model):
         for key in _DATA:

@@ -36,6 +36,14 @@ Before = Callable[[], Examples]
 Function = Callable[[Any], Any]
 
 
+log = logging.getLogger(__name__)
+
+# As large as a shard can be: then it is one block.
+_WHOLE_FILES: Final = 1 << 40
+# After every so many examples that a filter drops in a row, they are compared with all that there are.
+_DROPPED_UNTIL_CHECK: Final = 1000
+# The rounds of an epoch, of which each reader has at least one: more than any training has readers.
+_ROUNDS: Final = 1 << 16
 # These say that the program or the machine is at fault, and every further example would fail as well.
 _NEVER_SKIPPED: Final = (MemoryError, ImportError, ConfigError, FatalError)
 
@@ -149,15 +157,19 @@ def shuffle_examples(before: Before, size: int) -> Examples:
 
 
 def sort_examples(before: Before, size: int | None, key: Callable[[Any], Any], reverse: bool) -> Examples:
-    examples = before()
-    while group := list(islice(examples, size)):
+    for group in _groups(before, size):
         yield from sorted(group, key=lambda example: key(example.value), reverse=reverse)
 
 
 def batch_examples(before: Before, size: int) -> Examples:
+    yield from map(_joined, _groups(before, size))
+
+
+def _groups(before: Before, size: int | None) -> Iterator[list[Example]]:
+    """Yield every ``size`` examples; without a size, all of them."""
     examples = before()
     while group := list(islice(examples, size)):
-        yield _joined(group)
+        yield group
 
 
 def _joined(batch: Sequence[Example]) -> Example:
@@ -197,12 +209,12 @@ def apply_function(before: Before, f: Callable[[Iterator[Any]], Iterable[Any]], 
     last = _joined(taken)
 
     for value in f(_values(before, taken)):
-        if not taken and (exact or not last.origins):
-            raise ConfigError(
-                f"the function of apply(exact={exact}) gave an example without taking one: with exact=True, it takes "
-                "at least one for each that it gives, and otherwise one before the first",
-                code="inexact_state",
-            )
+        refuse(
+            (not taken and (exact or not last.origins),
+             f"the function of apply(exact={exact}) gave an example without taking one: with exact=True, it takes at "
+             "least one for each that it gives, and otherwise one before the first"),
+            code="inexact_state",
+        )  # fmt: skip
         last = _joined(taken) if taken else last
         taken.clear()
         yield Example(value, last.origins)
@@ -233,16 +245,6 @@ def interleave_examples(opens: Sequence[Before], weights: Sequence[float] | None
             if example is None:
                 return
             yield Example(example.value, example.origins + turn.origins)
-
-
-log = logging.getLogger(__name__)
-
-# As large as a shard can be: then it is one block.
-_WHOLE_FILES: Final = 1 << 40
-# After every so many examples that a filter drops in a row, they are compared with all that there are.
-_DROPPED_UNTIL_CHECK: Final = 1000
-# The rounds of an epoch, of which each reader has at least one: more than any training has readers.
-_ROUNDS: Final = 1 << 16
 
 
 class Chain(torch.utils.data.IterableDataset):
@@ -353,12 +355,11 @@ class Chain(torch.utils.data.IterableDataset):
             key, size = size, None
         if size is not None:
             at_least(1, "size", size)
-        elif all(source.options.infinite for source in self._sources):
-            raise ConfigError(
-                "sort without a size needs the end of an epoch, and with infinite=True there is none: give a size, as "
-                "in sort(500, key)",
-                code="bad_config_value",
-            )
+        refuse(
+            (size is None and all(source.options.infinite for source in self._sources),
+             "sort without a size needs the end of an epoch, and with infinite=True there is none: give a size, as in "
+             "sort(500, key)"),
+        )  # fmt: skip
         return self._then(sort_examples, size=size, key=key, reverse=reverse)
 
     def apply(self, f: Callable[[Iterator[Any]], Iterable[Any]], *, exact: bool = False) -> Chain:
@@ -417,13 +418,12 @@ class Chain(torch.utils.data.IterableDataset):
             seed: of what is drawn.
         """
         count = len(others) + 1
-        if weights is not None and (
-            len(weights) != count or not all(isinstance(one, Real) and 0 < one < math.inf for one in weights)
-        ):
-            raise ConfigError(
-                f"weights of interleave are {list(weights)}: give a number above 0 for each of its {count} chains",
-                code="bad_config_value",
-            )
+        known = () if weights is None else tuple(weights)
+        above_0 = all(isinstance(one, Real) and 0 < one < math.inf for one in known)
+        refuse(
+            (weights is not None and (len(known) != count or not above_0),
+             f"weights of interleave are {list(known)}: give a number above 0 for each of its {count} chains"),
+        )  # fmt: skip
         step = partial(interleave_examples, weights=weights, seed=seed)
         return self._with(others, step, _Turns(count, self._sources[0].options))
 
@@ -538,11 +538,11 @@ class _Source:
 
     def check_dropped(self, count: int) -> None:
         """Raise ConfigError where a filter drops so many in a row that an endless source has nothing for it."""
-        if self.options.infinite and count % _DROPPED_UNTIL_CHECK == 0 and count > 2 * self._num_examples():
-            raise ConfigError(
-                f"none of {count} examples in a row passes the filter, which is more than two epochs of them",
-                code="too_few_cuts",
-            )
+        refuse(
+            (self.options.infinite and count % _DROPPED_UNTIL_CHECK == 0 and count > 2 * self._num_examples(),
+             f"none of {count} examples in a row passes the filter, which is more than two epochs of them"),
+            code="too_few_cuts",
+        )  # fmt: skip
 
     def leave(self) -> None:
         """End a pass: if not all was given out, as in a zip with something shorter, the next one goes on from here."""

@@ -36,6 +36,11 @@ Paths = str | Path | Sequence[str | Path]
 _MAX_MEMBER_BYTES: Final = 1 << 30
 # Read at both ends of a file, to tell it from another one of its size.
 _BLOCK: Final = 4096
+# Hashes of the processes, caches and URLs of which a server was asked for the version; texts would be long.
+_asked: Final[set[int]] = set()
+# With the number of a process, which may come again, a name that no later one has.
+_STARTED: Final = os.urandom(16).hex()
+_record_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(slots=True)
@@ -144,12 +149,6 @@ class _Command:
         return self.version(url)
 
 
-# Hashes of the processes, caches and URLs of which a server was asked for the version; texts would be long.
-_asked: Final[set[int]] = set()
-# With the number of a process, which may come again, a name that no later one has.
-_STARTED: Final = os.urandom(16).hex()
-
-
 class _Opener(Cache):
     """Copies of what a list of WeNet names, to which the user's own call may let commands belong.
 
@@ -250,9 +249,6 @@ def _parse_text(key: str, line: bytes) -> dict[str, str]:
         return {"key": key, "txt": line.decode("utf-8")}
     except UnicodeDecodeError as error:
         raise RejectRecord("malformed", f"the line is not UTF-8: {error}") from error
-
-
-_record_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class RawList(_LineFiles):

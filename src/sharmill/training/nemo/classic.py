@@ -1,159 +1,17 @@
-"""The types of ``input_cfg``, and the settings of NeMo's classic loaders in the form that its Lhotse loader reads.
+"""The settings of NeMo's classic loaders in the form that its Lhotse loader reads.
 
-``TYPES`` says what sharmill relies on of each type; NeMo passes over keys that it does not know. ``FATES`` says what
-becomes of each classic key; the table in docs/training.md is made from it.
+``CLASSIC_KEY_HANDLING`` describes the handling of each classic key; the table in docs/training.md is made from it.
 """
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Final
 
-from sharmill.errors import ConfigError, refuse
-from sharmill.files.location import Location
-from sharmill.registry import nearest
-from sharmill.shar.index import open_directory
-
-Settings = dict[str, Any]
+from sharmill.errors import refuse
+from sharmill.training.nemo.entries import TARRED, Settings, type_of
 
 log = logging.getLogger(__name__)
-
-# The type of an entry of NeMo's whose examples our reader divides among ranks and workers.
-DIVIDED: Final = "sharmill_divided"
-
-# Seeds beside numbers: drawn by each rank, or for each worker from ``seed``.
-SEEDS: Final = ("trng", "randomized")
-
-# Keys that any entry can have. NeMo hands those of a group down to its entries.
-OF_ENTRY: Final = (
-    "type", "weight", "tags", "shuffle", "shard_seed", "force_finite", "force_map_dataset", "metadata_only",
-    # These have no meaning for our datasets.
-    "text_field", "lang_field", "max_open_streams", "audio_locator_tag", "token_equivalent_duration",
-    "skip_missing_manifest_entries", "force_iterable_dataset", "reweight_temperature", "input_cfg", "slice_length",
-)  # fmt: skip
-_OF_CONVERTERS: Final = (
-    "input_roles", "output_roles", "strip_timestamp_tokens", "move_agent_text_back_by",
-    "filter_samples_starting_with_agent", "agent_roles", "user_roles", "target_agent_name", "target_user_name",
-    "add_extra_end_silence", "extra_end_silence_range", "max_cer", "min_context_speaker_similarity", "target_speaker",
-    "sample_rate",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class EntryType:
-    """A type of ``input_cfg``.
-
-    Attributes:
-        needs: the keys that it must have, itself or from the groups around it.
-        takes: further keys.
-        files: of a type that our reader divides among ranks and workers the keys that name its files, one of each for a
-            shard. An example is a line of the first one, but of ``shar_path``.
-        holds: ``cuts``, ``text`` or ``conversations``; nothing where it depends.
-        is_stream: NeMo reads it as a stream wherever it lies; other types if they are tarred.
-        is_marked: its examples say where they come from, and none is dropped.
-    """
-
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    holds: str = ""
-    is_stream: bool = False
-    is_marked: bool = True
-
-
-_text = partial(EntryType, holds="text", is_stream=True)
-_converter = partial(EntryType, needs=("input_cfg",), takes=_OF_CONVERTERS)
-_TARRED: Final = ("manifest_filepath", "tarred_audio_filepaths")
-
-# Types that other packages register are none of these.
-TYPES: Final[dict[str, EntryType]] = {
-    "sharmill": EntryType(
-        needs=("dataset",), holds="cuts", is_stream=True,
-        takes=("fields", "codec", "decode_threads", "sidecars", "on_damage", "max_damaged", "speaker_tags", "seed",
-               "cache_dir", "cache_gib", "rank", "world_size", "whole_part"),
-    ),
-    DIVIDED: EntryType(is_stream=True),
-    "group": EntryType(needs=("input_cfg",), holds="cuts"),
-    "txt": _text(needs=("paths",), files=("paths",), takes=("language",)),
-    "txt_jsonl": _text(needs=("paths",), files=("paths",), takes=("language",)),
-    "txt_pair": _text(
-        needs=("source_paths", "target_paths"), files=("source_paths", "target_paths"),
-        takes=("source_language", "target_language", "questions_path", "questions_language"),
-    ),
-    "nemo_sft_jsonl": _text(needs=("paths",), files=("paths",), takes=("language",)),
-    "tts_text": _text(needs=("manifest_filepath",), files=("manifest_filepath",), takes=("language",)),
-    "multimodal_conversation": EntryType(
-        needs=("manifest_filepath", "audio_locator_tag"), takes=("tarred_audio_filepaths",), files=_TARRED,
-        holds="conversations", is_stream=True,
-    ),
-    "share_gpt": EntryType(
-        needs=("manifest_filepath", "audio_locator_tag", "audio_placeholders"), files=_TARRED,
-        takes=("tarred_audio_filepaths", "audio_root"), holds="conversations", is_stream=True,
-    ),
-    "share_gpt_webdataset": EntryType(
-        needs=("data_dir", "audio_locator_tag"), takes=("audio_placeholders",), holds="conversations", is_stream=True
-    ),
-    "parquet": EntryType(
-        needs=("manifest_filepath",), takes=("audio_field", "duration_field", "sampling_rate"), holds="cuts",
-        is_stream=True,
-    ),
-    "nemo": EntryType(
-        needs=("manifest_filepath",), takes=("tarred_audio_filepaths", "extra_fields", "passes"), files=_TARRED,
-        holds="cuts",
-    ),
-    "nemo_tarred": EntryType(needs=_TARRED, takes=("extra_fields", "passes"), files=_TARRED, holds="cuts"),
-    "lhotse": EntryType(takes=("cuts_path", "shar_path"), holds="cuts"),
-    "lhotse_shar": EntryType(needs=("shar_path",), takes=("cuts_path", "passes"), files=("shar_path",), holds="cuts"),
-    "lhotse_as_conversation": _converter(holds="conversations"),
-    "sqa_as_conversation": _converter(holds="conversations"),
-    "s2s_as_conversation": _converter(holds="conversations", is_marked=False),
-    "lhotse_magpietts_data_as_continuation": _converter(is_marked=False),
-    "s2s_duplex_overlap_as_s2s_duplex": _converter(is_marked=False),
-    "s2s_duplex_reverse_role": _converter(),
-}  # fmt: skip
-
-
-def type_of(entry: Mapping[str, Any]) -> EntryType:
-    """Return the type of an entry, or of a group; the settings of a sampler have that of another package."""
-    return TYPES.get(str(entry.get("type")), EntryType())
-
-
-def entry_directory(entry: Mapping[str, Any]) -> Location:
-    """Return the directory of the dataset of an entry of ``type: sharmill``; raises as ``open_directory``."""
-    return open_directory(entry["dataset"], entry.get("cache_dir"), entry.get("cache_gib", 100.0))
-
-
-def check_entry(entry: Settings, handed_down: Settings) -> None:
-    """Raise ConfigError for a key that NeMo would pass over, or that it needs and does not find.
-
-    Args:
-        entry: types that other packages register have keys of their own, which are not checked.
-        handed_down: what the settings and groups around it say.
-    """
-    kind = str(entry.get("type"))
-    if kind not in TYPES:
-        return
-    known = [*OF_ENTRY, *TYPES[kind].needs, *TYPES[kind].takes]
-    subject = "a group" if kind == "group" else f"type {kind}"
-    for key in entry:
-        if key not in known:
-            raise ConfigError(f"input_cfg: {subject} has no option {key!r}{nearest(key, known)}", code="unknown_key")
-    for key in TYPES[kind].needs:
-        if entry.get(key) is None and handed_down.get(key) is None:
-            raise ConfigError(f"input_cfg: {subject} needs {key}", code="missing_key")
-    tags, seed, weight = entry.get("speaker_tags", "kept"), entry.get("shard_seed", 0), entry.get("weight")
-    refuse(
-        (weight is not None and not (isinstance(weight, (int, float)) and 0 < weight < math.inf),
-         f"input_cfg: weight is a number above 0, not {weight!r}"),
-        (kind == "sharmill" and entry.get("slice_length") is not None,
-         "slice_length is not for datasets of sharmill: their order is shuffled as a whole"),
-        (tags not in ("kept", "nemo"), f"input_cfg: speaker_tags is kept or nemo, not {tags!r}"),
-        (not isinstance(seed, int) and seed not in SEEDS,
-         f"input_cfg: shard_seed is a number, trng or randomized, not {seed!r}"),
-    )  # fmt: skip
-
 
 _RENAMED: Final = {
     "shard_strategy": "tarred_shard_strategy", "tarred_audio_filepath": "tarred_audio_filepaths",
@@ -161,8 +19,8 @@ _RENAMED: Final = {
     "use_multimodal_dataloading": "use_multimodal_sampling",
 }  # fmt: skip
 
-# The use that is made of a key, in words for the documentation; they begin with "ignored" if it means nothing here.
-FATES: Final[dict[str, str]] = {
+# How each key is used, in words for the documentation, which begin with "ignored" if the key has no effect here.
+CLASSIC_KEY_HANDLING: Final[dict[str, str]] = {
     "use_multimodal_dataloading": "`use_multimodal_sampling`",
     "shard_strategy": "`tarred_shard_strategy`",
     "tarred_audio_filepath": "`tarred_audio_filepaths`, in an entry as well",
@@ -226,6 +84,9 @@ _OF_LHOTSE: Final = (
     "quadratic_duration", "use_bucketing", "use_multimodal_sampling",
 )  # fmt: skip
 
+# The shard seed that each strategy stands for.
+_SHARD_SEEDS: Final = {"scatter": "randomized", "replicate": "trng"}
+_STRATEGIES: Final = ("fixed_order", "synced_randomized", "fully_randomized")
 # Keys of settings that name data themselves, and the type of entry that is made of each; the first one counts.
 _PATHS: Final = {
     "shar_path": "lhotse_shar", "cuts_path": "lhotse", "tarred_audio_filepaths": "nemo_tarred",
@@ -259,14 +120,11 @@ def translate(section: Settings) -> str | None:
     )  # fmt: skip
     in_turn = _translate_buckets(section, _as_entries(section))
     _translate_2d(section)
-    strategy, seeds = section.pop("tarred_shard_strategy", None), {"scatter": "randomized", "replicate": "trng"}
-    if strategy is not None:
-        refuse((strategy not in [*seeds], f"tarred_shard_strategy is scatter or replicate, not {strategy!r}"))
-        seed = section.setdefault("shard_seed", seeds[strategy])
+    if (strategy := section.pop("tarred_shard_strategy", None)) is not None:
+        refuse((strategy not in [*_SHARD_SEEDS], f"tarred_shard_strategy is scatter or replicate, not {strategy!r}"))
+        seed = section.setdefault("shard_seed", _SHARD_SEEDS[strategy])
         log.warning("tarred_shard_strategy: %s is read as shard_seed: %s", strategy, seed)
-    entries = section.get("input_cfg")
-    if isinstance(entries, list):
-        section["input_cfg"] = [_translate_entry(entry) if isinstance(entry, dict) else entry for entry in entries]
+    _translate_entries(section)
     if isinstance(temperature, list):
         temperature += [1.0] * (count_input_cfg_levels(section) - depth)  # lists have become groups
     drop_ignored(section)
@@ -281,7 +139,7 @@ def is_read_by_lhotse(section: Settings) -> bool:
 
 def drop_ignored(section: Settings) -> None:
     """Drop the classic keys that mean nothing here, and name them in one warning."""
-    found = [key for key in section if FATES.get(key, "").startswith("ignored")]
+    found = [key for key in section if CLASSIC_KEY_HANDLING.get(key, "").startswith("ignored")]
     for key in found:
         del section[key]
     if found:
@@ -293,6 +151,12 @@ def _rename(settings: Settings) -> None:
         if old in settings:
             refuse((new in settings, f"{old} and {new} are the same setting: keep one"))
             settings[new] = settings.pop(old)
+
+
+def _translate_entries(settings: Settings) -> None:
+    """Translate the entries of a sampler or a group, at all levels; items that are no mappings are refused later."""
+    if isinstance(entries := settings.get("input_cfg"), list):
+        settings["input_cfg"] = [_translate_entry(entry) if isinstance(entry, dict) else entry for entry in entries]
 
 
 def _translate_entry(entry: Settings) -> Settings:
@@ -310,8 +174,7 @@ def _translate_entry(entry: Settings) -> Settings:
         entry.setdefault("reweight_temperature", None)
     elif kind in ("nemo", "nemo_tarred", "lhotse", "lhotse_shar"):
         return _split_lists(entry, None)
-    if isinstance(inner := entry.get("input_cfg"), list):
-        entry["input_cfg"] = [_translate_entry(one) if isinstance(one, dict) else one for one in inner]
+    _translate_entries(entry)
     return entry
 
 
@@ -338,7 +201,7 @@ def _as_entries(section: Settings) -> list[Settings]:
         log.warning("bucketing_weights: %s are passes over each manifest in an epoch", weights)
     entry: Settings = {"type": kind} | {name: paths[name] for name in names if name in paths}
     for name, value in entry.items():
-        if name in _TARRED and isinstance(value, str) and "," in value and "{" not in value:
+        if name in TARRED and isinstance(value, str) and "," in value and "{" not in value:
             entry[name] = value.split(",")
     listed = entry.get("manifest_filepath")
     made = _split_lists(entry, weights)
@@ -348,7 +211,7 @@ def _as_entries(section: Settings) -> list[Settings]:
 
 
 def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
-    """Return a group with an entry for each manifest of a list, weighted as NeMo does it: by utterances, or as said.
+    """Return a group with an entry for each manifest of a list, with NeMo's weights: as given, or by utterances.
 
     Args:
         passes: how often each is read in an epoch.
@@ -359,7 +222,7 @@ def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
         return entry
     from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
 
-    from sharmill.training.nemo.input_type import open_examples
+    from sharmill.training.nemo.examples import open_examples
 
     tars = entry.get("tarred_audio_filepaths")
     refuse(
@@ -375,11 +238,8 @@ def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
     made: list[Settings] = []
     for number, item in enumerate(listed):
         path, *weight = item if isinstance(item, list) else [item]
-        weighted = len(weight) <= 1 and all(isinstance(one, (int, float)) for one in weight)
-        refuse(
-            (not isinstance(path, str) or not weighted,
-             f"{key} is a path, or a list of paths or of [path, weight], not {item!r}"),
-        )  # fmt: skip
+        is_listed = isinstance(path, str) and len(weight) <= 1 and all(isinstance(one, (int, float)) for one in weight)
+        refuse((not is_listed, f"{key} is a path, or a list of paths or of [path, weight], not {item!r}"))
         one = {**inner, key: path}
         if tars is not None:
             names = tars[number] if isinstance(tars[number], list) else [tars[number]]
@@ -387,10 +247,9 @@ def _split_lists(entry: Settings, passes: Sequence[int] | None) -> Settings:
             one["tarred_audio_filepaths"] = names[0] if len(names) == 1 else several
         # Utterances of a manifest, or cuts of a Shar.
         kind = "lhotse_shar" if key == "shar_path" else "nemo"
-        own = weight[0] if weight else len(open_examples({"of_type": kind, key: path}))
-        one["weight"] = own
+        one["weight"] = weight[0] if weight else len(open_examples({"of_type": kind, key: path}))
         if passes is not None:
-            one |= {"weight": own * passes[number], "passes": passes[number]}
+            one |= {"weight": one["weight"] * passes[number], "passes": passes[number]}
         made.append(one)
     if len(made) == 1:
         del made[0]["weight"]
@@ -406,10 +265,8 @@ def _translate_strategy(section: Settings, manifests: Sequence[Settings]) -> str
         ConfigError: there is no such strategy.
     """
     strategy: str | None = section.pop("bucketing_strategy", None)
-    refuse(
-        (strategy not in (None, "fixed_order", "synced_randomized", "fully_randomized"),
-         f"bucketing_strategy is fixed_order, synced_randomized or fully_randomized, not {strategy!r}"),
-    )  # fmt: skip
+    known = strategy is None or strategy in _STRATEGIES
+    refuse((not known, f"bucketing_strategy is fixed_order, synced_randomized or fully_randomized, not {strategy!r}"))
     in_turn = bool(manifests) and not is_read_by_lhotse(section)
     told = "reads an epoch of one manifest after the other: use_lhotse: true mixes them by weight"
     if not in_turn:

@@ -8,6 +8,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,18 +20,20 @@ from omegaconf.errors import OmegaConfBaseException
 from sharmill.errors import ConfigError, one_line, refuse
 from sharmill.files.regular import open_regular
 from sharmill.registry import nearest
-from sharmill.training.nemo.classic import (
+from sharmill.training.nemo.classic import CLASSIC_KEY_HANDLING, drop_ignored, translate
+from sharmill.training.nemo.entries import (
     DIVIDED,
-    FATES,
     OF_ENTRY,
     SEEDS,
     Settings,
     check_entry,
-    drop_ignored,
-    translate,
+    is_divided,
+    is_divisible,
+    is_number,
+    texts_in,
     type_of,
 )
-from sharmill.training.nemo.stores import is_stored, version_of
+from sharmill.training.nemo.stores import is_stored
 
 if TYPE_CHECKING:
     from nemo.collections.common.prompts import PromptFormatter
@@ -41,8 +44,16 @@ _FUSIONS: Final = ("round_robin", "randomized_round_robin", "zip")
 _LIMITS: Final = ("duration", "tps", "tokens", "tpt")
 # Checked here, or accepted where NeMo's own type is too narrow.
 _UNTYPED: Final = ("input_cfg", "min_tps", "min_tpt", "seed", "shard_seed", "sampler_weights")
-_FILES: Final = ("manifest_filepath", "tarred_audio_filepaths", "cuts_path", "paths", "source_paths", "target_paths",
-                 "questions_path")  # fmt: skip
+
+# The number that lhotse adds to the seed of a worker process, per rank.
+_SEEDS_PER_RANK: Final = 100_000
+
+# Keys that NeMo takes from the top level for all sections of a multi_config, whatever these say.
+_SHARED: Final = (
+    "seed", "shard_seed", "num_workers", "pin_memory", "shuffle", "sampler_fusion", "sampler_weights", "multi_config",
+    "metadata_only", "force_finite",
+)  # fmt: skip
+_OF_TOP: Final = (*_SHARED, "cuda_expandable_segments", "use_lhotse")
 
 
 def read_yaml(path: str | os.PathLike[str]) -> DictConfig | ListConfig:
@@ -71,10 +82,9 @@ def resolve(settings: Any, origin: str = "the settings") -> Any:
         node = settings if OmegaConf.is_config(settings) else OmegaConf.create(settings)
         return OmegaConf.to_container(node, resolve=True)
     except (OmegaConfBaseException, RecursionError) as error:
-        said = [line.strip() for line in str(error).splitlines() if line.strip()]
-        where = next((line for line in said if line.startswith("full_key: ")), "full_key: ").removeprefix("full_key: ")
+        said, where = str(error).strip().partition("\n")[0], getattr(error, "full_key", None)
         at = f" at {where}" if where else ""
-        raise ConfigError(f"{origin} cannot be resolved{at}: {said[0]}", code="bad_config_value") from error
+        raise ConfigError(f"{origin} cannot be resolved{at}: {said}", code="bad_config_value") from error
 
 
 def resolve_settings(cfg: Mapping[str, Any], origin: str = "the settings") -> Settings:
@@ -113,24 +123,22 @@ def read_train_settings(path: str | Path, section: str = "train_ds") -> Settings
         ConfigError: it is no such file.
     """
     loaded = read_yaml(path)
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path} is a list, not the settings of a loader", code="bad_config_file")
+    refuse((not isinstance(loaded, DictConfig), f"{path} is a list, not the settings of a loader"),
+           code="bad_config_file")  # fmt: skip
     for key in (f"model.{section}.dataset", f"model.{section}", section, f"data.{section}"):
-        try:
-            found = OmegaConf.select(loaded, key)
-        except OmegaConfBaseException:  # an interpolation on the way that leads nowhere
-            continue
-        if found is not None:
-            if not isinstance(found, DictConfig):
-                raise ConfigError(f"{path}: {key} has no settings of a loader", code="bad_config_file")
-            loaded = found
-            break
+        with suppress(OmegaConfBaseException):  # an interpolation on the way that leads nowhere
+            if (found := OmegaConf.select(loaded, key)) is not None:
+                refuse((not isinstance(found, DictConfig), f"{path}: {key} has no settings of a loader"),
+                       code="bad_config_file")  # fmt: skip
+                loaded = found
+                break
     settings = resolve_settings(loaded, str(path))  # type: ignore[arg-type]
-    if not any(one.keys() & {"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}
-               for one in sections_of(settings)):  # fmt: skip
-        raise ConfigError(
-            f"{path} has no settings of a loader: neither input_cfg nor {section} with one", code="bad_config_file"
-        )
+    named = set().union(*sections_of(settings))
+    refuse(
+        (named.isdisjoint({"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}),
+         f"{path} has no settings of a loader: neither input_cfg nor {section} with one"),
+        code="bad_config_file",
+    )  # fmt: skip
     return settings
 
 
@@ -151,15 +159,13 @@ def check_types(section: Settings) -> None:
             raise ConfigError(f"{key}: {said}", code="bad_config_value") from error
     for key in ("seed", "shard_seed"):
         value = section.get(key)
-        if not (value is None or is_number(value, int) or value in SEEDS):
-            raise ConfigError(f"{key} is a whole number, trng or randomized, not {value!r}", code="bad_config_value")
+        is_seed = value is None or is_number(value, int) or value in SEEDS
+        refuse((not is_seed, f"{key} is a whole number, trng or randomized, not {value!r}"))
     for name in _LIMITS:
         least: Any = section.get(f"min_{name}")
         most: Any = section.get(f"max_{name}")
-        if is_number(least) and is_number(most) and least > most:
-            raise ConfigError(
-                f"min_{name}: {least} is above max_{name}: {most}, so that nothing passes", code="bad_config_value"
-            )
+        refuse((is_number(least) and is_number(most) and least > most,
+                f"min_{name}: {least} is above max_{name}: {most}, so that nothing passes"))  # fmt: skip
     if (bins := section.get("bucket_duration_bins")) is not None:
         check_bins(bins)
 
@@ -229,25 +235,6 @@ def check_tokenizer(sections: Sequence[Settings], tokenizer: Any) -> None:
         )  # fmt: skip
 
 
-def check_files(kind: str, entry: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a file of an entry that is not there; of tars and in stores, look for first and last.
-
-    Pipes and other addresses are left to NeMo.
-    """
-    from nemo.collections.common.data.lhotse.nemo_adapters import expand_sharded_filepaths
-
-    for key in _FILES:
-        if entry.get(key) is None:
-            continue
-        names = [name for name in expand_sharded_filepaths(entry[key]) if isinstance(name, str)]
-        few = key == "tarred_audio_filepaths" or any(map(is_stored, names))
-        for name in (names[0], names[-1]) if few and names else names:
-            if is_stored(name):
-                version_of(name)
-            elif "://" not in name and not name.startswith("pipe:") and not Path(name).exists():
-                raise ConfigError(f"input_cfg: type {kind}: there is no file {name}", code="missing_input")
-
-
 def loader_schema() -> DictConfig:
     """Return NeMo's settings of its loader, with their defaults and types."""
     from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
@@ -261,11 +248,9 @@ def check_bins(bins: Any, name: str = "bucket_duration_bins") -> None:
     pairs = isinstance(bins, list) and all(
         isinstance(bound, list) and len(bound) == 2 and all(map(is_number, bound)) for bound in bins
     )
-    if not bins or not (flat or pairs) or any(after <= before for before, after in pairwise(bins)):
-        raise ConfigError(
-            f"{name} is a list of numbers, or of [length, tokens], each above the one before, not {bins!r}",
-            code="bad_config_value",
-        )
+    rising = bins and (flat or pairs) and all(before < after for before, after in pairwise(bins))
+    told = f"{name} is a list of numbers, or of [length, tokens], each above the one before, not {bins!r}"
+    refuse((not rising, told))
 
 
 def resolve_format(name: str, setting: str) -> "type[PromptFormatter]":
@@ -293,21 +278,6 @@ def _in_two(bins: Any) -> bool:
     return bool(bins) and isinstance(bins[0], Sequence)
 
 
-def is_number(value: Any, kind: Any = (int, float)) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-# The number that lhotse adds to the seed of a worker process, per rank.
-_SEEDS_PER_RANK: Final = 100_000
-
-# Keys that NeMo takes from the top level for all sections of a multi_config, whatever these say.
-_SHARED: Final = (
-    "seed", "shard_seed", "num_workers", "pin_memory", "shuffle", "sampler_fusion", "sampler_weights", "multi_config",
-    "metadata_only", "force_finite",
-)  # fmt: skip
-_OF_TOP: Final = (*_SHARED, "cuda_expandable_segments", "use_lhotse")
-
-
 def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Settings:
     """Return the settings for NeMo's loader: a checked, resolved copy, in which every sharmill entry has its readers.
 
@@ -318,6 +288,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
 
     refuse((not 0 <= rank < world_size, f"there is no rank {rank} among {world_size} data-parallel ranks"))
     settings = resolve_settings(cfg)
+    settings.pop("canonical", None)  # of get_dataloader, which prepares each part by itself
     in_turn = None
     for section in sections_of(settings):
         check_types(section)
@@ -349,7 +320,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
         in_store = map_style and any(map(is_stored, texts_in(entry)))
         if (in_store or not map_style) and is_divisible(entry):
             entry |= {"of_type": entry["type"], "type": DIVIDED} | ({"force_finite": True} if in_store else {})
-        if entry.get("type") in ("sharmill", DIVIDED):
+        if is_divided(entry):
             readers = {"seed": settings["seed"], "rank": rank, "world_size": world_size}
             entry |= readers | {"shard_seed": entry_seed, "force_map_dataset": map_style}
     if shard_seed == "randomized" and (map_style or not settings.get("num_workers", 0)):
@@ -364,13 +335,12 @@ def _take_in_turn(settings: Settings, strategy: str) -> Settings:
     Raises:
         ConfigError: it is not known where an epoch of a bucket ends.
     """
-    if is_map_style(settings) or not all(map(is_divisible, sources_of(settings))):
-        raise ConfigError(
-            f"bucketing_strategy: {strategy} takes one manifest after the other, as a stream: set "
-            "force_iterable_dataset: true, without pipes, slice_length and extra_fields; or leave it out, or set "
-            "use_lhotse: true",
-            code="bad_config_value",
-        )
+    refuse(
+        (is_map_style(settings) or not all(map(is_divisible, sources_of(settings))),
+         f"bucketing_strategy: {strategy} takes one manifest after the other, as a stream: set "
+         "force_iterable_dataset: true, without pipes, slice_length and extra_fields; or leave it out, or set "
+         "use_lhotse: true"),
+    )  # fmt: skip
     (group,) = settings.pop("input_cfg")
     shared = {key: settings.pop(key) for key in _OF_TOP if key in settings}
     sections = {
@@ -435,14 +405,10 @@ def _check_keys(settings: Settings) -> None:
     known = [*loader_schema(), "use_lhotse", "bucketing_strategy", "use_semi_sorted_batching", "randomization_factor"]
     sections = sections_of(settings)
     at_top = [key for key, value in settings.items() if not any(value is section for section in sections)]
-    for key in [*at_top, *(key for section in sections for key in section)]:
-        if key not in known:
-            where = (
-                ": it belongs to the entries of input_cfg"
-                if key in OF_ENTRY
-                else nearest(key, [*known, *FATES], "; docs/training.md says where all of them are listed")
-            )
-            raise ConfigError(f"the loader has no setting {key!r}{where}", code="unknown_key")
+    for key in (key for section in (at_top, *sections) for key in section if key not in known):
+        hint = nearest(key, [*known, *CLASSIC_KEY_HANDLING], "; docs/training.md says where all of them are listed")
+        where = ": it belongs to the entries of input_cfg" if key in OF_ENTRY else hint
+        raise ConfigError(f"the loader has no setting {key!r}{where}", code="unknown_key")
     if not settings.get("multi_config", False):
         return
     # NeMo would ignore a key at the wrong level.
@@ -453,10 +419,8 @@ def _check_keys(settings: Settings) -> None:
     shared = [
         key for key in _SHARED if any(section.get(key, settings.get(key)) != settings.get(key) for section in sections)
     ]
-    if not sections:
-        raise ConfigError(
-            "multi_config has no sections: each sampler has one, with an input_cfg of its own", code="missing_key"
-        )
+    refuse((not sections, "multi_config has no sections: each sampler has one, with an input_cfg of its own"),
+           code="missing_key")  # fmt: skip
     refuse(
         (misplaced,
          f"with multi_config, {', '.join(misplaced)} has no effect at the top level: set it in each section"),
@@ -473,8 +437,8 @@ def _check_entries(settings: Settings, handed_down: Settings) -> None:
 
     types = [*get_known_config_data_types(), "sharmill", "tts_text"]
     entries = settings.get("input_cfg")
-    if not isinstance(entries, list | None) or not all(isinstance(entry, dict) for entry in entries or ()):
-        raise ConfigError("input_cfg is a list of entries, each with its type", code="bad_config_value")
+    listed = entries is None or (isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries))
+    refuse((not listed, "input_cfg is a list of entries, each with its type"))
     for entry in entries or ():
         if (kind := entry.get("type")) not in types:
             raise ConfigError(f"input_cfg has no type {kind!r}{nearest(str(kind), types)}", code="unknown_name")
@@ -495,27 +459,9 @@ def is_map_style(section: Settings) -> bool:
     """Return True if NeMo samples in the main process, as it decides it."""
     if section.get("force_map_dataset", False) or section.get("force_iterable_dataset", False):
         return bool(section.get("force_map_dataset", False))
-    first = next(_sources(section, 0), None)
-    if first is None:
-        raise ConfigError("input_cfg has no entries", code="missing_key")
-    entry, _ = first
+    entry, _ = next(_sources(section, 0), ({}, 0))
+    refuse((not entry, "input_cfg has no entries"), code="missing_key")
     return not (type_of(entry).is_stream or entry.get("shar_path") or entry.get("tarred_audio_filepaths"))
-
-
-def is_divisible(entry: Settings) -> bool:
-    """Return True for data that every reader can have a part of: files that can be read anew, as a whole."""
-    if not type_of(entry).files or entry.get("slice_length") is not None or entry.get("extra_fields"):
-        return False
-    return not any("pipe:" in path for path in texts_in(entry))
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in nested lists and mappings, such as the names of files."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(one)
 
 
 def _check_orders(
@@ -536,12 +482,11 @@ def _check_orders(
         common_seed: all ranks have the same seed.
     """
     shuffle, finite = settings["shuffle"], settings.get("force_finite", False) or settings.get("metadata_only", False)
-    if finite and any(entry.get("passes", 1) > 1 and (map_style or not is_divisible(entry)) for entry, _ in sources):
-        raise ConfigError(
-            "bucketing_weights repeat data of a finite pass as a stream: set force_iterable_dataset: true, without "
-            "pipes, slice_length and extra_fields",
-            code="bad_config_value",
-        )
+    refuse(
+        (finite and any(entry.get("passes", 1) > 1 and (map_style or not is_divisible(entry)) for entry, _ in sources),
+         "bucketing_weights repeat data of a finite pass as a stream: set force_iterable_dataset: true, without pipes, "
+         "slice_length and extra_fields"),
+    )  # fmt: skip
     if map_style:
         seeds = {settings["shard_seed"], *(seed for _, seed in sources)}
         drawn = world_size > 1 and (shuffle or len(sources) > 1)
@@ -557,12 +502,12 @@ def _check_orders(
         )  # fmt: skip
         return
     readers = world_size * max(1, settings.get("num_workers", 0))
-    ours = [seed for entry, seed in sources if entry.get("type") == "sharmill" or is_divisible(entry)]
     others = [
         (str(entry.get("type")), seed)
         for entry, seed in sources
         if not (entry.get("type") == "sharmill" or is_divisible(entry))
     ]
+    ours = [seed for entry, seed in sources if entry.get("type") == "sharmill" or is_divisible(entry)]
     kinds = ", ".join(sorted({kind for kind, _ in others}))
     alike = ", ".join(sorted({kind for kind, seed in others if isinstance(seed, int) or not shuffle}))
     refuse(

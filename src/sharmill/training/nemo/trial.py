@@ -21,8 +21,10 @@ from sharmill.files.host import new_process
 from sharmill.models.nemo_models import quiet_nemo
 from sharmill.shar.fields import TARGET_CODES
 from sharmill.shar.index import read_dataset
-from sharmill.training.nemo.classic import DIVIDED, Settings, entry_directory, is_read_by_lhotse
-from sharmill.training.nemo.loader import cuts_of, get_dataloader, merge_data_states, place_of
+from sharmill.training.nemo.classic import is_read_by_lhotse
+from sharmill.training.nemo.entries import Settings, entry_directory, is_divided
+from sharmill.training.nemo.loader import get_dataloader, merge_data_states
+from sharmill.training.nemo.partition import cuts_of, place_of
 from sharmill.training.nemo.settings import (
     is_map_style,
     loader_schema,
@@ -33,6 +35,14 @@ from sharmill.training.nemo.settings import (
 )
 from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
+# So many examples are read to count those that pass the filters.
+_MAX_COUNTED: Final = 1_000_000
+# More than this share of dropped examples is an error.
+_MAX_DROPPED_SHARE: Final = 0.25
+# Keys that name the data of an entry; the first one that is set counts.
+_DATA_KEYS: Final = (
+    "dataset", "paths", "source_paths", "manifest_filepath", "shar_path", "cuts_path", "data_dir",
+)  # fmt: skip
 # The place of an example: its reader, epoch, group, draw, block and item.
 Place = tuple[int, ...]
 
@@ -112,7 +122,7 @@ class SeenExamples(torch.utils.data.Dataset):
     def __init__(self, settings: Settings) -> None:
         from nemo.collections.common.data.lhotse.dataloader import determine_sampling_constraint
 
-        prepared = prepare_settings({key: value for key, value in settings.items() if key != "canonical"}, 0, 1)
+        prepared = prepare_settings(settings, 0, 1)
         sections, defaults = sections_of(prepared), {str(key): value for key, value in loader_schema().items()}
         self._bins = [section.get("bucket_duration_bins") for section in sections]
         self._constraints = [
@@ -122,7 +132,7 @@ class SeenExamples(torch.utils.data.Dataset):
         # Readers have the numbers of the divided entries, across all samplers.
         self._samplers = [
             number for number, section in enumerate(sections) for source in sources_of(section)
-            if source.get("type") in ("sharmill", DIVIDED)
+            if is_divided(source)
         ]  # fmt: skip
 
     def __getitem__(self, examples: Any) -> list[Seen]:
@@ -139,12 +149,6 @@ class SeenExamples(torch.utils.data.Dataset):
         bins = self._bins[number]
         bucket = self._constraints[number].select_bucket(bins, example=example) if bins else None
         return Seen(place, [cut.duration for cut in cuts_of(example)], tokens, (number, bucket))
-
-
-# So many examples are read to count those that pass the filters.
-_MAX_COUNTED: Final = 1_000_000
-# More than this share of dropped examples is an error.
-_MAX_DROPPED_SHARE: Final = 0.25
 
 
 def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str | None) -> Iterator[str]:
@@ -166,7 +170,7 @@ def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str 
 def _examine(
     settings: Settings, warnings: list[logging.LogRecord], *, ranks: int, num_batches: int, tokenizer: str | None
 ) -> Iterator[str]:
-    prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
+    prepared = prepare_settings(settings, 0, ranks)
     workers = max(1, int(prepared.get("num_workers", 0)))
     map_style = any(is_map_style(section) for section in sections_of(prepared))
     yield f"{ranks} ranks with {workers} {'worker' if workers == 1 else 'workers'} each"
@@ -225,16 +229,12 @@ def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | N
             "concatenate_samples": False, "use_bucketing": False,  # without estimates of few examples
         }  # fmt: skip
     sources = sources_of(prepare_settings(whole, 0, 1))
-    sizes = [entry_size(source) if _is_divided(source) else 0 for source in sources]
-    if sum(sizes) > _MAX_COUNTED or not all(map(_is_divided, sources)):
+    sizes = [entry_size(source) if is_divided(source) else 0 for source in sources]
+    if sum(sizes) > _MAX_COUNTED or not all(map(is_divided, sources)):
         return [(size, None) for size in sizes]
     places = {seen.place for batch in _open_loader(whole, 0, 1, tokenizer) for seen in batch if seen.place}
     passing = Counter(reader for reader, epoch, *_ in places if epoch == 0)
     return [(size, passing[number]) for number, size in enumerate(sizes)]
-
-
-def _is_divided(source: Settings) -> bool:
-    return source["type"] in ("sharmill", DIVIDED)
 
 
 def _has_buckets(section: Settings) -> bool:
@@ -301,15 +301,14 @@ def _check_division(
 
 
 def _name(source: Settings) -> str:
-    place = next((source[key] for key in ("dataset", "paths", "source_paths", "manifest_filepath", "shar_path",
-                                          "cuts_path", "data_dir") if source.get(key) is not None), "")  # fmt: skip
+    place = next((source[key] for key in _DATA_KEYS if source.get(key) is not None), "")
     return f"{source.get('of_type', source.get('type'))} {place if isinstance(place, str) else '...'}"
 
 
 def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, map_style: bool) -> str:
     if map_style:
         return f"every rank draws the same order, and takes one batch in {ranks}" if ranks > 1 else "all"
-    if source["type"] not in ("sharmill", DIVIDED):
+    if not is_divided(source):
         return f"each of {ranks * workers} readers reads all of it, in an order of its own"
     if prepared["shuffle"] and source["shard_seed"] == "trng" and not prepared.get("force_finite", False):
         return f"every rank reads all of it in an order of its own, each worker 1/{workers}"
@@ -346,7 +345,7 @@ def _buckets(prepared: Settings, batches: list[list[Seen]]) -> Iterator[str]:
 
 def _epochs(sources: list[Settings], sizes: list[int], batches: list[list[Seen]], ranks: int) -> Iterator[str]:
     counts = Counter(seen.place[0] for batch in batches for seen in batch if seen.place is not None)
-    divided = [pair for pair in zip(sources, sizes, strict=True) if _is_divided(pair[0])]
+    divided = [pair for pair in zip(sources, sizes, strict=True) if is_divided(pair[0])]
     for number, (source, size) in enumerate(divided if batches else ()):
         if size:
             per_thousand = 1000 * ranks * counts[number] / len(batches) / size
@@ -373,8 +372,8 @@ def stop_and_resume(
             world_size = then if turn % 2 else ranks
             trial = (settings, world_size, num_batches, tokenizer, state if turn else None)
             parts, state = first.submit(_try_ranks, *trial).result()
-            if turn == 1 and second.submit(_try_ranks, *trial).result()[0] != parts:
-                raise ConfigError("the same state gave other batches in other processes", code="wrong_state")
+            differs = turn == 1 and second.submit(_try_ranks, *trial).result()[0] != parts
+            refuse((differs, "the same state gave other batches in other processes"), code="wrong_state")
             for place in _places(parts):
                 if place in seen:
                     raise ConfigError(
@@ -392,7 +391,7 @@ def stop_and_resume(
             parts, whole = first.submit(_try_ranks, settings, 1, total + num_batches, tokenizer, None).result()
             ended = [reader for reader, progress in enumerate(whole["readers"]) if progress["epoch"]]
             unstopped = Counter(place[:1] for place in _places(parts) if place[0] in ended and place[1] == 0)
-    prepared = prepare_settings({key: settings[key] for key in settings if key != "canonical"}, 0, ranks)
+    prepared = prepare_settings(settings, 0, ranks)
     with quiet_nemo():
         from sharmill.training.nemo.input_type import entry_size
 

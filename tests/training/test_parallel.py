@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -105,7 +106,7 @@ def test_a_worker_that_dies_is_an_error_in_the_place_of_its_item(many):
     ("function", "error", "told"),
     [
         (NotHere(), ModuleNotFoundError, "sharmill_no_such_module"),
-        (lambda number: number, AttributeError, "lambda"),
+        (lambda number: number, pickle.PicklingError, "lambda"),
     ],
     ids=["not imported", "not sent"],
 )

@@ -91,7 +91,7 @@ def test_a_damaged_or_missing_value_is_found_and_made_again(kept, value, tmp_pat
 
 def test_its_ranks_have_resources_of_their_own_in_a_cluster_profile(tmp_path):
     profile, stages = ClusterProfile(stages={"loudness": {"cores": 3}}), make_stages(configure(tmp_path / "one"))
-    assert [profile.for_stage(stage.name, stage.resource).cores for stage in stages] == [1, 1, 3, 3, 1]
+    assert [profile.for_stage(stage.kind, stage.resource).cores for stage in stages] == [1, 1, 3, 3, 1]
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_stage_has_its_own_values_and_else_those_of_gpu_or_cpu(tmp_path):
         "stages: {encode: {partition: h200, timeout_min: 30, extra: {constraint: h200}}, driver: {account: free}}\n"
     )
     profile = load_typed(ClusterProfile, path)
-    encode, match = profile.for_stage("encode/builtin", "gpu"), profile.for_stage("match", "gpu")
+    encode, match = profile.for_stage("encode", "gpu"), profile.for_stage("match", "gpu")
     assert (encode.partition, encode.cores, encode.gpus, encode.timeout_min) == ("h200", 8, 1, 30)
     assert encode.extra == {"constraint": "h200", "comment": "ours"}
     assert (match.partition, match.timeout_min, match.extra["constraint"]) == ("gpu", 240, "a100")

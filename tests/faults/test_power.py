@@ -157,7 +157,7 @@ def cut_power(run: PoweredRun, states: int, without: str | None = None) -> tuple
 
 
 def test_an_fsync_that_is_left_out_is_found():
-    count, problems = cut_power(RUNS[0], 40, "atomic.open_atomic < layout.write_shards")
+    count, problems = cut_power(RUNS[0], 40, "atomic.open_atomic < index.write_shards")
     assert count == 40
     assert problems
 

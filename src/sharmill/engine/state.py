@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from glob import glob
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
@@ -287,8 +288,10 @@ def driven_round(
 
 def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:
     """Return a few words about each process that may be at work on a run; ``ranks`` as that of ``find_live``."""
-    folders = [path.parent for pattern in ("*/ranks", "*/*/ranks") for path in run_dir.path.glob(pattern)]
-    return [words for folder in sorted(folders) for words in find_live(StageDir(folder), ranks=ranks)]
+    # Unlike the method of a path, this passes over folders that another process removes meanwhile.
+    names = [name for pattern in ("*/ranks", "*/*/ranks") for name in glob(pattern, root_dir=run_dir.path)]
+    folders = sorted((run_dir.path / name).parent for name in names)
+    return [words for folder in folders for words in find_live(StageDir(folder), ranks=ranks)]
 
 
 def describe_workers(live: Sequence[str]) -> str:

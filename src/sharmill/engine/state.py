@@ -289,7 +289,7 @@ def driven_round(
 def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:
     """Return a few words about each process that may be at work on a run; ``ranks`` as that of ``find_live``."""
     # Unlike the method of a path, this passes over folders that another process removes meanwhile.
-    names = [name for pattern in ("*/ranks", "*/*/ranks") for name in glob(pattern, root_dir=run_dir.path)]
+    names = [*glob("*/ranks", root_dir=run_dir.path), *glob("*/*/ranks", root_dir=run_dir.path)]  # noqa: PTH207
     folders = sorted((run_dir.path / name).parent for name in names)
     return [words for folder in folders for words in find_live(StageDir(folder), ranks=ranks)]
 

@@ -390,14 +390,19 @@ class Sph2pipeDecoder(Decoder):
             raise self._unreadable(f"sph2pipe ended with status {done.returncode}: {''.join(said)}")
         wave = SndfileDecoder(AudioBytes(f"{source.name} as sph2pipe gives it", done.stdout))
         found = wave.info
-        if (found.sampling_rate, found.channels) != (info.sampling_rate, info.channels):
-            raise self._unreadable(
-                f"sph2pipe gives {found.channels} channels at {found.sampling_rate} Hz, its header says otherwise"
-            )
-        if found.num_samples != info.num_samples:
-            raise RejectRecord(
-                "duration_mismatch", f"{source.name}: sph2pipe gives {found.num_samples} of {info.num_samples} samples"
-            )
+        refuse_record(
+            (
+                (found.sampling_rate, found.channels) != (info.sampling_rate, info.channels),
+                "unreadable_audio",
+                f"{source.name}: sph2pipe gives {found.channels} channels at {found.sampling_rate} Hz, its header says "
+                "otherwise",
+            ),
+            (
+                found.num_samples != info.num_samples,
+                "duration_mismatch",
+                f"{source.name}: sph2pipe gives {found.num_samples} of {info.num_samples} samples",
+            ),
+        )
         return wave
 
     def _unreadable(self, what: str) -> RejectRecord:

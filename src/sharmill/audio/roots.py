@@ -49,12 +49,14 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         'b.wav'
     """
     is_command = audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|")
-    size = len(audio_filepath)
     refuse_record(
         (is_command, "outside_root", "the audio path names a command, not a file"),
         ("\0" in audio_filepath, "outside_root", "the audio path has a null character, which no path can have"),
-        (size > MAX_PATH, "missing_audio", f"the audio path has {size:,} characters, more than a path can have"),
     )
+    if len(audio_filepath) > MAX_PATH:
+        raise RejectRecord(
+            "missing_audio", f"the audio path has {len(audio_filepath):,} characters, more than a path can have"
+        )
     relative, is_remote = audio_filepath, is_url(audio_filepath)
     if is_remote or audio_filepath.startswith("/"):
         behind = [rest for root in roots if (rest := _behind(root, audio_filepath)) is not None]

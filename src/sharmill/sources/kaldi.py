@@ -110,8 +110,8 @@ class KaldiSource(LineSource, EncodedSource):
         """Return the rest of the line of a file that begins with a key; None without such a line or file."""
         index = self._indices.get(name)
         lines = set(index.find(key)) if index is not None else set()
-        detail = f"{name} has {len(lines)} different lines of {key.decode(self.encoding, 'replace')[:80]!r}"
-        refuse_record((len(lines) > 1, "malformed", detail))
+        if len(lines) > 1:
+            raise RejectRecord("malformed", f"{name} has {len(lines)} different lines of {self._decode(key)[:80]!r}")
         return next((self._decode(b"".join(_without_bom(line).split(None, 1)[1:])) for line in lines), None)
 
     def _decode(self, text: bytes) -> str:

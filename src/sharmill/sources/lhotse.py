@@ -276,12 +276,13 @@ def _cut_record(
         raise RejectRecord("missing_field", "the cut has no recording")
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
-        detail = (
-            f"the supervision {supervision.id[:80]} goes {beyond:.3g} s beyond its cut, so that its text would not fit "
-            "the audio"
-        )
         # The supervision of a window of a recording may go far beyond it.
-        refuse_record((beyond > MAX_BEYOND, "duration_mismatch", detail))
+        if beyond > MAX_BEYOND:
+            raise RejectRecord(
+                "duration_mismatch",
+                f"the supervision {supervision.id[:80]} goes {beyond:.3g} s beyond its cut, so that its text would not "
+                "fit the audio",
+            )
     start, end, channels = 0.0, cut.duration, _listed(cut.channel)
     if split and supervisions:
         start = max(0.0, supervisions[0].start)
@@ -305,26 +306,18 @@ def _find_heard(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
 
 def _check_speech(cut: Cut, supervisions: Sequence[Supervision]) -> None:
     """Raise RejectRecord where a cut is not of one recording and speaker, or is marked as records of NeMo are."""
+    if cut.type not in ("MonoCut", "MultiCut", "Cut"):
+        raise RejectRecord("unsupported_cut", f"the cut is a {cut.type[:40]}, not audio as it is in one recording")
     speakers = {supervision.speaker for supervision in supervisions}
-    customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
-    refuse_record(
-        (
-            cut.type not in ("MonoCut", "MultiCut", "Cut"),
-            "unsupported_cut",
-            f"the cut is a {cut.type[:40]}, not audio as it is in one recording",
-        ),
-        (
-            len(speakers) > 1,
+    if len(speakers) > 1:
+        raise RejectRecord(
             "unsupported_cut",
             f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; split: true of the source "
             "makes a record of each, and lhotse's CutSet.trim_to_supervisions, before a Shar is written, a cut",
-        ),
-        (
-            any(skip_mark(custom or {}) for custom in customs),
-            "skipped",
-            "the cut, or a supervision of it, is marked with _skipme",
-        ),
-    )
+        )
+    customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
+    is_marked = any(skip_mark(custom or {}) for custom in customs)
+    refuse_record((is_marked, "skipped", "the cut, or a supervision of it, is marked with _skipme"))
 
 
 def _speech_record(
@@ -408,32 +401,25 @@ def _is_data(value: Any) -> bool:
 
 def _audio(recording: Recording, start: float, duration: float, channels: list[int], chosen: Channel) -> dict[str, Any]:
     """Return the keys of a record that say where its audio is; without ``offset`` where that is the whole file."""
-    # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
-    names = [str(transform.get("name")) for transform in recording.transforms or []]
-    changes = "".join([name for name in names if name != "Resample"][:1])
+    for transform in recording.transforms or []:
+        # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
+        if transform.get("name") != "Resample":
+            raise RejectRecord(
+                "unsupported_cut",
+                f"its recording is changed by {str(transform.get('name'))[:40]!r}, which sharmill does not apply: "
+                "store the changed audio (lhotse: CutSet.save_audios), and name the new cuts",
+            )
     channel = channels[0] if len(channels) == 1 else chosen
-    refuse_record(
-        (
-            changes,
-            "unsupported_cut",
-            f"its recording is changed by {changes[:40]!r}, which sharmill does not apply: store the changed audio "
-            "(lhotse: CutSet.save_audios), and name the new cuts",
-        ),
-        (
-            channel != "downmix" and channel not in channels,
-            "unsupported_channels",
-            f"the channels are {', '.join(map(str, channels[:20]))}; set channel of the source to one of them",
-        ),
-    )
+    if channel != "downmix" and channel not in channels:
+        names = ", ".join(map(str, channels[:20]))
+        raise RejectRecord(
+            "unsupported_channels", f"the channels are {names}; set channel of the source to one of them"
+        )
     part, index = _part(recording, channels, channel)
-    refuse_record(
-        (part.type in _NO_FILES, *_NO_FILES.get(part.type, ("malformed", ""))),
-        (
-            part.type not in ("file", "url") or not isinstance(part.source, str),
-            "malformed",
-            f"the audio is of the type {part.type[:40]!r}, and no path of a file or URL",
-        ),
-    )
+    if part.type in _NO_FILES:
+        raise RejectRecord(*_NO_FILES[part.type])
+    if part.type not in ("file", "url") or not isinstance(part.source, str):
+        raise RejectRecord("malformed", f"the audio is of the type {part.type[:40]!r}, and no path of a file or URL")
     record: dict[str, Any] = {"audio_filepath": part.source}
     if abs(start) * recording.sampling_rate >= 0.5 or (
         abs(duration * recording.sampling_rate - recording.num_samples) >= 0.5

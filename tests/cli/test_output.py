@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 from support.project import Project, copy, lines, make_bare_dataset, reindex, run, stage_of, voice, write_lines
 
+from sharmill.cli.command import resolve_stages
 from sharmill.config import to_yaml
 from sharmill.executors import machine
 
@@ -147,3 +148,8 @@ def test_doctor_says_what_to_do(part, answers, check, words, tmp_path, call):
     assert words in f"{found['found']} {found['to_do']}"
     assert status == (3 if found["to_do"] else 0)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_former_stages_are_rounds_and_a_line_says_so(capsys):
+    assert resolve_stages(["survey", "assemble", "stage1"]) == ["encode.segments", "encode.shards", "match"]
+    assert "survey is a round of the stage encode now: name encode" in capsys.readouterr().out

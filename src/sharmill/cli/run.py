@@ -389,7 +389,7 @@ def print_result(result: DatasetResult) -> None:
     columns = ("stage", "in", "out", "rejects", "processed", "target audio")
     # A step has one row; a round of it that failed has its own.
     shown = [(stage, outcome) for stage, outcome in result.stages if is_main(stage.kind) or outcome.totals is None]
-    print_table(result.config.name, columns, [_accounts(stage, outcome) for stage, outcome in shown])
+    print_table(result.config.name, columns, [_accounts(stage, outcome) for stage, outcome in shown or result.stages])
     say(
         "processed: all audio that a stage handles, contexts included; target audio: the utterances that went on",
         style="dim",

@@ -28,7 +28,7 @@ from sharmill.shar.index import CodecRecord
 BOUNDS_FILE: Final = "bounds.npy"
 # The bytes of a segment's codes in the file of its block, and their checksum.
 CODES: Final = np.dtype([("start", "<i8"), ("stop", "<i8"), ("xxh3", "<u8")])
-# What numpy writes before the content of an array of one dimension.
+# Bytes that numpy writes before the content of an array of one dimension.
 _HEADER_BYTES: Final = 128
 # Codebooks times their size: codecs with more codes are not counted.
 _MAX_COUNTS: Final = 1 << 21

@@ -136,6 +136,8 @@ def section(kind: type, title: str, introduction: str = "", only: Collection[str
     # Options of models have sections of their own.
     left_out = {"options"} if hasattr(kind, "options_of") else set()
     for field in dataclasses.fields(kind):
+        if not field.metadata.get("is_key", True):
+            continue
         if field.name in left_out or (only and field.name not in only):
             continue
         if field.name not in meanings:

@@ -179,13 +179,16 @@ def test_a_rank_that_does_not_see_the_audio_root_rejects_nothing(project):
     fill(project, 3)
     config = project.configure()
     project.match_by_hand(config)
-    project.root.rename(project.root.with_name("elsewhere"))
+    elsewhere = project.root.with_name("elsewhere")
     for stage in (stage_of(config, "write"), stage_of(config, "match")):
+        if stage.kind == "match":
+            shutil.rmtree(stage.dir.path)
+        project.root.rename(elsewhere)
         with raises(DeviceError, "unlike_nodes", f"the audio root {project.root} does not exist"):
             run(stage)
         assert not stage.dir.rejects.exists()
-    project.root.with_name("elsewhere").rename(project.root)
-    assert run(stage_of(config, "write")).totals.num_out == 3
+        elsewhere.rename(project.root)
+        assert stage.kind == "match" or run(stage).totals.num_out == 3
 
 
 @pytest.mark.parametrize("format", ["flac", "wav", "original"])

@@ -284,6 +284,22 @@ def test_max_group_seeks_contexts_within_the_parts(project):
     assert len(lines(project.run_dir / "match/plan/units.jsonl")) == 2
 
 
+def test_contexts_from_a_dataset_depend_on_no_speaker_without_records(project, tmp_path):
+    found = []
+    for name, speakers in (("some", ["anna"]), ("more", ["zoe", "anna", "zoe"])):
+        old = Project(tmp_path / name)
+        for speaker in speakers:
+            old.add_voices([3.5] * 7, speaker + "/{}.wav", speaker=speaker)
+        old.write(match=None, write={"order": "manifest"})
+        new = Project(tmp_path / f"new_{name}").add_voices([3.5] * 7, "{}.wav", speaker="anna")
+        config = new.configure(append_to=str(old.dataset), match={"contexts_from_dataset": True, "max_group": 3})
+        new.prepare(config)
+        with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=PitchEncoder()):
+            assert run(stage_of(config, "match")).ok
+        found.append({one["audio_filepath"]: one["context_audio_filepath"] for one in lines(matched_manifest(config))})
+    assert found[0] == found[1] != {}
+
+
 def test_sampling_draws_among_the_best_and_always_the_same(project):
     for number in range(12):
         add(project, f"{number}.wav", 200 + number, seconds=3.1)

@@ -4,7 +4,16 @@ import json
 import math
 
 import pytest
-from support.project import config_for, make_record, prepared_manifest, raises, run_prepare, speaker_tag, write_lines
+from support.project import (
+    Project,
+    config_for,
+    make_record,
+    prepared_manifest,
+    raises,
+    run_prepare,
+    speaker_tag,
+    write_lines,
+)
 
 from sharmill.errors import ConfigError
 from sharmill.prepare.check import parse_filters
@@ -212,3 +221,11 @@ def test_a_list_of_audio_roots(audio_root, tmp_path):
     assert [(u.segment.root, u.segment.audio_filepath) for u in prepared.kept] == [(0, "a.wav"), (1, "c.flac")]
     assert sorted(reject["reason"] for reject in prepared.rejects) == ["duplicate_id", "outside_root"]
     assert {reject.get("source") for reject in prepared.rejects} == {0, None}
+
+
+def test_a_manifest_whose_name_has_what_cannot_be_printed(tmp_path):
+    project = Project(tmp_path).add_voices([0.4])
+    manifest = write_lines(tmp_path / "my\u00a0recordings\n.json", project.records)
+    config = project.configure(sources=[(manifest, project.root)])
+    assert len(project.prepare(config)) == 1
+    assert prepared_manifest(config).name == "my_recordings__prepared.json"

@@ -204,7 +204,7 @@ class ShardsStage(FieldStage):
         for stage in ("encode.segments", f"encode/{run.settings.name}"):
             require_same_audio(run, stage)
         # The places have the checksums of the codes.
-        codes = run.totals_of(f"encode/{run.settings.name}").products["places"].xxh3
+        codes = run.totals_of(f"encode/{run.settings.name}", "places").products["places"].xxh3
         return {"codes": codes, "input": dataset.audio_checksum(), "versions": versions()}
 
     def open(self, run: StageRun, device: str) -> Processor:
@@ -220,4 +220,4 @@ class ShardsStage(FieldStage):
 
 def _codec_of(run: StageRun) -> CodecRecord | None:
     """Return the codec of the round that has encoded the segments, None if there are none."""
-    return msgspec.convert(run.totals_of(f"encode/{run.settings.name}").facts["codec"], CodecRecord | None)
+    return msgspec.convert(run.totals_of(f"encode/{run.settings.name}", "codec").facts["codec"], CodecRecord | None)

@@ -23,7 +23,7 @@ from sharmill.engine.fence import remove_fences, require_own_output, reserve
 from sharmill.engine.order import dependent_folders
 from sharmill.engine.run_dir import StageDir
 from sharmill.engine.stage import StageRun, step_of
-from sharmill.engine.unit import Commit, Totals, Unit
+from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import REASONS_OF_NODES, ConfigError
 from sharmill.files.atomic import (
     fsync,
@@ -191,28 +191,36 @@ def discard_stage(stage: StageRun) -> None:
         behind = dependent_folders(stage)
         for paths in (stage.dir, *behind):
             remove_fences(paths, stage.root)
-        totals = stage.dir.read_totals()
+        products = _find_products(stage)
         remove(stage.dir.done)
         # Without a plan, files where the stage publishes are not this run's to remove.
         if stage.dir.token_file.exists():
-            _discard_output(stage, totals)
+            remove(*products)
+            if stage.publication is not None:
+                stage.publication.discard()
         for paths in (*behind, stage.dir):
             _remove_files(paths)
 
 
-def _discard_output(stage: StageRun, totals: Totals | None) -> None:
-    """Remove for good the products of a stage, by its totals, and everything that it has published."""
-    if totals is not None:
-        remove(*(stage.run_dir.path / file.name for file in totals.products.values()))
-    if stage.publication is not None:
-        stage.publication.discard()
+def _find_products(stage: StageRun) -> list[Path]:
+    """Return the files that a stage has left for others; none if the record of its end is damaged.
+
+    Raises:
+        ConfigError: one lies behind a link.
+    """
+    try:
+        totals = stage.dir.read_totals()
+    except ConfigError:
+        # The stage is to be discarded all the same.
+        return []
+    found = [stage.run_dir.path / file.name for file in totals.products.values()] if totals is not None else []
+    require_trusted_owner(stage.run_dir.path, found)
+    return found
 
 
 def has_output(stage: StageRun) -> bool:
     """Return True if everything that a finished stage has left for others is still in place."""
-    totals = stage.dir.read_totals()
-    products = totals.products.values() if totals is not None else ()
-    is_there = all((stage.run_dir.path / file.name).exists() for file in products)
+    is_there = all(path.exists() for path in _find_products(stage))
     return is_there and (stage.publication is None or stage.publication.is_complete())
 
 

@@ -17,9 +17,11 @@ import sharmill
 from sharmill.config import Config, MetricsConfig, References, StageSection
 from sharmill.engine.run_dir import RankFolders, RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
-from sharmill.errors import ConfigError
-from sharmill.files.checksums import checksum
+from sharmill.errors import ConfigError, refuse
+from sharmill.files.checksums import checksum, checksum_stream
 from sharmill.files.staging import PublishedFile, Staging
+from sharmill.files.stored import open_stored
+from sharmill.files.trust import require_trusted_owner
 
 # Called by a processor with the part of a unit's cost that it has done since the last call.
 Advance = Callable[[float], None]
@@ -384,30 +386,59 @@ class StageRun:
             for name, path in paths.items()
         }
 
-    def product(self, name: str) -> Path:
+    def product(self, name: str, *, verify: bool = False) -> Path:
         """Return the path of a product of another stage, such as ``match/manifest``.
 
+        Args:
+            verify: read the file, to see that its bytes are those that the stage left.
+
         Raises:
-            ConfigError: that stage is not finished, or the file has gone.
+            ConfigError: that stage is not finished, or the file has gone, or lies behind a link, or has changed.
         """
         stage, _, file = name.rpartition("/")
-        path = self.run_dir.path / self.totals_of(stage).products[file].name
+        left = self.totals_of(stage, file).products[file]
+        path = self.run_dir.path / left.name
+        require_trusted_owner(self.run_dir.path, [path])
         if not path.exists():
             raise ConfigError(f"{path} is not there: run the stage {display_name(stage)} again", code="stage_not_run")
+        if verify and not _is_unchanged(path, left):
+            raise ConfigError(
+                f"{path} is not as the stage {display_name(stage)} left it: restore it, or begin that stage again with "
+                "--restart",
+                code="stage_not_run",
+            )
         return path
 
-    def totals_of(self, stage: str) -> Totals:
-        """Return the totals of another stage, with its products and facts.
+    def totals_of(self, stage: str, *names: str) -> Totals:
+        """Return the totals of another stage, with its products and facts; ``names`` are among these.
 
         Raises:
-            ConfigError: it is not finished.
+            ConfigError: it is not finished, or has left nothing of such a name.
         """
         totals = self.run_dir.stage(stage).read_totals()
         if totals is None:
             raise ConfigError(
                 f"{display_name(stage)} is not finished in {self.run_dir.path}: run it first", code="stage_not_run"
             )
+        lacking = sorted({*names} - totals.products.keys() - totals.facts.keys())
+        refuse(
+            (
+                lacking,
+                f"{display_name(stage)} has left no {' and no '.join(lacking)} in {self.run_dir.path}, as another "
+                "version of sharmill does: begin that stage again with --restart",
+            ),
+            code="stage_not_run",
+        )
         return totals
+
+
+def _is_unchanged(path: Path, left: PublishedFile) -> bool:
+    """Return True if a file has the bytes that a stage left."""
+    # The size first: whatever is in the file's place may have no end.
+    if path.stat().st_size != left.size:
+        return False
+    with open_stored(path, buffering=0) as stream:
+        return checksum_stream(stream) == left.xxh3
 
 
 def step_of(kind: str) -> str:

@@ -106,10 +106,11 @@ class MatchStage(Stage):
             seconds = np.append(seconds, candidates["seconds"])
             groups = np.append(column(run, "prepare", "group"), candidates["group"], axis=0)
             firsts = find_first(*groups.T)
-        order = order_by_group(firsts, mixed=match.contexts_from_dataset and match.max_group is not None)
+        order = order_by_group(firsts)
         if match.contexts_from_dataset:
-            # Not the groups that have no record.
-            order = order[np.isin(firsts[order], np.unique(firsts[:num_records]))]
+            # Not the groups that have no record, on which the order of the others is not to depend.
+            wanted = np.flatnonzero(np.isin(firsts, np.unique(firsts[:num_records]))).astype(np.uint32)
+            order = wanted[order_by_group(firsts[wanted], mixed=match.max_group is not None)]
         save_array(run.plan_folder / "order.npy", order)
         seconds = seconds[order]
         spans = divide(
@@ -192,7 +193,9 @@ class MatchProcessor(AheadProcessor[_Begun]):
         super().__init__()
         self.device_kind = device_kind
         self._plan = run.plan_folder
-        self._manifest, self._offsets = run.product("prepare/manifest"), column(run, "prepare", OFFSET)
+        self._manifest = run.product("prepare/manifest")
+        # Mapped without a look at the rest: a rank needs the lines of its units.
+        self._offsets = map_stored_array(run.product(f"prepare/{OFFSET}"))
         self._embed = embed
         self._num_lines = len(map_stored_array(self._plan / "order.npy"))
         self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))

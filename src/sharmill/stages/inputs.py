@@ -19,7 +19,8 @@ def segment_roots(config: Config) -> AudioRoots:
 
 def segment_reader(run: StageRun) -> SegmentReader:
     """Return the reader of the segments that prepare has let through."""
-    return SegmentReader(segment_roots(run.config), run.totals_of("prepare").facts["duration_tolerance"])
+    name = "duration_tolerance"
+    return SegmentReader(segment_roots(run.config), run.totals_of("prepare", name).facts[name])
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
@@ -36,4 +37,6 @@ def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
 
 def manifest_stem(config: Config) -> str:
     """Return how the manifests of a dataset are called: after its only manifest, or after the dataset."""
-    return (config.sources[0].stem if len(config.sources) == 1 else None) or config.name
+    stem = (config.sources[0].stem if len(config.sources) == 1 else None) or config.name
+    # Names of files in run directories have no letters that cannot be printed.
+    return "".join(letter if letter.isprintable() else "_" for letter in stem)

@@ -16,11 +16,8 @@ from msgspec.structs import replace
 from sharmill.engine.hashes import find_first
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Totals
-from sharmill.errors import ConfigError
 from sharmill.files.arrays import load_stored_array, map_stored_array, save_array, write_array
 from sharmill.files.atomic import open_atomic, open_new, write_atomic
-from sharmill.files.checksums import checksum_stream
-from sharmill.files.stored import open_stored
 from sharmill.manifest import Utterance, records_checksum
 
 # Columns of a part: the bytes of a line, its number in the prepared manifest, the durations of target and context in
@@ -85,19 +82,8 @@ def identify_manifest(run: StageRun, stage: str) -> str:
     Raises:
         ConfigError: the stage is not finished, or the manifest is not the one that it left.
     """
-    path, totals = run.product(f"{stage}/manifest"), run.totals_of(stage)
-    left = totals.products["manifest"]
-    # The size first: whatever is in the manifest's place may have no end.
-    is_same = path.stat().st_size == left.size
-    if is_same:
-        with open_stored(path, buffering=0) as stream:
-            is_same = checksum_stream(stream) == left.xxh3
-    if not is_same:
-        raise ConfigError(
-            f"{path} is not as the stage {stage} left it: restore it, or begin that stage again with --restart",
-            code="stage_not_run",
-        )
-    return str(totals.facts["records"])
+    run.product(f"{stage}/manifest", verify=True)
+    return str(run.totals_of(stage, "records").facts["records"])
 
 
 def number_groups(hashes: Path) -> Path:
@@ -128,9 +114,13 @@ def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
 
 
 def column(run: StageRun, stage: str, name: str) -> np.ndarray:
-    """Return a column (N,) of the manifest that a stage has left, mapped from its file."""
+    """Return a column (N,) of the manifest that a stage has left, mapped from its file.
+
+    Raises:
+        ConfigError: the stage is not finished, or the column is not the one that it left.
+    """
     # A plain array: numpy shuffles its subclasses item by item.
-    return np.asarray(map_stored_array(run.product(f"{stage}/{name}")))
+    return np.asarray(map_stored_array(run.product(f"{stage}/{name}", verify=True)))
 
 
 def finish_manifest(run: StageRun, manifest: Path, columns: dict[str, Path], totals: Totals, **facts: Any) -> Totals:

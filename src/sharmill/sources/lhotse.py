@@ -127,7 +127,7 @@ class LhotseSource(LineSource):
         """Return a line and, with ``split``, its cut with one of the supervisions."""
         if self.split:
             with suppress(RejectRecord):  # of which ``record`` tells
-                cut = decode_line(line, Cut)
+                cut = decode_lhotse_line(line, Cut)
                 return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
         return [(line, None, [])]
 
@@ -137,21 +137,21 @@ class LhotseSource(LineSource):
         lost: set[str] = set()
         if self.cuts is not None:
             if cut is None:
-                cut = decode_line(line, Cut)
+                cut = decode_lhotse_line(line, Cut)
                 supervisions = cut.supervisions
         elif self.supervisions is None:
-            recording = decode_line(line, Recording)
+            recording = decode_lhotse_line(line, RecordingLine)
             channels = [channel for part in recording.sources for channel in part.channels]
             cut = Cut(recording.id, duration=recording.seconds, channel=channels, recording=recording)
         else:
-            one = decode_line(line, Supervision)
+            one = decode_lhotse_line(line, Supervision)
             # A set may have a recording twice, as it is where parts of a corpus were put together.
             found = sorted(set(self._recordings.find(one.recording_id.encode())))
             number = "several recordings have" if found else "no recording has"
             detail = f"{number} the id {one.recording_id[:80]!r} of the supervision"
             refuse_record((len(found) != 1, "malformed", detail))
             supervisions = [one]
-            cut = Cut(one.id, duration=math.inf, recording=decode_line(found[0], Recording))
+            cut = Cut(one.id, duration=math.inf, recording=decode_lhotse_line(found[0], RecordingLine))
         record = _cut_record(cut, supervisions, self.split or self.supervisions is not None, self.channel, lost)
         if not self.keep_ids:
             del record[SOURCE_CUT_ID]
@@ -194,7 +194,7 @@ class _AudioPart(msgspec.Struct):
     video: Any = None
 
 
-class Recording(msgspec.Struct):
+class RecordingLine(msgspec.Struct):
     """A line of a RecordingSet, or the Recording beside an audio file in a tar: facts about that file."""
 
     id: str
@@ -238,12 +238,12 @@ class Cut(msgspec.Struct):
     duration: _Seconds = 0.0
     channel: int | list[int] = 0
     supervisions: list[Supervision] = []
-    recording: Recording | None = None
+    recording: RecordingLine | None = None
     features: Any = None
     custom: dict[str, Any] | None = None
 
 
-def decode_line(line: bytes, kind: type[T]) -> T:
+def decode_lhotse_line(line: bytes, kind: type[T]) -> T:
     """Decode a Cut, a Supervision or a Recording; NaN and Infinity, which Python and lhotse write, stay as they are.
 
     Raises:
@@ -399,7 +399,9 @@ def _is_data(value: Any) -> bool:
     )
 
 
-def _audio(recording: Recording, start: float, duration: float, channels: list[int], chosen: Channel) -> dict[str, Any]:
+def _audio(
+    recording: RecordingLine, start: float, duration: float, channels: list[int], chosen: Channel
+) -> dict[str, Any]:
     """Return the keys of a record that say where its audio is; without ``offset`` where that is the whole file."""
     for transform in recording.transforms or []:
         # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
@@ -431,7 +433,7 @@ def _audio(recording: Recording, start: float, duration: float, channels: list[i
     return record
 
 
-def _part(recording: Recording, channels: list[int], channel: Channel) -> tuple[_AudioPart, Channel]:
+def _part(recording: RecordingLine, channels: list[int], channel: Channel) -> tuple[_AudioPart, Channel]:
     """Return the file that has a channel, and the channel's place in the file."""
     if channel == "downmix":
         whole = [part for part in recording.sources if sorted(part.channels) == sorted(channels)]
@@ -489,7 +491,7 @@ class LhotseSharSource(ContainerSource, RunSource):
             try:
                 table = ItemTable(self.folder / shard.files[field], salvage=True)
                 number = next(number for number, name in enumerate(table.names) if name.endswith(".json"))
-                decode_line(table.member(number), Recording)
+                decode_lhotse_line(table.member(number), RecordingLine)
                 break
             except (DamagedShard, StopIteration):
                 continue  # it has no item that would tell
@@ -540,7 +542,7 @@ class LhotseSharSource(ContainerSource, RunSource):
         audio, line = entry
         record: dict[str, Any] = {}
         try:
-            cut, lost = decode_line(line, Cut), set(audio.other_fields)
+            cut, lost = decode_lhotse_line(line, Cut), set(audio.other_fields)
             record = _describe_cut(cut, self.channel, lost) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
             record["audio_filepath"] = f"{audio.container}/{cut.id}"
             name, recording, place = audio.find(cut.id)
@@ -606,7 +608,7 @@ class _ShardAudio:
             if extension not in ("json", "nometa"):
                 self._of_cut.setdefault(stem, []).append(number)
 
-    def find(self, cut_id: str) -> tuple[str, Recording, tuple[int, int]]:
+    def find(self, cut_id: str) -> tuple[str, RecordingLine, tuple[int, int]]:
         """Return the name of the member that has the audio of a cut, the Recording behind it, and its place.
 
         Raises:
@@ -628,7 +630,7 @@ class _ShardAudio:
                 f"{self._name} has no {cut_id}.json behind the audio of this cut",
             ),
         )
-        recording = decode_line(self._table.member(audio[0] + 1), Recording)
+        recording = decode_lhotse_line(self._table.member(audio[0] + 1), RecordingLine)
         return names[audio[0]], recording, self._table.place(audio[0])
 
 
@@ -654,7 +656,7 @@ def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in _DROPPED}
 
 
-def _place_cut(cut: Cut, recording: Recording) -> dict[str, Any]:
+def _place_cut(cut: Cut, recording: RecordingLine) -> dict[str, Any]:
     """Return the keys of a cut's record that say which part of the stored audio it is, and of which channel.
 
     Raises:

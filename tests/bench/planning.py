@@ -31,7 +31,7 @@ from sharmill.executors.local import LocalExecutor
 from sharmill.files.arrays import save_array
 from sharmill.prepare.duplicates import HASH_FIELDS, Ids
 from sharmill.shar.places import PLACE
-from sharmill.stages.lines import LINE, finish_manifest, merge_columns
+from sharmill.stages.lines import FIRST_OF_GROUP, LINE, finish_manifest, merge_columns, number_groups
 
 RECORDS_PER_SPEAKER = 50
 HASHES_AT_ONCE = 100_000
@@ -64,6 +64,7 @@ def leave_manifests(path: Path, num_records: int) -> None:
         manifest.hardlink_to(path)
         save_array(part, rows)
         columns = merge_columns(run.dir.merged, [part], ["index", "seconds", "context", "group"])
+        columns[FIRST_OF_GROUP] = number_groups(columns["group"])
         totals = Totals(num_in=num_records, num_out=num_records, rejects={}, hours=0.0)
         run.dir.done.write_bytes(msgspec.json.encode(finish_manifest(run, manifest, columns, totals)))
 
@@ -237,7 +238,8 @@ def rank(folder: Path, tiny: bool) -> Case:
         executor = LocalExecutor(num_ranks, device="cpu")
         stage = stage_of(config, "match")
         # A rank with a limit of time is a process of its own, even where it is the only one.
-        stage = replace(stage, options=replace(stage.options, unit_time_limit=3600.0))
+        options = replace(stage.options, unit_time_limit=3600.0, max_reject_fraction=1.0)
+        stage = replace(stage, options=options)
         assert run_stage(stage, executor, starts, restart=True).ok
         return starts.ready
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,7 @@ def _share(
     # The first pass makes what each shape needs once.
     alone = _seconds(bench, in_batches(run, audio, round(seconds * rate), pinned=not on_cpu), repeats=1)
     executor = _InThisProcess(1, bench.device)
+    stage = replace(stage, options=replace(stage.options, max_reject_fraction=1.0))
     assert run_stage(stage, executor, Listener(), restart=True).ok
     share = alone / executor.seconds
     hours = sum(record["duration"] for record in project.records) / 3600

@@ -26,7 +26,7 @@ COMMANDS: Final = {
         "demo": ("run.demo", "Run all stages on a synthetic corpus."),
         "run": ("run.run", "Run all stages, or those named, for datasets."),
         "manifest": ("datasets.manifest", "Make a manifest of a folder, a table or a corpus."),
-        "submit": ("run.submit", "Run stages on a cluster, each dataset with jobs of its own."),
+        "submit": ("submit.submit", "Run stages on a cluster, each dataset with jobs of its own."),
         "work": ("run.join_run", "Add ranks on this machine to a run, until it has ended."),
     },
     "Watch": {
@@ -39,7 +39,7 @@ COMMANDS: Final = {
         "report": ("datasets.report", "Make a page to look at and to listen to."),
         "inspect": ("datasets.inspect", "Look at a dataset, a shard or a cut."),
         "decode": ("datasets.decode", "Turn the codes of a cut into audio that can be listened to."),
-        "validate": ("run.validate", "Check a finished dataset."),
+        "validate": ("validate.validate", "Check a finished dataset."),
     },
     "Change": {
         "append": ("datasets.append", "Append shards to a finished dataset."),

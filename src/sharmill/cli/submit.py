@@ -1,0 +1,178 @@
+"""The command ``submit``: stages on a cluster."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from sharmill.cli.command import (
+    FAILED,
+    FINDINGS,
+    OK,
+    describe_cost,
+    json_option,
+    resolve_stages,
+    say,
+    say_all,
+    split_arguments,
+)
+from sharmill.cli.run import (
+    command_line,
+    conclude,
+    for_each,
+    read_redo_report,
+    redo_option,
+    restart_option,
+    run_configs,
+    warn_of_umask,
+)
+from sharmill.config import load_config, load_typed
+from sharmill.engine.executor import Submitted
+from sharmill.engine.order import choose_stages
+from sharmill.engine.run_dir import RunOutcome
+from sharmill.engine.stage import StageRun
+from sharmill.engine.state import pack_units
+from sharmill.engine.unit import Unit
+from sharmill.engine.view import read_or_preview_units
+from sharmill.errors import refuse
+from sharmill.executors.slurm.executor import SlurmExecutor, wait_for_end
+from sharmill.executors.slurm.profile import ClusterProfile
+from sharmill.pipeline import DatasetRun, check_config, take_back
+from sharmill.registry import require_package
+
+
+@click.command()
+@click.argument("arguments", nargs=-1, required=True, metavar="STAGE|all CONFIG... [KEY=VALUE...]")
+@click.option("--cluster", type=click.Choice(["slurm", "local", "debug"]), default="slurm", show_default=True,
+              help="slurm: job arrays; local: processes here; debug: in this process.")  # fmt: skip
+@click.option("--profile", type=click.Path(path_type=str), help="What ranks need: a YAML file in configs/clusters.")
+@restart_option
+@redo_option
+@click.option("--take-over", is_flag=True, help="Submit although jobs may be left that nobody here can be asked about.")
+@click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
+@click.option("--dry-run", is_flag=True, help="Show what would be submitted, with the scripts; submit nothing.")
+@json_option
+def submit(
+    arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None,
+    take_over: bool, wait: bool, dry_run: bool,
+) -> int:  # fmt: skip
+    """Run stages on a cluster, each dataset with jobs of its own.
+
+    CONFIG, STAGE and KEY=VALUE are those of sharmill run.
+    """
+    paths, overrides, names = split_arguments(arguments)
+    stages = None if names == ["all"] else resolve_stages(names)
+    refuse((not names, "name a stage, or 'all'"), code="bad_usage")
+    if cluster == "debug":
+        overrides.append("executor.workers=1")
+    configs = [load_config(path, overrides) for path in paths]
+    named = read_redo_report(redo, configs, restart=restart)
+    if cluster != "slurm":
+        return conclude(run_configs(configs, stages, restart=restart, redo=named, take_over=take_over))
+    require_package("submitit")
+    warn_of_umask()
+    refuse(
+        (
+            dry_run and named is not None,
+            "--dry-run shows what is left to do; with --redo that would have to be taken back first",
+        ),
+        code="bad_usage",
+    )
+    loaded = load_typed(ClusterProfile, profile) if profile else ClusterProfile()
+    if loaded.max_parallel_all is not None:
+        # Each has an equal share of the ranks that run at once.
+        loaded = replace(loaded, max_parallel_all=max(1, loaded.max_parallel_all // len(configs)))
+    options = ["--profile", str(Path(profile).absolute())] if profile else []
+    runs = []
+    for path, config in zip(paths, configs, strict=True):
+        # As it can be typed anywhere: paths in configurations are relative to this folder.
+        again = command_line("submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options)
+        run = DatasetRun(config, tuple(choose_stages(config, stages)))
+        runs.append((run, SlurmExecutor(run, loaded, again, restart=restart, take_over=take_over)))
+    if dry_run:
+        return conclude(for_each([(run.name, (run, jobs)) for run, jobs in runs], lambda pair: _show_submission(*pair)))
+    if named is not None:
+        take_back(configs[0], named, choose_stages(configs[0], stages), take_over=take_over)
+    results = for_each([(run.name, jobs) for run, jobs in runs], _start)
+    if wait:
+        started = [(run.name, (jobs, result)) for (run, jobs), result in zip(runs, results, strict=True)]
+        results = for_each(started, lambda pair: _finish(*pair))
+    return conclude(results)
+
+
+def _show_submission(run: DatasetRun, jobs: SlurmExecutor) -> tuple[int, dict[str, Any]]:
+    """Print and return all jobs that are known now, with their sbatch scripts: those of the first stage of a dataset
+    that has something to do. What comes after it depends on its outcome; of later stages only the resource is known."""
+    config = run.config
+    check_config(config, run.stages)
+    if config.append_to is not None and run.is_whole:
+        say(f"{config.name}: once all stages are done, its shards are appended to {config.append_to}")
+    left: list[tuple[StageRun, list[Unit]]] = []
+    for stage in run.make_stages():
+        units, done = read_or_preview_units(stage) if not left else ([], {})
+        missing = [unit for unit in units if unit.index not in done]
+        if missing or left:
+            left.append((stage, missing))
+    if not left:
+        say(f"{config.name}: no unit is left to be submitted")
+        return OK, {"name": config.name, "stage": None, "balance": [], "scripts": [], "later": []}
+    (stage, units), *behind = left
+    num_ranks = 0 if jobs.workers_in_job(stage, units) else jobs.num_ranks(stage, units)
+    balance = _describe_balance(stage, units, jobs, num_ranks)
+    later = []
+    for following, _ in behind:
+        may_be_own = following.resource == "cpu" and jobs.profile.driver_units
+        own = ", or few units in the advance job itself" if may_be_own else ""
+        most = f"at most {jobs.ranks_of(following).max_ranks} {following.resource} ranks"
+        later.append(f"{following.name}, later: {most}{own}")
+    scripts = jobs.scripts(stage, num_ranks)
+    say_all(f"{config.name}, {stage.name}: {line}" for line in balance)
+    for script in scripts:
+        say_all(script.split("\n"))
+    say_all(f"{config.name}, {line}" for line in later)
+    return OK, {"name": config.name, "stage": stage.name, "balance": balance, "scripts": scripts, "later": later}
+
+
+def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecutor, num_ranks: int) -> list[str]:
+    """Return sentences about the units of a stage: who does them, and what waits for whom."""
+    behind = "the job behind it, which runs only if that fails (afternotok)"
+    if not num_ranks:
+        return [
+            f"{len(units)} units in the advance job itself, on {jobs.workers_in_job(stage, units)} workers",
+            f"then {behind}",
+        ]
+    loads = [sum(unit.cost for unit in part) for part in pack_units(units, num_ranks)]
+    balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
+    cost = describe_cost(sum(loads), records=stage.cost_unit == "records")
+    return [
+        f"{len(units)} units ({cost}) on {num_ranks} {stage.resource} ranks; at most "
+        f"{min(jobs.max_parallel(stage), num_ranks)} run at once",
+        f"{min(loads):.1f} to {max(loads):.1f} {stage.cost_unit} per rank{balance}",
+        f"then the advance job, once the ranks have ended (afterany), then {behind}",
+    ]
+
+
+def _start(jobs: SlurmExecutor) -> tuple[int, dict[str, Any]]:
+    """Submit what is left of a dataset."""
+    name, outcome = jobs.dataset.name, jobs.start()
+    say(f"{name}: {outcome.message}")
+    if isinstance(outcome, Submitted):
+        return OK, {"name": name, "state": "waiting", "message": outcome.message, "jobs": outcome.jobs}
+    return _describe_end(name, outcome)
+
+
+def _finish(jobs: SlurmExecutor, started: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Wait for the end of what was submitted."""
+    if started[1].get("state") != "waiting":
+        return started
+    name, end = jobs.dataset.name, wait_for_end(jobs.run_dir)
+    say(f"{name}: {end.state}: {end.message}")
+    return _describe_end(name, end)
+
+
+def _describe_end(name: str, end: RunOutcome) -> tuple[int, dict[str, Any]]:
+    status = FAILED if end.state != "done" else FINDINGS if end.findings else OK
+    return status, {"name": name} | msgspec.to_builtins(end)

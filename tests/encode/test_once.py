@@ -78,6 +78,16 @@ def test_segments_that_the_run_has_stored_are_listed_without_their_audio(speech,
     assert snapshot(by_notes.dir.merged) == snapshot(by_reading.dir.merged)
 
 
+def test_the_audio_of_shards_with_damaged_notes_is_read(speech, tmp_path):
+    config = speech.write(write={"shard_size": 5})
+    stages = [codec_stages(one)[0] for one in (config, dataclasses.replace(config, run_dir=str(tmp_path)))]
+    short, other, _ = speech.run_dir.glob("write/ranks/*/notes/*.npy")
+    short.write_bytes(short.read_bytes()[:-1])
+    np.save(other, np.zeros(3))
+    assert all(run(stage).ok for stage in stages)
+    assert snapshot(stages[0].dir.merged) == snapshot(stages[1].dir.merged)
+
+
 def test_a_dataset_that_lhotse_wrote(project, tmp_path):
     cuts = []
     for number in range(5):

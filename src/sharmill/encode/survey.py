@@ -16,7 +16,7 @@ from sharmill.encode.segments import list_segments
 from sharmill.engine.stage import Advance, Processor, Publication, Stage, StageRun, display_name, versions
 from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, UnitFailed
-from sharmill.files.arrays import save_array
+from sharmill.files.arrays import map_stored_array, save_array
 from sharmill.files.checksums import checksum
 from sharmill.files.staging import Staging
 from sharmill.files.stored import load_record
@@ -48,7 +48,10 @@ class SurveyStage(Stage):
         return {"input": dataset_of(run).audio_checksum(), "versions": versions()}
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
-        unknown = [(shard, files) for shard, files, notes in _shards(run) if not notes.exists()]
+        num_fields = len(dataset_of(run).record().audio_fields)
+        unknown = [
+            (shard, files) for shard, files, notes in _shards(run) if not _are_places(notes, (num_fields, shard.count))
+        ]
         for index, (shard, files) in enumerate(unknown):
             yield make_unit(
                 index, cost=round(shard.target_seconds + shard.context_seconds, 3), size=shard.count,
@@ -83,6 +86,15 @@ def _shards(run: StageRun) -> list[tuple[ShardRecord, dict[str, str], Path]]:
         files = {shard.fields[field].file: shard.fields[field].xxh3 for field in fields}
         found.append((shard, files, written.notes_on(files.values())))
     return found
+
+
+def _are_places(notes: Path, shape: tuple[int, int]) -> bool:
+    """Return True if notes have the places of so many items; where they are damaged, the audio is read."""
+    try:
+        places = map_stored_array(notes)
+    except (FileNotFoundError, ConfigError):
+        return False
+    return bool(places.dtype == PLACE and places.shape == shape)
 
 
 def require_same_audio(run: StageRun, stage: str) -> None:

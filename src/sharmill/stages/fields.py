@@ -23,13 +23,18 @@ from sharmill.manifest import Reject
 from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import BASE_FIELDS, CUTS, Field
 from sharmill.shar.index import CodecRecord, FieldFile, ShardRecord
-from sharmill.shar.items import read_field
+from sharmill.shar.items import Item, ItemTable, read_field
 from sharmill.shar.json_lines import read_cut_ids
 
 
 class FieldStage(Stage):
-    """A stage that adds fields to a dataset. One unit is one shard."""
+    """A stage that adds fields to a dataset. One unit is one shard.
 
+    Attributes:
+        processor: what a rank works with; a stage that loads a model overrides ``open`` instead.
+    """
+
+    processor: "ClassVar[type[FieldProcessor]]"
     after: ClassVar[Sequence[str]] = ("write",)
     cost_unit: ClassVar[CostUnit] = "records"
 
@@ -58,6 +63,9 @@ class FieldStage(Stage):
                 params={"start": start, "cuts": [cuts.file, cuts.xxh3], "seconds": shard.target_seconds},
             )  # fmt: skip
             start += shard.count
+
+    def open(self, run: StageRun, device: str) -> Processor:
+        return self.processor(run)
 
     def finalize(self, run: StageRun) -> Totals:
         return add_fields(run, self.fields(run))
@@ -228,6 +236,11 @@ class FieldProcessor(Processor):
             rejects=rejects,
             stats={"seconds": unit.params["seconds"]},
         )
+
+    def items(self, field: str, unit: Unit, ids: list[str]) -> Iterator[Item]:
+        """Yield the items of a field that the dataset has already, for the cuts of a shard with these ids."""
+        table = ItemTable(self.dataset.file(field, unit.index), ids=ids)
+        yield from map(table.item, range(len(ids)))
 
     @abstractmethod
     def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> list[Reject] | None:

@@ -9,7 +9,6 @@ from sharmill.config import StageSection
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Unit
 from sharmill.shar.fields import Field
-from sharmill.shar.items import ItemTable
 from sharmill.shar.json_lines import write_values
 from sharmill.stages.fields import FieldProcessor, FieldStage
 
@@ -24,11 +23,21 @@ class LoudnessConfig(StageSection):
     """Level to which the loudness is relative, in dB of full scale."""
 
 
+class LoudnessProcessor(FieldProcessor):
+    """Measures the cuts of a shard."""
+
+    def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
+        sounds = [measure_sound(*decode_bytes(item.data)) for item in self.items("target_audio", unit, ids)]
+        values = [(id, sound.loudness - self.run.settings.level) for id, sound in zip(ids, sounds, strict=True)]
+        write_values(paths[0], self.fields[0].attribute, values)
+
+
 class LoudnessStage(FieldStage):
     """The loudness of each cut."""
 
     kind = "loudness"
     section = LoudnessConfig
+    processor = LoudnessProcessor
 
     def fields(self, run: StageRun) -> list[Field]:
         # The attribute of a cut is a name of Python's.
@@ -39,16 +48,3 @@ class LoudnessStage(FieldStage):
                 limits=(-120.0, 120.0),
             )
         ]  # fmt: skip
-
-    def open(self, run: StageRun, device: str) -> FieldProcessor:
-        return LoudnessProcessor(run)
-
-
-class LoudnessProcessor(FieldProcessor):
-    """Measures the cuts of a shard."""
-
-    def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> None:
-        table = ItemTable(self.dataset.file("target_audio", unit.index), ids=ids)
-        sounds = [measure_sound(*decode_bytes(table.item(number).data)) for number in range(len(ids))]
-        values = [(id, sound.loudness - self.run.settings.level) for id, sound in zip(ids, sounds, strict=True)]
-        write_values(paths[0], self.fields[0].attribute, values)

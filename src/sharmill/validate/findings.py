@@ -164,7 +164,7 @@ class UnitToRepeat(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     """
 
     stage: str
-    shard: int | None = None
+    shard: int | None
     encode_again: bool = False
 
 
@@ -177,7 +177,7 @@ def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToR
     repaired_by = CODES[finding.code].mended_by
     units: list[UnitToRepeat] = []
     if INDEX in repaired_by or (repaired_by and finding.is_of_index):
-        units.append(UnitToRepeat(INDEX))
+        units.append(UnitToRepeat(INDEX, None))
     if repaired_by and repaired_by[-1] in (_SHARD, _CODES) and finding.shard is not None:
         field = finding.field or CUTS
         codec = codec_of_field(field)
@@ -298,7 +298,7 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
                 f"cancel {run_dir.path}",
                 code="locked",
             )
-        every, of_index = make_stages(config), UnitToRepeat(INDEX) in report.units_to_repeat
+        every, of_index = make_stages(config), UnitToRepeat(INDEX, None) in report.units_to_repeat
         others = {unit.stage for unit in report.units_to_repeat} - {INDEX} - {stage.name for stage in every}
         missing = {name.partition("/")[2] or name for name in others}
         advice = "add that codec to encode.codecs, or that stage, with the run_dir that they were made from"

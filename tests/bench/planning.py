@@ -63,7 +63,7 @@ def leave_manifests(path: Path, num_records: int) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
         manifest.hardlink_to(path)
         save_array(part, rows)
-        columns = merge_columns(run.dir.merged, [part], ["index", "seconds", "context", "group"])
+        columns = merge_columns(run.dir.merged, [part], ["index", "seconds", "context", "group"], count=len(rows))
         columns[FIRST_OF_GROUP] = number_groups(columns["group"])
         totals = Totals(num_in=num_records, num_out=num_records, rejects={}, hours=0.0)
         run.dir.done.write_bytes(msgspec.json.encode(finish_manifest(run, manifest, columns, totals)))

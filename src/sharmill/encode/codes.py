@@ -17,8 +17,7 @@ import xxhash
 from sharmill.engine.run_dir import StageDir
 from sharmill.engine.stage import StageRun
 from sharmill.errors import UnitFailed
-from sharmill.files.arrays import load_stored_array, map_stored_array, save_array, write_array
-from sharmill.files.atomic import open_atomic
+from sharmill.files.arrays import load_stored_array, map_stored_array, publish_array, save_array
 from sharmill.files.staging import Staging
 from sharmill.files.stored import damaged_file, open_stored
 from sharmill.shar.arrays import codes_dtype
@@ -69,14 +68,12 @@ def merge_blocks(paths: StageDir, num_blocks: int, num_segments: int) -> dict[st
     """
     merged = {"places": paths.merged / "places.npy"}
     files = [paths.path / _block_file(block, ".places") for block in range(num_blocks)]
-    with open_atomic(merged["places"]) as stream:
-        write_array(stream, CODES, (num_segments,), map(load_stored_array, files))
+    publish_array(merged["places"], CODES, (num_segments,), map(load_stored_array, files))
     files = [paths.path / _block_file(block, ".counts") for block in range(num_blocks)]
     if files and files[0].exists():
         merged["counts"] = paths.merged / "counts.npy"
         counts = sum(map(load_stored_array, files[1:]), load_stored_array(files[0]))
-        with open_atomic(merged["counts"]) as stream:
-            write_array(stream, counts.dtype, counts.shape, [counts])
+        publish_array(merged["counts"], counts.dtype, counts.shape, [counts])
     return merged
 
 

@@ -13,8 +13,7 @@ from typing import Final
 import numpy as np
 
 from sharmill.engine.hashes import find_first
-from sharmill.files.arrays import load_stored_array, write_array
-from sharmill.files.atomic import open_atomic
+from sharmill.files.arrays import load_stored_array, publish_array
 from sharmill.files.stored import damaged_file
 from sharmill.shar.places import PLACE
 
@@ -67,7 +66,5 @@ def list_segments(
             segments["shard"] = np.searchsorted(bounds, cut, side="right") - 1
             yield segments
 
-    with open_atomic(segments_file) as stream:
-        write_array(stream, SEGMENT, firsts.shape, in_windows())
-    with open_atomic(numbers_file) as stream:
-        write_array(stream, np.dtype("<u4"), places.shape, [numbers[owners]])
+    publish_array(segments_file, SEGMENT, firsts.shape, in_windows())
+    publish_array(numbers_file, np.dtype("<u4"), places.shape, [numbers[owners]])

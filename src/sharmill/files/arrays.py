@@ -7,7 +7,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
-from sharmill.files.atomic import open_new
+from sharmill.files.atomic import open_atomic, open_new
 from sharmill.files.stored import damaged_file, open_stored
 
 # Errors of numpy for a file that is not an array.
@@ -49,6 +49,12 @@ def save_array(path: Path, array: np.ndarray) -> None:
     """Write an array as an ``.npy`` file. Unlike ``np.save``, this raises a clear error if the disk is full."""
     with open_new(path) as stream:
         write_array(stream, array.dtype, array.shape, [array])
+
+
+def publish_array(path: Path, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:
+    """Publish an ``.npy`` file whose content comes in parts; see ``write_array``."""
+    with open_atomic(path) as stream:
+        write_array(stream, dtype, shape, parts)
 
 
 def write_array(stream: BinaryIO, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:

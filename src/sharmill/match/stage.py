@@ -139,13 +139,13 @@ class MatchStage(Stage):
     def finalize(self, run: StageRun) -> Totals:
         match, least = run.settings, min_similarity(run.settings)
         name = f"{manifest_stem(run.config)}_withContextAudioMinDur{match.min_duration}MinSSIM{least}.json"
-        manifest, commits = run.run_dir.manifests / name, run.commits
+        manifest, commits, totals = run.run_dir.manifests / name, run.commits, add_up(run.commits)
         merge_files((run.root / commit.files[0].name for commit in commits), manifest)
         parts = [run.root / commit.files[1].name for commit in commits]
-        columns = merge_columns(run.dir.merged, parts, ["index", "seconds", "context"])
+        columns = merge_columns(run.dir.merged, parts, ["index", "seconds", "context"], count=totals.num_out)
         log_padding([commit.stats for commit in commits], "embedded")
         facts = facts_of(match, name_devices(commit.device_kind for commit in commits))
-        return finish_manifest(run, manifest, columns, add_up(commits), **facts)
+        return finish_manifest(run, manifest, columns, totals, **facts)
 
 
 def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:

@@ -105,8 +105,9 @@ class PrepareStage(Stage):
         result = replace(result, notes=noted + hours.doubts(merged.num_recordings))
         parts = [run.root / commit.files[3].name for commit in run.commits]
         columns = merge_columns(
-            run.dir.merged, parts, ["seconds", "group"], lengths=np.asarray(merged.lengths), kept=merged.kept
-        )
+            run.dir.merged, parts, ["seconds", "group"], count=len(merged.lengths), lengths=np.asarray(merged.lengths),
+            kept=merged.kept,
+        )  # fmt: skip
         columns |= {FIRST_OF_GROUP: number_groups(columns["group"]), "stats": run.run_dir.stats}
         return finish_manifest(run, manifest, columns, result, duration_tolerance=run.settings.duration_tolerance)
 

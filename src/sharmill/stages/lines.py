@@ -4,7 +4,8 @@ The rank that writes a part of a manifest writes its columns too. At the end of 
 each, and left as products beside the manifest.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from msgspec.structs import replace
 from sharmill.engine.hashes import find_first
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Totals
-from sharmill.files.arrays import load_stored_array, map_stored_array, save_array, write_array
+from sharmill.files.arrays import load_stored_array, map_stored_array, publish_array, save_array, write_array
 from sharmill.files.atomic import open_atomic, open_new, write_atomic
 from sharmill.manifest import Utterance, records_checksum
 
@@ -44,7 +45,7 @@ def write_part(path: Path, utterances: Iterable[Utterance], group_of: Callable[[
 
 
 def merge_columns(
-    folder: Path, parts: Sequence[Path], names: Sequence[str], *, lengths: np.ndarray | None = None,
+    folder: Path, parts: Sequence[Path], names: Sequence[str], *, count: int, lengths: np.ndarray | None = None,
     kept: np.ndarray | None = None,
 ) -> dict[str, Path]:  # fmt: skip
     """Write columns of a merged manifest below a folder, each as an array (N,), and return their paths by name.
@@ -52,46 +53,50 @@ def merge_columns(
     Args:
         parts: the columns of the parts, in order.
         names: the columns beside ``offset``.
+        count: the number of lines of the merged manifest.
         lengths: the bytes of the merged lines, if these are not those of the parts.
         kept: True for each line of the parts that is in the merged manifest; by default all are.
     """
     folder.mkdir(exist_ok=True)
 
-    def read(name: str) -> Iterator[np.ndarray]:
-        begin = 0
+    paths = {name: folder / f"{name}.npy" for name in (OFFSET, *names)}
+    found, begin = [np.empty(0, np.uint32)], 0
+    with ExitStack() as stack:
+        streams = {name: stack.enter_context(open_atomic(paths[name])) for name in names}
+        for name, stream in streams.items():
+            write_array(stream, LINE[name].base, (count, *LINE[name].shape), ())
+        # Each part is opened once, however many columns there are.
         for part in parts:
-            rows = load_stored_array(part)[name]
-            yield rows if kept is None else rows[kept[begin : begin + len(rows)]]
+            rows = load_stored_array(part)
+            chosen = rows if kept is None else rows[kept[begin : begin + len(rows)]]
             begin += len(rows)
-
-    if lengths is None:
-        lengths = np.concatenate([np.empty(0, np.uint32), *read("length")])
-    offsets = offsets_of(lengths)
-    with open_atomic(folder / f"{OFFSET}.npy") as stream:
-        write_array(stream, offsets.dtype, offsets.shape, [offsets])
-    for name in names:
-        dtype, shape = LINE[name].base, LINE[name].shape
-        with open_atomic(folder / f"{name}.npy") as stream:
-            write_array(stream, dtype, (len(offsets), *shape), read(name))
-    return {name: folder / f"{name}.npy" for name in (OFFSET, *names)}
+            found.append(chosen["length"])
+            for name, stream in streams.items():
+                stream.write(np.ascontiguousarray(chosen[name]).data)
+    offsets = offsets_of(np.concatenate(found) if lengths is None else lengths)
+    publish_array(paths[OFFSET], offsets.dtype, offsets.shape, [offsets])
+    return paths
 
 
 def identify_manifest(run: StageRun, stage: str) -> str:
-    """Return what identifies the records of the manifest that a stage has left.
+    """Return what identifies the records of the manifest that a stage has left, with columns that are those it left.
+
+    Ranks trust what was verified here, before the plan: else each would read all columns.
 
     Raises:
-        ConfigError: the stage is not finished, or the manifest is not the one that it left.
+        ConfigError: the stage is not finished, or the manifest or a column is not the one that it left.
     """
-    run.product(f"{stage}/manifest", verify=True)
-    return str(run.totals_of(stage, "records").facts["records"])
+    totals = run.totals_of(stage, "records", "manifest")
+    for name in totals.products.keys() & {"manifest", OFFSET, FIRST_OF_GROUP, *(LINE.names or ())}:
+        run.product(f"{stage}/{name}", verify=True)
+    return str(totals.facts["records"])
 
 
 def number_groups(hashes: Path) -> Path:
     """Write for each line (N,) uint32 the number of the first line of its group, by the hashes of a merged manifest."""
     path = hashes.with_name(f"{FIRST_OF_GROUP}.npy")
     firsts = find_first(*map_stored_array(hashes).T)
-    with open_atomic(path) as stream:
-        write_array(stream, firsts.dtype, firsts.shape, [firsts])
+    publish_array(path, firsts.dtype, firsts.shape, [firsts])
     return path
 
 
@@ -117,10 +122,10 @@ def column(run: StageRun, stage: str, name: str) -> np.ndarray:
     """Return a column (N,) of the manifest that a stage has left, mapped from its file.
 
     Raises:
-        ConfigError: the stage is not finished, or the column is not the one that it left.
+        ConfigError: the stage is not finished, or the column has gone.
     """
     # A plain array: numpy shuffles its subclasses item by item.
-    return np.asarray(map_stored_array(run.product(f"{stage}/{name}", verify=True)))
+    return np.asarray(map_stored_array(run.product(f"{stage}/{name}")))
 
 
 def finish_manifest(run: StageRun, manifest: Path, columns: dict[str, Path], totals: Totals, **facts: Any) -> Totals:
@@ -135,7 +140,7 @@ def leave_manifest(run: StageRun, name: str, utterances: Sequence[Utterance], **
     for folder in (manifest.parent, part.parent):
         folder.mkdir(parents=True, exist_ok=True)
     save_array(part, write_part(manifest, utterances, lambda utterance: utterance.speaker))
-    columns = merge_columns(part.parent, [part], ["index", "seconds", "context", "group"])
+    columns = merge_columns(part.parent, [part], ["index", "seconds", "context", "group"], count=len(utterances))
     columns[FIRST_OF_GROUP] = number_groups(columns["group"])
     totals = Totals(num_in=len(utterances), num_out=len(utterances), rejects={}, hours=0.0)
     write_atomic(run.dir.done, msgspec.json.encode(finish_manifest(run, manifest, columns, totals, **facts)))

@@ -53,6 +53,8 @@ class LockOwner(Process, kw_only=True):
     lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=_MAX_LEASE_SECONDS)] = LEASE_SECONDS
 
     def __str__(self) -> str:
+        if not self.pid:
+            return "a process whose record of itself is incomplete"
         return f"{super().__str__()}, since {self.since}"
 
 

@@ -26,7 +26,7 @@ from sharmill.audio.files import decode_bytes
 from sharmill.encode.codes import read_counts
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.stage import EncodeStage, ShardsStage
-from sharmill.errors import FatalError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
 
@@ -221,4 +221,20 @@ def test_damaged_codes_in_the_run_directory_fail_their_shards(project, config, f
     assert result.failures
     assert all(f"{codes} is damaged: remove it and run the stage encode" in error for error in errors)
     (stage.root / file).write_bytes(whole)
+    assert run(assemble).ok
+
+
+@pytest.mark.parametrize(("file", "place"), [("segments.npy", -1), ("numbers.npy", -4)])
+def test_a_damaged_list_of_segments_is_refused_before_any_work(project, config, file, place):
+    survey, stage, assemble = codec_stages(config)
+    with loading(ToyCodec()):
+        assert run(survey).ok
+        assert run(stage).ok
+        list_file = survey.dir.merged / file
+        whole = list_file.read_bytes()
+        do.flip_bit(file, place)(survey.dir.merged)
+        for later in (stage, assemble):
+            with raises(ConfigError, "stage_not_run", str(list_file)):
+                run(later)
+    list_file.write_bytes(whole)
     assert run(assemble).ok

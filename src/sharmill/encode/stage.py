@@ -21,7 +21,7 @@ from sharmill.encode.codes import BOUNDS_FILE, SegmentCodes, merge_blocks
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.encoder import EncodeProcessor
 from sharmill.encode.segments import seconds_of
-from sharmill.encode.survey import audio_files, require_same_audio
+from sharmill.encode.survey import audio_files, require_same_audio, require_segments
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.stage import Processor, Stage, StageRun, versions
 from sharmill.engine.unit import Totals, Unit, add_up, make_unit
@@ -67,7 +67,7 @@ class EncodeStage(Stage):
     def identity(self, run: StageRun) -> dict[str, Any]:
         dataset, encode, model = dataset_of(run), run.config.section(EncodeConfig), self.model(run)
         dataset.record()
-        require_same_audio(run, "encode.segments")
+        require_segments(run)
         return {
             "codec": model.identity(),
             "batch_seconds": encode.batch_seconds,
@@ -201,8 +201,8 @@ class ShardsStage(FieldStage):
     def identity(self, run: StageRun) -> dict[str, Any]:
         dataset = dataset_of(run)
         dataset.record()
-        for stage in ("encode.segments", f"encode/{run.settings.name}"):
-            require_same_audio(run, stage)
+        require_segments(run)
+        require_same_audio(run, f"encode/{run.settings.name}")
         # The places have the checksums of the codes.
         codes = run.totals_of(f"encode/{run.settings.name}", "places").products["places"].xxh3
         return {"codes": codes, "input": dataset.audio_checksum(), "versions": versions()}

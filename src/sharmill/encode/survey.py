@@ -105,6 +105,16 @@ def require_same_audio(run: StageRun, stage: str) -> None:
         raise ConfigError(f"the dataset has changed since {display_name(stage)}: run that again", code="stage_not_run")
 
 
+def require_segments(run: StageRun) -> None:
+    """Raise ConfigError if the list of the dataset's segments is missing, of other audio, or not as it was left.
+
+    Ranks trust what was verified here, before the plan: damaged numbers would give a cut the codes of another.
+    """
+    require_same_audio(run, "encode.segments")
+    for name in run.totals_of("encode.segments", "segments", "numbers").products:
+        run.product(f"encode.segments/{name}", verify=True)
+
+
 def audio_files(dataset: ShardedDataset) -> list[list[Path]]:
     """Return for each shard its files of audio."""
     fields = dataset.record().audio_fields

@@ -154,6 +154,7 @@ def test_a_run_has_all_charts(page):
         "How often one clip is a context", "toy: entropy", "Size of shards", "Rate of write, by rank",
     ):  # fmt: skip
         assert f"<figcaption>{title}</figcaption>" in page
+    assert page.count("<figcaption>Rate of encode/toy, by rank</figcaption>") == 1
     assert "Charts in blue are of all cuts; those in green are of the audio of 8 cuts." in page
     assert "0.0% of the targets have more than 0.02% of their samples at full scale" in page
     assert "2 clips are contexts, 4.0 times on average, one 7 times" in page

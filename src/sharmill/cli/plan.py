@@ -15,6 +15,7 @@ from sharmill.cli.command import (
     print_table,
     say,
     say_all,
+    verbose_option,
 )
 from sharmill.config import Config
 from sharmill.encode.config import EncodeConfig
@@ -49,7 +50,7 @@ _PRINTED_STEP = 5
 @click.option("--gpu-hour", type=click.FloatRange(0), metavar="PRICE", help="Price of an hour of a GPU.")
 @json_option
 @click.option("--measure", is_flag=True, help="Run the models on made-up audio, and print the batch sizes to set.")
-@click.option("--verbose", is_flag=True, help="Show the rounds of encode apart.")
+@verbose_option
 def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None, measure: bool, verbose: bool) -> None:
     """Show what would run, and what it would cost.
 

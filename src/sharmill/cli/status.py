@@ -24,6 +24,7 @@ from sharmill.cli.command import (
     print_table,
     say,
     say_all,
+    verbose_option,
     worst,
 )
 from sharmill.cli.progress import describe_amount, describe_rate
@@ -72,7 +73,7 @@ _METRICS: Final[dict[str, tuple[str, ...]]] = {
     "--prometheus", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Write numbers to a file, as the textfile collector of Prometheus' node exporter reads them.",
 )  # fmt: skip
-@click.option("--verbose", is_flag=True, help="Show the rounds of encode apart.")
+@verbose_option
 @json_option
 def status(
     run_dirs: Sequence[str], watch: bool, gpu_hour: float | None, check: bool, prometheus: Path | None, verbose: bool

@@ -18,6 +18,7 @@ from sharmill.cli.command import (
     say,
     say_all,
     split_arguments,
+    verbose_option,
 )
 from sharmill.cli.run import (
     command_line,
@@ -33,7 +34,7 @@ from sharmill.config import load_config, load_typed
 from sharmill.engine.executor import Submitted
 from sharmill.engine.order import choose_stages
 from sharmill.engine.run_dir import RunOutcome
-from sharmill.engine.stage import StageRun
+from sharmill.engine.stage import StageRun, is_main
 from sharmill.engine.state import pack_units
 from sharmill.engine.unit import Unit
 from sharmill.engine.view import read_or_preview_units
@@ -54,10 +55,11 @@ from sharmill.registry import require_package
 @click.option("--take-over", is_flag=True, help="Submit although jobs may be left that nobody here can be asked about.")
 @click.option("--wait", is_flag=True, help="Wait until all datasets are done, and return how that ended.")
 @click.option("--dry-run", is_flag=True, help="Show what would be submitted, with the scripts; submit nothing.")
+@verbose_option
 @json_option
 def submit(
     arguments: tuple[str, ...], cluster: str, profile: str | None, restart: bool, redo: str | None,
-    take_over: bool, wait: bool, dry_run: bool,
+    take_over: bool, wait: bool, dry_run: bool, verbose: bool,
 ) -> int:  # fmt: skip
     """Run stages on a cluster, each dataset with jobs of its own.
 
@@ -93,7 +95,8 @@ def submit(
         run = DatasetRun(config, tuple(choose_stages(config, stages)))
         runs.append((run, SlurmExecutor(run, loaded, again, restart=restart, take_over=take_over)))
     if dry_run:
-        return conclude(for_each([(run.name, (run, jobs)) for run, jobs in runs], lambda pair: _show_submission(*pair)))
+        pairs = [(run.name, (run, jobs)) for run, jobs in runs]
+        return conclude(for_each(pairs, lambda pair: _show_submission(*pair, verbose=verbose)))
     if named is not None:
         take_back(configs[0], named, choose_stages(configs[0], stages), take_over=take_over)
     results = for_each([(run.name, jobs) for run, jobs in runs], _start)
@@ -103,7 +106,7 @@ def submit(
     return conclude(results)
 
 
-def _show_submission(run: DatasetRun, jobs: SlurmExecutor) -> tuple[int, dict[str, Any]]:
+def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> tuple[int, dict[str, Any]]:
     """Print and return all jobs that are known now, with their sbatch scripts: those of the first stage of a dataset
     that has something to do. What comes after it depends on its outcome; of later stages only the resource is known."""
     config = run.config
@@ -123,11 +126,11 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor) -> tuple[int, dict[st
     num_ranks = 0 if jobs.workers_in_job(stage, units) else jobs.num_ranks(stage, units)
     balance = _describe_balance(stage, units, jobs, num_ranks)
     later = []
-    for following, _ in behind:
+    for following in [stage for stage, _ in behind if verbose or is_main(stage.kind)]:
         may_be_own = following.resource == "cpu" and jobs.profile.driver_units
         own = ", or few units in the advance job itself" if may_be_own else ""
         most = f"at most {jobs.ranks_of(following).max_ranks} {following.resource} ranks"
-        later.append(f"{following.name}, later: {most}{own}")
+        later.append(f"{following.key if verbose else following.name}, later: {most}{own}")
     scripts = jobs.scripts(stage, num_ranks)
     say_all(f"{config.name}, {stage.name}: {line}" for line in balance)
     for script in scripts:

@@ -11,6 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from sharmill.audio.sound import Sound
+from sharmill.engine.stage import is_main
 from sharmill.engine.view import StageView
 from sharmill.errors import REASONS, REMEDIES
 from sharmill.report.charts import columns, curves, figure, histogram, scatter
@@ -55,7 +56,7 @@ def _make_funnel(facts: Facts) -> Markup | None:
         return None
     stages = [stage for stage in facts.run.stages if stage.counts == "records"]
     rejects = [
-        (stage.step, reason, count, stage.examples.get(reason, []))
+        (stage.view.name, reason, count, stage.examples.get(reason, []))
         for stage in stages if stage.totals
         for reason, count in sorted(stage.totals.rejects.items(), key=lambda one: (-one[1], one[0]))
     ]  # fmt: skip
@@ -65,7 +66,7 @@ def _make_funnel(facts: Facts) -> Markup | None:
         if facts.run.stats
     ]
     return render(
-        "funnel.html", steps=[(name, list(parts)) for name, parts in groupby(stages, key=attrgetter("step"))],
+        "funnel.html", steps=[(name, list(parts)) for name, parts in groupby(stages, key=attrgetter("view.name"))],
         num_in=next((stage.totals.num_in for stage in stages if stage.totals), 0), rejects=rejects, reasons=REASONS,
         remedies=REMEDIES, sums=sums,
     )  # fmt: skip
@@ -177,7 +178,8 @@ def _make_work(facts: Facts) -> Markup | None:
             figure("Size of shards", *_spread(sizes, "MB", "shards")),
             figure("Cuts in a shard", *_spread([shard.count for shard in facts.shards], "cuts", "shards")),
         ]
-    views = [(stage.view, stage.view.pace) for stage in facts.run.stages if stage.view.pace] if facts.run else []
+    stages = [stage for stage in facts.run.stages if is_main(stage.kind)] if facts.run else []
+    views = [(stage.view, stage.view.pace) for stage in stages if stage.view.pace]
     ranks = [figure(f"Rate of {view.name}, by rank", *_rates(view, pace.rates)) for view, pace in views]
     return render("work.html", rows=views, charts=charts, ranks=ranks) if charts or views else None
 

@@ -211,14 +211,14 @@ def _sound_values(sample: DatasetSample, record: DatasetRecord, stored: StoredCu
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The accounts and the times of a stage, which is a part of the ``step`` that users know.
+    """The accounts and the times of a stage, which may be a round of the step that users know.
 
     ``view`` has its units and its pace. ``totals`` is None as long as it is not finished; it is of what the stage
     ``counts``. ``examples`` are rejects by reason: a sentence and what the record is called.
     """
 
     view: StageView
-    step: str
+    kind: str
     counts: str
     totals: Totals | None = None
     identity: dict[str, Any] = field(default_factory=dict)
@@ -396,7 +396,7 @@ def _wrote_all(stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> boo
 def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:
     """Return the facts of a stage; add what its commits have noted."""
     if not stage.dir.units.exists():
-        return StageFacts(read_stage(stage), stage.name, stage.counts)
+        return StageFacts(read_stage(stage), stage.kind, stage.counts)
     units, totals = stage.dir.read_units(), stage.dir.read_totals()
     commits = read_ledger(stage.dir, units)
     for _, commit in sorted(commits.items()):
@@ -417,7 +417,7 @@ def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, 
         raise ConfigError(_DAMAGED_VOICES.format("embeddings of several lengths"), code="damaged_run_dir")
     return StageFacts(
         view_stage(stage, units, commits, (), 0.0, totals=totals),
-        stage.name,
+        stage.kind,
         stage.counts,
         totals,
         load_record(stage.dir.identity, dict[str, Any]),

@@ -16,6 +16,7 @@ from support.project import (
     voice,
 )
 
+from sharmill.cli.run import read_redo_report
 from sharmill.errors import ConfigError, FatalError
 from sharmill.validate.findings import encode_report, read_report, take_back_commits
 
@@ -149,6 +150,17 @@ def test_a_report_survives_its_file(finished, tmp_path):
     assert (report.errors, report.warnings, [(kind.code, kind.count) for kind in report.kinds]) == (
         1, 0, [("wrong_checksum", 1)],
     )  # fmt: skip
+
+
+def test_a_report_may_have_the_former_name_of_a_round(finished, tmp_path, capsys):
+    flip_codes(finished.dataset)
+    report = finished.validate(tmp_path / "check")
+    path = tmp_path / "report.json"
+    path.write_bytes(encode_report(report).replace(b'"encode/b"', b'"assemble/b"'))
+    take_back_commits(finished.config, read_redo_report(str(path), [finished.config], restart=False), STAGES)
+    finished.run()
+    assert snapshot(finished.dataset) == finished.original
+    assert "assemble/b is a round of the stage encode now\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"format_version": 1}'])

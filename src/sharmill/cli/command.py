@@ -194,9 +194,16 @@ def resolve_stages(names: Sequence[str]) -> list[str]:
         ConfigError: there is no such stage.
     """
     for name in names:
-        if name in _FORMER_STAGES:
-            say(f"{name} is a round of the stage encode now: name encode to run all of its rounds", style="dim")
+        current_name(name, ": name encode to run all of its rounds")
     return [_FORMER_STAGES.get(name) or resolve_stage(name) for name in names]
+
+
+def current_name(name: str, advice: str = "") -> str:
+    """Return the name that a stage has now, and say so if that is a round which once was a stage of its own."""
+    kind, slash, item = name.partition("/")
+    if kind in _FORMER_STAGES:
+        say(f"{name} is a round of the stage encode now{advice}", style="dim")
+    return f"{_FORMER_STAGES.get(kind, kind)}{slash}{item}"
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

@@ -16,6 +16,7 @@ from sharmill.cli.command import (
     FAILED,
     FINDINGS,
     OK,
+    current_name,
     is_override,
     json_option,
     make_console,
@@ -35,7 +36,7 @@ from sharmill.config import Config, load_config
 from sharmill.demo import make_demo, next_steps
 from sharmill.engine.order import choose_stages, make_stages
 from sharmill.engine.run_dir import RunDir
-from sharmill.engine.stage import is_main
+from sharmill.engine.stage import display_name, is_main
 from sharmill.errors import ConfigError, SharmillError, describe_error, printable_line, refuse
 from sharmill.executors.local import JoiningExecutor
 from sharmill.files.atomic import require_writable
@@ -212,7 +213,11 @@ def read_redo_report(path: str | None, configs: Sequence[Config], *, restart: bo
     if path is None:
         return None
     refuse((restart or len(configs) > 1, "--redo is for one configuration, and without --restart"), code="bad_usage")
-    return read_report(Path(path))
+    report = read_report(Path(path))
+    # Files of earlier versions name the round that puts codes into shards.
+    names = {name: display_name(current_name(name)) for name in sorted({unit.stage for unit in report.units_to_repeat})}
+    units = {msgspec.structs.replace(unit, stage=names[unit.stage]) for unit in report.units_to_repeat}
+    return msgspec.structs.replace(report, units_to_repeat=sorted(units))
 
 
 @click.command()

@@ -15,7 +15,7 @@ from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
 from sharmill.engine.fence import release, require_own_output, stop_ranks
 from sharmill.engine.order import choose_stages, make_stages, stage_classes, stages_behind
-from sharmill.engine.plan import read_ledger, refuse_linked_folders, request_replan, request_replan_if_audio_was_missing
+from sharmill.engine.plan import read_ledger, refuse_linked_folders, request_replan, request_replan_if_audio_came
 from sharmill.engine.run import locked, merge_files, reserved, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.stage import ChecksConfig, StageRun, step_of
@@ -31,6 +31,7 @@ from sharmill.grow.join import append_dataset, require_fitting
 from sharmill.rates import ranks_of_use
 from sharmill.report.page import report_on_run
 from sharmill.stages.fields import require_distinct_fields
+from sharmill.stages.inputs import segment_roots
 from sharmill.validate.findings import Report, read_report, take_back_commits
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
     else:
         write_atomic(run_dir.config, to_yaml(config))
         for stage in make_stages(config):
-            request_replan_if_audio_was_missing(stage)
+            request_replan_if_audio_came(stage, segment_roots(config).may_have)
     executor.begin(run_dir, request, jobs, joins=joins)
 
 

@@ -12,6 +12,7 @@ from support.project import (
     prepared_manifest,
     raises,
     run_prepare,
+    stage_of,
     utterances,
     write_lines,
 )
@@ -243,3 +244,23 @@ def test_missing_audio_put_in_place_needs_no_restart(tmp_path):
     (project.root / "elsewhere").rename(project.root / "voices")
     assert run_dataset(config, Listener(), stages=["prepare"]).ok
     assert len(utterances(prepared_manifest(config))) == 2
+
+
+def test_missing_audio_is_looked_for_again_only_if_some_came(tmp_path):
+    project = Project(tmp_path).add_voices([1.0, 1.0], "voices/{}.flac")
+    (project.root / "voices").rename(project.root / "elsewhere")
+    config = project.configure(match=None, max_reject_fraction=1.0)
+    plan = stage_of(config, "prepare").dir
+
+    def token_after_run():
+        assert run_dataset(config, Listener(), stages=["prepare"]).ok
+        return plan.read_token()
+
+    first = token_after_run()
+    assert token_after_run() == first
+    (project.root / "voices").mkdir()
+    (project.root / "elsewhere/1.flac").rename(project.root / "voices/1.flac")
+    second = token_after_run()
+    assert second != first
+    assert len(utterances(prepared_manifest(config))) == 1
+    assert token_after_run() == second

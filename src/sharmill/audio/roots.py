@@ -11,11 +11,12 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote, unquote
 
 from sharmill.errors import ConfigError, DeviceError, RejectRecord, refuse, refuse_record
@@ -262,6 +263,18 @@ class AudioRoots:
             n for n, root in enumerate(self.roots)
             if root.real == found.real and root.float_scale == found.float_scale
         ), relative  # fmt: skip
+
+    def may_have(self, record: Any, source: int | None) -> bool:
+        """Return True if the file of a record of a source, or of any for None, is there, or below a URL.
+
+        A URL is not asked.
+        """
+        with suppress(RejectRecord, KeyError, TypeError):
+            for one in range(len(self.numbers)) if source is None else [source]:
+                number, relative = self.place(one, record["audio_filepath"])
+                if self.roots[number].url or self.roots[number].has(relative):
+                    return True
+        return False
 
     def locate(self, segment: Segment) -> Path:
         """Return where the file of a segment, or its container, lies, as ``obtain``.

@@ -9,9 +9,10 @@ killed can only leave one incomplete last line, which is not a record.
 
 import os
 import secrets
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final
@@ -42,6 +43,7 @@ from sharmill.files.shared_disk import VisibilityTimeout
 from sharmill.files.staging import STAGING_NAME, PublishedFile, token_staging
 from sharmill.files.stored import load_record, read_records
 from sharmill.files.trust import require_trusted_owner
+from sharmill.manifest import Reject
 from sharmill.registry import STAGES
 
 _lines = msgspec.json.Encoder()
@@ -145,15 +147,18 @@ def request_replan(stage: StageRun) -> None:
         write_atomic(stage.dir.replan, b"")
 
 
-def request_replan_if_audio_was_missing(stage: StageRun) -> None:
-    """Have the stage planned again if it rejected all records, some for missing audio, which may be in place now."""
-    reasons: set[str] = set()
-    for commit in iterate_ledger(stage.dir):
-        if commit.num_out:
-            return
-        reasons.update(commit.rejects)
-    if reasons & REASONS_OF_NODES:
-        request_replan(stage)
+def request_replan_if_audio_came(stage: StageRun, has_audio: Callable[[Any, int | None], bool]) -> None:
+    """Have the stage planned again if it rejected all records, and audio of one that was missing is in place now.
+
+    Args:
+        has_audio: returns True if the audio of a record, from the source of a number, may be there.
+    """
+    commits = list(iterate_ledger(stage.dir))
+    if not any(commit.num_out for commit in commits):
+        paths = [stage.ranks.unit_rejects(one.index) for one in commits if one.rejects.keys() & REASONS_OF_NODES]
+        rejects = chain.from_iterable(read_records(path, Reject) for path in paths if path.exists())
+        if any(one.reason in REASONS_OF_NODES and has_audio(one.record, one.source) for one in rejects):
+            request_replan(stage)
 
 
 def _is_planned(stage: StageRun) -> bool:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -28,7 +29,7 @@ def prefetch(
     weight = 0.0
     try:
         for item in items:
-            pending.append((pool.submit(function, item), weigh(item)))
+            pending.append((pool.submit(copy_context().run, function, item), weigh(item)))
             weight += pending[-1][1]
             while len(pending) > threads and weight > ahead:
                 future, own = pending.popleft()

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from itertools import chain, islice
 from typing import Final, Generic, TypeVar
 
@@ -81,7 +82,7 @@ class AheadProcessor(Processor, Generic[Begun]):
         """Begin the expected unit, since the one at work has nothing more to load."""
         unit, self._expected = self._expected, None
         if unit is not None:
-            self._begun = unit, self._pool.submit(self.begin, unit)
+            self._begun = unit, self._pool.submit(copy_context().run, self.begin, unit)
 
     def take(self, unit: Unit) -> Begun:
         """Return what ``begin`` makes of a unit."""

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from io import TextIOWrapper
@@ -53,6 +54,9 @@ _DRIVERS: Final = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kf
 _LEFT: Final = 0
 _NOTED: Final = 75
 _SECONDS_TO_END: Final = 2.0
+# The log that the running code is to write, and the levels of all open logs behind that of the program.
+_log_of_context: Final = ContextVar[logging.Handler | None]("log", default=None)
+_levels: Final[list[int]] = []
 
 
 @dataclass(frozen=True)
@@ -137,22 +141,30 @@ def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cor
 def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
     """Send this process's log records to ``path`` as well, for as long as the context lasts.
 
+    What a thread logs that has a log of its own, as that of another run has, is only written there.
+
     Args:
         level: the least level of sharmill's own records.
     """
     stream = TextIOWrapper(_open_log(path), encoding="utf-8")
     handler = _LogFile(stream)
+    handler.addFilter(lambda record: _log_of_context.get() in (None, handler))
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     sharmill = logging.getLogger("sharmill")
-    before = sharmill.level
-    sharmill.setLevel(level)
+    if not _levels:
+        _levels.append(sharmill.level)
+    _levels.append(logging.getLevelName(level))
+    sharmill.setLevel(min(_levels[1:]))
+    outer = _log_of_context.set(handler)
     root.addHandler(handler)
     try:
         yield
     finally:
         root.removeHandler(handler)
-        sharmill.setLevel(before)
+        _log_of_context.reset(outer)
+        _levels.remove(logging.getLevelName(level))
+        sharmill.setLevel(min(_levels[1:]) if len(_levels) > 1 else _levels.pop())
         # Closing tries once more to write what is left in the buffer.
         with suppress(OSError):
             stream.close()

@@ -4,11 +4,13 @@ A run that is interrupted, terminated or killed ends soon, leaves no process, an
 """
 
 import json
+import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -71,6 +73,26 @@ def test_two_runs_in_threads_of_one_process_both_end(tmp_path):
         results = [result for result, _ in pool.map(run, stages, [2, 2])]
     assert [result.ok for result in results] == [True, True]
     assert [set(stage.attempts().values()) for stage in stages] == [{1}, {1}]
+
+
+def test_the_log_of_a_run_has_no_records_of_a_run_in_another_thread(tmp_path):
+    both_log, both_logged = threading.Barrier(2, timeout=60.0), threading.Barrier(2, timeout=60.0)
+
+    class Meets(ToyStage):
+        def work(self, unit, *arguments):
+            both_log.wait()
+            logging.getLogger("sharmill.toy").info("from %s", self.folder)
+            both_logged.wait()
+            return super().work(unit, *arguments)
+
+    stages = [Meets(tmp_path / name, units=1) for name in ("one", "two")]
+    before = logging.getLogger("sharmill").level
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, stages))
+    for own, other in (stages, reversed(stages)):
+        assert f"from {own.folder}" in rank_logs(own)
+        assert str(other.folder) not in rank_logs(own)
+    assert logging.getLogger("sharmill").level == before
 
 
 def test_a_stage_that_cannot_be_pickled_ends_in_one_line(tmp_path):

@@ -29,6 +29,8 @@ from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Commit, Totals, Unit
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.arrays import save_array
+from sharmill.match.config import MatchConfig
+from sharmill.match.stage import facts_of
 from sharmill.prepare.duplicates import HASH_FIELDS, Ids
 from sharmill.shar.places import PLACE
 from sharmill.stages.lines import FIRST_OF_GROUP, LINE, finish_manifest, merge_columns, number_groups
@@ -66,7 +68,8 @@ def leave_manifests(path: Path, num_records: int) -> None:
         columns = merge_columns(run.dir.merged, [part], ["index", "seconds", "context", "group"], count=len(rows))
         columns[FIRST_OF_GROUP] = number_groups(columns["group"])
         totals = Totals(num_in=num_records, num_out=num_records, rejects={}, hours=0.0)
-        run.dir.done.write_bytes(msgspec.json.encode(finish_manifest(run, manifest, columns, totals)))
+        done = finish_manifest(run, manifest, columns, totals, duration_tolerance=0.1, **facts_of(MatchConfig(), []))
+        run.dir.done.write_bytes(msgspec.json.encode(done))
 
 
 def plan_prepare(path: Path) -> int:

@@ -111,6 +111,16 @@ def test_an_end_without_products_or_facts_ends_in_one_line(prepared, run_dir, ke
         read_or_preview_units(stage_of(prepared[1], "match"))
 
 
+@pytest.mark.parametrize(("fact", "value"), [("duration_tolerance", "0.1"), ("records", 7)])
+def test_a_fact_of_another_type_ends_in_one_line_before_any_work(prepared, run_dir, fact, value):
+    done = run_dir / "prepare/done.json"
+    record = json.loads(done.read_bytes())
+    record["facts"][fact] = value
+    done.write_text(json.dumps(record))
+    with raises(ConfigError, "damaged_run_dir", str(done), fact, "--restart"):
+        read_or_preview_units(stage_of(prepared[1], "match"))
+
+
 def test_a_stage_with_a_damaged_end_is_begun_anew(prepared, run_dir):
     (run_dir / "prepare/done.json").write_bytes(b"{")
     with raises(ConfigError, "damaged_run_dir", "--restart"):

@@ -204,7 +204,8 @@ class ShardsStage(FieldStage):
         require_segments(run)
         require_same_audio(run, f"encode/{run.settings.name}")
         # The places have the checksums of the codes.
-        codes = run.totals_of(f"encode/{run.settings.name}", "places").products["places"].xxh3
+        totals = run.totals_of(f"encode/{run.settings.name}", "places", codec=CodecRecord | None)
+        codes = totals.products["places"].xxh3
         return {"codes": codes, "input": dataset.audio_checksum(), "versions": versions()}
 
     def open(self, run: StageRun, device: str) -> Processor:
@@ -220,4 +221,5 @@ class ShardsStage(FieldStage):
 
 def _codec_of(run: StageRun) -> CodecRecord | None:
     """Return the codec of the round that has encoded the segments, None if there are none."""
-    return msgspec.convert(run.totals_of(f"encode/{run.settings.name}", "codec").facts["codec"], CodecRecord | None)
+    facts = run.totals_of(f"encode/{run.settings.name}", codec=CodecRecord | None).facts
+    return msgspec.convert(facts["codec"], CodecRecord | None)

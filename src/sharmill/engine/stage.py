@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
+import msgspec
+
 import sharmill
 from sharmill.config import Config, MetricsConfig, References, StageSection
 from sharmill.engine.run_dir import RankFolders, RunDir, StageDir
@@ -20,7 +22,7 @@ from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.checksums import checksum, checksum_stream
 from sharmill.files.staging import PublishedFile, Staging
-from sharmill.files.stored import open_stored
+from sharmill.files.stored import damaged_file, open_stored
 from sharmill.files.trust import require_trusted_owner
 
 # Called by a processor with the part of a unit's cost that it has done since the last call.
@@ -409,18 +411,21 @@ class StageRun:
             )
         return path
 
-    def totals_of(self, stage: str, *names: str) -> Totals:
+    def totals_of(self, stage: str, *names: str, **facts: Any) -> Totals:
         """Return the totals of another stage, with its products and facts; ``names`` are among these.
 
+        Args:
+            facts: the types of the facts that are asked for, by their names.
+
         Raises:
-            ConfigError: it is not finished, or has left nothing of such a name.
+            ConfigError: it is not finished, or has left nothing of such a name, or a fact of another type.
         """
         totals = self.run_dir.stage(stage).read_totals()
         if totals is None:
             raise ConfigError(
                 f"{display_name(stage)} is not finished in {self.run_dir.path}: run it first", code="stage_not_run"
             )
-        lacking = sorted({*names} - totals.products.keys() - totals.facts.keys())
+        lacking = sorted({*names, *facts} - totals.products.keys() - totals.facts.keys())
         refuse(
             (
                 lacking,
@@ -429,6 +434,11 @@ class StageRun:
             ),
             code="stage_not_run",
         )
+        for name, kind in facts.items():
+            try:
+                msgspec.convert(totals.facts[name], kind)
+            except msgspec.ValidationError as error:
+                raise damaged_file(self.run_dir.stage(stage).done, f"{name}: {error}") from error
         return totals
 
 

@@ -19,8 +19,8 @@ def segment_roots(config: Config) -> AudioRoots:
 
 def segment_reader(run: StageRun) -> SegmentReader:
     """Return the reader of the segments that prepare has let through."""
-    name = "duration_tolerance"
-    return SegmentReader(segment_roots(run.config), run.totals_of("prepare", name).facts[name])
+    facts = run.totals_of("prepare", duration_tolerance=float).facts
+    return SegmentReader(segment_roots(run.config), facts["duration_tolerance"])
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:

@@ -84,9 +84,11 @@ def identify_manifest(run: StageRun, stage: str) -> str:
     Ranks trust what was verified here, before the plan: else each would read all columns.
 
     Raises:
-        ConfigError: the stage is not finished, or the manifest or a column is not the one that it left.
+        ConfigError: the stage is not finished, or the manifest, a column or a fact is not the one that it left.
     """
-    totals = run.totals_of(stage, "records", "manifest")
+    # Ranks read the segments of the manifest with it.
+    run.totals_of("prepare", duration_tolerance=float)
+    totals = run.totals_of(stage, "manifest", records=str)
     for name in totals.products.keys() & {"manifest", OFFSET, FIRST_OF_GROUP, *(LINE.names or ())}:
         run.product(f"{stage}/{name}", verify=True)
     return str(totals.facts["records"])

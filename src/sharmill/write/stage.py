@@ -17,7 +17,7 @@ from sharmill.audio.resample import resample
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentPlace, SegmentReader, SegmentsOnce
 from sharmill.audio.sound import Sound
-from sharmill.config import Config, Positive, Presence, StageSection, require
+from sharmill.config import Config, Positive, Precision, Presence, StageSection, require
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.order import make_stages
 from sharmill.engine.plan import committed_files, count_planned
@@ -190,7 +190,9 @@ def _before(run: StageRun) -> str:
 
 def _match_facts(run: StageRun) -> dict[str, Any]:
     """Return what match has left for the index of the dataset; nothing for a dataset without contexts."""
-    return run.totals_of("match").facts if run.config.has_contexts else {}
+    if not run.config.has_contexts:
+        return {}
+    return run.totals_of("match", limits=dict[str, Any], precision=Precision, devices=list[str]).facts
 
 
 def _describe_clipping(commits: Sequence[Commit]) -> list[str]:

@@ -68,6 +68,7 @@ def error_line(call):
         (["run", "{good}", "prepare.filters.cer=low"], ["prepare.filters.cer", "'low'"]),
         (["run", "{good}", "speaker_key=librispech"], ["librispech", "librispeech"]),
         (["run", "{good}", "match.encoder=resemblizer"], ["resemblizer", "resemblyzer"]),
+        (["run", "{good}", "sources.0.manifest=m\udcff.json"], ["sources.0.manifest=m", "is not UTF-8"]),
         (["run", "none.yaml"], ["none.yaml"]),
         (["run", "none.yaml", "wirte"], ["'wirte'", "'write'"]),
         (["run", "prepare"], ["no configuration among prepare"]),

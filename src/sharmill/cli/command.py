@@ -23,6 +23,7 @@ FINDINGS: Final = 3
 
 _FORMER_STAGES: Final = {"survey": "encode.segments", "assemble": "encode.shards"}
 # A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
 
 
@@ -210,8 +211,10 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], lis
     """Return configuration files, ``key=value`` overrides and other names, in this order.
 
     Raises:
-        ConfigError: there is no configuration file among them.
+        ConfigError: there is no configuration file among them, or one of them is not UTF-8, as files of runs are.
     """
+    foreign = [argument for argument in arguments if _SURROGATE.search(argument)]
+    refuse((foreign, f"{' '.join(foreign)} is not UTF-8: rename it, or name a link to it"), code="bad_usage")
     overrides = [argument for argument in arguments if is_override(argument)]
     others = [argument for argument in arguments if not is_override(argument)]
     paths = [argument for argument in others if argument.endswith((".yaml", ".yml"))]

@@ -22,7 +22,8 @@ from sharmill.match.embed import Embedder
 from sharmill.prepare.check import PrepareConfig, RecordCheck
 from sharmill.sources.nemo import NemoSource
 from sharmill.stages.speaker_key import make_speaker_key
-from sharmill.write.stage import WriteConfig, store_segments
+from sharmill.write.audio import store_segments
+from sharmill.write.config import WriteConfig
 
 RATE = 16000
 

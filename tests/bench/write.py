@@ -10,7 +10,7 @@ from support.project import Project, run, stage_of
 from bench.rows import Case, row
 from bench.speech import write_corpus
 from sharmill.manifest import Utterance
-from sharmill.write.stage import WriteConfig
+from sharmill.write.config import WriteConfig
 
 TO_SHAR = "lhotse's `to_shar`"
 

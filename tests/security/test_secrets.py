@@ -12,7 +12,7 @@ from sharmill.executors.local import LocalExecutor
 from sharmill.files.trust import make_private_folder
 from sharmill.match.config import MatchConfig
 from sharmill.pipeline import run_dataset
-from sharmill.write.stage import WriteConfig
+from sharmill.write.config import WriteConfig
 
 SECRET = "hf-Tr0ub4dor"
 

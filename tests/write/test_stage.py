@@ -32,7 +32,9 @@ from sharmill.errors import ConfigError, DeviceError, RejectRecord
 from sharmill.manifest import Segment
 from sharmill.shar import open_shar
 from sharmill.shar.index import read_dataset
-from sharmill.write.stage import WriteConfig, divide_into_shards, order_lines, store_segments
+from sharmill.write.audio import store_segments
+from sharmill.write.config import WriteConfig
+from sharmill.write.stage import divide_into_shards, order_lines
 
 
 def fill(project: Project, count: int = 7, suffix: str = "flac") -> None:

@@ -41,7 +41,7 @@ from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
 from sharmill.files.staging import STAGING_NAME, token_staging
 from sharmill.pipeline import run_dataset
-from sharmill.write.stage import WriteConfig
+from sharmill.write.config import WriteConfig
 
 SHARDS = {"write": {"shard_size": 2}, "match": {"min_duration": 0.0}}
 OTHER_SHARDS = SHARDS | {"write": {"shard_size": 5}}

@@ -50,7 +50,7 @@ from sharmill.shar.index import (
 from sharmill.shar.json_lines import read_cut_ids
 from sharmill.shar.tar import open_field
 from sharmill.stages.fields import added_fields
-from sharmill.write.stage import WriteConfig
+from sharmill.write.config import WriteConfig
 
 # The keys that must agree in all parts, each with the remedy if they differ.
 _REMEDIES = {

@@ -1,23 +1,20 @@
 """Stage ``write`` (stage 2): cuts, target audio and, in a dataset with contexts, context audio as shards."""
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from sharmill.audio.decoder import check_encoder, count_clipped, encode, encoder_problem, to_float
-from sharmill.audio.resample import resample
+from sharmill.audio.decoder import check_encoder
 from sharmill.audio.roots import AudioRoots
-from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentPlace, SegmentReader, SegmentsOnce
+from sharmill.audio.segments import SegmentsOnce
 from sharmill.audio.sound import Sound
-from sharmill.config import Config, Positive, Precision, Presence, StageSection, require
+from sharmill.config import Config, Precision
 from sharmill.engine.balance import divide_evenly
 from sharmill.engine.order import make_stages
 from sharmill.engine.plan import committed_files, count_planned
@@ -38,49 +35,8 @@ from sharmill.shar.places import PLACE, make_place
 from sharmill.stages.fields import added_fields, dataset_of, shard_record
 from sharmill.stages.inputs import identify_roots, segment_reader, segment_roots
 from sharmill.stages.lines import FIRST_OF_GROUP, OFFSET, column, identify_manifest, order_by_group
-
-_DEFAULT_SHARD_SIZE: Final = 1000
-_ORIGINAL: Final = "original"
-_FALLBACK_FORMAT: Final = "flac"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WriteConfig(StageSection):
-    """Form of the shards: their size, their order and the format of their audio."""
-
-    presence: ClassVar[Presence] = "always"
-
-    shard_size: Positive | None = None
-    """Number of cuts in one shard; 1000 where neither this nor one of the next two keys is given. Only one can be
-    given: ``write.shard_size=null write.num_shards=64`` replaces that of the file."""
-    num_shards: Positive | None = None
-    """Number of shards. Their numbers of cuts differ by one at most; there are never more shards than cuts."""
-    shard_seconds: float | None = None
-    """Seconds of target audio in one shard, about: the number of shards is the total divided by this, rounded, and
-    each shard ends where the sum so far is closest to its share."""
-    audio_format: Literal["flac", "wav", "mp3", "opus", "original"] = "flac"
-    """Format of the stored audio; ``original`` is that of each source file (FLAC where it cannot be written). A
-    record that is a whole mono file in this format and at ``sampling_rate`` is copied byte for byte. All other
-    FLAC and WAV have 16 bits: samples of more bits are rounded. Samples beyond full scale are clipped and counted. Opus
-    and MP3 have libsndfile's variable bit rates: for speech at 16, 24 and 48 kHz about 28, 37 and 62 kbit/s (Opus) and
-    43, 55 and 68 kbit/s (MP3)."""
-    sampling_rate: Positive | None = None
-    """Sampling rate of the stored audio, in Hz; ``null`` keeps the rate of each recording."""
-    order: Literal["manifest", "speaker", "shuffle"] = "shuffle"
-    """Order of the cuts: as in the manifest, by speaker group (by speaker where ``match`` is null), or shuffled by
-    ``seed``."""
-    seed: Annotated[int, msgspec.Meta(ge=0)] = 42
-    """Seed of ``order: shuffle``."""
-
-    def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("shard_size", "num_shards", "shard_seconds")}
-        given = {name: value for name, value in sizes.items() if value is not None}
-        seconds = self.shard_seconds
-        require(seconds is None or 0 < seconds < math.inf, "shard_seconds must be a positive number")
-        named = " and ".join(f"{name} ({value:g})" for name, value in given.items())
-        require(len(given) < 2, f"{named} are given, and only one of them can be: set the others to null")
-        if not given:
-            object.__setattr__(self, "shard_size", _DEFAULT_SHARD_SIZE)
+from sharmill.write.audio import ORIGINAL, StoredAudio, store_segments
+from sharmill.write.config import WriteConfig
 
 
 class WriteStage(Stage):
@@ -92,7 +48,7 @@ class WriteStage(Stage):
 
     def check(self, config: Config) -> None:
         write = config.section(WriteConfig)
-        if write.sampling_rate is not None and write.audio_format != _ORIGINAL:
+        if write.sampling_rate is not None and write.audio_format != ORIGINAL:
             check_encoder(write.audio_format, write.sampling_rate)
 
     def input(self, run: StageRun) -> AudioRoots:
@@ -324,53 +280,6 @@ class WriteProcessor(Processor):
             # A source may have contexts of its own, which are not in the dataset.
             utterance.custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
         return utterances
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAudio:
-    """An audio file as it is stored: the extension for its format, and what a decoder gives for it.
-
-    ``sound`` has the measures of the segment's sound, packed, or is "" where they are not known. ``num_clipped``
-    samples were beyond full scale, and were clipped.
-    """
-
-    extension: str
-    sampling_rate: int
-    num_samples: int
-    sound: str
-    num_clipped: int = 0
-
-
-def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> SegmentsOnce[StoredAudio]:
-    """Return the audio of segments as it is stored: copied where the file already is what is wanted, else encoded."""
-
-    def may_copy(location: SegmentPlace) -> bool:
-        info = location.info
-        return (
-            location.is_whole_file
-            and info.common
-            and info.channels == 1
-            and config.audio_format in (_ORIGINAL, info.format)
-            and config.sampling_rate in (None, info.sampling_rate)
-        )
-
-    def store(found: SegmentAudio | FileCopy) -> tuple[bytes, StoredAudio]:
-        info = found.location.info
-        if isinstance(found, FileCopy):
-            return found.data, StoredAudio(info.format, info.sampling_rate, found.location.num_samples, found.sound)
-        samples, rate = found.samples, found.sampling_rate
-        if config.sampling_rate not in (None, rate):
-            samples, rate = resample(to_float(samples), rate, config.sampling_rate), config.sampling_rate
-        extension: str = config.audio_format
-        if extension == _ORIGINAL:
-            extension = info.format if info.common and not encoder_problem(info.format, rate) else _FALLBACK_FORMAT
-        if problem := encoder_problem(extension, rate):
-            raise RejectRecord("unsupported_rate", problem)
-        return encode(samples, rate, extension), StoredAudio(
-            extension, rate, len(samples), found.notes.sound, count_clipped(samples)
-        )
-
-    return SegmentsOnce(reader, uses, store, may_copy)
 
 
 def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:

@@ -1,0 +1,62 @@
+"""Audio of segments in the form in which it is stored: copied, or decoded and encoded once."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from sharmill.audio.decoder import count_clipped, encode, encoder_problem, to_float
+from sharmill.audio.resample import resample
+from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentPlace, SegmentReader, SegmentsOnce
+from sharmill.errors import RejectRecord
+from sharmill.manifest import Segment
+from sharmill.write.config import WriteConfig
+
+ORIGINAL: Final = "original"
+_FALLBACK_FORMAT: Final = "flac"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAudio:
+    """An audio file as it is stored: the extension for its format, and what a decoder gives for it.
+
+    ``sound`` has the measures of the segment's sound, packed, or is "" where they are not known. ``num_clipped``
+    samples were beyond full scale, and were clipped.
+    """
+
+    extension: str
+    sampling_rate: int
+    num_samples: int
+    sound: str
+    num_clipped: int = 0
+
+
+def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> SegmentsOnce[StoredAudio]:
+    """Return the audio of segments as it is stored: copied where the file already is what is wanted, else encoded."""
+
+    def may_copy(location: SegmentPlace) -> bool:
+        info = location.info
+        return (
+            location.is_whole_file
+            and info.common
+            and info.channels == 1
+            and config.audio_format in (ORIGINAL, info.format)
+            and config.sampling_rate in (None, info.sampling_rate)
+        )
+
+    def store(found: SegmentAudio | FileCopy) -> tuple[bytes, StoredAudio]:
+        info = found.location.info
+        if isinstance(found, FileCopy):
+            return found.data, StoredAudio(info.format, info.sampling_rate, found.location.num_samples, found.sound)
+        samples, rate = found.samples, found.sampling_rate
+        if config.sampling_rate not in (None, rate):
+            samples, rate = resample(to_float(samples), rate, config.sampling_rate), config.sampling_rate
+        extension: str = config.audio_format
+        if extension == ORIGINAL:
+            extension = info.format if info.common and not encoder_problem(info.format, rate) else _FALLBACK_FORMAT
+        if problem := encoder_problem(extension, rate):
+            raise RejectRecord("unsupported_rate", problem)
+        return encode(samples, rate, extension), StoredAudio(
+            extension, rate, len(samples), found.notes.sound, count_clipped(samples)
+        )
+
+    return SegmentsOnce(reader, uses, store, may_copy)

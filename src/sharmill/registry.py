@@ -215,7 +215,7 @@ SOURCES: Final = Registry(
         "annotated": "sharmill.sources.annotated:AnnotatedSource",
         "table": "sharmill.sources.table:TableSource",
         "folder": "sharmill.sources.folder:FolderSource",
-        "lhotse_shar": "sharmill.sources.lhotse:LhotseSharSource",
+        "lhotse_shar": "sharmill.sources.lhotse_shar:LhotseSharSource",
         "parquet": "sharmill.sources.parquet:ParquetSource",
     },
     base="sharmill.sources:Source",

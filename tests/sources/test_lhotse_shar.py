@@ -28,7 +28,7 @@ from sharmill.errors import ConfigError
 from sharmill.shar import open_shar
 from sharmill.shar.items import ItemTable
 from sharmill.sources import Described, Unreadable
-from sharmill.sources.lhotse import LhotseSharSource
+from sharmill.sources.lhotse_shar import LhotseSharSource
 
 
 def source_of(folder, **keys):

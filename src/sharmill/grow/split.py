@@ -35,7 +35,7 @@ from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
 from sharmill.shar.index import DatasetRecord, ShardRecord, read_dataset, write_dataset, write_shards
 from sharmill.shar.items import FieldWriter, ItemTable, open_items
 from sharmill.shar.json_lines import decode_line, read_cut_ids, read_json_lines, write_cut_lines
-from sharmill.sources.lhotse import Cut
+from sharmill.sources.lhotse_lines import Cut
 from sharmill.sources.speakers import is_missing
 from sharmill.stages.fields import shard_record
 

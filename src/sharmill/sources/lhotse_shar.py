@@ -1,0 +1,283 @@
+"""Shars, sharmill's own or of any other tool: each cut is a record, and its audio stays in the tar that it is in."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse, refuse_record
+from sharmill.files.checksums import checksum, checksum_bytes
+from sharmill.manifest import (
+    CONTEXT_KEYS,
+    DURATION_FROM_HEADER,
+    SOURCE_CUT_ID,
+    Channel,
+    Member,
+)
+from sharmill.registry import nearest
+from sharmill.shar.fields import CONTEXT_UNALIGNED, CUTS, DATASET_FILE, RECORDING, TARGET_AUDIO
+from sharmill.shar.index import ShardRecord, is_indexed, read_dataset, read_shards
+from sharmill.shar.items import NO_DATA, ItemTable
+from sharmill.shar.json_lines import salvage_lines
+from sharmill.shar.rebuild import find_foreign_shards
+from sharmill.sources import ContainerSource, RawRecord, RunSource, Unreadable
+from sharmill.sources.files import (
+    encode_record,
+    expand_home,
+)
+from sharmill.sources.lhotse_lines import (
+    Cut,
+    RecordingLine,
+    decode_lhotse_line,
+    describe,
+    find_heard,
+    listed,
+    speech_record,
+)
+
+# Fields of a Shar that usually have the audio.
+_USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
+# Stored audio is the segment that the cut stands for if they are equally long, but for the delay of a codec.
+_SAME_SECONDS: Final = 0.025
+# Keys of cuts that a record does not carry.
+_DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LhotseSharSource(ContainerSource, RunSource):
+    """Records of a Shar: a dataset by sharmill, or shards that lhotse or another tool wrote."""
+
+    file_keys: ClassVar[tuple[str, ...]] = ("shar",)
+    type: str = "lhotse_shar"
+    audio_root: str | None = None
+    """Folder below which names and ids begin; ``null`` is ``shar``."""
+    shar: str
+    """Folder of the Shar: a finished dataset directory, lhotse's own layout, or a folder for each field."""
+    audio: str | None = None
+    """Field that has the audio, such as ``target_audio``; ``null`` takes ``target_audio`` or ``recording``, whichever
+    there is."""
+    keep_ids: bool = False
+    """The ids of the cuts are those of the dataset. All sources of a dataset keep ids, or none."""
+
+    def __post_init__(self) -> None:
+        if self.audio_root is None:
+            object.__setattr__(self, "audio_root", self.shar)
+        super().__post_init__()
+        self.refuse_url_roots()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the Shar."""
+        return expand_home(self.shar)
+
+    def check(self) -> None:
+        """Raise ConfigError where the folder is no finished Shar, or has not the field of the audio."""
+        field = self._field
+        self.container(self.folder / DATASET_FILE)
+        lacking = [
+            f"shard {shard.index} of {self.folder} has no {name}; copy the Shar again, or leave the shard out"
+            for shard in self._shards for name in (CUTS, field) if name not in shard.fields
+        ]  # fmt: skip
+        refuse((lacking, "".join(lacking[:1])), code="bad_manifest")
+        for shard in self._shards:
+            try:
+                table = ItemTable(self.folder / shard.files[field], salvage=True)
+                number = next(number for number, name in enumerate(table.names) if name.endswith(".json"))
+                decode_lhotse_line(table.member(number), RecordingLine)
+                break
+            except (DamagedShard, StopIteration):
+                continue  # it has no item that would tell
+            except RejectRecord as reject:
+                raise ConfigError(
+                    f"the field {field} of {self.folder} is not audio; name the one that is with audio",
+                    code="bad_config_value",
+                ) from reject
+
+    def identity(self) -> dict[str, Any]:
+        """Return the number of shards, and a checksum of names, sizes and the checksums of the index or of the cuts."""
+        self.check()
+        told = []
+        for shard in self._shards:
+            for field in (CUTS, self._field):
+                file = shard.fields[field]
+                path = self.folder / file.file
+                size = path.stat().st_size if path.is_file() else -1
+                digest = file.xxh3 or (checksum(path) if field == CUTS and size >= 0 else "")
+                told.append([shard.index, file.file, size, digest])
+        return {"shards": [len(self._shards), checksum_bytes(msgspec.json.encode(told))]}
+
+    def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
+        """Yield the shards and their numbers of cuts, which are counted where there is no index."""
+        for number, shard in enumerate(self._shards):
+            count = shard.count
+            if count < 0:
+                lines, damage = salvage_lines(self.folder / shard.files[CUTS])
+                # The cuts that a damage cuts off count as one.
+                count = len(lines) + (damage is not None)
+            yield [number, count], count
+
+    def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
+        """Yield the lines of the cuts of a shard, with the audio."""
+        shard, count = self._shards[place[0]], place[1]
+        lines, damage = salvage_lines(self.folder / shard.files[CUTS])
+        if damage is None and len(lines) != count:
+            damage = DamagedShard(f"{shard.files[CUTS]} has {len(lines)} cuts, and there should be {count}")
+            lines = []
+        path = self.folder / shard.files[self._field]
+        audio = _ShardAudio(path, self.container(path), shard.files.keys() - {CUTS, self._field})
+        yield from ((audio, line) for line in lines[begin:end])
+        for number in range(max(begin, len(lines)), end):
+            yield Unreadable("malformed", f"the cut cannot be read: {damage}", f"{shard.files[CUTS]} line {number + 1}")
+
+    def record(self, entry: Any) -> RawRecord:
+        """Return the record of a cut."""
+        audio, line = entry
+        record: dict[str, Any] = {}
+        try:
+            cut, lost = decode_lhotse_line(line, Cut), set(audio.other_fields)
+            record = _describe_cut(cut, self.channel, lost) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
+            record["audio_filepath"] = f"{audio.container}/{cut.id}"
+            name, recording, place = audio.find(cut.id)
+            record["audio_filepath"] = f"{audio.container}/{name}"
+            record = _place_cut(cut, recording) | record
+        except RejectRecord as reject:
+            text = encode_record(record, line) if record else line
+            return Unreadable(reject.reason, reject.detail, text.decode("utf-8", "replace"))
+        return describe(encode_record(record, line), lost, Member(audio.container, "bytes", *place))
+
+    @cached_property
+    def _shards(self) -> list[ShardRecord]:
+        is_there = self.folder.is_dir()
+        refuse((not is_there, f"the Shar {self.folder} is not a folder; correct shar in sources"), code="missing_input")
+        try:
+            if is_indexed(self.folder):
+                return list(read_shards(self.folder, read_dataset(self.folder).num_shards))
+            return find_foreign_shards(self.folder)
+        except DamagedShard as error:
+            raise ConfigError(f"the Shar cannot be read: {error}; copy it again", code="bad_manifest") from error
+
+    @cached_property
+    def _field(self) -> str:
+        """The field that has the audio."""
+        fields = sorted({field for shard in self._shards for field in shard.files} - {CUTS})
+        wanted = _USUAL_FIELDS if self.audio is None else (self.audio,)
+        found = [field for field in wanted if field in fields]
+        has = "has both " + " and ".join(found) if found else "has neither " + " nor ".join(_USUAL_FIELDS)
+        refuse(
+            (
+                not found and self.audio is not None,
+                f"audio: {self.folder} has no field {self.audio!r}{nearest(str(self.audio), fields)}",
+            ),
+            (
+                len(found) != 1,
+                f"{self.folder} {has}; name the field of the audio with audio: one of {', '.join(fields) or 'none'}",
+            ),
+            code="unknown_field",
+        )
+        return found[0]
+
+
+class _ShardAudio:
+    """The audio of one shard by the ids of its cuts: of a damaged archive, what comes before the damage.
+
+    Args:
+        container: the path of the archive below the audio root.
+        other_fields: names of the shard's fields that have neither the cuts nor the audio.
+    """
+
+    def __init__(self, path: Path, container: str, other_fields: set[str]) -> None:
+        self._name = path.name
+        self.container = container
+        self.other_fields = other_fields
+        self._of_cut: dict[str, list[int]] = {}
+        try:
+            self._table: ItemTable | RejectRecord = ItemTable(path, salvage=True)
+        except DamagedShard as error:
+            self._table = RejectRecord("unreadable_audio" if path.exists() else "missing_audio", str(error))
+            return
+        for number, name in enumerate(self._table.names):
+            stem, _, extension = name.rpartition(".")
+            if extension not in ("json", "nometa"):
+                self._of_cut.setdefault(stem, []).append(number)
+
+    def find(self, cut_id: str) -> tuple[str, RecordingLine, tuple[int, int]]:
+        """Return the name of the member that has the audio of a cut, the Recording behind it, and its place.
+
+        Raises:
+            RejectRecord: there is none, or not one.
+        """
+        if isinstance(self._table, RejectRecord):
+            raise self._table
+        found = self._of_cut.get(cut_id, [])
+        names, damage = self._table.names, self._table.cut_off
+        audio = [number for number in found if not names[number].endswith(f".{NO_DATA}")]
+        behind = [name for number in audio for name in names[number + 1 : number + 2]]
+        refuse_record(
+            (len(found) > 1, "malformed", f"{self._name} has {len(found)} members of this cut"),
+            (not found and damage, "unreadable_audio", f"no member of this cut comes before the damage: {damage}"),
+            (not audio, "missing_audio", f"{self._name} has no audio of this cut"),
+            (
+                behind != [f"{cut_id}.json"],
+                "unreadable_audio" if damage else "malformed",
+                f"{self._name} has no {cut_id}.json behind the audio of this cut",
+            ),
+        )
+        recording = decode_lhotse_line(self._table.member(audio[0] + 1), RecordingLine)
+        return names[audio[0]], recording, self._table.place(audio[0])
+
+
+def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
+    """Return the keys of a cut's record but those of the stored audio; ``lost`` has names of what it does not carry.
+
+    Where the audio was taken from is in ``source_audio_filepath``, ``source_offset`` and ``source_channel``.
+
+    Raises:
+        RejectRecord: its supervisions do not make one record.
+    """
+    channels = listed(cut.channel)
+    # A number of the source counts the channels that are stored.
+    channel = channels[chosen] if isinstance(chosen, int) and chosen < len(channels) else None
+    supervisions = find_heard(cut, channel, lost)
+    record = speech_record(cut, supervisions, cut.id, cut.start, lost)
+    sources = cut.recording.sources if cut.recording else []
+    path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None
+    # An absolute path says something about a machine, and nothing about the data.
+    if isinstance(path, str) and path and not PurePosixPath(path).is_absolute():
+        record.setdefault("source_audio_filepath", path)
+    return {key: value for key, value in record.items() if key not in _DROPPED}
+
+
+def _place_cut(cut: Cut, recording: RecordingLine) -> dict[str, Any]:
+    """Return the keys of a cut's record that say which part of the stored audio it is, and of which channel.
+
+    Raises:
+        RejectRecord: the cut does not lie within the audio, or the audio would have to be changed.
+    """
+    end = cut.start + cut.duration
+    is_whole = math.isclose(recording.seconds, cut.duration, rel_tol=0.0, abs_tol=_SAME_SECONDS)
+    refuse_record(
+        (
+            recording.transforms,
+            "unsupported_cut",
+            "its audio is changed by transforms while it is loaded; store the changed audio in the Shar",
+        ),
+        (
+            not is_whole and not end <= recording.seconds + _SAME_SECONDS,
+            "duration_mismatch",
+            f"the cut is {cut.start:g} to {end:g} s of its audio, which has {recording.seconds:g} s",
+        ),
+    )
+    place: dict[str, Any] = {"duration": cut.duration}
+    if not is_whole:
+        place["offset"] = cut.start
+    elif cut.start:
+        # Other tools leave in ``start`` the place of the segment in the recording that it was taken from.
+        place["source_offset"] = cut.start
+    channels = recording.channel_ids or []
+    if len(channels) > 1 and cut.channel in channels:
+        place["channel"] = channels.index(cut.channel)
+    return place

@@ -10,7 +10,9 @@ from support.sources import read
 
 from sharmill.errors import ConfigError
 from sharmill.sources import Unreadable
-from sharmill.sources.annotated import AnnotatedSource, Stretch, find_overlaps, parse_textgrid
+from sharmill.sources.annotated import AnnotatedSource
+from sharmill.sources.stretches import Stretch, find_overlaps
+from sharmill.sources.textgrid import parse_textgrid
 
 LONG_TEXTGRID = """File type = "ooTextFile"
 Object class = "TextGrid"

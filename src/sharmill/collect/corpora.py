@@ -38,8 +38,8 @@ from sharmill.files.disk import stopping_errors
 from sharmill.files.host import new_process
 from sharmill.manifest import write_lines
 from sharmill.registry import nearest
-from sharmill.sources.annotated import split_runs
 from sharmill.sources.files import split_lines
+from sharmill.sources.stretches import split_runs
 
 # Errors of recipes about files that are not as they expect them: they have no classes of their own for it.
 _RECIPE_ERRORS: Final = (AssertionError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)

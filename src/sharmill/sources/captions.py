@@ -1,0 +1,91 @@
+"""Captions in SRT and WebVTT, with the lines that rolling captions repeat left out."""
+
+import html
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import Final
+
+from sharmill.sources import Unreadable
+from sharmill.sources.files import split_lines
+from sharmill.sources.stretches import Stretch
+
+_CLOCK: Final = r"(?:(\d{1,4}):)?(\d{1,2}):(\d\d)(?:[,.](\d{1,9}))?"
+_SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
+# A tag ends before the next one begins, or each of many that never end would be looked for to the end of the file.
+_SRT_STYLE: Final = re.compile(r"</?(?:[bciu]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
+# Blocks of WebVTT that are no captions.
+_VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
+# A rolling caption has no more lines.
+_MOST_LINES: Final = 10
+# In seconds. Nothing is said in a shorter time, and no longer pause is between rolling captions.
+_SHORT_CAPTION: Final = 0.1
+
+
+def parse_captions(text: str) -> Iterator[Stretch | Unreadable | str]:
+    """Yield the stretches of SRT or WebVTT, blocks that cannot be read, and notes about lines that are left out."""
+    is_vtt = text.startswith("WEBVTT")
+    blocks = _split_captions(text, is_vtt=is_vtt)
+    captions: list[tuple[float, float, list[str]]] = []
+    for times, lines in blocks:
+        if times is not None:
+            plain = (_SRT_STYLE.sub("", line) for line in lines)
+            said = (html.unescape(line).strip() if is_vtt else line.strip() for line in plain)
+            captions.append((_clock(times.groups()[:4]), _clock(times.groups()[4:]), list(filter(None, said))))
+        elif lines and not (is_vtt and lines[0].startswith(_VTT_BLOCKS) and len(blocks) > 1):
+            yield Unreadable(
+                "malformed", "the block has no line of times, 00:00:01,000 --> 00:00:02,000", "\n".join(lines)
+            )
+    yield from _drop_repeats(captions)
+
+
+def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | None, list[str]]]:
+    """Return the times of each block, if it has some, and its further lines that are not blank, without its number.
+
+    A caption may have blank lines: one ends it only if a number, times or, in WebVTT, a name or a comment follows.
+    """
+    lines = ["", *map(str.strip, split_lines(text))]
+    rows = [(line, not before) for before, line in itertools.pairwise(lines) if line]
+    blocks: list[tuple[re.Match[str] | None, list[str]]] = [(None, [])]
+    for (line, is_apart), (following, follows_apart) in itertools.pairwise([*rows, ("", True)]):
+        times, said, is_number = _SRT_TIMES.match(line), blocks[-1][1], line.isdecimal()
+        is_name = is_number or (is_vtt and is_apart) if not follows_apart else is_number and is_apart and said
+        if is_name and _SRT_TIMES.match(following):
+            continue
+        if times or (is_apart and said and (is_number or (is_vtt and line.startswith(_VTT_BLOCKS)))):
+            blocks.append((times, []))
+        if not times:
+            blocks[-1][1].append(line)
+    return blocks
+
+
+def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[Stretch | str]:
+    """Yield the stretches of captions, (start, end, lines), with each line of rolling ones once, and notes.
+
+    A rolling caption repeats the last lines of the one before, and goes on, or lasts for a hundredth of a second only.
+    Speakers repeat themselves too, so lines are left out only if half of the captions of a file are rolling.
+    """
+    rows: list[tuple[float, float, list[str], int, bool]] = []
+    before: list[str] = []
+    last = -math.inf
+    for start, end, lines in sorted(captions, key=itemgetter(0, 1)):
+        sizes = range(min(len(before), len(lines), _MOST_LINES), 0, -1) if start < last + _SHORT_CAPTION else ()
+        repeated = next((size for size in sizes if before[-size:] == lines[:size]), 0)
+        is_short = 0 <= end - start < _SHORT_CAPTION
+        rows.append((start, end, lines, repeated, is_short))
+        before, last = before if is_short else lines, max(last, end)
+    num_rolling = sum(repeated > 0 and (is_short or repeated < len(lines)) for _, _, lines, repeated, is_short in rows)
+    for start, end, lines, repeated, is_short in rows:
+        dropped = repeated if 2 * num_rolling >= len(rows) - 1 or (is_short and repeated == len(lines)) else 0
+        if dropped < len(lines) or not lines:
+            yield from ["lines of captions that only repeat the one before are left out"] * dropped
+            yield Stretch("", start, end, " ".join(lines[dropped:]))
+        else:
+            yield "captions that only repeat the one before are left out"
+
+
+def _clock(parts: Sequence[str | None]) -> float:
+    hours, minutes, seconds, fraction = (part or "0" for part in parts)
+    return int(hours) * 3600 + int(minutes) * 60 + float(f"{seconds}.{fraction}")

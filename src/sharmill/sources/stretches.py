@@ -1,0 +1,104 @@
+"""Stretches of recordings, as annotations have them: joined across pauses, and which of them overlap."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+# Two stretches that overlap by less only have rounded times.
+_MIN_OVERLAP: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of a recording, times in seconds.
+
+    Attributes:
+        recording: its name in the file; "" where the file is about one recording.
+        channel: its name in the file; "" where there is none.
+        glued: the text is a mark that stands behind the word before without a blank.
+    """
+
+    recording: str
+    start: float
+    end: float
+    text: str | None = None
+    speaker: str | None = None
+    channel: str = ""
+    glued: bool = False
+
+
+def join_stretches(stretches: Sequence[Stretch], max_gap: float, max_duration: float) -> list[Stretch]:
+    """Join stretches of one speaker and channel where the pause is not longer than ``max_gap`` seconds.
+
+    None becomes longer than ``max_duration`` seconds by it. The order is that of speakers, and of time.
+
+    >>> words = [Stretch("", 0.0, 0.4, "good"), Stretch("", 0.5, 1.0, "day"), Stretch("", 3.0, 3.5, "yes")]
+    >>> [(part.start, part.end, part.text) for part in join_stretches(words, 0.5, 20.0)]
+    [(0.0, 1.0, 'good day'), (3.0, 3.5, 'yes')]
+    """
+
+    def voice(stretch: Stretch) -> tuple[str, str, str]:
+        return stretch.recording, stretch.channel, stretch.speaker or ""
+
+    groups = itertools.groupby(sorted(stretches, key=lambda s: (voice(s), s.start, s.end)), voice)
+    return [_joined(run) for _, group in groups for run in split_runs(group, max_gap, max_duration)]
+
+
+def split_runs(
+    parts: Iterable[Any], max_gap: float = math.inf, max_duration: float = math.inf, *, enough: float = math.inf
+) -> Iterator[list[Any]]:
+    """Yield runs of what has ``start`` and ``end`` in seconds and is in the order of its starts.
+
+    A run ends before a pause of more than ``max_gap`` seconds, before it would last more than ``max_duration``, and
+    when it lasts ``enough`` seconds.
+    """
+    run: list[Any] = []
+    end = 0.0
+    for part in parts:
+        if run and (
+            part.start - end > max_gap
+            or max(end, part.end) - run[0].start > max_duration
+            or end - run[0].start >= enough
+        ):
+            yield run
+            run = []
+        end = max(end, part.end) if run else part.end
+        run.append(part)
+    if run:
+        yield run
+
+
+def _joined(run: list[Stretch]) -> Stretch:
+    texts = [("" if part.glued else " ") + part.text for part in run if part.text]
+    end = max(part.end for part in run)
+    return replace(run[0], end=end, text="".join(texts).strip() if texts else None)
+
+
+def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
+    """Mark the stretches during which another one of the same recording and channel goes on, by another speaker.
+
+    Stretches of which the speaker is not known are by different ones.
+    """
+    marks = [False] * len(stretches)
+
+    def track(number: int) -> tuple[str, str]:
+        return stretches[number].recording, stretches[number].channel
+
+    lasting = (number for number, stretch in enumerate(stretches) if stretch.end > stretch.start)
+    for _, numbers in itertools.groupby(sorted(lasting, key=lambda n: (track(n), stretches[n].start)), track):
+        ends: dict[str | int, float] = {}  # of the two voices that go on longest
+        before: list[int] = []  # those since the voice changed last
+        for voice, run in itertools.groupby(numbers, lambda n: stretches[n].speaker or n):
+            following = list(run)
+            for number in before:
+                marks[number] |= stretches[number].end - stretches[following[0]].start > _MIN_OVERLAP
+            longest = max((end for other, end in ends.items() if other != voice), default=-math.inf)
+            for number in following:
+                marks[number] = longest - stretches[number].start > _MIN_OVERLAP
+            before = following
+            ends[voice] = max(ends.get(voice, -math.inf), *(stretches[number].end for number in following))
+            if len(ends) > 2:
+                del ends[min(ends, key=ends.__getitem__)]
+    return marks

@@ -11,7 +11,8 @@ import soundfile as sf
 from support.audio import reason_of, speech_like
 from support.project import raises
 
-from sharmill.audio.decoder import ENCODERS, AudioInfo, encode, encoder_problem
+from sharmill.audio.decoder import AudioInfo
+from sharmill.audio.encoding import ENCODERS, encode, encoder_problem
 from sharmill.audio.files import decode_bytes, probe_bytes
 from sharmill.errors import ConfigError
 
@@ -48,7 +49,7 @@ def test_overshoot_is_clipped(format):
 def test_encoders_write_the_same_bytes_in_every_process_and_at_every_time():
     script = """
 import hashlib, sys, numpy as np
-from sharmill.audio.decoder import ENCODERS, encode
+from sharmill.audio.encoding import ENCODERS, encode
 samples = np.random.default_rng(0).uniform(-0.5, 0.5, 50000).astype(np.float32)
 for format in ENCODERS:
     print(format, hashlib.sha256(encode(samples, 16000, format)).hexdigest())

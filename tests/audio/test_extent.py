@@ -8,8 +8,8 @@ import pytest
 from support.audio import FORMS, chunk, container, encode, flac_claiming, pcm, read, reason_of, recording, wav, write
 from support.project import make_record, run_sharmill, voice, write_config, write_lines
 
-from sharmill.audio.decoder import with_serial
 from sharmill.audio.files import decode_bytes, probe, probe_bytes
+from sharmill.audio.ogg import with_serial
 from sharmill.errors import RejectRecord
 from sharmill.shar import open_shar
 

@@ -12,7 +12,7 @@ import soundfile as sf
 from support.audio import FORMS, encode, read, reason_of, some_samples, speech_like, write
 from support.project import raises
 
-from sharmill.audio.decoder import AudioBytes
+from sharmill.audio.audio_bytes import AudioBytes
 from sharmill.audio.ffmpeg import Sph2pipeDecoder
 from sharmill.audio.files import decode_bytes, probe, probe_bytes
 from sharmill.errors import RejectRecord

@@ -11,7 +11,9 @@ from support.audio import container, speech_like, write
 from support.project import raises, write_tone
 
 from sharmill.audio import files
-from sharmill.audio.decoder import ENCODERS, AudioBytes, encode, to_float
+from sharmill.audio.audio_bytes import AudioBytes
+from sharmill.audio.decoder import to_float
+from sharmill.audio.encoding import ENCODERS, encode
 from sharmill.audio.files import Recording, open_bytes
 from sharmill.audio.resample import resample
 from sharmill.audio.roots import AudioRoots

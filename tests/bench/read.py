@@ -17,7 +17,7 @@ from support.project import make_bare_dataset
 
 from bench.rows import Case, row
 from bench.speech import RATE, clip
-from sharmill.audio.decoder import encode
+from sharmill.audio.encoding import encode
 from sharmill.shar import open_shar
 from sharmill.shar.arrays import array_to_bytes
 from sharmill.shar.items import FieldWriter, Item

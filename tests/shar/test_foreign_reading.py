@@ -13,7 +13,7 @@ from lhotse.features.io import MemoryRawWriter, NumpyFilesWriter
 from lhotse.supervision import AlignmentItem
 from support.project import DATA, raises, voice, write_tone
 
-from sharmill.audio.decoder import encode
+from sharmill.audio.encoding import encode
 from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar import open_shar
 from sharmill.shar.arrays import array_to_bytes

@@ -15,7 +15,6 @@ Read = Callable[[int, int], bytes]
 
 # Writers to a pipe leave 0xFFFFFFFF (ffmpeg) or 0x7FFFF000 (sox) for a size that they cannot know.
 STREAMED_BYTES: Final = 0x7FFF0000
-_HEAD_BYTES: Final = 512
 _BLOCK_BYTES: Final = 1 << 20
 _TAGS: Final = (b"ID3", b"TAG", b"APET", b"LYRI")
 _ID3: Final = (b"ID3\2", b"ID3\3", b"ID3\4")
@@ -37,12 +36,6 @@ _EMPTY_BYTES: Final = 8
 _GARBAGE_BYTES: Final = 512
 # Chunks behind the samples that tools leave cut off.
 _METADATA: Final = (b"LIST", b"id3 ", b"ID3 ")
-# A first page of an Ogg stream: version 0, and its flag.
-OGG_BEGIN: Final = b"OggS\0\2"
-OGG_SERIAL: Final = slice(14, 18)
-_MOST_PAGE_BYTES: Final = 1 << 16
-_OPUS_RATE: Final = re.compile(rb"(?s)OpusHead.{4}(.{4})")
-_FULL_OPUS_RATE: Final = 48000
 # With the flags of a number of frames and one of bytes.
 _XING: Final = re.compile(rb"(?s)(?:Xing|Info)...[\x03\x07\x0b\x0f].{4}(.{4})")
 _TAG_FRAME: Final = re.compile(rb"Xing|Info|VBRI")
@@ -141,22 +134,6 @@ def _chunks(read: Read, size: int, position: int, form: str) -> Iterator[tuple[b
                 continue
         position += header + length
         yield chunk, position - length, length
-
-
-def is_plain_ogg(read: Read, size: int, sampling_rate: int) -> bool:
-    """Return True if libsndfile, which states ``sampling_rate``, reads all of an Ogg file at the right rate.
-
-    It reads one stream, which shows in the serial numbers of the first and last pages; streams of one serial number
-    that lie one behind the other show in a look at all pages only. It takes an input rate of Opus at which Opus does
-    not decode for the next one.
-    """
-    head, tail = read(0, _HEAD_BYTES), read(max(0, size - _MOST_PAGE_BYTES), _MOST_PAGE_BYTES)
-    opus = _OPUS_RATE.search(head)
-    if opus and sampling_rate not in (_FULL_OPUS_RATE, int.from_bytes(opus[1], "little")):
-        return False
-    last = tail.rfind(b"OggS")
-    # A file that is cut off within the header of its last page has no serial number there.
-    return head.rfind(OGG_BEGIN) == 0 and last >= 0 and head[OGG_SERIAL].startswith(tail[last:][OGG_SERIAL])
 
 
 def count_mpeg_samples(read: Read, size: int, name: str, estimate: int) -> tuple[int, list[int]]:

@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from sharmill.audio.audio_bytes import AudioBytes
 from sharmill.audio.decoder import (
     MAX_SAMPLES_PER_BYTE,
     MAX_SAMPLING_RATE,
     MIN_SAMPLING_RATE,
     SAMPLES_IN_ANY_SIZE,
-    AudioBytes,
     AudioInfo,
     Decoder,
-    SndfileDecoder,
-    is_intact,
 )
 from sharmill.audio.extent import check_chunks, skip_tags
+from sharmill.audio.ogg import is_intact
+from sharmill.audio.sndfile import SndfileDecoder
 from sharmill.errors import RejectRecord, refuse_record
 
 if TYPE_CHECKING:

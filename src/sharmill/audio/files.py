@@ -15,18 +15,18 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from sharmill.audio.arrow import read_audio
+from sharmill.audio.audio_bytes import AudioBytes
 from sharmill.audio.decoder import (
     MAX_SAMPLES_PER_BYTE,
     MAX_SAMPLING_RATE,
     MIN_SAMPLING_RATE,
     SAMPLES_IN_ANY_SIZE,
-    AudioBytes,
     AudioInfo,
     check_finite,
-    flac_header,
     to_float,
 )
 from sharmill.audio.ffmpeg import open_decoder
+from sharmill.audio.flac import flac_header
 from sharmill.errors import RejectRecord, refuse_record
 from sharmill.files.location import Location, open_location
 from sharmill.files.regular import NotRegularError

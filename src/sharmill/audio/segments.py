@@ -21,7 +21,8 @@ import soundfile as sf
 import xxhash
 
 from sharmill.audio.arrow import UnreadableRows, open_rows, read_audio
-from sharmill.audio.decoder import AudioBytes, AudioInfo, to_float
+from sharmill.audio.audio_bytes import AudioBytes
+from sharmill.audio.decoder import AudioInfo, to_float
 from sharmill.audio.files import Recording, decode_bytes, open_bytes, open_recording
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots

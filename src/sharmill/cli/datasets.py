@@ -7,7 +7,7 @@ from typing import Any, Literal
 import click
 import yaml
 
-from sharmill.audio.decoder import count_clipped
+from sharmill.audio.encoding import count_clipped
 from sharmill.cli.command import (
     FAILED,
     OK,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from sharmill.audio.decoder import encode
+from sharmill.audio.encoding import encode
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse

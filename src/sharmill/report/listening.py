@@ -14,7 +14,7 @@ import torch
 from markupsafe import Markup
 from torchaudio.transforms import MelSpectrogram
 
-from sharmill.audio.decoder import encode
+from sharmill.audio.encoding import encode
 from sharmill.audio.files import decode_bytes
 from sharmill.audio.resample import resample
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord

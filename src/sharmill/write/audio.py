@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from sharmill.audio.decoder import count_clipped, encode, encoder_problem, to_float
+from sharmill.audio.decoder import to_float
+from sharmill.audio.encoding import count_clipped, encode, encoder_problem
 from sharmill.audio.resample import resample
 from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentPlace, SegmentReader, SegmentsOnce
 from sharmill.errors import RejectRecord

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec.structs import replace
 
-from sharmill.audio.decoder import check_encoder
+from sharmill.audio.encoding import check_encoder
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentsOnce
 from sharmill.audio.sound import Sound

@@ -30,7 +30,8 @@ from lhotse.supervision import AlignmentItem
 from lhotse.utils import compute_num_samples
 from miniaudio import ffi, lib
 
-from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, flac_header, to_float
+from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, to_float
+from sharmill.audio.flac import flac_header
 from sharmill.errors import DamagedShard, RejectRecord, one_line
 from sharmill.files.location import local
 from sharmill.files.stored import NOT_JSON

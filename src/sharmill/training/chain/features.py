@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from sharmill.audio.decoder import AudioBytes
+from sharmill.audio.audio_bytes import AudioBytes
 from sharmill.audio.files import open_bytes, open_recording
 from sharmill.audio.resample import resample, segment_bounds
 from sharmill.errors import ConfigError, RejectRecord

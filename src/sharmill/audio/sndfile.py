@@ -1,0 +1,130 @@
+"""Decoding through libsndfile, which knows WAV, FLAC, MP3, Ogg and others, by content.
+
+Beside it what libsndfile does not tell: a header that states a wrong number of samples, and damage that it passes over.
+``ffmpeg.py`` decodes the rest.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import soundfile as sf
+
+from sharmill.audio.audio_bytes import AudioBytes
+from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, AudioInfo, Decoder
+from sharmill.audio.extent import STREAMED_BYTES, count_mpeg_samples
+from sharmill.audio.flac import has_unstated_flac
+from sharmill.audio.ogg import OGG_BEGIN, is_intact, is_plain_ogg, page_bytes
+from sharmill.errors import RejectRecord, refuse_record
+
+# Our names where they are not libsndfile's format in lower case.
+_OTHER_NAMES: Final = {"OPUS": "opus", "WAVEX": "wav"}
+# Subtypes without memory between samples: a seek lands on the same values as a decode from the start.
+_MEMORYLESS: Final = ("PCM_S8", "PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT", "DOUBLE", "ULAW", "ALAW")
+_UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
+# libsndfile shortens a chunk that goes beyond the end of the file, and says so only in its log.
+_SHORTENED_CHUNK: Final = re.compile(
+    r"^\s*(?:data|SSND|Data Size|Riff size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE
+)
+
+
+class SndfileDecoder(Decoder):
+    """An audio file that libsndfile has opened.
+
+    Raises:
+        RejectRecord: unreadable_audio (libsndfile cannot open it), duration_mismatch (it holds more than it states).
+    """
+
+    def __init__(self, source: AudioBytes) -> None:
+        self._source = source
+        # Not the path: libsndfile takes anything called .raw, .vox, .gsm or .au for audio.
+        descriptor = source.descriptor
+        if descriptor is not None:
+            os.lseek(descriptor, 0, os.SEEK_SET)  # where another decoder has left it
+        with _rejecting(source.name):
+            sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
+        # Once: soundfile looks each up in its tables.
+        num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
+        exact = kind == "FLAC" or subtype in _MEMORYLESS
+        # A demuxer of FFmpeg that reads all of the audio, where libsndfile reads a part of it.
+        self.demuxer = ""
+        # Places of the streams that lie one behind the other, of which libsndfile reads the first.
+        self.starts: list[int] = []
+        if num_samples == _UNKNOWN_LENGTH or subtype in ("MPEG_LAYER_I", "MPEG_LAYER_II"):
+            num_samples, self.demuxer = 0, "flac" if kind == "FLAC" else "mp3"
+        elif subtype.startswith("MPEG"):
+            num_samples, self.starts = count_mpeg_samples(source.read, source.size, source.name, sound.frames)
+            self.demuxer = "mp3" if num_samples > sound.frames or len(self.starts) > 1 else ""
+        elif kind == "OGG" and not is_plain_ogg(source.read, source.size, sound.samplerate):
+            self.demuxer = "ogg"
+        # libsndfile takes several times as long for floats of them.
+        self._dtype = "int16" if subtype == "PCM_16" else "float32"
+        # Ogg states its length in its last page, so that it cannot be wrong by much.
+        is_bounded = not exact and kind not in ("OGG", "FLAC")
+        is_possible = not is_bounded or num_samples <= source.size * MAX_SAMPLES_PER_BYTE
+        detail = f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
+        refuse_record((not is_possible, "unreadable_audio", detail))
+        format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
+        self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
+        self._sound = sound
+        self._sought = False
+
+    def seek(self, position: int) -> None:
+        with _rejecting(self._source.name):
+            self._sound.seek(position)
+        self._sought = True
+
+    def read(self, num_samples: int) -> np.ndarray:
+        if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not
+            # MP3 decodes to other last bits without it, and soundfile.read does it. It decodes: not for a header alone.
+            self.seek(0)
+        with _rejecting(self._source.name):
+            return self._sound.read(num_samples, dtype=self._dtype)
+
+    def check_end(self) -> None:
+        """Raise RejectRecord for what libsndfile passes over: an early end, lost pages in Ogg, more than is stated."""
+        name = self._source.name
+        if self._sound.format == "OGG":
+            stream = self._source.read()
+            last = stream.rfind(b"OggS")
+            size = page_bytes(stream, last)
+            cut_off = last >= 0 and (size == 0 or last + size > len(stream))
+            has_several = stream.find(OGG_BEGIN, 1) >= 0
+            is_damaged = not cut_off and not is_intact(stream)
+            refuse_record(
+                (has_several, "unreadable_audio", f"{name} has several Ogg streams under one serial number"),
+                (is_damaged, "unreadable_audio", f"{name}: a page of the Ogg stream is damaged"),
+            )
+        elif self._sound.format == "FLAC":
+            cut_off = False  # shows in decoding
+            is_longer = has_unstated_flac(self._source.read(), self.info.num_samples)
+            refuse_record((is_longer, "duration_mismatch", f"{name} holds more audio than its header states"))
+        else:
+            sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
+            cut_off = any(found < declared < STREAMED_BYTES for declared, found in sizes)
+        refuse_record((cut_off, "duration_mismatch", f"{name} ends before its header says"))
+
+    def close(self) -> None:
+        self._sound.close()
+
+
+class _ForwardSound(sf.SoundFile):
+    """A SoundFile whose reads follow each other without seeks between them, after which MP3 decodes to other values."""
+
+    def seekable(self) -> bool:
+        return False
+
+
+@contextmanager
+def _rejecting(name: str) -> Iterator[None]:
+    try:
+        yield
+    except sf.LibsndfileError as error:
+        # Not str(error), which may hold the address of an object.
+        reason = error.error_string
+        if reason.startswith(("Unspecified internal error", "File does not exist")):  # as libsndfile has it of MP3
+            reason = "it is damaged, so that libsndfile cannot decode it"
+        raise RejectRecord("unreadable_audio", f"{name}: {reason}") from None

@@ -13,7 +13,7 @@ import msgspec
 
 from sharmill.audio.files import choose_channel, probe
 from sharmill.audio.roots import AudioRoots
-from sharmill.collect.corpora import RECIPE_LOG, Found, run_recipe
+from sharmill.collect.recipes import RECIPE_LOG, Found, run_recipe
 from sharmill.engine.executor import Listener
 from sharmill.engine.run import merge_files
 from sharmill.engine.run_dir import RunDir

@@ -1,0 +1,219 @@
+"""Recipes of our own: AN4, and HiFi-TTS, Fisher and HUB5 where lhotse's recipes do not do what users need.
+
+Headers of audio are read with sharmill's own reader, so that one file that cannot be read ends no recipe.
+"""
+
+import logging
+import os
+import re
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from sharmill.audio.files import probe
+from sharmill.errors import RejectRecord
+from sharmill.sources.files import split_lines
+
+# NeMo's name of a part of Fisher, and LDC's names of its audio and of its texts.
+_FISHER: Final = (
+    ("LDC2004S13-Part1", "LDC2004S13", "LDC2004T19"),
+    ("LDC2005S13-Part2", "LDC2005S13", "LDC2005T19"),
+)
+# Text of an utterance that is left out, and that no joined utterances go over.
+LEFT_OUT: Final = "(("
+# Splits of Fisher, by tenths of its recordings.
+_FISHER_SPLITS: Final = (*["train"] * 8, "validation", "test")
+# In texts of Fisher: tags such as [laughter], and <noise> of its second transcriber; and signs, of which none stays.
+_FISHER_TAG: Final = re.compile(r"\[+[^\]]*\]+|<[^>]*>")
+_FISHER_SIGNS: Final = str.maketrans(dict.fromkeys('()*;:"!&{},.-?'))
+# The texts of HUB5 for scoring: recording, channel, speaker, begin, end, labels, text, with marks of asides and of
+# hesitations.
+_HUB5_TEXTS: Final = "hub5e00.english.000405.stm"
+_STM_LINE: Final = re.compile(r"(\S+)\s+([AB])\s+(\S+)\s+([\d.]+)\s+([\d.]+)\s+(?:<[^>]*>)?(.*)")
+_STM_HESITATION: Final = re.compile(r"\(%(?:hesitation|uh|ah)\)")
+_STM_MARK: Final = re.compile(r"<[be]_aside>|[()-]")
+_AN4_LINE: Final = re.compile(r"(.*)\(([^()\s]+)\)\s*")
+
+
+def forgive_headers() -> None:
+    """Have lhotse read headers with sharmill's reader; a file that this refuses counts as a long one of two channels.
+
+    So a recipe gets past it, with all of its segments, and they are rejected where all records are checked. SPHERE
+    needs no sph2pipe. It holds until the process ends.
+    """
+    from lhotse.audio import backend
+
+    class Headers(backend.AudioBackend):
+        def info(self, path_or_fd: Any, **_: Any) -> backend.LibsndfileCompatibleAudioInfo:
+            channels, num_samples, rate = 2, 10**6 * 16000, 16000
+            with suppress(RejectRecord):
+                info = probe(path_or_fd)
+                channels, num_samples, rate = info.channels, info.num_samples, info.sampling_rate
+            return backend.LibsndfileCompatibleAudioInfo(channels, num_samples, rate, num_samples / rate)
+
+    backend.set_current_audio_backend(Headers())
+
+
+def read_hifitts(directory: Path) -> dict[str, Any]:
+    """Return the partitions of HiFi-TTS, each read by itself: lhotse's recipe may give one the name of another."""
+    from lhotse.recipes.hifitts import prepare_single_partition
+
+    forgive_headers()
+    parts = {}
+    for path in sorted(directory.glob("*_manifest_*.json")):
+        speaker, _, quality, split = path.stem.split("_")
+        recordings, supervisions = prepare_single_partition(path, directory, speaker, quality)
+        # As in the names of the partitions: with the quality, which the recordings of a speaker differ in.
+        for supervision in supervisions:
+            supervision.custom["speaker_name"] = supervision.speaker
+            supervision.speaker = f"{speaker}_{quality}"
+        parts[f"{speaker}_{quality}_{split}"] = {"recordings": recordings, "supervisions": supervisions}
+    if not parts:
+        raise ValueError("there are no files such as 92_manifest_clean_train.json")
+    return parts
+
+
+def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, Any]:
+    """Return the recordings and supervisions of the parts of Fisher that are there, by split.
+
+    Of the recordings, in the order of their names, the first 80 % are for training, and the next 10 % for validation.
+    With ``remove_noises`` texts are as NeMo's script leaves them, and those that are uncertain are left out.
+
+    Either as LDC names them, LDC2004S13 with LDC2004T19 and LDC2005S13 with LDC2005T19, or in the two folders of NeMo's
+    documentation, LDC2004S13-Part1 and LDC2005S13-Part2, which lhotse's recipe does not know: it gets links.
+    """
+    from lhotse.recipes.fisher_english import prepare_fisher_english
+
+    forgive_headers()
+    with tempfile.TemporaryDirectory(prefix="sharmill-fisher-") as scratch:
+        corpus = Path(scratch) / "corpus"
+        found = [names for part, *names in _FISHER if _link_fisher(directory, part, names, corpus)]
+        if not found:
+            raise ValueError(f"there is none of the folders {', '.join(name for row in _FISHER for name in row[:2])}")
+        audio, texts = map(list, zip(*found, strict=True))
+        made = prepare_fisher_english(corpus, Path(scratch) / "out", audio, texts, absolute_paths=True)
+        recordings = list(made["recordings"])
+        for part in (part for recording in recordings for part in recording.sources):
+            part.source = os.path.realpath(part.source)
+        utterances = list(made["supervisions"])
+    if remove_noises:
+        for utterance in utterances:
+            utterance.text = _clean_fisher(utterance.text)
+        num_left = sum(utterance.text in ("", LEFT_OUT) for utterance in utterances)
+        logging.warning("%d utterances are left out: noises only, or uncertain, in (( ))", num_left)
+        utterances = [utterance for utterance in utterances if utterance.text]
+    names = sorted(recording.id for recording in recordings)
+    splits = {name: _FISHER_SPLITS[10 * number // len(names)] for number, name in enumerate(names)}
+    return {
+        split: {
+            "recordings": [part for part in recordings if splits[part.id] == split],
+            "supervisions": [part for part in utterances if splits[part.recording_id] == split],
+        }
+        for split in dict.fromkeys(splits.values())
+    }
+
+
+def _clean_fisher(text: str) -> str:
+    """Return a text without tags, punctuation and capitals, or ``LEFT_OUT`` for an uncertain one.
+
+    >>> _clean_fisher("[laughter] I have a 'Mini-van' [uh] on A._B._C.")
+    'i have a minivan uh on a b c'
+    """
+    if "((" in text:
+        return LEFT_OUT
+    text = text.lower().replace("[uh]", "uh").replace("[um]", "um")
+    text = _FISHER_TAG.sub(" ", text).replace("._", " ").translate(_FISHER_SIGNS)
+    return " ".join(re.sub(r"'([a-z]+)'", r"\1", text).split())
+
+
+def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, Any]:
+    """Return the recordings and supervisions of HUB5, with the clean texts of its STM; without it lhotse's.
+
+    In the folders of LDC, LDC2002S09 and LDC2002T43, or in those of NeMo's script, hub5e_00 and 2000_hub5_eng_eval_tr.
+    """
+    from lhotse import Recording, RecordingSet, SupervisionSegment, SupervisionSet, fix_manifests
+    from lhotse.recipes.eval2000 import prepare_eval2000
+
+    forgive_headers()
+    texts = next(iter(sorted(directory.rglob(_HUB5_TEXTS))), None)
+    if texts is None or transcript_path is not None:
+        with tempfile.TemporaryDirectory(prefix="sharmill-hub5-") as scratch:
+            return prepare_eval2000(directory, scratch, transcript_path, absolute_paths=True)
+    files = sorted(directory.rglob("hub5e_00/english/*.sph"))
+    if not files:
+        raise ValueError("there is no hub5e_00/english with .sph files")
+    utterances = []
+    for number, line in enumerate(split_lines(texts.read_text("utf-8")), start=1):
+        if line.startswith(";;") or "inter_segment_gap" in line.lower() or not line.strip():
+            continue
+        match = _STM_LINE.fullmatch(line.strip())
+        if match is None:
+            raise ValueError(f"line {number} of {texts} is no utterance of STM: {line[:80]!r}")
+        recording, channel, speaker, start, end, text = match.groups()
+        text = _STM_MARK.sub("", _STM_HESITATION.sub("uh", text.lower()))
+        text = LEFT_OUT if "ignore_time_segment_" in text else " ".join(text.split())
+        utterances.append(
+            SupervisionSegment(
+                f"{recording}-{number}",
+                recording,
+                float(start),
+                round(float(end) - float(start), 8),
+                "AB".index(channel),
+                text,
+                speaker=speaker,
+            )
+        )
+    fixed = fix_manifests(
+        RecordingSet.from_recordings(map(Recording.from_file, files)), SupervisionSet.from_segments(utterances)
+    )
+    return dict(zip(("recordings", "supervisions"), fixed, strict=True))
+
+
+def _link_fisher(directory: Path, part: str, names: list[str], corpus: Path) -> bool:
+    """Make links to a part of Fisher under the names that LDC gives it; return False if it is not there."""
+    audio, texts = names
+    home = directory / (audio if (directory / audio).is_dir() else part)
+    if not home.is_dir():
+        return False
+    (corpus / audio).mkdir(parents=True)
+    for folder in (*home.iterdir(), directory / texts):
+        if (folder / "data/trans").is_dir():
+            (corpus / texts).symlink_to(folder)
+        elif (folder / "audio").is_dir():
+            (corpus / audio / folder.name).symlink_to(folder)
+    return True
+
+
+def read_an4(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the records of AN4 by split: ``etc/an4_<split>.transcription`` and ``.fileids``, SPHERE below ``wav``."""
+    directory = directory if (directory / "etc").is_dir() or not (directory / "an4").is_dir() else directory / "an4"
+    splits = {}
+    for split in ("train", "test"):
+        lists = [directory / "etc" / f"an4_{split}.{kind}" for kind in ("fileids", "transcription")]
+        if any(path.exists() for path in lists):
+            files, lines = (
+                [line.strip() for line in split_lines(path.read_text("utf-8")) if line.strip()] for path in lists
+            )
+            splits[split] = [_an4_record(directory, file, line) for file, line in zip(files, lines, strict=True)]
+    if not splits:
+        raise ValueError(f"there is no {directory / 'etc' / 'an4_train.fileids'}")
+    return splits
+
+
+def _an4_record(directory: Path, file: str, line: str) -> dict[str, Any]:
+    """Return the record of a file, and of the line with its text, such as ``<s> R U B OUT </s> (an251-fash-b)``."""
+    path = file.removesuffix(".sph")
+    name, match = path.rpartition("/")[2], _AN4_LINE.fullmatch(line)
+    if match is None or match[2] != name:
+        raise ValueError(f"the line {line[:80]!r} of a transcription does not end in ({name}), as the fileids do")
+    speaker = name.partition("-")[2].partition("-")[0]
+    record = {
+        "utterance_id": name,
+        "audio_filepath": str(directory / "wav" / f"{path}.sph"),
+        "text": " ".join(word for word in match[1].split() if word not in ("<s>", "</s>", "<sil>")),
+        "speaker": speaker or name,
+        "language": "en",
+    }
+    gender = {"f": "female", "m": "male"}.get(speaker[:1])
+    return record | ({"gender": gender} if gender else {})

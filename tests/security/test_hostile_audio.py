@@ -14,7 +14,8 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.audio.segments import SegmentReader
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
-from sharmill.shar.reading.cuts import _decode_recording, read_item
+from sharmill.shar.reading.cuts import read_item
+from sharmill.shar.reading.decoding import _decode_recording
 
 RATE = 655350
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import soundfile as sf
 
-from sharmill.shar.reading.cuts import as_floats, decode_samples
+from sharmill.shar.reading.decoding import as_floats, decode_samples
 
 
 def flac(num_samples: int, channels: int = 1, rate: int = 16000, subtype: str = "PCM_16") -> bytes:

@@ -20,6 +20,8 @@ TARGET_CODES: Final = "target_codes"
 CONTEXT_CODES: Final = "context_codes"
 # Set in the ``custom`` of every cut that sharmill writes: its context must not be cut along with it.
 CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
+# The place of a cut in the order of all epochs, which the reader notes in it.
+POSITION: Final = "shar_position"
 
 # The fields of a dataset with contexts; see ``base_fields``.
 BASE_FIELDS: Final = (CUTS, TARGET_AUDIO, CONTEXT_AUDIO)
@@ -38,7 +40,7 @@ _CODEC: Final = re.compile(r"[\w.-]+")
 # Attributes that a cut has without any field; the last three are set by the writer and the reader.
 _OWN_ATTRIBUTES: Final = frozenset({
     "id", "start", "duration", "channel", "supervisions", "features", "recording", "custom", "type", "end",
-    CONTEXT_UNALIGNED, "shar_position", "shar_padding",
+    CONTEXT_UNALIGNED, POSITION, "shar_padding",
 })  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from sharmill.errors import refuse
 from sharmill.files.location import Location
 from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TARGET_CODES
 from sharmill.shar.index import open_directory, read_dataset
-from sharmill.shar.reading.cuts import SafeSource, TimeLastArray, check_claims
+from sharmill.shar.reading.in_memory import SafeSource, TimeLastArray, check_claims
 
 # Sources of recordings whose data has been read; a file is where the audio came from, and nothing to load.
 _LOADED = ("memory", "shar")

@@ -13,7 +13,8 @@ from sharmill.errors import DamagedShard, RejectRecord, refuse
 from sharmill.files.clients import FETCHES_AT_ONCE
 from sharmill.files.location import Location, check_copy, local
 from sharmill.prefetch import prefetch
-from sharmill.shar.reading.cuts import OpenShard, decode_audio
+from sharmill.shar.reading.decoding import decode_audio
+from sharmill.shar.reading.open_shard import OpenShard
 from sharmill.shar.reading.shard_source import ReadableShard, ShardSource
 from sharmill.shar.reading.state import (
     EpochProgress,

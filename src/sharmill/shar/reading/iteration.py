@@ -9,7 +9,7 @@ from lhotse.cut import Cut
 from torch.utils.data import get_worker_info
 
 from sharmill.errors import ConfigError, DamagedShard
-from sharmill.shar.reading.cuts import POSITION
+from sharmill.shar.fields import POSITION
 from sharmill.shar.reading.epoch_reader import PADDING, EpochReader, ReadOptions
 from sharmill.shar.reading.epochs import NextEpoch
 from sharmill.shar.reading.shard_source import ShardSource

@@ -136,7 +136,7 @@ class CutSource(ShardSource):
 
     def open(self, shard: int, epoch: int) -> ReadableShard:
         # Bins and sidecars need no lhotse, which this imports.
-        from sharmill.shar.reading.cuts import OpenShard
+        from sharmill.shar.reading.open_shard import OpenShard
 
         return OpenShard(self.files(shard), foreign=self._foreign, needed=self.needed)
 

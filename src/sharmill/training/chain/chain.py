@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 import torch
 
 from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError, refuse
-from sharmill.shar.reading.cuts import POSITION
+from sharmill.shar.fields import POSITION
 from sharmill.shar.reading.epoch_reader import ReadOptions
 from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.loading import load_states

@@ -25,7 +25,7 @@ from sharmill.files.cache import Cache, Copy
 from sharmill.files.checksums import checksum_bytes
 from sharmill.files.clients import Version
 from sharmill.files.location import Location, RemoteLocation, is_remote, is_url, local
-from sharmill.shar.reading.cuts import POSITION
+from sharmill.shar.fields import POSITION
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.sources.files import decode_json, decode_text, find_files, iterate_lines, open_input, read_ends
 from sharmill.sources.tars import Archive, WenetSource, read_part

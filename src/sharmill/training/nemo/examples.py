@@ -32,8 +32,7 @@ from sharmill.errors import ConfigError, FatalError, refuse
 from sharmill.files.checksums import checksum_bytes
 from sharmill.files.clients import FETCHES_AT_ONCE
 from sharmill.prefetch import prefetch
-from sharmill.shar.fields import CUTS
-from sharmill.shar.reading.cuts import POSITION
+from sharmill.shar.fields import CUTS, POSITION
 from sharmill.shar.reading.epoch_reader import ReadOptions
 from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.shard_source import ShardSource

@@ -1,0 +1,197 @@
+"""A shard whose files are open: each cut with its items of the chosen fields, and the time lines that others leave."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from lhotse import MonoCut, Recording
+from lhotse.array import TemporalArray
+from lhotse.cut import Cut
+
+from sharmill.errors import DamagedShard, RejectRecord
+from sharmill.files.location import local
+from sharmill.files.stored import NOT_JSON
+from sharmill.shar.fields import (
+    CONTEXT_AUDIO,
+    CONTEXT_CODES,
+    CONTEXT_UNALIGNED,
+    CUTS,
+    POSITION,
+    RECORDING,
+    TARGET_AUDIO,
+    TARGET_CODES,
+)
+from sharmill.shar.items import NO_DATA, ItemTable, ValueTable, open_items
+from sharmill.shar.offsets import open_indexed_lines
+from sharmill.shar.reading.cuts import MALFORMED, as_array, is_method_of_cuts, read_cut, read_item, set_field, with_id
+from sharmill.shar.reading.safety import find_forbidden
+from sharmill.shar.reading.shard_files import ShardFiles
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class OpenShard:
+    """A shard whose files are open, with all that can be seen without decoding items looked at already.
+
+    Args:
+        files: which to open.
+        foreign: not of a dataset by sharmill: its time lines may have to be put right.
+        needed: the fields without which a cut is left out.
+
+    Raises:
+        DamagedShard: when it is made, where a file is not as it should be.
+    """
+
+    def __init__(self, files: ShardFiles, *, foreign: bool, needed: Sequence[str] = ()) -> None:
+        self.index = files.index
+        self._foreign = foreign
+        self._needed = needed
+        try:
+            # Copies of remote files are not evicted as long as the shard is open.
+            self._held = [local(location) for location in files.locations]
+        except RejectRecord as reject:
+            raise self.damage(reject.detail) from reject
+        self._lines = (
+            open_indexed_lines(files.cuts, files.sidecars.get(CUTS, ())) if files.lines is None else files.lines
+        )
+        if files.count not in (None, len(self._lines)):
+            raise self.damage(f"there are {len(self._lines)} {CUTS} instead of {files.count}")
+        self._tables: dict[str, ItemTable | ValueTable] = {}
+        for name, path in files.fields.items():
+            if not foreign and is_method_of_cuts(name):
+                raise self.damage(f"the field {name} is called like a method of cuts")
+            table = self._tables[name] = open_items(path, sidecars=files.sidecars.get(name, ()))
+            if len(table) != len(self._lines):
+                raise self.damage(f"{name} ({path}) has {len(table)} items for {len(self._lines)} {CUTS}")
+
+    def read(self, number: int, position: tuple[int, ...]) -> Cut | None:
+        """Read a cut with the fields' items for it as its attributes; a placeholder is not attached.
+
+        Return None for a cut that has a placeholder in a needed field.
+
+        Args:
+            number: of the cut in the shard.
+            position: epoch, group, draw, block and item: the place in the order of all epochs, noted in the cut.
+
+        Raises:
+            DamagedShard: anything is not as it should be.
+        """
+        try:
+            cut = read_cut(_decode_json(self._lines[number]))
+            cut_id = cut.id
+        except (*NOT_JSON, *MALFORMED) as error:
+            raise self.damage(f"cut {number} is not a cut that can be read: {error!r}") from error
+        items = {
+            name: _read_item(table, number, cut_id)
+            if isinstance(table, ItemTable)
+            else _read_value(table, name, number, cut_id)
+            for name, table in self._tables.items()
+        }
+        if any(items[name] is None for name in self._needed):
+            return None
+        if type(cut) is MonoCut:
+            self._attach(cut, items, position)
+        elif self._foreign:
+            for name, item in items.items():
+                if item is not None:
+                    setattr(cut, name, item)
+            setattr(cut, POSITION, position)
+        else:
+            raise self.damage(f"{cut_id!r} is not a MonoCut")
+        return cut
+
+    def _attach(self, cut: MonoCut, items: dict[str, Any], position: tuple[int, ...]) -> None:
+        if cut.custom is None:
+            set_field(cut, "custom", {})
+        custom = cut.custom
+        custom[POSITION] = position
+        for name, item in items.items():
+            if item is not None:
+                set_field(cut, name, item)
+        if self._foreign:
+            _align(cut, custom)
+        target = items.get(TARGET_AUDIO)
+        # Others' Shars for speech-to-speech have a recording of their own beside it: what is answered.
+        if target is not None and items.get(RECORDING) is None:
+            set_field(cut, RECORDING, with_id(target, cut.recording.id) if cut.recording is not None else target)
+
+    def damage(self, what: str) -> DamagedShard:
+        return DamagedShard(f"shard {self.index}: {what}")
+
+
+def _read_item(table: ItemTable, number: int, cut_id: str) -> Any:
+    """Return the item of a cut in a tar field as an object of lhotse's, None for a placeholder."""
+    found, extension, data, metadata = table.raw(number)
+    if found != cut_id:
+        raise table.damage(f"member '{found}.{extension}' is where one for {cut_id!r} should be")
+    if extension == NO_DATA:
+        return None
+    try:
+        return read_item(_decode_json(metadata), extension, data)
+    except (*NOT_JSON, *MALFORMED) as error:
+        raise table.damage(f"the metadata of '{found}.{extension}' cannot be read: {error!r}") from error
+    except DamagedShard as error:
+        raise table.damage(f"member '{found}.{extension}': {error}") from error
+
+
+def _read_value(table: ValueTable, name: str, number: int, cut_id: str) -> Any:
+    """Return the value of a cut in a field of values."""
+    try:
+        values = _decode_json(table.line(number))
+    except NOT_JSON as error:
+        raise table.damage(f"item {number} is not JSON: {error}") from error
+    if values.get("cut_id") != cut_id:
+        raise table.damage(f"item {number} is that of {values.get('cut_id')!r}, not of {cut_id!r}")
+    value = values.get(name)
+    if found := find_forbidden(value):
+        raise table.damage(f"item {number} has {found}, which is not loaded")
+    return value
+
+
+def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
+    """Undo what the published scripts leave: the offset of the target in the cut, and contexts on its time line.
+
+    Their audio and codes are of the segments alone. lhotse, which takes them for as long as the whole recording, would
+    look for them at the offset.
+    """
+    if isinstance(custom.get(CONTEXT_AUDIO), Recording):
+        custom[CONTEXT_UNALIGNED] = True
+    context_codes = custom.get(CONTEXT_CODES)
+    if isinstance(context_codes, TemporalArray):
+        custom[CONTEXT_CODES] = as_array(context_codes)
+    target = custom.get(TARGET_AUDIO)
+    if isinstance(target, Recording) and _lasts(target.duration, cut.duration):
+        for supervision in cut.supervisions:
+            # lhotse counts the times of alignments from the start of the recording, and the cut is one now.
+            for kind, items in (supervision.alignment or {}).items():
+                supervision.alignment[kind] = [item.with_offset(-cut.start) for item in items]
+            # The start of the cut itself, rounded by lhotse, which counts from the beginning of the cut.
+            if cut.start > 0 and math.isclose(supervision.start, cut.start, abs_tol=1e-3):
+                supervision.start = 0.0
+        set_field(cut, "start", 0.0)
+    codes = custom.get(TARGET_CODES)
+    if isinstance(codes, TemporalArray) and _lasts(codes.duration, cut.duration, 2 * codes.frame_shift):
+        codes.start = cut.start
+        # The scripts round the frames of a second, so that the last frame of a slice would be left out: the frames
+        # there are last as long as the cut.
+        codes.frame_shift = min(codes.frame_shift, cut.duration / codes.shape[-1])
+
+
+def _lasts(found: float, expected: float, tolerance: float = 0.025) -> bool:
+    return math.isclose(found, expected, rel_tol=0.0, abs_tol=tolerance)
+
+
+def _decode_json(line: bytes) -> dict[str, Any]:
+    try:
+        return _decode(line)
+    except msgspec.DecodeError as error:
+        # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            raise error from None
+        if not isinstance(values, dict):
+            raise
+        return values

@@ -208,6 +208,11 @@ def read_audio(path: Path, member: Member) -> bytes:
     except UnreadableRows as error:
         raise RejectRecord("unreadable_audio", str(error)) from error
     found = "no" if data is None else len(data)
-    detail = f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}"
-    refuse_record((found != member.size, "changed_audio", detail))
+    refuse_record(
+        (
+            found != member.size,
+            "changed_audio",
+            f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}",
+        )
+    )
     return data

@@ -91,8 +91,7 @@ class ShardedDataset:
         """Return True if there is no directory, or nothing in it but folders that wait for files."""
         if not self.directory.exists():
             return True
-        own = (STAGING_NAME, LOCK_NAME)
-        found = (p for p in self.directory.iterdir() if not p.name.startswith(own))
+        found = (p for p in self.directory.iterdir() if not p.name.startswith((STAGING_NAME, LOCK_NAME)))
         return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in found)
 
     def is_made_of(self, fields: Sequence[str], files: Iterable[PublishedFile]) -> bool:
@@ -147,8 +146,7 @@ class ShardedDataset:
 
     def has_files(self, fields: Iterable[str]) -> bool:
         """Return True if there are files in the folder of a field, whether or not the index lists it."""
-        folders = [self.directory / field for field in fields]
-        return any(folder.is_dir() and not _has_no_files(folder) for folder in folders)
+        return any((self.directory / field).is_dir() and not _has_no_files(self.directory / field) for field in fields)
 
     def stored_codecs(self) -> list[str]:
         """Return the names of the codecs that have a folder, whether or not the index lists them."""

@@ -51,8 +51,10 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problem = "audio names the column of the audio, be it of paths; leave audio_filepath out of columns"
-        require("audio_filepath" not in self.columns, problem)
+        require(
+            "audio_filepath" not in self.columns,
+            "audio names the column of the audio, be it of paths; leave audio_filepath out of columns",
+        )
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be read, or lacks a column that the configuration names."""

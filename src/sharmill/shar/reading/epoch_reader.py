@@ -161,8 +161,11 @@ class EpochReader:
             for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
                 shard = open_once(slot)
                 try:
-                    position = (epoch, group, draw, block, item)
-                    cut = shard if isinstance(shard, DamagedShard) else shard.read(item, position)
+                    cut = (
+                        shard
+                        if isinstance(shard, DamagedShard)
+                        else shard.read(item, (epoch, group, draw, block, item))
+                    )
                 except DamagedShard as damage:
                     cut = damage
                 if isinstance(cut, DamagedShard) and self._options.on_damage == "raise":

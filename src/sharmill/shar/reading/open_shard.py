@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -186,12 +187,9 @@ def _lasts(found: float, expected: float, tolerance: float = 0.025) -> bool:
 def _decode_json(line: bytes) -> dict[str, Any]:
     try:
         return _decode(line)
-    except msgspec.DecodeError as error:
+    except msgspec.DecodeError:
         # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            raise error from None
-        if not isinstance(values, dict):
-            raise
-        return values
+        with suppress(ValueError, RecursionError):
+            if isinstance(values := json.loads(line), dict):
+                return values
+        raise

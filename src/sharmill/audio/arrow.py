@@ -208,11 +208,6 @@ def read_audio(path: Path, member: Member) -> bytes:
     except UnreadableRows as error:
         raise RejectRecord("unreadable_audio", str(error)) from error
     found = "no" if data is None else len(data)
-    refuse_record(
-        (
-            found != member.size,
-            "changed_audio",
-            f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}",
-        )
-    )
+    detail = f"row {member.start} of {path} has {found} bytes of audio, and had {member.size}"
+    refuse_record((found != member.size, "changed_audio", detail))
     return data

@@ -39,18 +39,6 @@ class AudioInfo:
     common: bool = field(default=True, compare=False)
 
 
-def flac_header(data: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Return samples, channels and rate of a FLAC by STREAMINFO, its first block; None for anything else."""
-    head = bytes(data[:42])
-    # A block of type 0 and 34 bytes; the bit above the type says whether it is the last.
-    if len(head) < 42 or head[:4] != b"fLaC" or head[4] & 127 or head[5:8] != b"\0\0\x22":
-        return None
-    # The header has 20 bits of rate, 3 of channels, 5 of depth, 36 of samples. libsndfile would take longer per item.
-    bits = int.from_bytes(head[18:26], "big")
-    # 0 samples is an unknown number of them, which libsndfile takes for all that there can be.
-    return bits & (1 << 36) - 1 or 1 << 63, (bits >> 41 & 7) + 1, bits >> 44 or 1
-
-
 class Decoder(ABC):
     """An audio file that is open, and decoded from some sample on."""
 

@@ -98,13 +98,8 @@ def check_chunks(read: Read, size: int, name: str) -> tuple[bytes, int, int]:
     stop = next((stop for stop in ends if _is_no_audio(read, size, stop, form, samples)), 0)
     if stop == end:
         return b"", 0, 0
-    refuse_record(
-        (
-            not stop and not is_unknown,
-            "duration_mismatch",
-            f"{name} has {size - end:,} bytes behind the audio that its header states",
-        )
-    )
+    detail = f"{name} has {size - end:,} bytes behind the audio that its header states"
+    refuse_record((not stop and not is_unknown, "duration_mismatch", detail))
     stop = stop or size
     return _endless_head(magic, read(0, start), stop - start), start, stop
 

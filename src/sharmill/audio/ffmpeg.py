@@ -157,12 +157,9 @@ class FfmpegDecoder(Decoder):
         parts = [source.with_head(b"", *place) for place in pairwise([*(starts or [0]), source.size])]
         found = [_inspect_once(part, demuxer) for part in parts]
         self.info = replace(found[0], num_samples=sum(info.num_samples for info in found))
+        is_one = len({(info.sampling_rate, info.channels, info.format) for info in found}) == 1
         refuse_record(
-            (
-                len({(info.sampling_rate, info.channels, info.format) for info in found}) != 1,
-                "unreadable_audio",
-                f"{source.name} changes its sampling rate or channels on the way",
-            )
+            (not is_one, "unreadable_audio", f"{source.name} changes its sampling rate or channels on the way")
         )
         self._blocks = (block for part in parts for _, block in _decode(part, *_open(part, demuxer)))
         self._left = self._nothing = np.empty((0, self.info.channels), np.float32)
@@ -237,17 +234,11 @@ def _decode(
                 if num_samples == 0:
                     form = rate, block.shape[1]
                 num_samples += len(block)
+                is_rate = MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE
+                is_same = (rate, block.shape[1]) == form
                 refuse_record(
-                    (
-                        not (MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE),
-                        "unreadable_audio",
-                        f"{name} claims a sampling rate of {rate} Hz",
-                    ),
-                    (
-                        (rate, block.shape[1]) != form,
-                        "unreadable_audio",
-                        f"{name} changes its sampling rate or channels on the way",
-                    ),
+                    (not is_rate, "unreadable_audio", f"{name} claims a sampling rate of {rate} Hz"),
+                    (not is_same, "unreadable_audio", f"{name} changes its sampling rate or channels on the way"),
                     (num_samples > most, "unreadable_audio", f"{name}: {size} bytes cannot hold {num_samples} samples"),
                 )
                 if len(block):
@@ -270,12 +261,9 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     Raises:
         RejectRecord: empty_audio; duration_mismatch, where it ends before its container says; and as of the decoder.
     """
+    is_damaged = demuxer == "ogg" and not is_intact(source.read())
     refuse_record(
-        (
-            demuxer == "ogg" and not is_intact(source.read()),
-            "unreadable_audio",
-            f"{source.name}: a page of the Ogg stream is damaged",
-        ),
+        (is_damaged, "unreadable_audio", f"{source.name}: a page of the Ogg stream is damaged"),
         (_begins_again(source, demuxer), "duration_mismatch", f"{source.name} holds another file behind its end"),
     )
     counted, rate, channels, claimed = 0, 1, 0, 0.0

@@ -23,10 +23,10 @@ from sharmill.audio.decoder import (
     SAMPLES_IN_ANY_SIZE,
     AudioInfo,
     check_finite,
-    flac_header,
     to_float,
 )
 from sharmill.audio.ffmpeg import open_decoder
+from sharmill.audio.flac import flac_header
 from sharmill.errors import RejectRecord, refuse_record
 from sharmill.files.location import Location, open_location
 from sharmill.files.regular import NotRegularError
@@ -122,12 +122,9 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
             yield recording
     else:
         with open_audio(path) as file:
+            is_whole = os.fstat(file.fileno()).st_size >= member.start + member.size
             refuse_record(
-                (
-                    os.fstat(file.fileno()).st_size < member.start + member.size,
-                    "unreadable_audio",
-                    f"{path} ends within the recording at byte {member.start}",
-                )
+                (not is_whole, "unreadable_audio", f"{path} ends within the recording at byte {member.start}")
             )
             with open_bytes(AudioBytes(name, file, member.start, member.size)) as recording:
                 yield recording
@@ -154,12 +151,9 @@ class Recording:
         self._failed: RejectRecord | None = None
         self.info = self._decoder.info
         rate = self.info.sampling_rate
+        is_rate = MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE
         refuse_record(
-            (
-                not (MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE),
-                "unreadable_audio",
-                f"{source.name} claims a sampling rate of {rate} Hz",
-            ),
+            (not is_rate, "unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz"),
             (self.info.num_samples <= 0, "empty_audio", f"{source.name} has no samples"),
         )
         self._begin = self._position = 0  # of the samples that are kept; the decoder is at their end
@@ -191,13 +185,8 @@ class Recording:
             # Later samples must not be returned in the place of those that failed.
             self._failed = reject
             raise
-        refuse_record(
-            (
-                len(audio) < wanted,
-                "duration_mismatch",
-                f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}",
-            )
-        )
+        detail = f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}"
+        refuse_record((len(audio) < wanted, "duration_mismatch", detail))
         check_finite(audio, self.source.name)
         return audio
 
@@ -222,13 +211,8 @@ class Recording:
         )
         if num_samples is None:
             self.check_end()
-        refuse_record(
-            (
-                wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE),
-                "unreadable_audio",
-                f"{name}: {size} bytes are too few for {wanted} samples of speech",
-            )
-        )
+        detail = f"{name}: {size} bytes are too few for {wanted} samples of speech"
+        refuse_record((wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE), "unreadable_audio", detail))
         return wanted
 
     def _take(self, start: int, end: int, channel: Channel) -> np.ndarray:

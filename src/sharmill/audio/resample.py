@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from sharmill.errors import refuse_record
+from sharmill.errors import RejectRecord
 
 Resampling = Literal["soxr", "kaiser", "sinc"]
 # Packages whose versions the samples depend on, by the way of resampling.
@@ -65,13 +65,8 @@ def resample(audio: np.ndarray, from_rate: int, to_rate: int, resampling: Resamp
     # The filter has a phase for every output sample until the rates meet again, which without a common divisor is late:
     # it would take gigabytes. soxr could, but not the stages after match.
     divisor = math.gcd(from_rate, to_rate)
-    refuse_record(
-        (
-            (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE,
-            "unsupported_rate",
-            f"{from_rate} Hz and {to_rate} Hz have no small common ratio",
-        )
-    )
+    if (from_rate // divisor) * (to_rate // divisor) > _MAX_FILTER_SIZE:
+        raise RejectRecord("unsupported_rate", f"{from_rate} Hz and {to_rate} Hz have no small common ratio")
     if resampling == "soxr":
         import soxr
 

@@ -49,19 +49,15 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         >>> normalise_path("/data/./speech/a/../b.wav", ["/data/speech"])
         'b.wav'
     """
+    is_command = audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|")
     refuse_record(
-        (
-            audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|"),
-            "outside_root",
-            "the audio path names a command, not a file",
-        ),
+        (is_command, "outside_root", "the audio path names a command, not a file"),
         ("\0" in audio_filepath, "outside_root", "the audio path has a null character, which no path can have"),
-        (
-            len(audio_filepath) > MAX_PATH,
-            "missing_audio",
-            f"the audio path has {len(audio_filepath):,} characters, more than a path can have",
-        ),
     )
+    if len(audio_filepath) > MAX_PATH:
+        raise RejectRecord(
+            "missing_audio", f"the audio path has {len(audio_filepath):,} characters, more than a path can have"
+        )
     relative, is_remote = audio_filepath, is_url(audio_filepath)
     if is_remote or audio_filepath.startswith("/"):
         behind = [rest for root in roots if (rest := _behind(root, audio_filepath)) is not None]
@@ -179,13 +175,8 @@ class AudioRoot:
             return
         real = os.path.realpath(self._join(relative))
         inside = os.path.join(self.real, "")  # noqa: PTH118 - a Path has no separator at its end
-        refuse_record(
-            (
-                real != self.real and not real.startswith(inside),
-                "outside_root",
-                "the audio path leaves the audio root by a symbolic link",
-            )
-        )
+        is_inside = real == self.real or real.startswith(inside)
+        refuse_record((not is_inside, "outside_root", "the audio path leaves the audio root by a symbolic link"))
 
 
 @dataclass(frozen=True)
@@ -230,12 +221,8 @@ class AudioRoots:
         for numbers in self.numbers:
             for one, other in itertools.permutations(numbers, 2):
                 outer, inner = self.roots[one], self.roots[other]
-                refuse(
-                    (
-                        Path(inner.real).is_relative_to(outer.real),
-                        f"the audio root {inner.path} lies within {outer.path}; name the outer one only",
-                    )
-                )
+                is_inside = Path(inner.real).is_relative_to(outer.real)
+                refuse((is_inside, f"the audio root {inner.path} lies within {outer.path}; name the outer one only"))
 
     def check_node(self) -> None:
         """Raise DeviceError where this node does not see a folder: all records there would be rejected, one by one."""

@@ -165,13 +165,8 @@ class SegmentReader:
 
     def _copy(self, segment: Segment, location: SegmentPlace, recording: Recording) -> FileCopy:
         is_large = location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels
-        refuse_record(
-            (
-                is_large,
-                "unreadable_audio",
-                f"{location.path}: {location.size} bytes are too many for {location.num_samples} samples",
-            )
-        )
+        detail = f"{location.path}: {location.size} bytes are too many for {location.num_samples} samples"
+        refuse_record((is_large, "unreadable_audio", detail))
         data = recording.source.read()
         found = checksum_bytes(data)
         if found == segment.notes.checksum:
@@ -200,23 +195,13 @@ class SegmentReader:
         )
 
     def _check(self, segment: Segment, location: SegmentPlace, samples: np.ndarray, found: str) -> SegmentAudio:
-        refuse_record(
-            (
-                segment.notes.checksum not in ("", found),
-                "changed_audio",
-                f"{location.path} is not what it was when the stage match read it",
-            )
-        )
+        is_changed = segment.notes.checksum not in ("", found)
+        refuse_record((is_changed, "changed_audio", f"{location.path} is not what it was when the stage match read it"))
         self._check_length(segment, location)
         peak = find_peak(samples)
         level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
-        refuse_record(
-            (
-                peak < SILENT_PEAK,
-                "silent_audio",
-                f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB",
-            )
-        )
+        detail = f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
+        refuse_record((peak < SILENT_PEAK, "silent_audio", detail))
         rate = location.info.sampling_rate
         sound = segment.notes.sound or measure_sound(to_float(samples), rate).pack()
         return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found, sound), location)
@@ -324,14 +309,11 @@ def find_peak(samples: np.ndarray) -> float:
     """
     low, high = to_float(np.array([samples.min(), samples.max()]))
     peak = max(float(high), -float(low))
-    refuse_record(
-        (
-            peak > _HIGHEST_PEAK,
-            "over_full_scale",
-            f"the loudest sample is {peak:,.0f} times full scale; if the file holds floats, set float_scale of the "
-            "source to what is full scale in it, such as 32768 for values of 16 bits",
-        )
+    detail = (
+        f"the loudest sample is {peak:,.0f} times full scale; if the file holds floats, set float_scale of the source "
+        "to what is full scale in it, such as 32768 for values of 16 bits"
     )
+    refuse_record((peak > _HIGHEST_PEAK, "over_full_scale", detail))
     return peak
 
 

@@ -4,7 +4,6 @@ Beside it what libsndfile does not tell: a header that states a wrong number of 
 ``ffmpeg.py`` decodes the rest.
 """
 
-import io
 import os
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import soundfile as sf
 from sharmill.audio.audio_bytes import AudioBytes
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, AudioInfo, Decoder
 from sharmill.audio.extent import STREAMED_BYTES, count_mpeg_samples
+from sharmill.audio.flac import has_unstated_flac
 from sharmill.audio.ogg import OGG_BEGIN, is_intact, is_plain_ogg, page_bytes
 from sharmill.errors import RejectRecord, refuse_record
 
@@ -29,7 +29,6 @@ _UNKNOWN_LENGTH: Final = (1 << 63) - 1  # libsndfile's SF_COUNT_MAX
 _SHORTENED_CHUNK: Final = re.compile(
     r"^\s*(?:data|SSND|Data Size|Riff size|riff)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE
 )
-_FLAC_BEGIN: Final = b"fLaC\0\0\0\x22"
 
 
 class SndfileDecoder(Decoder):
@@ -65,13 +64,9 @@ class SndfileDecoder(Decoder):
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
         # Ogg states its length in its last page, so that it cannot be wrong by much.
         is_bounded = not exact and kind not in ("OGG", "FLAC")
-        refuse_record(
-            (
-                is_bounded and num_samples > source.size * MAX_SAMPLES_PER_BYTE,
-                "unreadable_audio",
-                f"{source.name}: {source.size} bytes cannot hold {num_samples} samples",
-            )
-        )
+        is_possible = not is_bounded or num_samples <= source.size * MAX_SAMPLES_PER_BYTE
+        detail = f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
+        refuse_record((not is_possible, "unreadable_audio", detail))
         format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
@@ -97,27 +92,16 @@ class SndfileDecoder(Decoder):
             last = stream.rfind(b"OggS")
             size = page_bytes(stream, last)
             cut_off = last >= 0 and (size == 0 or last + size > len(stream))
+            has_several = stream.find(OGG_BEGIN, 1) >= 0
+            is_damaged = not cut_off and not is_intact(stream)
             refuse_record(
-                (
-                    stream.find(OGG_BEGIN, 1) >= 0,
-                    "unreadable_audio",
-                    f"{name} has several Ogg streams under one serial number",
-                ),
-                (
-                    not cut_off and not is_intact(stream),
-                    "unreadable_audio",
-                    f"{name}: a page of the Ogg stream is damaged",
-                ),
+                (has_several, "unreadable_audio", f"{name} has several Ogg streams under one serial number"),
+                (is_damaged, "unreadable_audio", f"{name}: a page of the Ogg stream is damaged"),
             )
         elif self._sound.format == "FLAC":
             cut_off = False  # shows in decoding
-            refuse_record(
-                (
-                    _has_unstated_flac(self._source.read(), self.info.num_samples),
-                    "duration_mismatch",
-                    f"{name} holds more audio than its header states",
-                )
-            )
+            is_longer = has_unstated_flac(self._source.read(), self.info.num_samples)
+            refuse_record((is_longer, "duration_mismatch", f"{name} holds more audio than its header states"))
         else:
             sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
             cut_off = any(found < declared < STREAMED_BYTES for declared, found in sizes)
@@ -125,20 +109,6 @@ class SndfileDecoder(Decoder):
 
     def close(self) -> None:
         self._sound.close()
-
-
-def _has_unstated_flac(data: bytes, num_samples: int) -> bool:
-    """Return True if FLAC has more than the samples that it states, or another FLAC behind it."""
-    if data.rfind(_FLAC_BEGIN) > 0:  # from the end, which takes a quarter of the time
-        return True
-    # If the header states no number, libsndfile finds the sample behind the last one, if there is any.
-    unstated = data[:21] + bytes((data[21] & 0xF0,)) + bytes(4) + data[26:]
-    try:
-        with sf.SoundFile(io.BytesIO(unstated)) as sound:
-            sound.seek(num_samples)
-    except sf.LibsndfileError:
-        return False
-    return True
 
 
 class _ForwardSound(sf.SoundFile):

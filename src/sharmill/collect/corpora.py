@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sharmill.collect.own_recipes import read_an4, read_fisher, read_hifitts, read_hub5
-from sharmill.errors import ConfigError, refuse
+from sharmill.errors import ConfigError
 from sharmill.registry import nearest
 
 _LIBRI_PARTS: Final = (
@@ -105,13 +105,11 @@ def find_corpus(name: str) -> Corpus:
     modules = [module.name for module in pkgutil.iter_modules(lhotse.recipes.__path__) if module.name != "utils"]
     functions = [name.removeprefix("prepare_") for name in dir(lhotse.recipes) if name.startswith("prepare_")]
     recipes_of_lhotse = {_normalise(recipe): recipe for recipe in dict.fromkeys([*functions, *modules])}
-    refuse(
-        (
-            short not in recipes_of_lhotse,
+    if short not in recipes_of_lhotse:
+        raise ConfigError(
             f"--from {name}: there is no such corpus{nearest(short, [*CORPORA, *recipes_of_lhotse.values()])}",
-        ),
-        code="unknown_name",
-    )
+            code="unknown_name",
+        )
     recipe = recipes_of_lhotse[short]
     return Corpus(recipe=recipe, dataset=recipe)
 

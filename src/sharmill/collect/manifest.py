@@ -105,8 +105,8 @@ class Destination:
 
     def files(self, splits: Iterable[str] = ("",)) -> list[Path]:
         """Return the paths of all files, of which some may not be written."""
-        own = [*map(self.of_split, splits), *map(self.beside, (INFO, REJECTS, LOG))]
-        return own if self.vocabulary is None else [*own, self.vocabulary]
+        vocabulary = [self.vocabulary] if self.vocabulary else []
+        return [*map(self.of_split, splits), *map(self.beside, (INFO, REJECTS, LOG)), *vocabulary]
 
 
 class Input(NamedTuple):
@@ -439,13 +439,8 @@ def _make_source(source: str, options: ManifestOptions) -> Source:
     path = expand_home(source)
     if options.download and not path.exists():
         make_folder(path)
-    refuse(
-        (
-            not path.exists() and (options.corpus is not None or not names_several(source)),
-            f"there is no file or folder {path}; correct its path",
-        ),
-        code="missing_input",
-    )
+    if not path.exists() and (options.corpus is not None or not names_several(source)):
+        raise ConfigError(f"there is no file or folder {path}; correct its path", code="missing_input")
     own: dict[str, Any] = {}
     if path.is_dir():
         kind: type[Source] = FolderSource
@@ -471,10 +466,10 @@ def _make_source(source: str, options: ManifestOptions) -> Source:
 
 def _refuse_existing(files: Iterable[Path]) -> None:
     there = sorted(str(file) for file in files if file.exists())
-    refuse(
-        (there, f"there is already {', '.join(there)}; name another file, or replace with --force"),
-        code="foreign_output",
-    )
+    if there:
+        raise ConfigError(
+            f"there is already {', '.join(there)}; name another file, or replace with --force", code="foreign_output"
+        )
 
 
 def _absolute(path: Path) -> Path:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from sharmill.audio.files import probe
-from sharmill.config import require
 from sharmill.errors import RejectRecord
 from sharmill.sources.files import split_lines
 
@@ -70,7 +69,8 @@ def read_hifitts(directory: Path) -> dict[str, Any]:
             supervision.custom["speaker_name"] = supervision.speaker
             supervision.speaker = f"{speaker}_{quality}"
         parts[f"{speaker}_{quality}_{split}"] = {"recordings": recordings, "supervisions": supervisions}
-    require(bool(parts), "there are no files such as 92_manifest_clean_train.json")
+    if not parts:
+        raise ValueError("there are no files such as 92_manifest_clean_train.json")
     return parts
 
 
@@ -89,7 +89,8 @@ def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="sharmill-fisher-") as scratch:
         corpus = Path(scratch) / "corpus"
         found = [names for part, *names in _FISHER if _link_fisher(directory, part, names, corpus)]
-        require(bool(found), f"there is none of the folders {', '.join(name for row in _FISHER for name in row[:2])}")
+        if not found:
+            raise ValueError(f"there is none of the folders {', '.join(name for row in _FISHER for name in row[:2])}")
         audio, texts = map(list, zip(*found, strict=True))
         made = prepare_fisher_english(corpus, Path(scratch) / "out", audio, texts, absolute_paths=True)
         recordings = list(made["recordings"])
@@ -140,7 +141,8 @@ def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, 
         with tempfile.TemporaryDirectory(prefix="sharmill-hub5-") as scratch:
             return prepare_eval2000(directory, scratch, transcript_path, absolute_paths=True)
     files = sorted(directory.rglob("hub5e_00/english/*.sph"))
-    require(bool(files), "there is no hub5e_00/english with .sph files")
+    if not files:
+        raise ValueError("there is no hub5e_00/english with .sph files")
     utterances = []
     for number, line in enumerate(split_lines(texts.read_text("utf-8")), start=1):
         if line.startswith(";;") or "inter_segment_gap" in line.lower() or not line.strip():
@@ -194,7 +196,8 @@ def read_an4(directory: Path) -> dict[str, list[dict[str, Any]]]:
                 [line.strip() for line in split_lines(path.read_text("utf-8")) if line.strip()] for path in lists
             )
             splits[split] = [_an4_record(directory, file, line) for file, line in zip(files, lines, strict=True)]
-    require(bool(splits), f"there is no {directory / 'etc' / 'an4_train.fileids'}")
+    if not splits:
+        raise ValueError(f"there is no {directory / 'etc' / 'an4_train.fileids'}")
     return splits
 
 

@@ -25,7 +25,7 @@ from zipfile import BadZipFile
 from sharmill.collect.corpora import Corpus, find_corpus
 from sharmill.collect.own_recipes import forgive_headers
 from sharmill.collect.splits import choose_splits, find_splits, write_split
-from sharmill.errors import ConfigError, FatalError, one_line, refuse
+from sharmill.errors import ConfigError, FatalError, one_line
 from sharmill.files.disk import stopping_errors
 from sharmill.files.host import new_process
 from sharmill.registry import nearest
@@ -34,8 +34,6 @@ from sharmill.registry import nearest
 _RECIPE_ERRORS: Final = (AssertionError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 # Seconds without a byte after which a server of a corpus is given up.
 _NETWORK_TIMEOUT: Final = 60.0
-# Arguments of recipes that are not for users.
-_OWN_ARGUMENTS: Final = ("output_dir", "absolute_paths", "num_jobs", "force_download")
 # Name of the file that has the warnings of a recipe.
 RECIPE_LOG: Final = "recipe.log"
 
@@ -101,9 +99,9 @@ def _run_recipe(
             parts = find_splits(
                 _call_recipe(corpus, directory, options, folder / "recipe", splits if download else None)
             )
+            chosen = choose_splits(sorted(parts), splits)
             written = {
-                split: write_split(parts[split], folder / f"split-{number}", min_segment)
-                for number, split in enumerate(choose_splits(sorted(parts), splits))
+                split: write_split(parts[split], folder / f"split-{n}", min_segment) for n, split in enumerate(chosen)
             }
         except ImportError as error:
             package = error.name or str(error)
@@ -142,31 +140,23 @@ def _call_recipe(
         for name, p in parameters.items()
         if p.default is p.empty and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     ]
-    absolute = {"absolute_paths": True} if "absolute_paths" in parameters else {}
-    scratches = {"output_dir": scratch} if "output_dir" in needed else {}
-    given = absolute | scratches | {key: value for key, value in options.items() if key in parameters}
-    names = [name for name in parameters | of_download if name not in _OWN_ARGUMENTS]
-    missing = [name for name in needed if name not in given]
-    refuse(
-        *(
-            (
-                key not in names,
-                f"{key}: the recipe {corpus.recipe} has no such argument"
-                f"{nearest(key, names) if names else '; it takes none'}",
-            )
-            for key in options
-        ),
-        (
-            missing,
-            f"the recipe {corpus.recipe} needs {', '.join(missing)}: give it as --recipe-option "
-            f"{''.join(missing[:1])}=VALUE",
-        ),
-        code="bad_usage",
-    )
+    given: dict[str, Any] = {"absolute_paths": True} if "absolute_paths" in parameters else {}
+    given |= {"output_dir": scratch} if "output_dir" in needed else {}
+    given |= {key: value for key, value in options.items() if key in parameters}
+    hidden = ("output_dir", "absolute_paths", "num_jobs", "force_download")
+    names = [name for name in parameters | of_download if name not in hidden]
+    if unknown := [key for key in options if key not in names]:
+        hint = nearest(unknown[0], names) if names else "; it takes none"
+        raise ConfigError(f"{unknown[0]}: the recipe {corpus.recipe} has no such argument{hint}", code="bad_usage")
+    if missing := [name for name in needed if name not in given]:
+        raise ConfigError(
+            f"the recipe {corpus.recipe} needs {', '.join(missing)}: give it as --recipe-option {missing[0]}=VALUE",
+            code="bad_usage",
+        )
     if download is not None and downloads is not None:
-        chosen = {"dataset_parts": choose_splits(corpus.parts, downloads)} if corpus.parts else {}
-        further = {key: value for key, value in options.items() if key in of_download}
-        directory = _download(corpus, download, directory, chosen | further)
+        chosen: dict[str, Any] = {"dataset_parts": choose_splits(corpus.parts, downloads)} if corpus.parts else {}
+        chosen |= {key: value for key, value in options.items() if key in of_download}
+        directory = _download(corpus, download, directory, chosen)
     adapted = corpus.adapt(directory) if corpus.adapt else {}
     return recipe(directory, **adapted | given)
 
@@ -178,13 +168,11 @@ def _find_function(kind: str, recipe: str) -> Callable[..., Any]:
     for module in map(importlib.import_module, modules):
         if hasattr(module, name):
             return getattr(module, name)
-    refuse(
-        (
-            kind == "download",
+    if kind == "download":
+        raise ConfigError(
             f"lhotse does not download {recipe}: get the corpus from its publisher, and leave --download out",
-        ),
-        code="bad_usage",
-    )
+            code="bad_usage",
+        )
     raise ConfigError(f"lhotse's recipe {recipe} has no function {name}", code="unknown_name")
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from sharmill.collect.own_recipes import LEFT_OUT
-from sharmill.errors import refuse
+from sharmill.errors import ConfigError, refuse
 from sharmill.manifest import write_lines
 from sharmill.sources.stretches import split_runs
 
@@ -70,13 +70,11 @@ def write_split(part: Any, path: Path, min_segment: float | None) -> dict[str, s
     Return the names of the files by the keys of the source that reads them; none if there are no records.
     """
     files: dict[str, list[Any]] = {}
-    refuse(
-        (
-            min_segment is not None and (isinstance(part, list) or part[1] is None or len(part[1]) <= len(part[0])),
+    if min_segment is not None and (isinstance(part, list) or part[1] is None or len(part[1]) <= len(part[0])):
+        raise ConfigError(
             "--min-segment joins the utterances of long recordings, which the corpus does not have; leave it out",
-        ),
-        code="bad_usage",
-    )
+            code="bad_usage",
+        )
     if isinstance(part, list):
         files["manifest"] = sorted(part, key=lambda record: record["audio_filepath"])
     else:

@@ -91,7 +91,8 @@ class ShardedDataset:
         """Return True if there is no directory, or nothing in it but folders that wait for files."""
         if not self.directory.exists():
             return True
-        found = (p for p in self.directory.iterdir() if not p.name.startswith((STAGING_NAME, LOCK_NAME)))
+        own = (STAGING_NAME, LOCK_NAME)
+        found = (p for p in self.directory.iterdir() if not p.name.startswith(own))
         return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in found)
 
     def is_made_of(self, fields: Sequence[str], files: Iterable[PublishedFile]) -> bool:
@@ -146,7 +147,8 @@ class ShardedDataset:
 
     def has_files(self, fields: Iterable[str]) -> bool:
         """Return True if there are files in the folder of a field, whether or not the index lists it."""
-        return any((self.directory / field).is_dir() and not _has_no_files(self.directory / field) for field in fields)
+        folders = [self.directory / field for field in fields]
+        return any(folder.is_dir() and not _has_no_files(folder) for folder in folders)
 
     def stored_codecs(self) -> list[str]:
         """Return the names of the codecs that have a folder, whether or not the index lists them."""

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from sharmill.config import Precision, require
-from sharmill.errors import ConfigError, DamagedShard, RejectRecord, refuse
+from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.atomic import fsync, open_atomic, remove_temp_files, write_atomic
 from sharmill.files.cache import Cache
 from sharmill.files.checksums import checksum_bytes
@@ -259,10 +259,10 @@ def read_dataset(directory: Location) -> DatasetRecord:
     try:
         # First of all, since a dataset of another version may have other keys.
         version = msgspec.json.decode(data, type=_Version).format_version
-        refuse(
-            (version != FORMAT_VERSION, f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}"),
-            code="wrong_version",
-        )
+        if version != FORMAT_VERSION:
+            raise ConfigError(
+                f"{path} has format version {version}; this sharmill reads {FORMAT_VERSION}", code="wrong_version"
+            )
         return msgspec.json.decode(data, type=DatasetRecord).complete()
     except NOT_JSON as error:
         raise DamagedShard(f"{path}: {error}") from error
@@ -309,7 +309,8 @@ def open_index_file(directory: Location, name: str, *, buffering: int = -1) -> B
         path = directory / name
         if path.exists() and not path.is_dir():
             raise
-    refuse((directory.exists() and not directory.is_dir(), f"{directory} is not a folder"), code="no_dataset")
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is not a folder", code="no_dataset")
     if directory.parts and directory.parts[0].endswith(":"):
         address = str(directory).replace(":/", "://", 1)
         raise ConfigError(f"{address} is an address: copy the dataset to a folder, and name that", code="no_dataset")
@@ -332,9 +333,8 @@ def write_shards(directory: Path, shards: Iterable[ShardRecord]) -> None:
 
 def write_dataset(directory: Path, record: DatasetRecord) -> None:
     """Publish ``dataset.json``, the last file of a dataset to be written."""
-    write_atomic(
-        directory / DATASET_FILE, msgspec.json.format(msgspec.json.encode(record.complete()), indent=2) + b"\n"
-    )
+    data = msgspec.json.encode(record.complete())
+    write_atomic(directory / DATASET_FILE, msgspec.json.format(data, indent=2) + b"\n")
 
 
 @contextmanager

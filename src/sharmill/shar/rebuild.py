@@ -56,14 +56,12 @@ def find_foreign_shards(directory: Path) -> list[ShardRecord]:
         ConfigError: sharmill wrote them: without an index they are not complete, and some may be missing.
     """
     shards = find_shards(directory)
-    refuse(
-        (
-            _are_own(directory, shards),
+    if _are_own(directory, shards):
+        raise ConfigError(
             f"{directory} is not a finished dataset: there is no {DATASET_FILE}. Finish the run that writes it; if the "
             "index was lost, sharmill index makes it again",
-        ),
-        code="no_dataset",
-    )
+            code="no_dataset",
+        )
     return shards
 
 
@@ -95,7 +93,8 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
     Raises:
         ConfigError: there are no cuts, a shard lacks a field that others have, or two files claim to be the same.
     """
-    refuse((not directory.is_dir(), f"{directory} is not a folder"), code="bad_layout")
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a folder", code="bad_layout")
     flat, nested = _cuts_files(directory), _cuts_files(directory / CUTS)
     numbered = {match[2] is not None for match in flat + nested}
     refuse(
@@ -119,13 +118,11 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
             raise ConfigError(
                 f"{directory / taken} and {file} are both shard {index} of {field}; remove one", code="bad_layout"
             )
-    refuse(
-        (
-            CUTS not in fields,
+    if CUTS not in fields:
+        raise ConfigError(
             f"{directory} has no cuts: neither cuts.000000.jsonl.gz nor a folder cuts with such files",
-        ),
-        code="bad_layout",
-    )
+            code="bad_layout",
+        )
     for field, files in fields.items() if complete else ():
         if odd := sorted(files.keys() ^ fields[CUTS].keys()):
             has, lacks = (field, CUTS) if odd[0] in files else (CUTS, field)
@@ -223,14 +220,12 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     found = find_shards(directory)
     inferred: list[str] = []
     if [shard.index for shard in found] != list(range(len(found))):
-        refuse(
-            (
-                _are_own(directory, found),
+        if _are_own(directory, found):
+            raise ConfigError(
                 f"{directory}: sharmill wrote these shards, and some are gone: their numbers do not run from 0 without "
                 "gaps; run the configuration again",
-            ),
-            code="no_dataset",
-        )
+                code="no_dataset",
+            )
         inferred.append("the numbers of the shards have gaps: the index counts them in their order, from 0")
         found = [msgspec.structs.replace(shard, index=index) for index, shard in enumerate(found)]
     old = None
@@ -293,10 +288,10 @@ def _record(
     directory: Path, shard: ShardRecord, seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> ShardRecord:
     """Return the record of a shard; add to ``seen``, and to the formats and rates of ``audio``."""
-    files = {
-        name: FieldFile(file, (directory / file).stat().st_size, checksum(directory / file))
-        for name, file in shard.files.items()
-    }
+    files = {}
+    for name, file in shard.files.items():
+        path = directory / file
+        files[name] = FieldFile(file, path.stat().st_size, checksum(path))
     ids = [str(cut.get("id")) for cut in read_cuts(directory / files[CUTS].file)]
     seconds = {
         name: _read_field(name, directory / file.file, ids, seen, audio) for name, file in files.items() if name != CUTS

@@ -151,10 +151,8 @@ class Source(ABC):
     def __post_init__(self) -> None:
         for key in ("audio_root", *self.file_keys):
             hint = "; audio_root: null takes absolute paths anywhere" if key == "audio_root" else ""
-            require(
-                getattr(self, key) is None or all(path.strip() for path in self.named(key) or [""]),
-                f"{key} must not be empty{hint}",
-            )
+            is_full = getattr(self, key) is None or all(path.strip() for path in self.named(key) or [""])
+            require(is_full, f"{key} must not be empty{hint}")
             for url in filter(is_url, self.named(key)):
                 check_url(url, key)
         for key in ("language", "dataset"):
@@ -247,10 +245,8 @@ class Source(ABC):
 
     def refuse_url_roots(self) -> None:
         """Raise ValueError where an audio root is a URL, as a source does that looks into the folder itself."""
-        require(
-            not any(map(is_url, self.named("audio_root"))),
-            f"audio_root of {self.type} is a folder to look into, and cannot be a URL",
-        )
+        is_local = not any(map(is_url, self.named("audio_root")))
+        require(is_local, f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
 
     def template(self) -> Template | None:
         """Return the template of ``speaker``; raise ValueError where it is none."""

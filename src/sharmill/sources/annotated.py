@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 
 from sharmill.config import require
-from sharmill.errors import RejectRecord, refuse
+from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.checksums import checksum
 from sharmill.manifest import TIME_DIGITS
 from sharmill.registry import nearest
@@ -71,14 +71,10 @@ class AnnotatedSource(WalkedSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.tier is None or (self.annotations == "textgrid" and self.tier.count("*") < 2),
-            "tier is for textgrid, and may have one *",
-        )
-        require(
-            self.max_duration > 0 and (self.max_gap is None or self.max_gap >= 0),
-            "max_duration must be above 0, max_gap not below 0",
-        )
+        is_tier = self.tier is None or (self.annotations == "textgrid" and self.tier.count("*") < 2)
+        require(is_tier, "tier is for textgrid, and may have one *")
+        are_times = self.max_duration > 0 and (self.max_gap is None or self.max_gap >= 0)
+        require(are_times, "max_duration must be above 0, max_gap not below 0")
         if self.annotation_root is None or self.audio is None:
             self.refuse_url_roots()
         self._audio  # noqa: B018 (raises where it is no template)
@@ -110,14 +106,12 @@ class AnnotatedSource(WalkedSource):
                 tiers = [name for name, _ in parse_textgrid(self._text(file))]
                 refuse((self.tier is None and len(tiers) > 1, f"{file.name} {choose_tier(tiers)}"), code="missing_key")
                 names |= dict.fromkeys(tiers)
-        refuse(
-            (
-                names and not any(map(tier_pattern(self.tier).fullmatch, names)),
+        if names and not any(map(tier_pattern(self.tier).fullmatch, names)):
+            raise ConfigError(
                 f"the tier {self.tier!r} is in none of the first {len(files)} TextGrids"
                 f"{nearest(str(self.tier), list(names))}",
-            ),
-            code="unknown_key",
-        )
+                code="unknown_key",
+            )
 
     def described(self) -> Iterator[list[Any]]:
         """Yield the path and the checksum of each file of annotations."""
@@ -240,8 +234,8 @@ def _item(
     stretch: Stretch, path: str | RejectRecord, channels: dict[str, int | None] | None, dropped: bool
 ) -> bytes | Unreadable:
     """Return the record of a segment, or why there is none."""
-    told = stretch.recording, f"{stretch.start:g}", f"{stretch.end:g}", stretch.speaker or "", stretch.text or ""
-    shown = " ".join(told)[:_SHOWN].encode("utf-8", "replace").decode()
+    shown = f"{stretch.recording} {stretch.start:g} {stretch.end:g} {stretch.speaker or ''} {stretch.text or ''}"
+    shown = shown[:_SHOWN].encode("utf-8", "replace").decode()
     if isinstance(path, RejectRecord):
         return Unreadable(path.reason, path.detail, shown)
     if dropped:

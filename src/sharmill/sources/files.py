@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.errors import ConfigError, RejectRecord, refuse, refuse_record
+from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.cache import Cache
 from sharmill.files.checksums import checksum, checksum_bytes
 from sharmill.files.clients import FETCHES_AT_ONCE
@@ -142,15 +142,10 @@ def expand_shards(pattern: str) -> list[str]:
     ranges, texts, position = [], [], 0
     for match in _RANGE.finditer(pattern):
         first, last = (text for text in match.groups() if text is not None)
-        refuse(
-            (
-                max(len(first), len(last)) > _MAX_DIGITS,
-                f"the numbers of a range in {pattern[:100]} have more than {_MAX_DIGITS} digits",
-            )
-        )
-        refuse(
-            (int(last) < int(first), f"the range {match[0]} in {pattern} runs backwards; write the lower number first")
-        )
+        is_long = max(len(first), len(last)) > _MAX_DIGITS
+        refuse((is_long, f"the numbers of a range in {pattern[:100]} have more than {_MAX_DIGITS} digits"))
+        is_backwards = int(last) < int(first)
+        refuse((is_backwards, f"the range {match[0]} in {pattern} runs backwards; write the lower number first"))
         ranges.append((range(int(first), int(last) + 1), len(first)))
         texts.append(pattern[position : match.start()])
         position = match.end()
@@ -245,7 +240,8 @@ def read_small(path: Path, max_bytes: int) -> bytes:
         raise RejectRecord("malformed", f"this user may not read {path.name}: {error.strerror}") from error
     except NotRegularError as error:
         raise RejectRecord("malformed", f"{path.name} is not a regular file") from error
-    refuse_record((len(data) > max_bytes, "malformed", f"{path.name} has more than {max_bytes >> 20} MiB; divide it"))
+    if len(data) > max_bytes:
+        raise RejectRecord("malformed", f"{path.name} has more than {max_bytes >> 20} MiB; divide it")
     return data
 
 

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from sharmill.config import require
-from sharmill.errors import ConfigError, refuse, refuse_record
+from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.sources import EncodedSource, RunSource, Unreadable
 from sharmill.sources.files import decode_text, expand_home, read_small
 
@@ -33,10 +33,8 @@ class WalkedSource(RunSource, EncodedSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            isinstance(self.audio_root, str),
-            f"audio_root of {self.type} must be one folder; name several as sources of their own",
-        )
+        is_one = isinstance(self.audio_root, str)
+        require(is_one, f"audio_root of {self.type} must be one folder; name several as sources of their own")
         require(all(self.audio_suffixes or [""]), "audio_suffixes must not be empty")
 
     @abstractmethod
@@ -128,7 +126,8 @@ class FolderSource(WalkedSource):
     def record(self, entry: tuple[str, str]) -> bytes:
         """Return the record of an audio file in a folder below the root."""
         path = os.path.join(*entry)  # noqa: PTH118
-        refuse_record((self.shown(entry) != path, "malformed", "the name of the file is not UTF-8"))
+        if self.shown(entry) != path:
+            raise RejectRecord("malformed", "the name of the file is not UTF-8")
         record = {"audio_filepath": path}
         text = self._text_of(*entry)
         if text is not None:

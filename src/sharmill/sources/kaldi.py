@@ -82,21 +82,14 @@ class KaldiSource(LineSource, EncodedSource):
             record["gender"] = gender
         if lines_of == _AUDIO:
             return msgspec.json.encode(record | self._audio(utterance))
+        is_segment = len(rest) in (3, 4)
         refuse_record(
-            (
-                len(rest) not in (3, 4),
-                "malformed",
-                "a line of segments is an utterance, a recording, a begin and an end",
-            )
+            (not is_segment, "malformed", "a line of segments is an utterance, a recording, a begin and an end")
         )
         audio, times = self._audio(rest[0]), _times(rest[1:])
-        refuse_record(
-            (
-                "channel" in audio and times.get("channel", 0),
-                "unsupported_channels",
-                "the command in wav.scp leaves one channel, the segment names another",
-            )
-        )
+        is_other = "channel" in audio and times.get("channel", 0)
+        problem = "the command in wav.scp leaves one channel, the segment names another"
+        refuse_record((is_other, "unsupported_channels", problem))
         return msgspec.json.encode(record | times | audio)
 
     def _audio(self, recording: bytes) -> dict[str, Any]:
@@ -107,12 +100,9 @@ class KaldiSource(LineSource, EncodedSource):
             raise RejectRecord("missing_audio", f"wav.scp {found} {self._decode(recording)[:80]!r}")
         if path.rstrip().endswith("|"):
             return read_command(path)
+        is_archive = re.search(r"\.ark(\.gz)?:\d+(\[[^][]*\])?$", path)
         refuse_record(
-            (
-                re.search("\\.ark(\\.gz)?:\\d+(\\[[^][]*\\])?$", path),
-                "unreadable_audio",
-                "the audio is in an archive of Kaldi: extract it into files first",
-            )
+            (is_archive, "unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
         )
         return {"audio_filepath": path}
 
@@ -133,8 +123,8 @@ class KaldiSource(LineSource, EncodedSource):
 
     @property
     def _files(self) -> list[Location]:
-        paths = (self._folder / name for name in (_AUDIO, _SEGMENTS, *_VALUES, _GENDERS))
-        return [path for path in paths if path.exists()]
+        names = (_AUDIO, _SEGMENTS, *_VALUES, _GENDERS)
+        return [self._folder / name for name in names if (self._folder / name).exists()]
 
     @cached_property
     def files(self) -> list[Location]:
@@ -154,9 +144,8 @@ def _times(words: list[bytes]) -> dict[str, Any]:
         channel = {"channel": int(words[2])} if len(words) == 3 else {}
     except ValueError as error:
         raise RejectRecord("malformed", "the times of the segment are no numbers") from error
-    refuse_record(
-        (not math.isfinite(begin) or not math.isfinite(end), "malformed", "the times of the segment are not finite")
-    )
+    is_finite = math.isfinite(begin) and math.isfinite(end)
+    refuse_record((not is_finite, "malformed", "the times of the segment are not finite"))
     duration = {} if end == -1 else {"duration": round(end - begin, 8)}  # as lhotse rounds times
     return {"offset": begin} | duration | channel
 

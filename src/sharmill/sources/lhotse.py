@@ -70,13 +70,10 @@ class LhotseSource(LineSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         named = [key for key in self.file_keys if getattr(self, key) is not None]
-        require(
-            named in (["cuts"], ["recordings"], ["supervisions", "recordings"]),
-            "give either cuts, or recordings, or recordings and supervisions",
-        )
-        require(
-            not self.split or self.cuts is not None, "split is for cuts; of supervisions each one is a record anyway"
-        )
+        is_manifest = named in (["cuts"], ["recordings"], ["supervisions", "recordings"])
+        require(is_manifest, "give either cuts, or recordings, or recordings and supervisions")
+        is_usable = not self.split or self.cuts is not None
+        require(is_usable, "split is for cuts; of supervisions each one is a record anyway")
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be the manifest that it is named as."""
@@ -124,9 +121,8 @@ class LhotseSource(LineSource):
             # A set may have a recording twice, as it is where parts of a corpus were put together.
             found = sorted(set(self._recordings.find(one.recording_id.encode())))
             number = "several recordings have" if found else "no recording has"
-            refuse_record(
-                (len(found) != 1, "malformed", f"{number} the id {one.recording_id[:80]!r} of the supervision")
-            )
+            detail = f"{number} the id {one.recording_id[:80]!r} of the supervision"
+            refuse_record((len(found) != 1, "malformed", detail))
             supervisions = [one]
             cut = Cut(one.id, duration=math.inf, recording=decode_lhotse_line(found[0], RecordingLine))
         record = _cut_record(cut, supervisions, self.split or self.supervisions is not None, self.channel, lost)
@@ -197,14 +193,14 @@ def _audio(
 ) -> dict[str, Any]:
     """Return the keys of a record that say where its audio is; without ``offset`` where that is the whole file."""
     # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
-    names = (str(transform.get("name"))[:40] for transform in recording.transforms or [])
-    changes = [name for name in names if name != "Resample"]
+    changes = [str(transform.get("name"))[:40] for transform in recording.transforms or []]
+    other_changes = [name for name in changes if name != "Resample"]
     channel = channels[0] if len(channels) == 1 else chosen
     refuse_record(
         (
-            changes,
+            other_changes,
             "unsupported_cut",
-            f"its recording is changed by {''.join(changes[:1])!r}, which sharmill does not apply: "
+            f"its recording is changed by {''.join(other_changes[:1])!r}, which sharmill does not apply: "
             "store the changed audio (lhotse: CutSet.save_audios), and name the new cuts",
         ),
         (
@@ -215,8 +211,8 @@ def _audio(
     )
     part, index = _part(recording, channels, channel)
     other_type = "malformed", f"the audio is of the type {part.type[:40]!r}, and no path of a file or URL"
-    is_other = part.type not in ("file", "url") or not isinstance(part.source, str)
-    refuse_record((is_other, *_NO_FILES.get(part.type, other_type)))
+    is_named = part.type in ("file", "url") and isinstance(part.source, str)
+    refuse_record((not is_named, *_NO_FILES.get(part.type, other_type)))
     record: dict[str, Any] = {"audio_filepath": part.source}
     if abs(start) * recording.sampling_rate >= 0.5 or (
         abs(duration * recording.sampling_rate - recording.num_samples) >= 0.5

@@ -127,6 +127,7 @@ def _check_speech(cut: Cut, supervisions: Sequence[Supervision]) -> None:
     """Raise RejectRecord where a cut is not of one recording and speaker, or is marked as records of NeMo are."""
     speakers = {supervision.speaker for supervision in supervisions}
     customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
+    is_marked = any(skip_mark(custom or {}) for custom in customs)
     refuse_record(
         (
             cut.type not in ("MonoCut", "MultiCut", "Cut"),
@@ -139,11 +140,7 @@ def _check_speech(cut: Cut, supervisions: Sequence[Supervision]) -> None:
             f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; split: true of the source "
             "makes a record of each, and lhotse's CutSet.trim_to_supervisions, before a Shar is written, a cut",
         ),
-        (
-            any(skip_mark(custom or {}) for custom in customs),
-            "skipped",
-            "the cut, or a supervision of it, is marked with _skipme",
-        ),
+        (is_marked, "skipped", "the cut, or a supervision of it, is marked with _skipme"),
     )
 
 

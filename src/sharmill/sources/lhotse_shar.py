@@ -151,10 +151,8 @@ class LhotseSharSource(ContainerSource, RunSource):
 
     @cached_property
     def _shards(self) -> list[ShardRecord]:
-        refuse(
-            (not self.folder.is_dir(), f"the Shar {self.folder} is not a folder; correct shar in sources"),
-            code="missing_input",
-        )
+        is_there = self.folder.is_dir()
+        refuse((not is_there, f"the Shar {self.folder} is not a folder; correct shar in sources"), code="missing_input")
         try:
             if is_indexed(self.folder):
                 return list(read_shards(self.folder, read_dataset(self.folder).num_shards))
@@ -243,7 +241,8 @@ def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
     channels = listed(cut.channel)
     # A number of the source counts the channels that are stored.
     channel = channels[chosen] if isinstance(chosen, int) and chosen < len(channels) else None
-    record = speech_record(cut, find_heard(cut, channel, lost), cut.id, cut.start, lost)
+    supervisions = find_heard(cut, channel, lost)
+    record = speech_record(cut, supervisions, cut.id, cut.start, lost)
     sources = cut.recording.sources if cut.recording else []
     path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None
     # An absolute path says something about a machine, and nothing about the data.

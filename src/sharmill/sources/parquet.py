@@ -51,10 +51,8 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            "audio_filepath" not in self.columns,
-            "audio names the column of the audio, be it of paths; leave audio_filepath out of columns",
-        )
+        problem = "audio names the column of the audio, be it of paths; leave audio_filepath out of columns"
+        require("audio_filepath" not in self.columns, problem)
 
     def check(self) -> None:
         """Raise ConfigError where a file cannot be read, or lacks a column that the configuration names."""

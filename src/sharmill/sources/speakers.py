@@ -48,7 +48,8 @@ def is_missing(value: Any) -> bool:
         # With these letters the words are names of people.
         is_name = text in ("Na", "Nan", "Nil", "Null")
         # Hugging Face's number for no label, and NULL in dumps of SQL.
-        return text in ("-1", "-1.0", r"\N") or (not is_name and _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None)
+        is_mark = text in ("-1", "-1.0", r"\N")
+        return is_mark or (not is_name and _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None)
     return value is None or value == -1 or (isinstance(value, float) and math.isnan(value))
 
 
@@ -74,10 +75,8 @@ class Template:
 
     def __post_init__(self) -> None:
         for field in _FIELD.finditer(self.text):
-            require(
-                (field["key"] == "path") == (field["index"] is not None),
-                f"{field[0]} of the template {self.text!r} is no field: write {{key}}, or {{path[0]}}",
-            )
+            is_field = (field["key"] == "path") == (field["index"] is not None)
+            require(is_field, f"{field[0]} of the template {self.text!r} is no field: write {{key}}, or {{path[0]}}")
         is_whole = not set("{}") & set(_FIELD.sub("", self.text))
         fields = "its fields are {key}, {path[0]}, {key:prefix}"
         require(is_whole, f"the template {self.text!r} cannot be read: {fields}")

@@ -72,7 +72,8 @@ def split_runs(
 
 def _joined(run: list[Stretch]) -> Stretch:
     texts = [("" if part.glued else " ") + part.text for part in run if part.text]
-    return replace(run[0], end=max(part.end for part in run), text="".join(texts).strip() if texts else None)
+    end = max(part.end for part in run)
+    return replace(run[0], end=end, text="".join(texts).strip() if texts else None)
 
 
 def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:

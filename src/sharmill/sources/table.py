@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 
 from sharmill.config import require
-from sharmill.errors import refuse, refuse_record
+from sharmill.errors import RejectRecord, refuse
 from sharmill.files.location import Location
 from sharmill.registry import nearest
 from sharmill.sources import ColumnSource, Described, EncodedSource, LineSource, RawRecord, Unreadable
@@ -58,10 +58,8 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            len(self.delimiter) == 1 and self.delimiter not in '"\r\n',
-            f"delimiter {self.delimiter!r} must be one character",
-        )
+        is_one = len(self.delimiter) == 1 and self.delimiter not in '"\r\n'
+        require(is_one, f"delimiter {self.delimiter!r} must be one character")
         problem = None if self.header is None else _name_problem(self.header)
         require(problem is None, f"header {problem}")
         self._audio  # noqa: B018 (raises where it is no template)
@@ -109,9 +107,8 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     def record(self, entry: tuple[list[str], list[str]]) -> RawRecord:
         """Return the record of a row."""
         names, row = entry
-        refuse_record(
-            (len(row) != len(names), "malformed", f"the row has {len(row)} cells, and there are {len(names)} columns")
-        )
+        if len(row) != len(names):
+            raise RejectRecord("malformed", f"the row has {len(row)} cells, and there are {len(names)} columns")
         cells = dict(zip(names, row, strict=True))
         record = self.name_keys(cells)
         if self._audio is not None:

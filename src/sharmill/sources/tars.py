@@ -93,7 +93,8 @@ class TarSource(ContainerSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         for pattern in self.named("tars"):
-            require(not pattern.startswith("pipe:"), f"tars {pattern!r} is a command; copy the files, and name them")
+            is_command = pattern.startswith("pipe:")
+            require(not is_command, f"tars {pattern!r} is a command; copy the files, and name them")
 
     @cached_property
     def tar_files(self) -> list[Location]:
@@ -174,9 +175,8 @@ class NemoTarredSource(TarSource, NemoSource):
                 member = _find(self._table(file), name, file)
                 container = self.container(file)
                 record["audio_filepath"] = f"{container}/{clean_name(member.name)}"
-                found[number] = Described(
-                    encode_record(record, lines[number]), Member(container, "bytes", member.start, member.size)
-                )
+                text = encode_record(record, lines[number])
+                found[number] = Described(text, Member(container, "bytes", member.start, member.size))
             except RejectRecord as reject:
                 found[number] = Unreadable(reject.reason, reject.detail, self.shown(lines[number]))
         return iter(found)
@@ -238,10 +238,10 @@ def _find(table: MemberTable, name: str, file: Location) -> TarMember:
     member = members.get(wanted)
     if member is not None:
         return member
-    refuse_record(
-        (wanted in members, "ambiguous_audio", f"the archive {file.name} has several members {wanted[:200]!r}"),
-        (damage, "unreadable_audio", f"there is no member {wanted[:200]!r}, and {damage}"),
-    )
+    if wanted in members:
+        raise RejectRecord("ambiguous_audio", f"the archive {file.name} has several members {wanted[:200]!r}")
+    if damage:
+        raise RejectRecord("unreadable_audio", f"there is no member {wanted[:200]!r}, and {damage}")
     raise RejectRecord("missing_audio", f"the archive {file.name} has no member {wanted[:200]!r} that is a file")
 
 
@@ -507,14 +507,13 @@ class WenetSource(_SampleSource, LineSource):
         """Raise ConfigError where a file cannot be such a list, or an archive is compressed."""
         for file in self.files:
             first = check_text(file, "data_list").strip().splitlines()[0]
+            has_records = first.startswith(b"{") and self.data_type == "shard"
+            has_paths = first.endswith(b".tar") and self.data_type == "raw"
             refuse_file(
                 file,
                 "data_list",
-                (
-                    first.startswith(b"{") and self.data_type == "shard",
-                    "has records, not paths of archives; set data_type: raw",
-                ),
-                (first.endswith(b".tar") and self.data_type == "raw", "has paths of archives; set data_type: shard"),
+                (has_records, "has records, not paths of archives; set data_type: raw"),
+                (has_paths, "has paths of archives; set data_type: shard"),
             )
         # A server is asked when an archive is read.
         usable = [archive.path for archive in self.archives if archive.reject is None]
@@ -614,13 +613,8 @@ def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) 
     Raises:
         RejectRecord: ``malformed`` where they are more than ``most``.
     """
-    refuse_record(
-        (
-            member.size > most,
-            "malformed",
-            f"{member.name[-100:]!r} has more than {most >> 20} MiB, which no text or audio has",
-        )
-    )
+    detail = f"{member.name[-100:]!r} has more than {most >> 20} MiB, which no text or audio has"
+    refuse_record((member.size > most, "malformed", detail))
     return os.pread(stream.fileno(), member.size, member.start)
 
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
-from sharmill.config import require
 from sharmill.sources.stretches import Stretch
 
 # The values of each item, by the kind of the tier.
@@ -24,9 +23,11 @@ def parse_tiers(text: str, tier: str | None) -> Iterator[Stretch]:
     """
     tiers, pattern = parse_textgrid(text), tier_pattern(tier)
     chosen = [(intervals, match) for name, intervals in tiers if (match := pattern.fullmatch(name))]
-    require(tier is not None or len(tiers) < 2, f"the file {choose_tier([name for name, _ in tiers])}")
-    names = ", ".join(repr(name) for name, _ in tiers[:20])
-    require(bool(chosen), f"the file has no tier of intervals that is {tier!r}; it has {names or 'none'}")
+    if tier is None and len(tiers) > 1:
+        raise ValueError(f"the file {choose_tier([name for name, _ in tiers])}")
+    if not chosen:
+        names = ", ".join(repr(name) for name, _ in tiers[:20])
+        raise ValueError(f"the file has no tier of intervals that is {tier!r}; it has {names or 'none'}")
     for intervals, match in chosen:
         for start, end, said in intervals:
             if said.strip():
@@ -68,12 +69,14 @@ def parse_textgrid(text: str) -> list[tuple[str, list[tuple[float, float, str]]]
     def count() -> range:
         return range(int(min(*take(float), 1e9)))
 
-    require(take(str, str) == ["ooTextFile", "TextGrid"], "the file is no TextGrid in text form")
+    if take(str, str) != ["ooTextFile", "TextGrid"]:
+        raise ValueError("the file is no TextGrid in text form")
     take(float, float)
     tiers = []
     for _ in count():
         kind, name = take(str, str)
-        require(kind in _TIERS, f"a tier is a {kind[:40]!r}, not one of intervals or points")
+        if kind not in _TIERS:
+            raise ValueError(f"a tier is a {kind[:40]!r}, not one of intervals or points")
         take(float, float)
         items = [tuple(take(*_TIERS[kind])) for _ in count()]
         if kind == "IntervalTier":

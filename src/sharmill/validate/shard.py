@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.audio.decoder import flac_header
 from sharmill.audio.files import decode_bytes, probe_bytes
+from sharmill.audio.flac import flac_header
 from sharmill.audio.resample import resample
 from sharmill.audio.segments import find_peak
 from sharmill.audio.sound import Sound, measure_sound

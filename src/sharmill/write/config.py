@@ -42,9 +42,8 @@ class WriteConfig(StageSection):
     def __post_init__(self) -> None:
         names = ("shard_size", "num_shards", "shard_seconds")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        require(
-            self.shard_seconds is None or 0 < self.shard_seconds < math.inf, "shard_seconds must be a positive number"
-        )
+        is_usable = self.shard_seconds is None or 0 < self.shard_seconds < math.inf
+        require(is_usable, "shard_seconds must be a positive number")
         named = " and ".join(f"{name} ({value:g})" for name, value in given.items())
         require(len(given) < 2, f"{named} are given, and only one of them can be: set the others to null")
         if not given:

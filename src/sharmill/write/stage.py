@@ -20,7 +20,7 @@ from sharmill.engine.order import make_stages
 from sharmill.engine.plan import committed_files, count_planned
 from sharmill.engine.stage import Advance, Processor, Publication, Stage, StageRun, versions
 from sharmill.engine.unit import Commit, Output, Totals, Unit, add_up, make_unit
-from sharmill.errors import RejectRecord, refuse
+from sharmill.errors import ConfigError, RejectRecord
 from sharmill.files.arrays import map_stored_array, save_array
 from sharmill.files.staging import Staging
 from sharmill.manifest import CLIPPED_KEYS, CONTEXT_KEYS, Reject, Segment, Utterance, read_lines_at
@@ -120,26 +120,23 @@ class DatasetPublication(Publication):
         return all(path.exists() for path in self._dataset.index_files)
 
     def discard(self) -> None:
-        added = added_fields(make_stages(self._run.config)).values()
+        config = self._run.config
+        added = added_fields(make_stages(config)).values()
         self._dataset.remove(count_planned(self._run), [field for fields in added for field in fields])
 
     def check_output(self) -> None:
         """Raise ConfigError if the dataset directory holds files that this run has not written."""
-        refuse(
-            (self.root.exists() and not self.root.is_dir(), f"dataset_dir {self.root} is not a folder"),
-            code="foreign_output",
-        )
+        if self.root.exists() and not self.root.is_dir():
+            raise ConfigError(f"dataset_dir {self.root} is not a folder", code="foreign_output")
         if self._dataset.is_empty():
             return
-        refuse(
-            (
-                not self._run.dir.token_file.exists()
-                or not self._dataset.is_made_of(BASE_FIELDS, committed_files(self._run)),
+        has_plan = self._run.dir.token_file.exists()
+        if not has_plan or not self._dataset.is_made_of(BASE_FIELDS, committed_files(self._run)):
+            raise ConfigError(
                 f"dataset_dir {self.root} is not empty and was not written from {self._run.run_dir.path}; "
                 "choose another dataset_dir, or empty it yourself",
-            ),
-            code="foreign_output",
-        )
+                code="foreign_output",
+            )
 
 
 def _before(run: StageRun) -> str:

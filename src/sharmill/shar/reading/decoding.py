@@ -11,7 +11,8 @@ from lhotse.cut import Cut
 from lhotse.utils import compute_num_samples
 from miniaudio import ffi, lib
 
-from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, flac_header, to_float
+from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, to_float
+from sharmill.audio.flac import flac_header
 from sharmill.errors import one_line
 from sharmill.shar.reading.cuts import make, set_field, with_id
 from sharmill.shar.reading.in_memory import SafeSource

@@ -161,11 +161,8 @@ class EpochReader:
             for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
                 shard = open_once(slot)
                 try:
-                    cut = (
-                        shard
-                        if isinstance(shard, DamagedShard)
-                        else shard.read(item, (epoch, group, draw, block, item))
-                    )
+                    position = (epoch, group, draw, block, item)
+                    cut = shard if isinstance(shard, DamagedShard) else shard.read(item, position)
                 except DamagedShard as damage:
                     cut = damage
                 if isinstance(cut, DamagedShard) and self._options.on_damage == "raise":

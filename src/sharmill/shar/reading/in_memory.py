@@ -15,7 +15,8 @@ from lhotse import AudioSource
 from lhotse.array import Array, TemporalArray
 from lhotse.audio import AudioLoadingError
 
-from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE, flac_header
+from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, SAMPLES_IN_ANY_SIZE
+from sharmill.audio.flac import flac_header
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.reading.safety import is_device
 

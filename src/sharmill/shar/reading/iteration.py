@@ -8,7 +8,7 @@ from typing import Any
 from lhotse.cut import Cut
 from torch.utils.data import get_worker_info
 
-from sharmill.errors import DamagedShard, refuse
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.shar.fields import POSITION
 from sharmill.shar.reading.epoch_reader import PADDING, EpochReader, ReadOptions
 from sharmill.shar.reading.epochs import NextEpoch
@@ -55,16 +55,12 @@ class SharReader:
     """
 
     def __init__(self, source: ShardSource, options: ReadOptions) -> None:
-        refuse(
-            *(
-                (
-                    options.tail != "keep",
-                    f"tail={options.tail!r} counts cuts before they are read, and those without {field} are left out: "
-                    "use tail='keep', with infinite=True where all ranks need as many, or leave that field out",
-                )
-                for field in source.needed
+        if source.needed and options.tail != "keep":
+            raise ConfigError(
+                f"tail={options.tail!r} counts cuts before they are read, and those without {source.needed[0]} are "
+                "left out: use tail='keep', with infinite=True where all ranks need as many, or leave that field out",
+                code="bad_config_value",
             )
-        )
         self._epochs = EpochReader(source, options)
         self._options = options
         self._epoch = 0
@@ -149,9 +145,8 @@ class SharReader:
         Raises:
             ConfigError: ``count_only_marked`` was not called, so that cuts count as soon as they are given out.
         """
-        refuse(
-            (not self._only_marked, "call count_only_marked() of this reader before iterating"), code="inexact_state"
-        )
+        if not self._only_marked:
+            raise ConfigError("call count_only_marked() of this reader before iterating", code="inexact_state")
         for cut in cuts:
             if getattr(cut, PADDING, False):
                 # A copy that fills up a part: the cut itself has its own mark.
@@ -251,14 +246,12 @@ class SharReader:
                 # The next iteration is the next epoch; until it begins, the state tells of the end of this one.
                 self._go_to(progress.epoch + 1, progress)
                 return
-            refuse(
-                (
-                    num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1),
+            if num_empty >= (_MAX_EMPTY_EPOCHS if self._options.shuffle else 1):
+                raise ConfigError(
                     f"part {part.index} of {part.count} gets no cut in epoch {progress.epoch}: there are too few for "
                     "so many ranks and workers, or block_size is too large",
-                ),
-                code="too_few_cuts",
-            )
+                    code="too_few_cuts",
+                )
             del progress.epochs[progress.epoch]
             progress.epoch += 1
 

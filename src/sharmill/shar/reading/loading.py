@@ -7,7 +7,7 @@ import torch
 from lhotse import CutSet
 from lhotse.cut import Cut
 
-from sharmill.errors import refuse
+from sharmill.errors import ConfigError
 from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
 
@@ -41,13 +41,11 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         *,
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
-        refuse(
-            (
-                not isinstance(cuts.data, SharReader),
+        if not isinstance(cuts.data, SharReader):
+            raise ConfigError(
                 "a ResumableDataset takes the CutSet of open_shar as it is; filter and map its cuts in pipeline=",
-            ),
-            code="inexact_state",
-        )
+                code="inexact_state",
+            )
         self._cuts, self._reader = cuts, cuts.data
         self._reader.count_only_marked()
         self._pipeline = pipeline
@@ -61,14 +59,12 @@ class ResumableDataset(torch.utils.data.IterableDataset):
     def _examples(self) -> Iterator[Any]:
         for made in self._cuts if self._pipeline is None else self._pipeline(self._cuts):
             consumed = list(_cuts_in(made))
-            refuse(
-                (
-                    not consumed,
+            if not consumed:
+                raise ConfigError(
                     f"the pipeline gave a {type(made).__name__} without cuts, so that what is consumed cannot be "
                     "counted; make tensors in finish=",
-                ),
-                code="inexact_state",
-            )
+                    code="inexact_state",
+                )
             self._reader.mark_consumed(consumed)
             yield made if self._finish is None else self._finish(made)
         self._reader.end_pass()
@@ -109,13 +105,10 @@ def load_states(readers: Sequence[SharReader], state: Mapping[str, Any]) -> None
         ConfigError: it is the state of other readers.
     """
     states = state.get("readers", ())
-    refuse(
-        (
-            len(states) != len(readers),
-            f"the state is of {len(states)} datasets or sources, and there are {len(readers)}",
-        ),
-        code="wrong_state",
-    )
+    if len(states) != len(readers):
+        raise ConfigError(
+            f"the state is of {len(states)} datasets or sources, and there are {len(readers)}", code="wrong_state"
+        )
     for reader, known in zip(readers, states, strict=True):
         reader.load_state_dict(known)
 
@@ -131,23 +124,17 @@ def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     has_workers, is_finished = "_snapshot" in state, state.get("_iterator_finished")
     workers = state["_snapshot"]["_worker_snapshots"].values() if has_workers else [state]
     found: list[Any] = [worker.get("dataset_state") for worker in workers]
-    refuse(
-        (
-            not found or any(not isinstance(one, Mapping) for one in found),
-            "this is not the state of a StatefulDataLoader whose dataset has a state of its own",
-        ),
-        code="wrong_state",
-    )
-    steps = state.get("_steps_since_snapshot")
-    refuse(
-        (
-            has_workers and not is_finished and steps,
+    if not found or any(not isinstance(one, Mapping) for one in found):
+        raise ConfigError(
+            "this is not the state of a StatefulDataLoader whose dataset has a state of its own", code="wrong_state"
+        )
+    if has_workers and not is_finished and (steps := state.get("_steps_since_snapshot")):
+        raise ConfigError(
             f"the state does not tell what the workers gave since the last snapshot (steps since: {steps}): set "
             "snapshot_every_n_steps=1 in the StatefulDataLoader, or save at its multiples (this state goes into the "
             "load_state_dict of a loader with as many workers only)",
-        ),
-        code="inexact_state",
-    )
+            code="inexact_state",
+        )
     # A snapshot is of the last step, before workers noticed that they had no more.
     return [_ended(one) for one in found] if has_workers and is_finished else found
 
@@ -165,6 +152,9 @@ def _ended(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _cuts_in(made: Any) -> Iterator[Cut]:
     if isinstance(made, Cut):
         yield made
-    elif isinstance(made, (CutSet, Sequence, Mapping)) and not isinstance(made, (str, bytes)):
-        for one in made.values() if isinstance(made, Mapping) else made:
+    elif isinstance(made, (CutSet, Sequence)) and not isinstance(made, (str, bytes)):
+        for one in made:
+            yield from _cuts_in(one)
+    elif isinstance(made, Mapping):
+        for one in made.values():
             yield from _cuts_in(one)

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -187,9 +186,12 @@ def _lasts(found: float, expected: float, tolerance: float = 0.025) -> bool:
 def _decode_json(line: bytes) -> dict[str, Any]:
     try:
         return _decode(line)
-    except msgspec.DecodeError:
+    except msgspec.DecodeError as error:
         # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
-        with suppress(ValueError, RecursionError):
-            if isinstance(values := json.loads(line), dict):
-                return values
-        raise
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            raise error from None
+        if not isinstance(values, dict):
+            raise
+        return values

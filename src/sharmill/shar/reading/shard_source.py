@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from sharmill.errors import DamagedShard, refuse
+from sharmill.errors import ConfigError, DamagedShard
 from sharmill.files.checksums import checksum_bytes
 from sharmill.files.location import Location, RemoteLocation
 from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE, Field, codec_of_field, sidecar_files
@@ -78,25 +78,22 @@ def open_shard_source(
         ConfigError: there are none, or not this field or codec; or there are no index files.
     """
     if isinstance(directory, RemoteLocation):
-        refuse(
-            (
-                sidecars is not None,
+        if sidecars is not None:
+            raise ConfigError(
                 f"shuffle='global' reads each cut by itself, and of {directory} whole shards are copied: use "
                 "shuffle=True, or copy the dataset to a disk",
+                code="bad_config_value",
             )
-        )
         return IndexedShardSource(directory, fields, codec)
     has_cuts = (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*"))
     if is_indexed(directory) or not has_cuts:
         return IndexedShardSource(directory, fields, codec, sidecars)
-    refuse(
-        (
-            sidecars is not None,
+    if sidecars is not None:
+        raise ConfigError(
             f"{directory} has no index, so that no cut of it can be read by itself: make one with sharmill index, and "
             "then sharmill sidecars",
-        ),
-        code="no_dataset",
-    )
+            code="no_dataset",
+        )
     return _ForeignShardSource(directory, fields, codec)
 
 
@@ -171,18 +168,13 @@ class IndexedShardSource(CutSource):
             raise self._damage(f"belongs to a {DATASET_FILE} without the field {CUTS}")
         self._sidecars = sidecars
         if sidecars is not None and self.num_shards:
-            into = "" if sidecars == directory else f" --into {sidecars}"
-            refuse(
-                *(
-                    (
-                        not path.exists(),
-                        f"{path} is not there: write the index files with sharmill sidecars {directory}{into}",
-                    )
-                    for paths in self.files(0).sidecars.values()
-                    for path in paths
-                ),
-                code="missing_input",
-            )
+            missing = [path for paths in self.files(0).sidecars.values() for path in paths if not path.exists()]
+            if missing:
+                into = "" if sidecars == directory else f" --into {sidecars}"
+                raise ConfigError(
+                    f"{missing[0]} is not there: write the index files with sharmill sidecars {directory}{into}",
+                    code="missing_input",
+                )
 
     @cached_property
     def _counts(self) -> np.ndarray:
@@ -224,10 +216,10 @@ class IndexedShardSource(CutSource):
             paths = {attribute: self._recorded(name, shard).below(self._directory) for attribute, name in fields}
             return ShardFiles(shard, paths.pop(CUTS), paths, self.count(shard))
         names = {attribute: self._file(name, shard) for attribute, name in fields}
-        sidecars = {} if self._sidecars is None else {
-            attribute: [self._sidecars / sidecar for sidecar in sidecar_files(file)]
-            for attribute, file in names.items()
-        }  # fmt: skip
+        sidecars: dict[str, list[Location]] = {}
+        if self._sidecars is not None:
+            for attribute, file in names.items():
+                sidecars[attribute] = [self._sidecars / sidecar for sidecar in sidecar_files(file)]
         paths = {attribute: self._directory / file for attribute, file in names.items()}
         return ShardFiles(shard, paths.pop(CUTS), paths, self.count(shard), sidecars)
 
@@ -286,24 +278,35 @@ def _choose(
         if name != CUTS:
             available.setdefault(known.attribute if known else name.rpartition("/")[2], []).append(name)
     codecs = sorted({found for choices in available.values() for field in choices if (found := codec_of_field(field))})
-    known_codecs = f"{directory} has no codec {codec!r}; it has {', '.join(codecs) or 'none'}"
-    refuse((codec is not None and codec not in codecs, known_codecs), code="unknown_codec")
-    has_contexts = any(name.startswith(_CONTEXT) for name in available)
-    for field in fields or ():
-        why = ": it has no contexts" if field.startswith(_CONTEXT) and not has_contexts else ""
-        problem = f"{directory} has no field {field!r}{why}; it has {', '.join(available)}"
-        refuse((field not in available and field not in stored, problem), code="unknown_field")
+    if codec is not None and codec not in codecs:
+        raise ConfigError(
+            f"{directory} has no codec {codec!r}; it has {', '.join(codecs) or 'none'}", code="unknown_codec"
+        )
+    unknown = [field for field in fields or () if field not in available and field not in stored]
+    if unknown:
+        has_contexts = any(name.startswith(_CONTEXT) for name in available)
+        why = ": it has no contexts" if unknown[0].startswith(_CONTEXT) and not has_contexts else ""
+        raise ConfigError(
+            f"{directory} has no field {unknown[0]!r}{why}; it has {', '.join(available)}", code="unknown_field"
+        )
     chosen: dict[str, str] = {}
     for attribute, choices in available.items():
         if fields is not None:
             # The folder that is called so, or else all that are called so on a cut.
             choices = [field for field in choices if field in fields] or (choices if attribute in fields else [])
         wanted = [field for field in choices if codec is None or codec_of_field(field) in (codec, None)]
-        made_by = [found for field in wanted if (found := codec_of_field(field))]
-        problem = f"{directory} has the codecs {', '.join(sorted(made_by))}: name one with codec="
-        refuse((len(made_by) == len(wanted) > 1, problem), code="unknown_codec")
-        problem = f"{directory} has several folders {attribute}: {', '.join(wanted)}; name one of them in fields=, or "
-        refuse((len(wanted) > 1, f"{problem}keep one"), code="bad_layout")
+        if len(wanted) > 1:
+            made_by = [found for field in wanted if (found := codec_of_field(field))]
+            if len(made_by) == len(wanted):
+                raise ConfigError(
+                    f"{directory} has the codecs {', '.join(sorted(made_by))}: name one with codec=",
+                    code="unknown_codec",
+                )
+            raise ConfigError(
+                f"{directory} has several folders {attribute}: {', '.join(wanted)}; name one of them in fields=, or "
+                "keep one",
+                code="bad_layout",
+            )
         if wanted:
             chosen[attribute] = wanted[0]
     return chosen

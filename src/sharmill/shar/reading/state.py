@@ -324,13 +324,10 @@ class Progress:
     def from_dict(cls, state: Mapping[str, Any]) -> "Progress":
         """Read what ``to_dict`` made; raise ConfigError where it is not the state of a reader."""
         try:
-            refuse(
-                (
-                    state["version"] != _VERSION,
-                    f"the state has version {state['version']}; this sharmill reads {_VERSION}",
-                ),
-                code="wrong_state",
-            )
+            if state["version"] != _VERSION:
+                raise ConfigError(
+                    f"the state has version {state['version']}; this sharmill reads {_VERSION}", code="wrong_state"
+                )
             found = msgspec.convert(dict(state), _State)
             epochs = {
                 int(epoch): EpochProgress(
@@ -395,10 +392,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
     """Raise ConfigError that names the first difference."""
     for key in {**found, **expected}:
-        refuse(
-            (
-                found.get(key) != expected.get(key),
-                f"{what} differ in {key}: {found.get(key)!r} and {expected.get(key)!r}",
-            ),
-            code="wrong_state",
-        )
+        if found.get(key) != expected.get(key):
+            raise ConfigError(
+                f"{what} differ in {key}: {found.get(key)!r} and {expected.get(key)!r}", code="wrong_state"
+            )

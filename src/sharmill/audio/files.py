@@ -27,7 +27,7 @@ from sharmill.audio.decoder import (
 )
 from sharmill.audio.ffmpeg import open_decoder
 from sharmill.audio.flac import flac_header
-from sharmill.errors import RejectRecord, refuse_record
+from sharmill.errors import RejectRecord
 from sharmill.files.location import Location, open_location
 from sharmill.files.regular import NotRegularError
 from sharmill.manifest import Channel, Member
@@ -122,10 +122,8 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
             yield recording
     else:
         with open_audio(path) as file:
-            is_whole = os.fstat(file.fileno()).st_size >= member.start + member.size
-            refuse_record(
-                (not is_whole, "unreadable_audio", f"{path} ends within the recording at byte {member.start}")
-            )
+            if os.fstat(file.fileno()).st_size < member.start + member.size:
+                raise RejectRecord("unreadable_audio", f"{path} ends within the recording at byte {member.start}")
             with open_bytes(AudioBytes(name, file, member.start, member.size)) as recording:
                 yield recording
 
@@ -133,7 +131,8 @@ def open_recording(path: str | Path, member: Member | None = None, name: str = "
 @contextmanager
 def open_bytes(source: AudioBytes) -> "Iterator[Recording]":
     """Open an audio file of which there are the bytes, as ``open_recording``."""
-    refuse_record((source.size == 0, "empty_audio", f"{source.name} has no bytes"))
+    if source.size == 0:
+        raise RejectRecord("empty_audio", f"{source.name} has no bytes")
     with closing(Recording(source)) as recording:
         yield recording
 
@@ -151,11 +150,10 @@ class Recording:
         self._failed: RejectRecord | None = None
         self.info = self._decoder.info
         rate = self.info.sampling_rate
-        is_rate = MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE
-        refuse_record(
-            (not is_rate, "unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz"),
-            (self.info.num_samples <= 0, "empty_audio", f"{source.name} has no samples"),
-        )
+        if not (MIN_SAMPLING_RATE <= rate <= MAX_SAMPLING_RATE):
+            raise RejectRecord("unreadable_audio", f"{source.name} claims a sampling rate of {rate} Hz")
+        if self.info.num_samples <= 0:
+            raise RejectRecord("empty_audio", f"{source.name} has no samples")
         self._begin = self._position = 0  # of the samples that are kept; the decoder is at their end
         self._kept = _NO_SAMPLES
 
@@ -185,8 +183,11 @@ class Recording:
             # Later samples must not be returned in the place of those that failed.
             self._failed = reject
             raise
-        detail = f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}"
-        refuse_record((len(audio) < wanted, "duration_mismatch", detail))
+        if len(audio) < wanted:
+            raise RejectRecord(
+                "duration_mismatch",
+                f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}",
+            )
         check_finite(audio, self.source.name)
         return audio
 
@@ -201,18 +202,17 @@ class Recording:
             raise ValueError(f"negative segment: start {start}, num_samples {num_samples}")
         wanted = max(info.num_samples - start, 1) if num_samples is None else num_samples
         end, size = start + wanted, self.source.size
-        refuse_record(
-            (num_samples == 0, "empty_audio", f"the segment of {name} has no samples"),
-            (
-                end > info.num_samples,
-                "duration_mismatch",
-                f"{name} has {info.num_samples} samples, the segment needs {end}",
-            ),
-        )
+        if num_samples == 0:
+            raise RejectRecord("empty_audio", f"the segment of {name} has no samples")
+        if end > info.num_samples:
+            raise RejectRecord("duration_mismatch", f"{name} has {info.num_samples} samples, the segment needs {end}")
         if num_samples is None:
             self.check_end()
-        detail = f"{name}: {size} bytes are too few for {wanted} samples of speech"
-        refuse_record((wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE), "unreadable_audio", detail))
+        if wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE):
+            raise RejectRecord(
+                "unreadable_audio",
+                f"{name}: {size} bytes are too few for {wanted} samples of speech",
+            )
         return wanted
 
     def _take(self, start: int, end: int, channel: Channel) -> np.ndarray:
@@ -266,12 +266,11 @@ def choose_channel(wanted: Any, channels: int) -> Channel:
         RejectRecord: ``unsupported_channels`` where there is no such channel, or none is wanted of several.
     """
     is_there = wanted in (None, "downmix") or (type(wanted) is int and 0 <= wanted < channels)
-    refuse_record(
-        (
-            wanted is None and channels > 1,
+    if wanted is None and channels > 1:
+        raise RejectRecord(
             "unsupported_channels",
             f"the audio has {channels} channels; channel: 0 or another number takes one of them, downmix their mean",
-        ),
-        (not is_there, "unsupported_channels", f"there is no channel {str(wanted)[:40]} in audio of {channels}"),
-    )
+        )
+    if not is_there:
+        raise RejectRecord("unsupported_channels", f"there is no channel {str(wanted)[:40]} in audio of {channels}")
     return None if channels == 1 else wanted

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
-from sharmill.errors import ConfigError, DeviceError, RejectRecord, refuse, refuse_record
+from sharmill.errors import ConfigError, DeviceError, RejectRecord, refuse
 from sharmill.files.cache import Cache
 from sharmill.files.location import Location, RemoteLocation, is_url, local
 from sharmill.manifest import MAX_PATH, Segment
@@ -49,11 +49,10 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
         >>> normalise_path("/data/./speech/a/../b.wav", ["/data/speech"])
         'b.wav'
     """
-    is_command = audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|")
-    refuse_record(
-        (is_command, "outside_root", "the audio path names a command, not a file"),
-        ("\0" in audio_filepath, "outside_root", "the audio path has a null character, which no path can have"),
-    )
+    if audio_filepath.startswith("pipe:") or audio_filepath.rstrip().endswith("|"):
+        raise RejectRecord("outside_root", "the audio path names a command, not a file")
+    if "\0" in audio_filepath:
+        raise RejectRecord("outside_root", "the audio path has a null character, which no path can have")
     if len(audio_filepath) > MAX_PATH:
         raise RejectRecord(
             "missing_audio", f"the audio path has {len(audio_filepath):,} characters, more than a path can have"
@@ -61,7 +60,8 @@ def normalise_path(audio_filepath: str, roots: Iterable[str] = ()) -> str:
     relative, is_remote = audio_filepath, is_url(audio_filepath)
     if is_remote or audio_filepath.startswith("/"):
         behind = [rest for root in roots if (rest := _behind(root, audio_filepath)) is not None]
-        refuse_record((not behind, "outside_root", _NOT_BELOW[is_remote]))
+        if not behind:
+            raise RejectRecord("outside_root", _NOT_BELOW[is_remote])
         relative = behind[0]
     if is_remote:
         _check_dots(relative)
@@ -89,7 +89,8 @@ def _behind(root: str, path: str) -> str | None:
 
 def _check_dots(relative: str) -> None:
     """Raise RejectRecord ``outside_root`` where a path below a URL goes up: a server undoes the quoting before."""
-    refuse_record((_GOES_UP.search(unquote(relative)), "outside_root", "the audio path leaves the audio root by '..'"))
+    if _GOES_UP.search(unquote(relative)):
+        raise RejectRecord("outside_root", "the audio path leaves the audio root by '..'")
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ class AudioRoot:
             return
         real = os.path.realpath(self._join(relative))
         inside = os.path.join(self.real, "")  # noqa: PTH118 - a Path has no separator at its end
-        is_inside = real == self.real or real.startswith(inside)
-        refuse_record((not is_inside, "outside_root", "the audio path leaves the audio root by a symbolic link"))
+        if not (real == self.real or real.startswith(inside)):
+            raise RejectRecord("outside_root", "the audio path leaves the audio root by a symbolic link")
 
 
 @dataclass(frozen=True)

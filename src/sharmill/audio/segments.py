@@ -27,7 +27,7 @@ from sharmill.audio.files import Recording, decode_bytes, open_bytes, open_recor
 from sharmill.audio.resample import segment_bounds
 from sharmill.audio.roots import AudioRoots
 from sharmill.audio.sound import measure_sound
-from sharmill.errors import RejectRecord, refuse_record
+from sharmill.errors import RejectRecord
 from sharmill.files.checksums import checksum_bytes
 from sharmill.manifest import AudioNotes, Member, Segment
 
@@ -164,9 +164,11 @@ class SegmentReader:
             yield from ((index, reject) for index in in_order)
 
     def _copy(self, segment: Segment, location: SegmentPlace, recording: Recording) -> FileCopy:
-        is_large = location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels
-        detail = f"{location.path}: {location.size} bytes are too many for {location.num_samples} samples"
-        refuse_record((is_large, "unreadable_audio", detail))
+        if location.size > _MAX_FILE_BYTES + 8 * location.num_samples * location.info.channels:
+            raise RejectRecord(
+                "unreadable_audio",
+                f"{location.path}: {location.size} bytes are too many for {location.num_samples} samples",
+            )
         data = recording.source.read()
         found = checksum_bytes(data)
         if found == segment.notes.checksum:
@@ -179,29 +181,29 @@ class SegmentReader:
         """Reject audio that was replaced since its record was checked, or is longer or shorter than that says."""
         rate = location.info.sampling_rate
         seconds = location.num_samples / rate
-        refuse_record(
-            (
-                segment.notes.size not in (-1, location.size),
+        if segment.notes.size not in (-1, location.size):
+            raise RejectRecord(
                 "changed_audio",
                 f"{location.path} has {location.size} bytes, and had {segment.notes.size} when the stage prepare "
                 "looked at it",
-            ),
-            (
-                # A segment is rounded to samples at both ends.
-                abs(seconds - segment.duration) > self.duration_tolerance + 1 / rate,
-                "duration_mismatch",
-                f"the manifest says {segment.duration:g} s, the audio has {seconds:g} s",
-            ),
-        )
+            )
+        # A segment is rounded to samples at both ends.
+        if abs(seconds - segment.duration) > self.duration_tolerance + 1 / rate:
+            raise RejectRecord(
+                "duration_mismatch", f"the manifest says {segment.duration:g} s, the audio has {seconds:g} s"
+            )
 
     def _check(self, segment: Segment, location: SegmentPlace, samples: np.ndarray, found: str) -> SegmentAudio:
-        is_changed = segment.notes.checksum not in ("", found)
-        refuse_record((is_changed, "changed_audio", f"{location.path} is not what it was when the stage match read it"))
+        if segment.notes.checksum not in ("", found):
+            raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
         self._check_length(segment, location)
         peak = find_peak(samples)
         level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
-        detail = f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
-        refuse_record((peak < SILENT_PEAK, "silent_audio", detail))
+        if peak < SILENT_PEAK:
+            raise RejectRecord(
+                "silent_audio",
+                f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB",
+            )
         rate = location.info.sampling_rate
         sound = segment.notes.sound or measure_sound(to_float(samples), rate).pack()
         return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found, sound), location)
@@ -309,11 +311,12 @@ def find_peak(samples: np.ndarray) -> float:
     """
     low, high = to_float(np.array([samples.min(), samples.max()]))
     peak = max(float(high), -float(low))
-    detail = (
-        f"the loudest sample is {peak:,.0f} times full scale; if the file holds floats, set float_scale of the source "
-        "to what is full scale in it, such as 32768 for values of 16 bits"
-    )
-    refuse_record((peak > _HIGHEST_PEAK, "over_full_scale", detail))
+    if peak > _HIGHEST_PEAK:
+        raise RejectRecord(
+            "over_full_scale",
+            f"the loudest sample is {peak:,.0f} times full scale; if the file holds floats, set float_scale of the "
+            "source to what is full scale in it, such as 32768 for values of 16 bits",
+        )
     return peak
 
 
@@ -335,7 +338,8 @@ def _locate(segment: Segment, path: Path, info: AudioInfo) -> SegmentPlace:
         start, num_samples = segment_bounds(segment.offset, segment.duration, info.sampling_rate)
         # The header check allows a segment to end a little after its file; there are no samples there.
         num_samples = min(num_samples, info.num_samples - start)
-        refuse_record((num_samples <= 0, "empty_audio", "the segment has no samples"))
+        if num_samples <= 0:
+            raise RejectRecord("empty_audio", "the segment has no samples")
     status = path.stat()
     size = status.st_size if segment.member is None else segment.member.size
     return SegmentPlace(path, info, start, num_samples, size, status.st_mtime_ns)

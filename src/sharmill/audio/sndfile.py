@@ -18,7 +18,7 @@ from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, AudioInfo, Decoder
 from sharmill.audio.extent import STREAMED_BYTES, count_mpeg_samples
 from sharmill.audio.flac import has_unstated_flac
 from sharmill.audio.ogg import OGG_BEGIN, is_intact, is_plain_ogg, page_bytes
-from sharmill.errors import RejectRecord, refuse_record
+from sharmill.errors import RejectRecord
 
 # Our names where they are not libsndfile's format in lower case.
 _OTHER_NAMES: Final = {"OPUS": "opus", "WAVEX": "wav"}
@@ -64,9 +64,11 @@ class SndfileDecoder(Decoder):
         self._dtype = "int16" if subtype == "PCM_16" else "float32"
         # Ogg states its length in its last page, so that it cannot be wrong by much.
         is_bounded = not exact and kind not in ("OGG", "FLAC")
-        is_possible = not is_bounded or num_samples <= source.size * MAX_SAMPLES_PER_BYTE
-        detail = f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
-        refuse_record((not is_possible, "unreadable_audio", detail))
+        if is_bounded and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
+            raise RejectRecord(
+                "unreadable_audio",
+                f"{source.name}: {source.size} bytes cannot hold {num_samples} samples",
+            )
         format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
@@ -94,18 +96,19 @@ class SndfileDecoder(Decoder):
             cut_off = last >= 0 and (size == 0 or last + size > len(stream))
             has_several = stream.find(OGG_BEGIN, 1) >= 0
             is_damaged = not cut_off and not is_intact(stream)
-            refuse_record(
-                (has_several, "unreadable_audio", f"{name} has several Ogg streams under one serial number"),
-                (is_damaged, "unreadable_audio", f"{name}: a page of the Ogg stream is damaged"),
-            )
+            if has_several:
+                raise RejectRecord("unreadable_audio", f"{name} has several Ogg streams under one serial number")
+            if is_damaged:
+                raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
         elif self._sound.format == "FLAC":
             cut_off = False  # shows in decoding
-            is_longer = has_unstated_flac(self._source.read(), self.info.num_samples)
-            refuse_record((is_longer, "duration_mismatch", f"{name} holds more audio than its header states"))
+            if has_unstated_flac(self._source.read(), self.info.num_samples):
+                raise RejectRecord("duration_mismatch", f"{name} holds more audio than its header states")
         else:
             sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))
             cut_off = any(found < declared < STREAMED_BYTES for declared, found in sizes)
-        refuse_record((cut_off, "duration_mismatch", f"{name} ends before its header says"))
+        if cut_off:
+            raise RejectRecord("duration_mismatch", f"{name} ends before its header says")
 
     def close(self) -> None:
         self._sound.close()

@@ -19,7 +19,7 @@ from sharmill.files.location import Location
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.json_lines import decode_cut
 from sharmill.shar.offsets import IndexedLines, open_indexed_lines, read_offsets
-from sharmill.shar.tar import END, TarDamage, load, walk, write_member
+from sharmill.shar.tar import END, TarDamage, load, padded, walk, write_member
 
 NO_DATA: Final = "nodata"
 _NO_METADATA: Final = "nometa"
@@ -47,6 +47,7 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
 
     def __init__(self, path: Path) -> None:
         self._stream = open_new(path)
+        self._end = 0
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         with self._stream:
@@ -71,8 +72,9 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
         self._add(*table.raw(number))
 
     def _add(self, cut_id: str, extension: str, data: bytes, metadata: bytes) -> int:
-        start = write_member(self._stream, f"{cut_id}.{extension}", data)
-        write_member(self._stream, f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}", metadata)
+        start = self._end + write_member(self._stream, f"{cut_id}.{extension}", data)
+        behind = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
+        self._end = start + padded(len(data)) + write_member(self._stream, behind, metadata) + padded(len(metadata))
         return start
 
 

@@ -63,15 +63,20 @@ _GNU, _USTAR = (
 
 
 def write_member(stream: BinaryIO, name: str, data: bytes) -> int:
-    """Append a member to an archive, which ends with ``END``, and return the position of its first byte.
+    """Append a member to an archive, which ends with ``END``, and return how many bytes it takes before its data.
 
     The same members make the same bytes.
     """
-    stream.write(tar_header(name, len(data)))
-    start = stream.tell()
+    header = tar_header(name, len(data))
+    stream.write(header)
     stream.write(data)
     stream.write(EMPTY[: -len(data) % BLOCK])
-    return start
+    return len(header)
+
+
+def padded(size: int) -> int:
+    """Return the bytes that data of a size take in an archive."""
+    return size + -size % BLOCK
 
 
 def tar_header(name: str, size: int) -> bytes:
@@ -178,7 +183,7 @@ def walk(data: Content, begin: int = 0, end: int | None = None, *, strict: bool)
             behind = start + size
             if behind > num_bytes:
                 raise TarDamage(f"is cut off at byte {num_bytes}, within its member {text[:200]!r}", text)
-            following = behind + -behind % BLOCK
+            following = padded(behind)
             if strict and not EMPTY.startswith(data[behind:following]):
                 raise TarDamage(f"is damaged at byte {behind}: the padding of a member is not empty")
             if is_regular and (strict or not text.endswith("/")):
@@ -209,7 +214,7 @@ def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes,
         size = _stored_size(header, position)
         if size > _MAX_EXTENSION_BYTES:
             raise TarDamage(f"is damaged at byte {position}: a header extension of {size} bytes is too large")
-        extension = _take(data, position + BLOCK, size + -size % BLOCK)
+        extension = _take(data, position + BLOCK, padded(size))
         if strict and not EMPTY.startswith(extension[size:]):
             raise TarDamage(f"is damaged at byte {position}: the padding of a header extension is not empty")
         if kind == _GNU_LONG_NAME:

@@ -248,8 +248,9 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
             )
     else:
         write_atomic(run_dir.config, to_yaml(config))
+        roots = segment_roots(config)
         for stage in make_stages(config):
-            request_replan_if_audio_came(stage, segment_roots(config).may_have)
+            request_replan_if_audio_came(stage, roots.may_have)
     executor.begin(run_dir, request, jobs, joins=joins)
 
 

@@ -185,8 +185,7 @@ class Recording:
             raise
         if len(audio) < wanted:
             raise RejectRecord(
-                "duration_mismatch",
-                f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}",
+                "duration_mismatch", f"{self.source.name}: {len(audio)} samples decoded instead of {wanted}"
             )
         check_finite(audio, self.source.name)
         return audio
@@ -209,10 +208,7 @@ class Recording:
         if num_samples is None:
             self.check_end()
         if wanted > max(SAMPLES_IN_ANY_SIZE, size * MAX_SAMPLES_PER_BYTE):
-            raise RejectRecord(
-                "unreadable_audio",
-                f"{name}: {size} bytes are too few for {wanted} samples of speech",
-            )
+            raise RejectRecord("unreadable_audio", f"{name}: {size} bytes are too few for {wanted} samples of speech")
         return wanted
 
     def _take(self, start: int, end: int, channel: Channel) -> np.ndarray:

@@ -198,11 +198,10 @@ class SegmentReader:
             raise RejectRecord("changed_audio", f"{location.path} is not what it was when the stage match read it")
         self._check_length(segment, location)
         peak = find_peak(samples)
-        level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
         if peak < SILENT_PEAK:
+            level = f"is {20 * math.log10(peak):.0f} dB of full scale" if peak else "is zero"
             raise RejectRecord(
-                "silent_audio",
-                f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB",
+                "silent_audio", f"the loudest sample {level}, below {20 * math.log10(SILENT_PEAK):.0f} dB"
             )
         rate = location.info.sampling_rate
         sound = segment.notes.sound or measure_sound(to_float(samples), rate).pack()

@@ -66,8 +66,7 @@ class SndfileDecoder(Decoder):
         is_bounded = not exact and kind not in ("OGG", "FLAC")
         if is_bounded and num_samples > source.size * MAX_SAMPLES_PER_BYTE:
             raise RejectRecord(
-                "unreadable_audio",
-                f"{source.name}: {source.size} bytes cannot hold {num_samples} samples",
+                "unreadable_audio", f"{source.name}: {source.size} bytes cannot hold {num_samples} samples"
             )
         format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
@@ -94,11 +93,9 @@ class SndfileDecoder(Decoder):
             last = stream.rfind(b"OggS")
             size = page_bytes(stream, last)
             cut_off = last >= 0 and (size == 0 or last + size > len(stream))
-            has_several = stream.find(OGG_BEGIN, 1) >= 0
-            is_damaged = not cut_off and not is_intact(stream)
-            if has_several:
+            if stream.find(OGG_BEGIN, 1) >= 0:
                 raise RejectRecord("unreadable_audio", f"{name} has several Ogg streams under one serial number")
-            if is_damaged:
+            if not cut_off and not is_intact(stream):
                 raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
         elif self._sound.format == "FLAC":
             cut_off = False  # shows in decoding

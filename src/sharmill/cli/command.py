@@ -22,8 +22,8 @@ FAILED: Final = 1
 FINDINGS: Final = 3
 
 _FORMER_STAGES: Final = {"survey": "encode.segments", "assemble": "encode.shards"}
-# A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
+# A path such as data/lang=en/config.yaml has a "=" as well, but no key before it.
 _OVERRIDE = re.compile(r"[\w.\[\]-]*=")
 
 
@@ -194,9 +194,8 @@ def resolve_stages(names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is no such stage.
     """
-    for name in names:
-        current_name(name, ": name encode to run all of its rounds")
-    return [_FORMER_STAGES.get(name) or resolve_stage(name) for name in names]
+    current = {name: current_name(name, ": name encode to run all of its rounds") for name in names}
+    return [current[name] if current[name] != name else resolve_stage(name) for name in names]
 
 
 def current_name(name: str, advice: str = "") -> str:

@@ -90,7 +90,7 @@ def read_counts(run: StageRun) -> np.ndarray | None:
         return None
     path = run.product(f"{run.key}/counts")
     counts, codec = load_stored_array(path), run.totals_of(run.key, codec=CodecRecord).facts["codec"]
-    if counts.dtype.kind != "i" or counts.shape != (codec["num_codebooks"], codec["codebook_size"]):
+    if counts.dtype.kind != "i" or counts.shape != (codec.num_codebooks, codec.codebook_size):
         raise damaged_file(path, "it has no counts of the codes")
     return counts
 

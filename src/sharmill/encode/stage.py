@@ -221,5 +221,5 @@ class ShardsStage(FieldStage):
 
 def _codec_of(run: StageRun) -> CodecRecord | None:
     """Return the codec of the round that has encoded the segments, None if there are none."""
-    facts = run.totals_of(f"encode/{run.settings.name}", codec=CodecRecord | None).facts
-    return msgspec.convert(facts["codec"], CodecRecord | None)
+    codec: CodecRecord | None = run.totals_of(f"encode/{run.settings.name}", codec=CodecRecord | None).facts["codec"]
+    return codec

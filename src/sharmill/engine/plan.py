@@ -153,12 +153,15 @@ def request_replan_if_audio_came(stage: StageRun, has_audio: Callable[[Any, int 
     Args:
         has_audio: returns True if the audio of a record, from the source of a number, may be there.
     """
-    commits = list(iterate_ledger(stage.dir))
-    if not any(commit.num_out for commit in commits):
-        paths = [stage.ranks.unit_rejects(one.index) for one in commits if one.rejects.keys() & REASONS_OF_NODES]
-        rejects = chain.from_iterable(read_records(path, Reject) for path in paths if path.exists())
-        if any(one.reason in REASONS_OF_NODES and has_audio(one.record, one.source) for one in rejects):
-            request_replan(stage)
+    paths = []
+    for commit in iterate_ledger(stage.dir):
+        if commit.num_out:
+            return
+        if commit.rejects.keys() & REASONS_OF_NODES:
+            paths.append(stage.ranks.unit_rejects(commit.index))
+    rejects = chain.from_iterable(read_records(path, Reject) for path in paths if path.exists())
+    if any(one.reason in REASONS_OF_NODES and has_audio(one.record, one.source) for one in rejects):
+        request_replan(stage)
 
 
 def _is_planned(stage: StageRun) -> bool:

@@ -415,7 +415,7 @@ class StageRun:
         """Return the totals of another stage, with its products and facts; ``names`` are among these.
 
         Args:
-            facts: the types of the facts that are asked for, by their names.
+            facts: the types that facts are converted to, by their names.
 
         Raises:
             ConfigError: it is not finished, or has left nothing of such a name, or a fact of another type.
@@ -436,7 +436,7 @@ class StageRun:
         )
         for name, kind in facts.items():
             try:
-                msgspec.convert(totals.facts[name], kind)
+                totals.facts[name] = msgspec.convert(totals.facts[name], kind)
             except msgspec.ValidationError as error:
                 raise damaged_file(self.run_dir.stage(stage).done, f"{name}: {error}") from error
         return totals

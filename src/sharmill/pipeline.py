@@ -14,12 +14,12 @@ from sharmill.config import Config, to_yaml
 from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
 from sharmill.engine.fence import release, require_own_output, stop_ranks
+from sharmill.engine.launch import describe_workers, find_workers, read_attempts
 from sharmill.engine.order import choose_stages, make_stages, stage_classes, stages_behind
 from sharmill.engine.plan import read_ledger, refuse_linked_folders, request_replan, request_replan_if_audio_came
 from sharmill.engine.run import locked, merge_files, reserved, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.stage import ChecksConfig, StageRun, step_of
-from sharmill.engine.state import Attempts, describe_workers, find_workers
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError
 from sharmill.executors.local import ConfiguredExecutor
@@ -63,7 +63,7 @@ class DatasetResult:
                 f"tracebacks: {stage.dir.failures}",
                 code="units_failed",
             )
-        out = [sentence for stage, _ in self.stages for sentence in Attempts(stage.ranks.attempts).describe_out()]
+        out = [sentence for stage, _ in self.stages for sentence in read_attempts(stage).describe_out()]
         done = "; on the way: ".join(["all stages are done" if self.stages else "there is no stage to run", *out])
         return RunOutcome(state="done", message="; ".join(filter(None, [done, appended])), findings=self.num_errors)
 

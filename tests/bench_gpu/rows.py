@@ -24,10 +24,12 @@ from support.project import Project, codec_stages, stage_of, voice
 from transformers import MimiConfig
 
 from sharmill.engine.executor import Listener, StageResult, Unlocked
+from sharmill.engine.launch import begin_launch
+from sharmill.engine.lead import Leader
+from sharmill.engine.parent import Rank
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Processor, StageRun
-from sharmill.engine.state import begin_round
-from sharmill.engine.work import Rank, work
+from sharmill.engine.work import work
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.host import usable_cores
@@ -149,7 +151,7 @@ class _InThisProcess(LocalExecutor):
     seconds = 0.0
 
     def run(self, stage: StageRun, units: Any, listener: Listener, unlocked: Unlocked = nullcontext) -> StageResult:
-        begin_round(stage, units, 1)
+        begin_launch(stage, units, 1)
         load, started = stage.declaration.open, 0.0
 
         def load_first(stage: StageRun, device: str) -> Processor:
@@ -159,7 +161,7 @@ class _InThisProcess(LocalExecutor):
             return processor
 
         with mock.patch.object(stage.declaration, "open", load_first):
-            work(stage, Rank(0, "here/rank 0", self.device, is_replaced=False))
+            work(stage, Rank(0, "here/rank 0", self.device, is_replaced=False), Leader(stage))
         object.__setattr__(self, "seconds", time.perf_counter() - started)
         return StageResult()
 

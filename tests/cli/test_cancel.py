@@ -11,8 +11,8 @@ import pytest
 from support.project import REPOSITORY, command, run_sharmill
 from support.toy_stage import ToyStage, wait_until
 
+from sharmill.engine.launch import find_workers
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
-from sharmill.engine.state import find_workers
 from sharmill.files.host import state_and_start, this_kernel
 from sharmill.files.locks import lock_owner
 
@@ -177,11 +177,11 @@ from pathlib import Path
 from support.toy_stage import ToyStage
 from sharmill.engine.fence import make_fence
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.state import driven_round
+from sharmill.engine.launch import driven_launch
 from sharmill.errors import FatalError
 stage, units = read_or_make_plan(ToyStage(Path(sys.argv[1])).in_run)
 make_fence(stage)
-with driven_round(stage, units, 1):
+with driven_launch(stage, units, 1):
     try:
         while True:
             stage.run_dir.require_not_cancelled()

@@ -17,14 +17,16 @@ from support.project import config_for, make_record, stage_of, write_lines
 from sharmill.cli import status
 from sharmill.config import to_yaml
 from sharmill.engine.fence import make_fence
+from sharmill.engine.launch import begin_launch
+from sharmill.engine.lead import Leader
+from sharmill.engine.parent import Rank
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunOutcome, RunRequest
-from sharmill.engine.state import begin_round
 from sharmill.engine.unit import FailedAttempt
-from sharmill.engine.view import read_stage
-from sharmill.engine.work import Rank, work
+from sharmill.engine.view import StageReader
+from sharmill.engine.work import work
 from sharmill.executors.slurm.queue import QueuedJob
 from sharmill.files.atomic import write_atomic
 from sharmill.files.host import this_kernel
@@ -65,15 +67,19 @@ def stage(tmp_path, audio_root):
 
 
 def do_units(stage, units):
-    begin_round(stage, units, 1)
-    work(stage, Rank(0, "node/rank 0", "cpu"))
+    begin_launch(stage, units, 1)
+    work(stage, Rank(0, "node/rank 0", "cpu"), Leader(stage))
+
+
+def heartbeat(stage, rank):
+    return stage.ranks.progress / f"rank-{rank}.1.0.json"
 
 
 def put_rank(stage, rank, *, started, updated, pid=1234, **values):
     values = {"unit_began": updated} | values
     values |= {"slot": f"node7/rank {rank}", "owner": str(rank), "host": "node7"}
     record = RankProgress(rank=rank, pid=pid, started=started, updated=updated, **values)
-    path = stage.ranks.rank_progress(str(rank))
+    path = heartbeat(stage, rank)
     path.write_bytes(msgspec.json.encode(record))
     os.utime(path, (updated, updated))
 
@@ -103,7 +109,7 @@ def test_units_done_running_failed_and_left(stage, noon, call, shown):
     assert row(text, "match")[:2] == ["match", "not begun"]
     assert "prepare unit 2 failed: ValueError: no" in text
     assert f"tracebacks: {stage.dir.failures}" in text
-    stage.ranks.rank_progress("0").unlink()
+    heartbeat(stage, 0).unlink()
     assert [call("status", stage.run_dir.path, *options)[0] for options in ([], ["--check"])] == [0, 1]
 
 
@@ -239,10 +245,10 @@ def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_
     ledger.write_bytes(msgspec.json.encode(msgspec.json.decode(ledger.read_bytes()) | {"seconds": 4.0}) + b"\n")
     put_rank(stage, 0, started=noon - 300, updated=noon - 100, unit=1, unit_began=noon - 130, cost_done=2.0)
     # Two records at one in two seconds; a file of 30 s ago says that the unit had taken 30 s.
-    os.utime(stage.ranks.rank_progress(0), (noon - 30, noon - 30))
-    assert read_stage(stage).late == []
+    os.utime(heartbeat(stage, 0), (noon - 30, noon - 30))
+    assert StageReader(stage).read().late == []
     # It takes longer than it should already, and will hardly end at once.
-    assert read_stage(stage).seconds_left >= 60
+    assert StageReader(stage).read().seconds_left >= 60
     put_rank(
         stage,
         0,
@@ -253,10 +259,10 @@ def test_a_unit_that_takes_far_longer_than_the_others_is_named_and_no_time_left_
         unit_limit=1800.0,
         cost_done=2.0,
     )
-    os.utime(stage.ranks.rank_progress(0), (noon - 30, noon - 30))
-    (late,) = read_stage(stage).late
+    os.utime(heartbeat(stage, 0), (noon - 30, noon - 30))
+    (late,) = StageReader(stage).read().late
     assert (late.unit, late.rank, late.seconds, late.expected) == (1, 0, 120.0, 4.0)
-    assert read_stage(stage).seconds_left is None
+    assert StageReader(stage).read().seconds_left is None
     text = shown()
     assert "unit 1 has taken rank 0 0:02:00, where 0:00:04 is usual" in text
     assert "it is ended after 0:30:00" in text

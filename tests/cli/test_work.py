@@ -10,10 +10,10 @@ from support.project import command, make_record, raises, run_sharmill, snapshot
 from support.toy_stage import wait_until
 
 from sharmill.config import load_config
+from sharmill.engine.launch import driven_launch
 from sharmill.engine.order import make_stages
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run_dir import RunDir, RunOutcome
-from sharmill.engine.state import driven_round
 from sharmill.errors import ConfigError
 from sharmill.files.trust import require_private
 
@@ -48,7 +48,7 @@ def at_work(project, monkeypatch):
     (stage,) = make_stages(load_config("config.yaml"), ["prepare"])
     planned, units = read_or_make_plan(stage)
     stage.dir.done.unlink()
-    with driven_round(planned, units, 1):
+    with driven_launch(planned, units, 1):
         yield project
 
 

@@ -28,27 +28,30 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 from greenlet import getcurrent, greenlet
 from support.toy_stage import ToyStage
 
+from sharmill.engine.attempts import Attempts
+from sharmill.engine.claims import Claims
 from sharmill.engine.executor import Listener, StageResult, Unlocked
+from sharmill.engine.launch import driven_launch, read_attempts
+from sharmill.engine.lead import Leader
+from sharmill.engine.parent import Rank
 from sharmill.engine.plan import iterate_ledger
+from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.stage import Advance, StageRun
-from sharmill.engine.state import Attempts, Note, driven_round
 from sharmill.engine.unit import Commit, Output, Unit
-from sharmill.engine.work import Rank, Replace, work
+from sharmill.engine.work import Replace, work
 from sharmill.errors import SharmillError
-from sharmill.executors.reporter import ProgressReporter
 from sharmill.files.checksums import checksum
 from sharmill.files.staging import Staging, token_staging
 
 # How long a step takes is at most one of these.
 _STEP_SECONDS = (0.001, 0.01, 0.1, 1.0)
 
-_NAMES = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "listdir", "scandir", "stat", "lstat")
+_NAMES = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "listdir", "scandir", "stat", "lstat", "utime")
 
 
 class Killed(BaseException):
@@ -57,10 +60,10 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that befalls a host before its n-th change in a folder.
+    """Something that befalls a host before its n-th change in a folder, or of a file.
 
     Args:
-        folder: the name of the folder.
+        folder: the name of the folder, or of the file.
         seconds: so long the thread stands still, or the whole host; the host is gone for ever if infinite.
     """
 
@@ -134,6 +137,9 @@ class SharedDisk:
         self._moved: list[tuple[str, str, _Version]] = []
         self._numbers = count()
         self._test = getcurrent()
+        # Calls of each host below the run directory, and all flushes to disk.
+        self.requests: Counter[Host] = Counter()
+        self._counted = f"{root}{os.sep}run{os.sep}"
         self._real = SimpleNamespace(**vars(os), io_open=io.open)
         self._patch = pytest.MonkeyPatch()
 
@@ -146,7 +152,7 @@ class SharedDisk:
             self._patch.setattr(module, "open", self._covering(io.open, self._io_open))
         self._patch.setattr(os, "urandom", self._random.randbytes)
         self._patch.setattr("sharmill.files.locks.random", self._random)
-        self._patch.setattr(os, "fsync", lambda file: self.sleep(self._step()) if self.task else None)
+        self._patch.setattr(os, "fsync", self._fsync)
         for name, clock in (("monotonic", real_time.monotonic), ("time", real_time.time)):
             self._patch.setattr(time, name, lambda clock=clock: self.clock() if self.task else clock())
         self._patch.setattr(time, "sleep", lambda seconds: (self.sleep if self.task else real_time.sleep)(seconds))
@@ -218,6 +224,11 @@ class SharedDisk:
 
         return SimpleNamespace(start=lambda: started.append(self.start(host, target)), join=join)
 
+    def _fsync(self, file: int) -> None:
+        if self.task is not None:
+            self.requests[self.host] += 1
+            self.sleep(self._step())
+
     def _step(self) -> float:
         return self._random.choice(_STEP_SECONDS) * self._random.random()
 
@@ -229,6 +240,7 @@ class SharedDisk:
             if self.task is None or options.get("dir_fd") is not None or not name.startswith(self._root):
                 return real(path, *args, **options)
             options.pop("dir_fd", None)
+            self.requests[self.host] += name.startswith(self._counted)
             return own(self._follow(name), *args, **options)
 
         return call
@@ -262,14 +274,14 @@ class SharedDisk:
     def _change(self, path: str) -> Host:
         """Take the time of a change, before which something may befall the host."""
         host = self.host
-        folder = Path(path).parent.name
         seconds = self._step()
-        for fault in host.faults:
-            if (fault.folder, fault.nth) == (folder, host.changes[folder]):
-                seconds += fault.seconds
-                if fault.whole or fault.seconds == math.inf:
-                    host.frozen_until = self.now + fault.seconds
-        host.changes[folder] += 1
+        for name in (Path(path).parent.name, Path(path).name):
+            for fault in host.faults:
+                if (fault.folder, fault.nth) == (name, host.changes[name]):
+                    seconds += fault.seconds
+                    if fault.whole or fault.seconds == math.inf:
+                        host.frozen_until = self.now + fault.seconds
+            host.changes[name] += 1
         self.sleep(seconds)
         parent = path.rpartition(os.sep)[0]
         self._find(parent)
@@ -332,7 +344,7 @@ class SharedDisk:
         self._real.replace(source, target)
         for name in [name for name in self._names if (name + os.sep).startswith(source + os.sep)]:
             self._names[target + name[len(source) :]] = self._names.pop(name)
-        self._names[target] = [*before[-3:], new]
+        self._names[target] = [*before, new]
         if stat.S_ISDIR(self.kind(target)):
             self._moved.append((source, target, new))
 
@@ -349,6 +361,10 @@ class SharedDisk:
 
     def _lstat(self, path: str) -> os.stat_result:
         return self._stat(path, follow_symlinks=False)
+
+    def _utime(self, path: str, *args: Any, **options: Any) -> None:
+        self.sleep(self._step())
+        self._real.utime(path, *args, **options)
 
     def _listdir(self, path: str) -> list[str]:
         return [entry.name for entry in self._scandir(path)]
@@ -395,6 +411,9 @@ class _Event:
         for task in self._waiting:
             task.wake = self._disk.now
 
+    def clear(self) -> None:
+        self._is_set = False
+
     def wait(self, seconds: float) -> bool:
         task = self._disk.task
         assert task is not None
@@ -403,6 +422,46 @@ class _Event:
             self._disk.sleep(seconds)
             self._waiting.remove(task)
         return self._is_set
+
+
+class _Supervisor:
+    """The supervisor of a rank, a thread on its host that looks at the stage and wakes the rank when it has changed."""
+
+    interval = math.inf
+
+    def __init__(self, disk: SharedDisk, stage: StageRun, number: int, host: Host) -> None:
+        self._stage = stage
+        self._number = number
+        self._changed = _Event(disk)
+        self._has_ended = False
+        disk.start(host, self._look)
+
+    def tell(self, progress: RankProgress) -> None:
+        pass
+
+    def wait(self, seconds: float) -> None:
+        if seconds:
+            self._changed.wait(seconds)
+            self._changed.clear()
+
+    def end(self) -> None:
+        self._has_ended = True
+
+    def _look(self) -> None:
+        leader = Leader(self._stage, number=self._number)
+        while not self._has_ended:
+            before = leader.state
+            try:
+                leader.look()
+            except FileNotFoundError:
+                pass  # not seen yet, or gone with the plan
+            except SharmillError as error:
+                log.info("%s", error)
+                break
+            if leader.state != before:
+                self._changed.set()
+            time.sleep(15.0)
+        leader.close()
 
 
 log = logging.getLogger(__name__)
@@ -415,13 +474,14 @@ class SimulatedStage(ToyStage):
     """Takes some seconds over a unit; fails with bad units, and on hosts that are not good any more."""
 
     bad_units: frozenset[int] = frozenset()
+    seconds = 5.0
 
     def mark(self, name: str, line: str = "") -> None:
         pass
 
     def work(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         host = SharedDisk.running.host
-        time.sleep(5.0 * unit.cost)
+        time.sleep(self.seconds * unit.cost)
         host.good_for -= 1
         if unit.index in self.bad_units or host.good_for < 0:
             raise ValueError("a bad day")
@@ -440,6 +500,7 @@ class Run:
         stage: is to be done.
         ranks: their hosts, named as their slots.
         delays: seconds until each is there.
+        is_led: the driver leads; else supervisors do.
     """
 
     waits: ClassVar[bool] = True
@@ -447,9 +508,11 @@ class Run:
     stage: SimulatedStage
     ranks: Sequence[Host]
     delays: Sequence[float]
+    is_led: bool = True
     results: list[StageResult] = field(default_factory=list)
     started: list[Any] = field(default_factory=list)
     planned: Any = None
+    begun: dict[tuple[int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     finished: dict[Path, tuple[int, int]] = field(default_factory=dict)
     finished_at: float = math.inf
     next_look: float = 0.0
@@ -463,26 +526,27 @@ class Run:
     def run(self, stage: StageRun, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> StageResult:
         """Do the units, as an executor. Who joins another driver brings no ranks, and follows those of the other."""
         self.planned = stage
-        with driven_round(stage, units, len(self.ranks), join_seconds=stage.options.lease_seconds) as numbers:
+        with driven_launch(stage, units, len(self.ranks), join_seconds=stage.options.lease_seconds) as numbers:
             if not numbers.start:
                 self.started += [
                     self.disk.start(host, partial(self._work, pickle.dumps(stage), number, host), delay)
                     for number, (host, delay) in enumerate(zip(self.ranks, self.delays, strict=True))
                 ]
-            reporter = ProgressReporter(stage, units, listener)
+            leader = Leader(stage, units, listener, number=0 if self.is_led else 1 << 20)
             left = MOST_SECONDS
             with unlocked():
-                while not reporter.look() and left > 0.0:
+                while not leader.look() and left > 0.0:
                     time.sleep(5.0)
                     if all(rank.dead for rank in self.started):
                         left = min(left, stage.options.seconds_until_seen) - 5.0
-        return reporter.outcome()
+        return leader.outcome()
 
     def _work(self, stage: bytes, number: int, host: Host) -> None:
-        """Run a rank, as its supervisor."""
+        """Run a rank, and its supervisor."""
+        supervisor = _Supervisor(self.disk, pickle.loads(stage), number, host)
         while True:
             try:
-                work(pickle.loads(stage), Rank(number, host.name, "cpu"))
+                work(pickle.loads(stage), Rank(number, host.name, "cpu", most_pause=300.0), supervisor)
             except Replace:
                 continue
             except SharmillError as error:
@@ -491,6 +555,7 @@ class Run:
                 # Its folders go when the stage is finished.
                 if self.disk.kind(token_staging(self.stage.root, self.planned.token)):
                     raise
+            supervisor.end()
             return
 
     def look(self) -> None:
@@ -518,15 +583,9 @@ class Run:
                 assert checksum(path) == file.xxh3, "a committed file has other bytes"
         return found
 
-    def begun(self) -> Counter[tuple[int, int]]:
-        """Return how many attempts have begun, by the unit and the generation of the claim."""
-        lines = [line for path in self.stage.ranks.attempts.glob("*.jsonl") for line in path.read_bytes().splitlines()]
-        notes = [msgspec.json.decode(line, type=Note) for line in lines]
-        return Counter((note.unit, note.generation) for note in notes if note.kind == "begun")
-
     def attempts(self) -> Attempts:
         """Return the attempts at all units."""
-        return Attempts(self.stage.ranks.attempts)
+        return read_attempts(self.stage.in_run)
 
 
 def simulate(
@@ -539,19 +598,32 @@ def simulate(
     late: float = 0.0,
     seed: int = 0,
     drivers: Sequence[float] = (0.0,),
+    is_led: bool = True,
+    seconds: float = 5.0,
 ) -> Run:
     """Run a stage on simulated hosts, and return the run when all but the dead ranks have come to their ends.
 
     Args:
         drivers: seconds until each of the drivers, all on one host, begins.
+        is_led: as that of ``Run``.
+        seconds: the time that a unit takes.
     """
     shared, aside = folder / "shared", folder / "aside"
     shared.mkdir()
     aside.mkdir()
     stage = SimulatedStage(shared, units=units, max_reject_fraction=1.0, seconds_until_seen=60.0)
-    stage.bad_units = bad_units
-    with SharedDisk(shared, aside, seed, late) as disk:
-        run = Run(disk, stage, ranks, delays or [0.0] * len(ranks))
+    stage.bad_units, stage.seconds = bad_units, seconds
+    with SharedDisk(shared, aside, seed, late) as disk, pytest.MonkeyPatch.context() as patch:
+        run = Run(disk, stage, ranks, delays or [0.0] * len(ranks), is_led)
+        make = Claims.make
+
+        def note_claim(claims: Claims, unit: int, generation: int) -> bool:
+            is_made = make(claims, unit, generation)
+            if is_made:
+                run.begun[unit, generation].add(claims.rank.owner)
+            return is_made
+
+        patch.setattr(Claims, "make", note_claim)
         host = Host("driver")
         for delay in drivers:
             disk.start(host, run.drive, delay)

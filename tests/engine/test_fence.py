@@ -16,9 +16,11 @@ from support.project import REPOSITORY, raises
 from support.toy_stage import ToyStage, run, wait_until
 
 from sharmill.engine.fence import make_fence
+from sharmill.engine.launch import begin_launch, read_attempts
+from sharmill.engine.lead import Leader
+from sharmill.engine.parent import Rank
 from sharmill.engine.plan import read_or_make_plan
-from sharmill.engine.state import Attempts, begin_round
-from sharmill.engine.work import Rank, work
+from sharmill.engine.work import work
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import RankTask
 from sharmill.executors.slurm.profile import RankProfile
@@ -29,7 +31,7 @@ def plan(stage):
     """Plan a stage as the process that directs a run does before ranks begin; return it in its run."""
     planned, units = read_or_make_plan(stage.in_run)
     make_fence(planned)
-    begin_round(planned, units, 1)
+    begin_launch(planned, units, 1)
     return planned
 
 
@@ -46,7 +48,7 @@ class TestRanksOfAnOlderPlan:
         # The task of an array has not failed; it was overtaken.
         RankTask(old, 0, RankProfile())()
         with raises(FatalError, "superseded_plan"):
-            work(old, Rank(0, "node/rank 0", "cpu"))
+            work(old, Rank(0, "node/rank 0", "cpu"), Leader(old))
         assert contents(tmp_path) == before
 
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
@@ -67,7 +69,7 @@ class TestRanksOfAnOlderPlan:
             rank.send_signal(signal.SIGCONT)
             assert rank.wait(60) == 0
         assert contents(tmp_path) == sorted([*expected, "marks/go_on"])
-        assert Attempts(new.ranks.attempts).stopped is None
+        assert read_attempts(new.in_run).stopped is None
 
 
 class TestWhatIsNotOurs:
@@ -129,5 +131,6 @@ def test_a_rank_waits_for_the_input_that_the_plan_was_made_of(waited, tmp_path, 
         def load(self, device):
             opened.append(sum(waited))
 
-    work(plan(LateInput(tmp_path, units=2, seconds_until_seen=30.0)), Rank(0, "node/rank 0", "cpu"))
+    planned = plan(LateInput(tmp_path, units=2, seconds_until_seen=30.0))
+    work(planned, Rank(0, "node/rank 0", "cpu"), Leader(planned))
     assert 5.0 < opened[0] < 7.0

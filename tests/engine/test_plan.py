@@ -145,7 +145,7 @@ class TestReading:
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - 20)
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        writer = RecordLog(paths.ranks.ledger)
+        writer = RecordLog(paths.ranks.log("a"))
         writer.append(commit_of(UNITS[0]), synced=True)
         with mock.patch("os.fsync", half_a_line), raises(FatalError, "disk", "No space left"):
             writer.append(commit_of(UNITS[1]), synced=True)

@@ -16,10 +16,10 @@ from support.toy_cluster import ToyDataset, ToyRun, cancel_all, make_profile, wh
 from support.toy_stage import ToyStage, is_running, output_bytes, run as run_locally, wait_until
 
 from sharmill.engine.executor import Executor, Submitted
+from sharmill.engine.launch import find_live, find_workers, read_attempts
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.progress import read_progress
 from sharmill.engine.run_dir import RunOutcome, RunRequest
-from sharmill.engine.state import Attempts, find_live, find_workers
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm.executor import wait_for_end
@@ -270,9 +270,8 @@ def test_a_supervisor_that_is_ended_leaves_no_rank_and_the_same_command_goes_on(
     interrupted(stage, how)
     if how == signal.SIGTERM:
         # As preemption: the unit is given back.
-        attempts = Attempts(stage.ranks.attempts)
-        attempts.look()
-        assert (attempts.failed, attempts.open()) == (set(), [])
+        attempts = read_attempts(stage.in_run)
+        assert attempts.failed == set()
     assert run(stage, 2).ok
     assert output_bytes(stage) == whole(12)
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sharmill.engine.executor import Listener, StageResult, Submitted
+from sharmill.engine.launch import find_live
 from sharmill.engine.plan import read_ledger
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome
 from sharmill.engine.stage import StageRun
-from sharmill.engine.state import find_live
 from sharmill.engine.unit import Totals, Unit
 from sharmill.executors.slurm.executor import SlurmExecutor
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile

@@ -415,7 +415,6 @@ class LookingAhead(GpuStage):
 
     def open(self, run: StageRun, device: str) -> Processor:
         processor = super().open(run, device)
-        processor.prefetches = True
         self.mark("cores", str(usable_cores()))
         processor.expect = lambda unit: self.mark("expected", "none" if unit is None else str(unit.index))
         return processor

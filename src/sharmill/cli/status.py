@@ -30,13 +30,13 @@ from sharmill.cli.command import (
 from sharmill.cli.progress import describe_amount, describe_rate
 from sharmill.config import Config
 from sharmill.engine.fence import release_cancelled, require_original
+from sharmill.engine.launch import describe_workers, find_workers
 from sharmill.engine.order import config_of_run
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir, RunOutcome
 from sharmill.engine.stage import StageRun
-from sharmill.engine.state import describe_workers, find_workers
-from sharmill.engine.view import StageView, read_stage, views_of_steps
+from sharmill.engine.view import StageReader, StageView, views_of_steps
 from sharmill.errors import ConfigError, FatalError, SharmillError, describe_error, refuse
 from sharmill.executors.slurm.queue import SECONDS_TO_CANCEL, QueuedJob, cancel_jobs, queued_jobs, waits_for_jobs
 from sharmill.files.host import SLURM_JOB, user_name
@@ -127,6 +127,7 @@ class RunView:
         rounds: the views of all rounds of the steps.
         problem: why the jobs are not known, or an empty string.
         asked: the time at which SLURM was asked about them, by ``time.monotonic``.
+        readers: of the stages, by their keys, so that a further view reads what has changed.
     """
 
     path: Path
@@ -138,6 +139,7 @@ class RunView:
     jobs: list[QueuedJob]
     problem: str
     asked: float
+    readers: dict[str, StageReader]
 
     @property
     def has_failed(self) -> bool:
@@ -171,7 +173,9 @@ def read_run(path: Path, before: RunView | None = None) -> RunView:
     queued = waits and bool(jobs or problem)
     config = config_of_run(path)
     stages = stages_of_run(config)
-    rounds = [read_stage(stage, queued=queued) for stage in stages]
+    readers = before.readers if before is not None else {}
+    readers |= {stage.key: StageReader(stage) for stage in stages if stage.key not in readers}
+    rounds = [readers[stage.key].read(queued=queued) for stage in stages]
     is_done = all(view.state == "done" for view in rounds)
     end = run_dir.read_outcome()
     # Planning and submitting the first jobs takes its time.
@@ -181,7 +185,7 @@ def read_run(path: Path, before: RunView | None = None) -> RunView:
         end = RunOutcome(
             state="failed", message=f"no job is left though work is: submit again{again}", code="jobs_gone"
         )
-    return RunView(path, config, stages, views_of_steps(stages, rounds), rounds, end, jobs, problem, asked)
+    return RunView(path, config, stages, views_of_steps(stages, rounds), rounds, end, jobs, problem, asked, readers)
 
 
 def _read_runs(wanted: Sequence[tuple[Path, RunView | None]]) -> tuple[list[RunView], list[SharmillError]]:

@@ -32,10 +32,10 @@ from sharmill.cli.run import (
 )
 from sharmill.config import load_config, load_typed
 from sharmill.engine.executor import Submitted
+from sharmill.engine.launch import pack_units
 from sharmill.engine.order import choose_stages
 from sharmill.engine.run_dir import RunOutcome
 from sharmill.engine.stage import StageRun, is_main
-from sharmill.engine.state import pack_units
 from sharmill.engine.unit import Unit
 from sharmill.engine.view import read_or_preview_units
 from sharmill.errors import refuse

@@ -15,10 +15,10 @@ from sharmill.audio.files import choose_channel, probe
 from sharmill.audio.roots import AudioRoots
 from sharmill.collect.recipes import RECIPE_LOG, Found, run_recipe
 from sharmill.engine.executor import Listener
+from sharmill.engine.rejects import describe_rejects
 from sharmill.engine.run import merge_files
 from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import Advance, Processor, Stage, StageRun, versions
-from sharmill.engine.state import describe_rejects
 from sharmill.engine.unit import Commit, Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.executors.local import run_alone

@@ -64,8 +64,6 @@ class AheadProcessor(Processor, Generic[Begun]):
     taken, so that it ends that unit and no other.
     """
 
-    prefetches = True
-
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="next-unit")
         self._expected: Unit | None = None

@@ -3,8 +3,8 @@
 A plan is bound to its identity, which is all that the output bytes depend on: configuration, inputs and versions of
 packages. A difference of two is told in words.
 
-In the ledger every process appends to a file of its own, one JSON line a commit, synced to disk; so a process that is
-killed can only leave one incomplete last line, which is not a record.
+In the ledger every process appends to a log of its own, one JSON line a commit, synced to disk, and notes of attempts
+beside them; so a process that is killed can only leave one incomplete last line, which is not a record.
 """
 
 import os
@@ -15,11 +15,12 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 from uuid import uuid4
 
 import msgspec
 
+from sharmill.engine.attempts import Note
 from sharmill.engine.fence import remove_fences, require_own_output, reserve
 from sharmill.engine.order import dependent_folders
 from sharmill.engine.run_dir import StageDir
@@ -304,21 +305,28 @@ def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
     return {commit.index: commit for commit in iterate_ledger(paths, {unit.index: unit.id for unit in units})}
 
 
-def iterate_ledger(
-    paths: StageDir, ids: Mapping[int, str] | None = None, tail: Tail[Commit] | None = None
-) -> Iterator[Commit]:
+def ledger_records(paths: StageDir) -> Tail[Commit | Note]:
+    """Return a reader of the logs of all ranks."""
+    return Tail(paths.ranks.ledger, Commit | Note)
+
+
+def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None) -> Iterator[Commit]:
     """Yield the commits of units of a plan; one at a time is held in memory.
 
     A unit that two attempts have ended has two, of the same output.
 
     Args:
         ids: the ids of the units that count, by their indices; by default all units of the plan.
-        tail: reads the ledger; what it has read before is not read again.
     """
-    ranks = paths.ranks
-    for commit in (tail or Tail(ranks.ledger, Commit)).records():
-        if commit.token == ranks.token and (ids is None or ids.get(commit.index) == commit.id):
-            yield commit
+    token = paths.ranks.token
+    for record in ledger_records(paths).records():
+        if counts(record, token) and (ids is None or ids.get(record.index) == record.id):
+            yield record
+
+
+def counts(record: Commit | Note, token: str) -> TypeGuard[Commit]:
+    """Return True for a commit of the plan with this token."""
+    return isinstance(record, Commit) and record.token == token
 
 
 def committed_files(stage: StageRun) -> list[PublishedFile]:

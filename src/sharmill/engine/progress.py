@@ -1,31 +1,39 @@
-"""Heartbeats: each rank and driver writes its progress to a file of its own, which all others read."""
+"""Heartbeats: each rank and driver has a file with its progress, whose name changes with every heartbeat.
 
+The name is ``<kind>-<owner>.<beat>.<size>.json``: how often the process has given a heartbeat, ``ended`` at last, and
+the size of its log. So one listing of the folder tells who is alive and whose log has grown, however many there are.
+"""
+
+import math
 import os
 import resource
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from sharmill.errors import ConfigError
-from sharmill.files.atomic import temp_path, write_new
+from sharmill.files.atomic import write_new
 from sharmill.files.host import Process
 from sharmill.files.stored import NOT_JSON, open_stored
 
-BEATS_PER_LEASE = 8
+BEATS_PER_LEASE = 6
 # A shared file system may show a record to other nodes half a minute later.
 SILENT_SECONDS = 60.0
+ENDED = "ended"
+# Records have one length, so that they are written in place.
+_LENGTH = 2048
 
 # Plausible bounds on a rank's seconds or megabytes.
 _Number = Annotated[float, msgspec.Meta(gt=-1e12, lt=1e12)]
 
 
 class RankProgress(Process, kw_only=True):
-    """The heartbeat of one process, a rank or its driver: the last that it has said of itself.
+    """The progress of one process, a rank or its driver: the last that it has said of itself.
 
     ``owner`` is the random id of the process, and ``slot`` the host with its GPU or core; a driver has neither.
     Times are Unix seconds by the rank's own clock, which may be minutes from others; ``written`` alone is by that of
@@ -40,6 +48,7 @@ class RankProgress(Process, kw_only=True):
     started: _Number
     updated: _Number = 0.0
     unit: int | None = None
+    generation: int = 0
     unit_began: _Number = 0.0
     unit_limit: _Number | None = None
     units_done: int = 0
@@ -58,44 +67,122 @@ class RankProgress(Process, kw_only=True):
         return not self.ended and abs(now - self.written) <= seconds and not self.is_known_dead()
 
 
+class Heartbeat(NamedTuple):
+    """The name of a process's file: its ``beat``, or ``ended``, and how many bytes its log had."""
+
+    file: str
+    owner: str
+    beat: str
+    size: int
+
+    @property
+    def has_ended(self) -> bool:
+        return self.beat == ENDED
+
+
+def list_heartbeats(folder: Path, kind: str = "rank") -> dict[str, Heartbeat]:
+    """Return the last heartbeats of all processes of a kind, by their owners; it takes one listing."""
+    found: dict[str, Heartbeat] = {}
+    for file in sorted(path.name for path in folder.iterdir()):
+        name, _, rest = file.partition(".")
+        beat, _, size = rest.removesuffix(".json").partition(".")
+        if not (name.startswith(f"{kind}-") and size.isdecimal() and (beat.isdecimal() or beat == ENDED)):
+            continue
+        heartbeat = Heartbeat(file, name.removeprefix(f"{kind}-"), beat, int(size))
+        # One that was taken for dead, and goes on, has two; digits come before letters.
+        before = found.get(heartbeat.owner)
+        if before is None or before.has_ended or (not heartbeat.has_ended and int(before.beat) < int(beat)):
+            found[heartbeat.owner] = heartbeat
+    return found
+
+
 class ProgressWriter:
-    """Writes heartbeats from a thread of its own, so that a long unit does not look like a dead rank.
+    """Gives heartbeats from a thread of its own, so that a long unit does not look like a dead rank.
+
+    Args:
+        folder: that of all heartbeats of the stage.
+        interval: seconds between two of them at most.
+        tell: gets the record every ``tell_interval`` seconds, for those who watch this process alone.
 
     Attributes:
         record: its owner changes it; what changes is written with the next heartbeat.
-        last_beat: the time of the last heartbeat that got through, by ``time.monotonic``.
     """
 
-    def __init__(self, path: Path, rank: int = -1, slot: str = "", owner: str = "", *, interval: float) -> None:
-        self._path = path
+    def __init__(
+        self, folder: Path, record: RankProgress, *, interval: float,
+        tell: Callable[[RankProgress], object] = lambda record: None, tell_interval: float = math.inf,
+        kind: str = "rank",
+    ) -> None:  # fmt: skip
+        self.record = record
+        self._folder = folder
+        self._name = f"{kind}-{record.owner}"
         self._interval = interval
-        self.last_beat = time.monotonic()
-        self.record = RankProgress.this(rank=rank, slot=slot, owner=owner, started=time.time())
-        self._stop = threading.Event()
+        self._tell = tell
+        self._tick = min(interval, tell_interval)
+        self._beat = self._size = 0
+        self._path: Path | None = None
+        self._is_ended = False
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._keep_writing, name="progress", daemon=True)
 
     def __enter__(self) -> "ProgressWriter":
-        self.write()
+        self._write()
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stop.set()
+        self._is_ended = True
+        self._wake.set()
         self._thread.join()
         self.record.unit = None
-        self.record.ended = True
-        self.write()
+        self._write()
 
-    def write(self) -> None:
-        """Write a heartbeat now."""
-        self.record.updated = time.time()
-        self.record.peak_memory_mb = peak_memory_mb()
-        if _write(self._path, self.record):
-            self.last_beat = time.monotonic()
+    def write_soon(self, size: int) -> None:
+        """Give a heartbeat now; the log has this size."""
+        self._size = size
+        self._wake.set()
 
     def _keep_writing(self) -> None:
-        while not self._stop.wait(self._interval):
-            self.write()
+        next_write = time.monotonic() + self._interval
+        while not self._is_ended:
+            is_due = self._wake.wait(self._tick)
+            self._wake.clear()
+            if self._is_ended:
+                return
+            self.record.peak_memory_mb = peak_memory_mb()
+            if is_due or time.monotonic() >= next_write:
+                self._write()
+                next_write = time.monotonic() + self._interval
+            self._tell(self.record)
+
+    def _write(self) -> None:
+        """Write the record and rename its file; a full disk is reported by the unit that meets it."""
+        self.record.updated = time.time()
+        self._beat += 1
+        beat = ENDED if self._is_ended else str(self._beat)
+        path = self._folder / f"{self._name}.{beat}.{self._size}.json"
+        with suppress(OSError):
+            if self._path is not None and _rewrite(self._path, self.record):
+                self._path.rename(path)
+            else:
+                # The first, or one after others have taken this process for dead.
+                write_new(path, _encode(self.record))
+            self._path = path
+
+
+def _encode(record: RankProgress) -> bytes:
+    return msgspec.json.encode(record).ljust(_LENGTH)
+
+
+def _rewrite(path: Path, record: RankProgress) -> bool:
+    """Write a record into its file; return False if there is no such file."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    with os.fdopen(file, "wb") as stream:
+        stream.write(_encode(record))
+    return True
 
 
 def peak_memory_mb() -> float:
@@ -103,37 +190,50 @@ def peak_memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _write(path: Path, record: RankProgress) -> bool:
-    """Write a record, and return True if it could be written; a full disk is reported by the unit that meets it."""
-    aside = temp_path(path)
-    try:
-        write_new(aside, msgspec.json.encode(record))
-        aside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        return False
-    return True
+def mark_ended(folder: Path, owner: str, *, size: int | None = None, record: RankProgress | None = None) -> None:
+    """Give the last heartbeat of a rank that has ended, and may not have done so itself.
+
+    Args:
+        size: that of its log by now; by default as it said last.
+        record: of one that has never begun.
+    """
+    with suppress(OSError):
+        found = list_heartbeats(folder).get(owner)
+        if found is not None and found.has_ended and size is None:
+            return
+        last = size if size is not None else found.size if found is not None else 0
+        goal = folder / f"rank-{owner}.{ENDED}.{last}.json"
+        if found is not None:
+            (folder / found.file).rename(goal)
+        elif record is not None:
+            write_new(goal, _encode(record))
 
 
-def mark_ended(folder: Path, owners: Container[str]) -> None:
-    """Correct the records of ranks that have ended, and may not have said so."""
-    for record in read_progress(folder):
-        if not record.ended and record.owner in owners:
-            record.ended = True
-            record.unit = None
-            _write(folder / f"rank-{record.owner}.json", record)
+def read_heartbeat(folder: Path, heartbeat: Heartbeat) -> RankProgress | None:
+    """Return the progress of a process by its heartbeat; None if it cannot be read, or has changed its name since."""
+    # It is not synced to disk: it may be empty after a power cut, gone because a relaunch has begun, or stale on a
+    # shared disk. Progress is for people to look at: no such error ends a run.
+    with suppress(*NOT_JSON, OSError, ConfigError):
+        with open_stored(folder / heartbeat.file) as stream:
+            record = msgspec.json.decode(stream.read(1 << 20), type=RankProgress)
+            record.written = os.fstat(stream.fileno()).st_mtime
+        record.ended = heartbeat.has_ended
+        return record
+    return None
 
 
-def read_progress(folder: Path, pattern: str = "rank-*.json") -> list[RankProgress]:
-    """Return the progress records of all ranks, or of all that match a pattern, in the order of the ranks."""
-    records = []
-    for path in sorted(folder.glob(pattern)):
-        # They are not synced to disk: one may be empty after a power cut, gone because a relaunch has begun, or stale
-        # on a shared disk. Progress is for people to look at: no such error ends a run.
-        with suppress(*NOT_JSON, OSError, ConfigError):
-            with open_stored(path) as stream:
-                record = msgspec.json.decode(stream.read(1 << 20), type=RankProgress)
-                record.written = os.fstat(stream.fileno()).st_mtime
-            records.append(record)
-    return sorted(records, key=lambda record: (record.rank, record.started))
+def read_progress(folder: Path, kind: str = "rank") -> list[RankProgress]:
+    """Return the progress of all processes of a kind, in the order of the ranks."""
+    found: dict[str, RankProgress] = {}
+    # A name may change between the listing and the look.
+    for _ in range(2):
+        with suppress(FileNotFoundError):
+            for owner, heartbeat in list_heartbeats(folder, kind).items():
+                if owner not in found and (record := read_heartbeat(folder, heartbeat)) is not None:
+                    found[owner] = record
+    return in_order(found.values())
+
+
+def in_order(ranks: Iterable[RankProgress]) -> list[RankProgress]:
+    """Return the progress of ranks in their order."""
+    return sorted(ranks, key=lambda record: (record.rank, record.started))

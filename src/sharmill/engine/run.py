@@ -10,6 +10,7 @@ import msgspec
 
 from sharmill.engine.executor import Executor, Listener, StageResult, Unlocked
 from sharmill.engine.fence import make_fence, release, reserve
+from sharmill.engine.launch import find_live, find_workers
 from sharmill.engine.plan import (
     find_outstanding,
     has_output,
@@ -19,9 +20,9 @@ from sharmill.engine.plan import (
     revoke,
     wait_for_units,
 )
+from sharmill.engine.rejects import check_rejects
 from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import StageRun
-from sharmill.engine.state import check_rejects, find_live, find_workers
 from sharmill.engine.unit import Commit, FailedAttempt, Unit
 from sharmill.errors import ConfigError, FatalError
 from sharmill.files.atomic import (

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -46,21 +46,22 @@ class RankFolders:
     def __init__(self, path: Path, token: str) -> None:
         self.path = path
         self.token = token
+        # Of each rank one log: the commits of its units, and notes of its attempts.
         self.ledger = path / "ledger"
-        self.attempts = path / "attempts"
         self.claims = path / "claims"
         self.progress = path / "progress"
         self.metrics = path / "metrics"
         self.rejects = path / "rejects"
         self.notes = path / "notes"
-        self.all = [self.ledger, self.attempts, self.claims, self.progress, self.metrics, self.rejects, self.notes]
-        # The values that the ranks that are at work were started with.
-        self.round = path / "round.json"
+        self.all = [self.ledger, self.claims, self.progress, self.metrics, self.rejects, self.notes]
+        # The values that the ranks that are at work were started with, and what their leader has decided since.
+        self.launch = path / "launch.json"
+        self.state = path / "state.json"
         # The kind of device that the stage keeps to.
         self.device_kind = path / "device_kind"
 
-    def rank_progress(self, owner: str) -> Path:
-        return self.progress / f"rank-{owner}.json"
+    def log(self, owner: str) -> Path:
+        return self.ledger / f"{owner}.jsonl"
 
     def unit_rejects(self, index: int) -> Path:
         return self.rejects / f"{index:06d}.jsonl"
@@ -244,6 +245,17 @@ class StoredError(msgspec.Struct, kw_only=True):
             return DeviceError(self.message, place=self.place, code=code)
         kind = ConfigError if self.is_config else FatalError
         return kind(self.message, code=code, details=self.details)
+
+
+def stored_fields(error: SharmillError) -> dict[str, Any]:
+    """Return the values of a ``StoredError`` for an error."""
+    return {
+        "message": error.lines[0],
+        "details": list(error.lines[1:]),
+        "code": error.code,
+        "place": error.place if isinstance(error, DeviceError) else "",
+        "is_config": isinstance(error, ConfigError),
+    }
 
 
 class RunOutcome(StoredError, kw_only=True):

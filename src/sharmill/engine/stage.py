@@ -38,11 +38,9 @@ class Processor(ABC):
     Attributes:
         device_kind: the kind of device that its output depends on, the same text for devices that give the same bytes;
             empty if it depends on none.
-        prefetches: it makes use of ``expect``, so that a rank claims its next unit early.
     """
 
     device_kind: str = ""
-    prefetches: ClassVar[bool] = False
 
     @abstractmethod
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:

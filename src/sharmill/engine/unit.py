@@ -59,12 +59,14 @@ class Output:
     notes: np.ndarray | None = None
 
 
-class Commit(msgspec.Struct, frozen=True, kw_only=True):
+class Commit(msgspec.Struct, tag="commit", tag_field="type", frozen=True, kw_only=True):
     """The record of a finished unit: written last, and its existence means that all else is in place.
 
-    It counts for the plan with its ``token`` only. ``device_kind`` is that of its rank's processor, ``delays`` the part
-    of its ``seconds`` that went into decoding, the model and the disk, as far as that was noted. ``memory_mb`` is the
-    most that its process had held by then, ``memory_asked_mb`` what its job had asked for, 0 if that is not known.
+    It counts for the plan with its ``token`` only. ``slot`` is where it was done, in the ``launch`` of ranks that is
+    named, at a ``time`` by the clock of the slot's host. ``device_kind`` is that of its rank's processor, ``delays``
+    the part of its ``seconds`` that went into decoding, the model and the disk, as far as that was noted.
+    ``memory_mb`` is the most that its process had held by then, ``memory_asked_mb`` what its job had asked for, 0 if
+    that is not known.
     """
 
     token: str
@@ -79,7 +81,9 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     device_kind: str = ""
     delays: dict[str, float] = {}
-    host: str = ""
+    slot: str = ""
+    launch: str = ""
+    time: float = 0.0
     memory_mb: float = 0.0
     memory_asked_mb: float = 0.0
 

@@ -3,16 +3,20 @@
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 
+from sharmill.engine.attempts import host_of
 from sharmill.engine.fence import require_own_output
-from sharmill.engine.plan import read_ledger
-from sharmill.engine.progress import RankProgress, read_progress
+from sharmill.engine.notes import Notes
+from sharmill.engine.plan import counts, read_ledger
+from sharmill.engine.progress import RankProgress, in_order
 from sharmill.engine.stage import StageRun, is_main
 from sharmill.engine.unit import Commit, Totals, Unit, add_up
 from sharmill.files.shared_disk import time_of_folder
+from sharmill.files.stored import read_stored
 
 # Of ranks and of units.
 _SLOWEST = 3
@@ -117,20 +121,41 @@ def views_of_steps(stages: Sequence[StageRun], views: Sequence[StageView]) -> li
     return list(found.values())
 
 
-def read_stage(stage: StageRun, *, queued: bool = False) -> StageView:
-    """Return the view of a stage by the files of its run directory.
+class StageReader:
+    """The view of a stage by the files of its run directory; each time it is read, only what has changed is."""
 
-    ``queued`` says that a stage without ranks is one that waits for them.
-    """
-    if not stage.dir.units.exists():
-        return StageView(name=stage.name, state="not begun", cost_unit=stage.cost_unit)
-    units = stage.dir.read_units()
-    commits = read_ledger(stage.dir, units)
-    failed = {error.index for error in stage.dir.read_failures()} - set(commits)
-    ranks, now = read_progress(stage.ranks.progress), time_of_folder(stage.dir.path)
-    return view_stage(
-        stage, units, commits, ranks, now, totals=stage.dir.read_totals(), num_failed=len(failed), queued=queued
-    )
+    def __init__(self, stage: StageRun) -> None:
+        self._stage = stage
+        self._units: list[Unit] = []
+        self._commits: dict[int, Commit] = {}
+        self._notes: Notes | None = None
+        self._seen: tuple[str, bytes] = "", b""
+
+    def read(self, *, queued: bool = False) -> StageView:
+        """Return the present view.
+
+        ``queued`` says that a stage without ranks is one that waits for them.
+        """
+        stage = self._stage
+        if not stage.dir.units.exists():
+            return StageView(name=stage.name, state="not begun", cost_unit=stage.cost_unit)
+        planned = stage.with_plan(token := stage.dir.read_token())
+        seen = token, read_stored(planned.ranks.launch) if planned.ranks.launch.exists() else b""
+        if self._notes is None or self._seen != seen:
+            self._notes, self._seen = Notes(planned, for_people=True), seen
+            self._units, self._commits = stage.dir.read_units(), {}
+        ids = {unit.index: unit.id for unit in self._units}
+        # A finished stage has heartbeats of ranks that have ended; one that was planned only has none.
+        with suppress(FileNotFoundError):
+            for record in self._notes.new_records():
+                if counts(record, token) and ids.get(record.index) == record.id:
+                    self._commits[record.index] = record
+        failed = {error.index for error in stage.dir.read_failures()} - set(self._commits)
+        ranks, now = in_order(self._notes.ranks.values()), time_of_folder(stage.dir.path)
+        return view_stage(
+            stage, self._units, self._commits, ranks, now,
+            totals=stage.dir.read_totals(), num_failed=len(failed), queued=queued,
+        )  # fmt: skip
 
 
 def view_stage(
@@ -143,7 +168,7 @@ def view_stage(
         now: by the clock of the file system.
         totals: of a finished stage.
         num_failed: how many units failed for good when the stage ended last.
-        queued: as that of ``read_stage``.
+        queued: as that of ``StageReader``.
     """
     ranks = [] if totals else [rank for rank in ranks if not rank.ended]
     alive = [rank for rank in ranks if rank.is_alive(now)]
@@ -217,7 +242,7 @@ def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
         slowest_ranks=sorted(by_rank.items(), key=itemgetter(1))[:_SLOWEST],
         slowest_units=sorted(by_unit.items(), key=itemgetter(1))[:_SLOWEST],
         delays={name: time / spent for name, time in delays.most_common()},
-        hosts=len({commit.host for commit in commits.values()} - {""}),
+        hosts=len({host_of(commit.slot) for commit in commits.values()} - {""}),
         memory_mb=max(commit.memory_mb for commit in commits.values()),
         memory_asked_mb=min((c.memory_asked_mb for c in commits.values() if c.memory_asked_mb), default=0.0),
     )

@@ -9,24 +9,19 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
+from sharmill.engine.attempts import FINAL_CODES, Note, NoteKind
+from sharmill.engine.claims import Claims
 from sharmill.engine.curves import MetricsLog
 from sharmill.engine.delays import spent_on, take_delays
 from sharmill.engine.fence import require_current, wait_for_plan
-from sharmill.engine.progress import (
-    BEATS_PER_LEASE,
-    ProgressWriter,
-    peak_memory_mb,
-    read_progress,
-)
+from sharmill.engine.parent import Parent, Rank
+from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, peak_memory_mb
+from sharmill.engine.run_dir import stored_fields
 from sharmill.engine.stage import Processor, StageRun, WaitsForInput
-from sharmill.engine.state import FINAL_CODES, Note, NoteKind, StageState, check_rejects
 from sharmill.engine.unit import Commit, Unit
 from sharmill.errors import (
     REASONS_OF_NODES,
@@ -39,11 +34,11 @@ from sharmill.errors import (
 )
 from sharmill.files.arrays import write_array
 from sharmill.files.atomic import open_atomic, write_atomic
-from sharmill.files.disk import WRITE_ERRNOS, stopping_errors
+from sharmill.files.disk import WRITE_ERRNOS
 from sharmill.files.record_log import RecordLog
 from sharmill.files.shared_disk import VisibilityTimeout
 from sharmill.files.staging import Staging
-from sharmill.files.stored import create_once, read_stored
+from sharmill.files.stored import create_once
 from sharmill.registry import describe_import_error
 
 log = logging.getLogger(__name__)
@@ -52,225 +47,32 @@ log = logging.getLogger(__name__)
 _OF_SLOT = FINAL_CODES - {"disk"}
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A rank as it is started.
-
-    Attributes:
-        number: that of its bin and of its log; one beyond the bins has none of its own.
-        slot: the host with the GPU or core, as ``host/gpu 0``.
-        device: ``cpu`` or ``cuda``.
-        owner: the random id of the process.
-        job_seconds: the time limit of the job that it is in, None where there is none.
-        is_replaced: a supervisor starts a fresh process where this one ends.
-        beat_seconds: the time between two heartbeats at most; they are also what people see of its progress. A rank
-            that waits for others looks three times as often.
-    """
-
-    number: int
-    slot: str
-    device: str
-    owner: str = field(default_factory=lambda: uuid4().hex)
-    job_seconds: float | None = None
-    is_replaced: bool = True
-    beat_seconds: float = 15.0
-
-
-class Claims:
-    """The units of a stage as one rank takes them: which is the next, and the claims on it.
-
-    The claim on a unit is the file ``<unit>.<generation>``, whose content names its owner; that of the highest
-    generation holds. Where an attempt has ended without a commit, a rank may create the next generation; the end of an
-    attempt whose rank has died, or whose heartbeat is stale, is noted by others. Of two that try, one succeeds, and
-    neither can push a newer owner out: that one has created a later name. A claim is no guard. A rank that was taken
-    for dead may go on with its unit; both bring the same bytes then.
-
-    A rank does the units of its own bin first, then those of the bin with most cost left (work stealing, Blumofe and
-    Leiserson 1999, doi:10.1145/324133.324234), then those whose attempts have failed, or were given back or left
-    behind.
-
-    Args:
-        state: what is known of the stage.
-        rank: the rank that takes them.
-
-    Attributes:
-        prefetches: the next unit is claimed early.
-    """
-
-    prefetches = False
-
-    def __init__(self, state: StageState, rank: Rank) -> None:
-        self._state = state
-        self._rank = rank
-        self._folder = state.stage.ranks.claims
-        # Units of each bin that nobody has claimed, as of the last listing, and their cost.
-        self._free: list[list[int]] = []
-        self._cost_left: list[float] = []
-        self._num_losses = 0
-        self._held: tuple[Unit, int] | None = None
-
-    def next(self) -> tuple[Unit, int, Unit | None] | None:
-        """Return the next unit as soon as there is one, or None if nothing is left for this rank.
-
-        Returned with it are the generation of its claim, and the unit that will probably come after it: that is
-        claimed already, as long as there are enough for all ranks.
-        """
-        pause, num_bins = 0.05, len(self._state.round.bins)
-        while not self.are_over():
-            claim, self._held = self._held, None
-            if claim is None or claim[0].index not in self._state.missing:
-                claim = self._claim_fresh() or self._claim_returned()
-            if claim is not None:
-                if self.prefetches:
-                    self._held = self._claim_fresh(num_bins)
-                return *claim, self._held[0] if self._held is not None else None
-            self._end_abandoned()
-            require_current(self._state.stage)
-            time.sleep(pause)
-            pause = min(2 * pause, self._rank.beat_seconds / 3)
-        return None
-
-    def are_over(self) -> bool:
-        """Return True if nothing is left for this rank: the stage has ended, or its slot is taken out of work.
-
-        Raises:
-            FatalError: more is rejected than the configuration allows.
-        """
-        self._state.look()
-        check_rejects(self._state.stage, self._state.expected_in, self._state.rejects, self._state.num_in)
-        if self._state.attempts.is_out(self._rank.slot):
-            log.error("rank %d: %s is taken out of work", self._rank.number, self._rank.slot)
-            return True
-        return self._state.has_ended()
-
-    def make(self, unit: int, generation: int) -> bool:
-        """Claim a unit; return False if another rank has this generation of the claim."""
-        path = self._folder / f"{unit}.{generation}"
-        with stopping_errors(path):
-            try:
-                with path.open("xb") as stream:
-                    stream.write(self._rank.owner.encode())
-            except FileExistsError:
-                # The server's answer may have been lost, and the client have asked it again.
-                return read_stored(path) == self._rank.owner.encode()
-        return True
-
-    def _claim_fresh(self, least: int = 1) -> tuple[Unit, int] | None:
-        """Claim a unit that nobody has claimed: the next of this rank's bin, or the last of that with most cost left.
-
-        Args:
-            least: how many such units there have to be in all bins where none is left in the own one.
-        """
-        if not any(self._free):
-            self._list_free()
-        while True:
-            own = self._free[self._rank.number] if self._rank.number < len(self._free) else []
-            if not own and sum(map(len, self._free)) < least:
-                return None
-            number = self._rank.number
-            if not own:
-                number = max(range(len(self._free)), key=lambda bin: (bool(self._free[bin]), self._cost_left[bin]))
-            index = self._free[number].pop(0 if own else -1)
-            self._cost_left[number] -= self._state.units[index].cost
-            is_fresh = index in self._state.missing and self._state.attempts.generation(index) == 0
-            if is_fresh and self.make(index, 0):
-                return self._state.units[index], 0
-            self._num_losses += 1
-            # To try units that others have claimed is work for the file system, and so is a list of all claims.
-            if self._num_losses >= 16:
-                self._list_free()
-
-    def _list_free(self) -> None:
-        attempts = self._state.attempts
-        free = {index for index in self._state.missing - self._latest().keys() if attempts.generation(index) == 0}
-        self._free = [[index for index in part if index in free] for part in self._state.round.bins]
-        self._cost_left = [sum(self._state.units[index].cost for index in part) for part in self._free]
-        self._num_losses = 0
-
-    def _claim_returned(self) -> tuple[Unit, int] | None:
-        """Claim a unit whose last attempt has failed or was given back, those that failed least often first.
-
-        It is tried in this slot if that tells more than the attempts so far: others that have not tried it come first.
-        """
-        attempts = self._state.attempts
-        returned = [index for index in self._state.missing if attempts.is_returned(index)]
-        live = {slot for slot in self._state.live_slots() if not attempts.is_out(slot)} if returned else set[str]()
-        for index in sorted(returned, key=lambda index: (len(attempts.failures(index)), index)):
-            tried = {note.slot for note in attempts.failures(index)}
-            if attempts.is_given_up(index, live) or (self._rank.slot in tried and not live <= tried):
-                continue
-            generation = attempts.generation(index)
-            if self.make(index, generation):
-                return self._state.units[index], generation
-        return None
-
-    def _end_abandoned(self) -> None:
-        """Note the end of attempts whose ranks have ended, or whose heartbeats were not seen for a lease."""
-        state, attempts = self._state, self._state.attempts
-        latest = self._latest()
-        records = {record.owner: record for record in read_progress(state.stage.ranks.progress)}
-        # A rank that has ended by now may have committed since the last look.
-        state.look()
-        for index in sorted(state.missing & latest.keys()):
-            generation = latest[index]
-            # That of an attempt that has ended waits for whoever may try it.
-            if generation < attempts.generation(index):
-                continue
-            try:
-                owner = read_stored(self._folder / f"{index}.{generation}").decode("ascii", "replace")
-            except FileNotFoundError:
-                continue
-            if owner == self._rank.owner or not state.is_dead(owner, records.get(owner)):
-                continue
-            log.warning("unit %d is taken from rank %s, which has ended", index, owner)
-            for begun in attempts.open():
-                if (begun.unit, begun.generation) == (index, generation):
-                    attempts.end(
-                        begun,
-                        "failed",
-                        f"its rank on {begun.slot} ended in the middle of it, or gave no heartbeat any more",
-                    )
-                    break
-            else:
-                claim = Note(kind="begun", slot=self._rank.slot, owner=owner, unit=index, generation=generation)
-                attempts.end(claim, "released", "its rank ended before it began")
-
-    def _latest(self) -> dict[int, int]:
-        """Return the highest generation of the claims on each unit."""
-        found: dict[int, int] = {}
-        for path in self._folder.iterdir():
-            unit, _, generation = path.name.partition(".")
-            if unit.isdecimal() and generation.isdecimal():
-                found[int(unit)] = max(found.get(int(unit), 0), int(generation))
-        return found
-
-
 class Replace(Exception):
     """The end of a rank in whose place a fresh process is to go on."""
 
 
-def work(stage: StageRun, rank: Rank, on_change: Callable[[], object] = lambda: None) -> None:
+def work(stage: StageRun, rank: Rank, parent: Parent) -> None:
     """Do units of a stage until it has ended, or until this slot is taken out of work.
 
     Args:
-        on_change: is called about once a second in the middle of a unit, and after each.
+        parent: what has started it.
 
     Raises:
         Replace: a fresh process is to go on.
         SharmillError: this rank can do nothing; others are told where that holds for them too.
     """
-    _Worker(stage, rank, on_change).run()
+    _Worker(stage, rank, parent).run()
 
 
 class _Worker:
     """One rank at work: it loads the stage once, and attempts the units that it claims one after the other."""
 
-    def __init__(self, stage: StageRun, rank: Rank, on_change: Callable[[], object]) -> None:
+    def __init__(self, stage: StageRun, rank: Rank, parent: Parent) -> None:
         self._stage = stage
         self._rank = rank
-        self._on_change = on_change
+        self._parent = parent
         self._visibility = VisibilityTimeout(stage.options.seconds_until_seen)
-        self._ledger = RecordLog(stage.ranks.ledger)
+        self._log = RecordLog(stage.ranks.log(rank.owner))
         self._failures_in_a_row = 0
         self._reported = 0.0
 
@@ -278,15 +80,16 @@ class _Worker:
         stage, rank = self._stage, self._rank
         wait_for_plan(stage, self._visibility)
         require_current(stage)
-        interval = min(rank.beat_seconds, stage.options.lease_seconds / BEATS_PER_LEASE)
-        path = stage.ranks.rank_progress(rank.owner)
-        with ProgressWriter(path, rank.number, rank.slot, rank.owner, interval=interval) as self._progress:
+        interval = stage.options.lease_seconds / BEATS_PER_LEASE
+        progress = ProgressWriter(
+            stage.ranks.progress, rank.progress(), interval=interval, tell=self._parent.tell,
+            tell_interval=self._parent.interval,
+        )  # fmt: skip
+        with progress as self._progress:
             # The files in a folder may be seen later than the folder.
-            self._state = self._visibility.retry_until_visible(
-                lambda: StageState(stage, lambda: self._progress.last_beat)
-            )
+            self._claims = self._visibility.retry_until_visible(lambda: Claims(stage, rank, self._parent))
             try:
-                self._do_units(Claims(self._state, rank))
+                self._do_units()
             except FileNotFoundError:
                 # The folders have gone with the plan.
                 require_current(stage)
@@ -300,9 +103,9 @@ class _Worker:
                 self._note_error(error)
                 raise
 
-    def _do_units(self, claims: Claims) -> None:
+    def _do_units(self) -> None:
         # Nothing is loaded where there is nothing to do.
-        if claims.are_over():
+        if self._claims.are_over():
             return
         stage, began = self._stage, time.monotonic()
         with (
@@ -313,15 +116,14 @@ class _Worker:
             ) as self._metrics,
         ):
             self._keep_to_one_kind()
-            claims.prefetches = self._processor.prefetches
             log.info("rank %d is ready for %s on %s after %.1f s", self._rank.number, stage.name, self._rank.device,
                      time.monotonic() - began)  # fmt: skip
             # At once: its supervisor ends ranks that still load.
             self._progress.record.ready = time.time()
-            self._progress.write()
-            while (claim := claims.next()) is not None:
+            self._progress.write_soon(self._log.size)
+            while (claim := self._claims.next()) is not None:
                 self._attempt(*claim)
-                self._on_change()
+                self._parent.wait(0.0)
 
     def _open(self) -> Processor:
         """Load the model.
@@ -387,21 +189,15 @@ class _Worker:
             SharmillError: the rank cannot go on.
         """
         log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
-        attempts, slot, owner = self._state.attempts, self._rank.slot, self._rank.owner
-        begun = Note(kind="begun", slot=slot, owner=owner, unit=unit.index, generation=generation)
-        attempts.log.append(begun)
-        attempts.add(begun)
-        end = partial(attempts.end, begun)
-        record = self._progress.record
-        record.unit, record.unit_limit, record.unit_began = (
-            unit.index,
-            self._stage.options.time_limit(unit),
-            time.time(),
-        )
+        record, began = self._progress.record, time.monotonic()
+        record.unit, record.generation, record.unit_began = unit.index, generation, time.time()
+        record.unit_limit = self._stage.options.time_limit(unit)
+        # Where it ends this process, its parent notes that.
+        self._parent.tell(record)
+        end = partial(self._end, unit.index, generation)
         self._processor.expect(following)
-        began = time.monotonic()
         try:
-            commit = self._visibility.retry_until_visible(lambda: self._commit(unit))
+            commit = self._visibility.retry_until_visible(lambda: self._commit(unit, generation))
         except KeyboardInterrupt:
             end(*judge_leave(time.monotonic() - began, self._rank.job_seconds))
             raise
@@ -425,21 +221,28 @@ class _Worker:
         finally:
             record.unit = None
             record.unit_cost_done = 0.0
+            self._progress.write_soon(self._log.size)
         if commit is None:
-            end("released", "another rank has published it")
-            log.info("unit %d was published by another rank", unit.index)
+            log.info("unit %d was taken by another rank", unit.index)
             return
         self._failures_in_a_row = 0
         record.units_done += 1
         record.cost_done += unit.cost
-        end("done")
         self._metrics.commit(unit, commit)
         log.info("unit %d is done in %.1f s: %d out, rejects %s", unit.index, commit.seconds, commit.num_out,
                  commit.rejects)  # fmt: skip
 
-    def _commit(self, unit: Unit) -> Commit | None:
-        """Process, publish and commit a unit, and return the commit, or None if another rank has published the unit."""
-        require_current(self._stage)
+    def _end(self, unit: int, generation: int, kind: NoteKind, message: str, traceback: str = "") -> None:
+        """Note how an attempt has ended without a commit."""
+        note = Note(
+            kind=kind, slot=self._rank.slot, launch=self._claims.launch.id, owner=self._rank.owner, unit=unit,
+            generation=generation, message=message, traceback=traceback,
+        )  # fmt: skip
+        with suppress(FileNotFoundError):  # the folder may have gone with the plan
+            self._log.append(note)
+
+    def _commit(self, unit: Unit, generation: int) -> Commit | None:
+        """Process, publish and commit a unit, and return the commit, or None if another rank has taken the unit."""
         started = time.monotonic()
         take_delays()  # those of an attempt that failed
         try:
@@ -453,8 +256,7 @@ class _Worker:
                 )
             if REASONS_OF_NODES & {reject.reason for reject in output.rejects}:
                 self._check_node()
-            self._state.look()
-            if unit.index not in self._state.missing:
+            if self._claims.is_taken(unit.index, generation):
                 return None
             with spent_on("disk"):
                 files = self._staging.publish(output.files)
@@ -485,11 +287,13 @@ class _Worker:
             rank=self._rank.number,
             device_kind=self._processor.device_kind,
             delays=take_delays(),
-            host=socket.gethostname(),
+            slot=self._rank.slot,
+            launch=self._claims.launch.id,
+            time=time.time(),
             memory_mb=round(peak_memory_mb()),
             memory_asked_mb=float(asked) if asked.isdecimal() else 0.0,
         )
-        self._ledger.append(commit, synced=True)
+        self._log.append(commit, synced=True)
         return commit
 
     def _advance(self, unit: Unit, cost: float) -> None:
@@ -498,7 +302,7 @@ class _Worker:
         record.unit_cost_done = min(record.unit_cost_done + cost, unit.cost)
         if time.monotonic() - self._reported >= 1.0:
             self._reported = time.monotonic()
-            self._on_change()
+            self._parent.wait(0.0)
 
     def _note_error(self, error: SharmillError) -> None:
         """Note why this rank ends: what ends the stage for all, or what is wrong with its slot alone.
@@ -509,17 +313,14 @@ class _Worker:
         require_current(self._stage)
         if error.code == "superseded_plan":
             return
+        kind: NoteKind = "failed" if isinstance(error, DeviceError) or error.code in _OF_SLOT else "stopped"
         note = Note(
-            kind="failed" if isinstance(error, DeviceError) or error.code in _OF_SLOT else "stopped",
-            slot=self._rank.slot,
-            message=error.lines[0],
-            details=list(error.lines[1:]),
-            code=error.code,
-            place=error.place if isinstance(error, DeviceError) else "",
-            is_config=isinstance(error, ConfigError),
-        )
+            kind=kind, slot=self._rank.slot, launch=self._claims.launch.id, owner=self._rank.owner,
+            **stored_fields(error),
+        )  # fmt: skip
         try:
-            self._state.attempts.log.append(note)
+            self._log.append(note)
+            self._progress.write_soon(self._log.size)
         except SharmillError as failed:
             if self._rank.is_replaced:
                 # For the supervisor this is not the end of a rank that has noted why.

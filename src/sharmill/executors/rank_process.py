@@ -70,7 +70,8 @@ class RankProcess(popen_forkserver.Popen):
             reduction.dump(process, message)
         finally:
             set_spawning_popen(None)
-        self.sentinel, writer = self._server.connect_to_new_process([])
+        fds: list[int] = self._fds  # type: ignore[attr-defined]
+        self.sentinel, writer = self._server.connect_to_new_process(fds)
         # As long as this end is open, the process sees that its parent is alive.
         held = os.dup(writer)
         self.finalizer = util.Finalize(self, util.close_fds, (held, self.sentinel))  # type: ignore[attr-defined]

@@ -28,14 +28,14 @@ from tenacity import (
 
 import sharmill
 from sharmill.config import Config, Positive
+from sharmill.engine.attempts import MAX_FAILURES
 from sharmill.engine.fence import is_current, require_current
-from sharmill.engine.progress import mark_ended, read_progress
+from sharmill.engine.lead import Leader
+from sharmill.engine.progress import mark_ended
 from sharmill.engine.stage import StageRun, versions
-from sharmill.engine.state import MAX_FAILURES
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError, one_line
 from sharmill.executors.local import Check, ConfiguredExecutor
-from sharmill.executors.reporter import ProgressReporter
 from sharmill.executors.supervisor import Device, logging_to, pickle_stage, supervise_rank
 from sharmill.files.host import limit_cores
 from sharmill.files.regular import open_regular
@@ -98,8 +98,8 @@ class RayExecutor(ConfiguredExecutor):
             return int(self.workers)
         return _count_places(self.cores, self._gpus(stage)) or len(units)
 
-    def supervise(self, stage: StageRun, numbers: Sequence[int], reporter: ProgressReporter) -> None:
-        actors = _Actors(stage, reporter, self.workers, self.cores, self._gpus(stage), numbers[0])
+    def supervise(self, stage: StageRun, numbers: Sequence[int], leader: Leader) -> None:
+        actors = _Actors(stage, leader, self.workers, self.cores, self._gpus(stage), numbers[0])
         try:
             with logging_to(stage.dir.driver_log, stage.options.log_level):
                 actors.run()
@@ -176,7 +176,7 @@ class _Actors:
     """
 
     stage: StageRun
-    reporter: ProgressReporter
+    leader: Leader
     workers: int | str
     cores: int
     gpus: int
@@ -195,15 +195,15 @@ class _Actors:
         ray, pickled = _import_ray(), pickle_stage(self.stage)
         usable_at, warns_at = time.monotonic(), time.monotonic() + 60.0
         try:
-            while not self.reporter.look():
+            while not self.leader.look():
                 places, now = _count_places(self.cores, self.gpus), time.monotonic()
                 self._ask(pickled, places)
-                if self.reporter.num_ready or len(self.holding) < max(places, 1):
+                if self.leader.num_ready or len(self.holding) < max(places, 1):
                     usable_at = now
                 # If ranks have worked, lost nodes may be replaced, as spot instances are.
-                elif now - usable_at >= (600.0 if self.reporter.num_done else 0.0):
+                elif now - usable_at >= (600.0 if self.leader.num_done else 0.0):
                     raise list(self.given_up.values())[-1]
-                if now > warns_at and not self.reporter.num_ready:
+                if now > warns_at and not self.leader.num_ready:
                     warns_at = float("inf")
                     log.error("%s: no actor is ready yet: they are loading (see %s), or wait for room in the cluster; "
                               "each needs %d cores and %d GPUs, and there is room for %d", self.stage.name,
@@ -224,15 +224,16 @@ class _Actors:
 
     def _mark_ended(self, numbers: set[int]) -> None:
         """Note that ranks have ended which can no longer do so: their units are free at once, without a lease."""
-        folder = self.stage.ranks.progress
-        mark_ended(folder, {record.owner for record in read_progress(folder) if record.rank in numbers})
+        for rank in self.leader.ranks:
+            if rank.rank in numbers and not rank.ended:
+                mark_ended(self.stage.ranks.progress, rank.owner)
 
     def _ask(self, pickled: bytes, places: int) -> None:
         """Ask for as many ranks as are wanted; those in bad places are asked for elsewhere."""
         most = places + 1 - len(self.holding) if self.workers == "auto" else int(self.workers)
         kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
         folder = None if _is_in_copy() else Path.cwd()
-        for _ in range(min(most, len(self.reporter.state.missing)) - len(self.working)):
+        for _ in range(min(most, len(self.leader.notes.missing)) - len(self.working)):
             # The slots of those that hold a place are out.
             taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
             number = next(number for number in count(self.first_number) if number not in taken)
@@ -263,7 +264,7 @@ class _Actors:
                 error = None
                 log.warning("the actor of rank %d died: %s", number, died)
                 # Ray goes on placing actors on a node for some seconds after it has died.
-                self.deaths = 0 if self.reporter.num_ready else self.deaths + 1
+                self.deaths = 0 if self.leader.num_ready else self.deaths + 1
                 if self.deaths >= MAX_FAILURES * len(calls):
                     raise self._cannot_start(died) from died
             if error is None:
@@ -274,7 +275,7 @@ class _Actors:
             require_current(self.stage)
             log.error("rank %d is given up, and its place is kept from others: %s", number, error)
             self.given_up[str(error)] = error
-            self.reporter.given_up = list(self.given_up)
+            self.leader.given_up = list(self.given_up)
             self.holding[actor.hold_place.remote()] = number, actor
 
     def _cannot_start(self, error: Exception) -> FatalError:

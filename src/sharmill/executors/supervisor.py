@@ -13,24 +13,29 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from io import TextIOWrapper
-from multiprocessing.connection import wait
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import BinaryIO, Final, TextIO
 
+import msgspec
+
+from sharmill.engine.attempts import SETUP, Note, NoteKind, is_among
 from sharmill.engine.fence import require_current, wait_for_plan
-from sharmill.engine.progress import mark_ended
+from sharmill.engine.launch import Launch, read_attempts
+from sharmill.engine.lead import Leader
+from sharmill.engine.parent import Rank
+from sharmill.engine.progress import RankProgress, mark_ended
 from sharmill.engine.stage import StageRun
-from sharmill.engine.state import Note, NoteKind
-from sharmill.engine.work import Rank, Replace, judge_leave, work
+from sharmill.engine.work import Replace, judge_leave, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, one_line
 from sharmill.executors.rank_process import RankProcess, RankServer
-from sharmill.executors.reporter import ProgressReporter
 from sharmill.files.disk import stopping_errors
 from sharmill.files.host import (
     Terminated,
@@ -41,9 +46,10 @@ from sharmill.files.host import (
     limit_cores,
     usable_cores,
 )
+from sharmill.files.record_log import RecordLog
 from sharmill.files.shared_disk import VisibilityTimeout
 from sharmill.files.staging import remove_dead_attempts, token_staging
-from sharmill.files.stored import open_stored
+from sharmill.files.stored import load_record, open_stored
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +63,8 @@ _SECONDS_TO_END: Final = 2.0
 # The log that the running code is to write, and the levels of all open logs behind that of the program.
 _log_of_context: Final = ContextVar[logging.Handler | None]("log", default=None)
 _levels: Final[list[int]] = []
+# A rank that has nothing to do is woken when the state changes.
+_MOST_PAUSE: Final = 300.0
 
 
 @dataclass(frozen=True)
@@ -215,13 +223,23 @@ def pickle_stage(stage: StageRun) -> bytes:
 
 def supervise_rank(
     stage: StageRun, device: Device, number: int, *, job_seconds: float | None = None, beat_seconds: float = 15.0
-) -> bool:
-    """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``."""
-    wait_for_plan(stage, VisibilityTimeout(stage.options.seconds_until_seen))
+) -> Leader:
+    """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``.
+
+    Returns: what this process knows of the stage in the end, which it may have led.
+    """
+    patience = VisibilityTimeout(stage.options.seconds_until_seen)
+    wait_for_plan(stage, patience)
     require_current(stage)
     with logging_to(stage.dir.driver_log, stage.options.log_level):
-        reporter = ProgressReporter(stage)
-        return Supervisor(reporter, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
+        leader = Leader(stage, number=number)
+        # The files in a folder may be seen later than the folder.
+        patience.retry_until_visible(leader.look)
+        try:
+            Supervisor(leader, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
+        finally:
+            leader.close()
+        return leader
 
 
 def _modules_of(stage: StageRun) -> list[str]:
@@ -229,28 +247,74 @@ def _modules_of(stage: StageRun) -> list[str]:
     return [type(stage.declaration).__module__, *(stage.model.modules if stage.model is not None else ())]
 
 
+@dataclass(eq=False)
+class _Child:
+    """A rank that runs in a child process.
+
+    Attributes:
+        progress: the last that it has said of itself, None before it has begun.
+        heard: when that was, by ``time.monotonic``.
+        is_open: it may say more.
+    """
+
+    rank: Rank
+    process: RankProcess
+    pipe: Connection
+    progress: RankProgress | None = None
+    heard: float = field(default_factory=time.monotonic)
+    is_open: bool = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if it has no unit, as far as it has said."""
+        return self.progress is None or self.progress.unit is None
+
+    def listen(self) -> bool:
+        """Read what the rank has said, and return True if it has another unit than before, or is ready now."""
+        before = self.progress
+        try:
+            while self.pipe.poll():
+                self.progress = msgspec.json.decode(self.pipe.recv_bytes(), type=RankProgress)
+                self.progress.written, self.heard = time.time(), time.monotonic()
+        except (EOFError, OSError):
+            self.is_open = False
+        now = self.progress
+        return now is not None and (
+            before is None or (before.unit, before.units_done, before.ready) != (now.unit, now.units_done, now.ready)
+        )
+
+    def wake(self) -> None:
+        """Have the rank look at the state of the stage; what it cannot take it has been told already."""
+        with suppress(OSError):
+            self.pipe.send_bytes(b"")
+
+
 @dataclass
 class Supervisor:
     """Runs ranks of a stage on devices of this machine until the stage has ended.
 
+    It knows its ranks as their parent does, by their exit statuses and by what they tell through a pipe.
+
     Attributes:
-        reporter: what this looks at the stage with.
+        leader: what this looks at the stage with, which it may come to lead.
         devices: the devices of the ranks, by rank number.
         job_seconds: the time limit of this job, None if there is none.
-        beat_seconds: the most time between two heartbeats of a rank, and between two looks at them.
+        beat_seconds: the most time between two looks at the stage.
     """
 
-    reporter: ProgressReporter
+    leader: Leader
     devices: Mapping[int, Device]
     job_seconds: float | None = None
     beat_seconds: float = 15.0
 
     def __post_init__(self) -> None:
-        self.stage = self.reporter.stage
-        self._state = self.reporter.state
+        self.stage = self.leader.stage
+        self._launch = load_record(self.stage.ranks.launch, Launch).id
         self._slots = {number: device.slot(number) for number, device in self.devices.items()}
-        self._idle = {*self.devices}
-        self._running: dict[RankProcess, Rank] = {}
+        # When a rank of each number that has none may be started.
+        self._idle = dict.fromkeys(self.devices, 0.0)
+        self._children: list[_Child] = []
+        self._next_look = 0.0
         self._pickled = pickle_stage(self.stage)
         self._server = RankServer([__name__, *_modules_of(self.stage)], self.stage.dir.driver_log)
 
@@ -262,18 +326,18 @@ class Supervisor:
                 the slots of all these ranks are taken out of work.
         """
         try:
-            self.reporter.look()
-            while not self._state.has_ended() and self._start_missing():
+            self.leader.look()
+            while not self.leader.state.ended and self._start_missing():
                 self._wait_and_look()
-            ready = {record.owner for record in self.reporter.ranks if record.ready}
-            self._end([process for process, rank in self._running.items() if rank.owner not in ready])
+            # Ranks that still load have nothing to give back.
+            self._end([child for child in self._children if child.progress is None or not child.progress.ready])
             leave_by = time.monotonic() + 30.0
-            while self._running and time.monotonic() < leave_by:
+            while self._children and time.monotonic() < leave_by:
                 self._wait_and_look()
-            attempts, has_ended = self._state.attempts, self._state.has_ended()
-            if not has_ended and all(map(attempts.is_out, self._slots.values())):
-                raise attempts.all_out_error(self.stage.name, self.stage.dir.logs)
-            return has_ended
+            state = self.leader.state
+            if not state.ended and all(is_among(slot, state.out) for slot in self._slots.values()):
+                raise read_attempts(self.stage).all_out_error(self.stage.name, self.stage.dir.logs)
+            return state.ended
         except FileNotFoundError:
             # The folders have gone with the plan.
             require_current(self.stage)
@@ -281,115 +345,158 @@ class Supervisor:
         finally:
             # Schedulers may send a second signal; how the ranks ended is noted before it counts.
             with deferred_interrupts():
-                self._end([*self._running])
+                self._end([*self._children])
                 self._server.end()
 
     def _wait_and_look(self) -> None:
-        """Look at the stage when a rank has ended, or it is time, and end ranks that hang."""
-        wait([process.sentinel for process in self._running], timeout=self.beat_seconds)
-        for process in [process for process in self._running if process.poll() is not None]:
-            self._remove(process)
-        require_current(self.stage)
-        self.reporter.look()
-        self._end_hanging()
+        """Look at the stage when a rank has done something, or it is time, and end ranks that hang."""
+        pipes = [child.pipe for child in self._children if child.is_open]
+        seconds = max(0.0, self._next_look - time.monotonic())
+        wait([*pipes, *(child.process.sentinel for child in self._children)], timeout=seconds)
+        has_news = False
+        for child in [*self._children]:
+            has_news |= child.listen()
+            if child.progress is not None:
+                self.leader.tell(child.progress)
+            if child.process.poll() is not None:
+                has_news = True
+                self._remove(child)
+        if has_news or time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + self.beat_seconds
+            require_current(self.stage)
+            before = self.leader.state
+            self.leader.look()
+            for child in self._children if before != self.leader.state else ():
+                if child.is_idle:
+                    child.wake()
+            self._end_hanging()
 
     def _start_missing(self) -> bool:
         """Start ranks, no more than there are units for, and return True while one runs or may be started.
 
         Those that have left, or whose slots are out of work, are not.
         """
-        startable = [number for number in self._idle if not self._state.attempts.is_out(self._slots[number])]
+        state = self.leader.state
+        startable = [number for number in self._idle if not is_among(self._slots[number], state.out)]
         for number in startable:
-            if len(self._running) < len(self._state.missing):
+            if len(self._children) < state.num_missing and self._idle[number] <= time.monotonic():
                 self._start(number)
-        return bool(self._running or startable)
+        return bool(self._children or startable)
 
     def _start(self, number: int) -> None:
-        device = self.devices[number]
-        rank = Rank(
-            number,
-            self._slots[number],
-            device.kind,
-            job_seconds=self.job_seconds,
-            beat_seconds=self.beat_seconds,
-        )
+        device, stage = self.devices[number], self.stage
+        rank = Rank(number, self._slots[number], device.kind, job_seconds=self.job_seconds, most_pause=_MOST_PAUSE)
         cores = max(1, usable_cores() // len(self.devices))
+        pipe, its = Pipe()
         arguments = (
-            self._pickled, rank, device, cores, self.stage.dir.rank_log(number), self.stage.options.log_level,
+            self._pickled, rank, device, cores, stage.dir.rank_log(number), stage.options.log_level, its,
         )  # fmt: skip
         try:
             process = RankProcess(self._server, run_rank, arguments, f"sharmill-rank-{number}")
         except (OSError, EOFError) as error:
-            self._state.attempts.log.append(
-                Note(kind="failed", slot=rank.slot, message=f"could not be started: {type(error).__name__}: {error}")
-            )
+            pipe.close()
+            self._note(rank, "failed", f"could not be started: {type(error).__name__}: {error}")
         else:
-            self._running[process] = rank
-            self._idle.remove(number)
+            os.set_blocking(pipe.fileno(), False)
+            self._children.append(_Child(rank, process, pipe))
+            del self._idle[number]
+        finally:
+            its.close()
 
     def _end_hanging(self) -> None:
-        """Kill ranks that give no heartbeat any more, and those whose attempt takes longer than it may."""
-        records = {record.owner: record for record in self.reporter.ranks}
-        attempts = {begun.owner: begun for begun in self._state.attempts.open()}
-        for process, rank in list(self._running.items()):
-            record, begun = records.get(rank.owner), attempts.get(rank.owner)
-            limit = self.stage.options.time_limit(self._state.units[begun.unit]) if begun else None
-            if begun and limit is not None and time.time() - begun.time > limit:
+        """Kill ranks that say nothing any more, and those whose attempt takes longer than it may."""
+        for child in [*self._children]:
+            if (progress := child.progress) is None:
+                continue
+            limit = progress.unit_limit
+            if progress.unit is not None and limit is not None and time.time() - progress.unit_began > limit:
                 why = f"it took longer than executor.unit_time_limit of {limit:g} s"
-            elif record and not record.ended and self._state.is_dead(rank.owner, record):
+            elif time.monotonic() - child.heard > self.stage.options.lease_seconds:
                 why = "the rank process gave no heartbeat any more"
             else:
                 continue
             # It prints the stacks of its threads to its log, also where native code holds Python's lock.
             with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
-            process.wait(0.5)
-            process.kill()
-            self._remove(process, why)
+                os.kill(child.process.pid, signal.SIGUSR1)
+            child.process.wait(0.5)
+            child.process.kill()
+            self._remove(child, why)
 
-    def _end(self, processes: Iterable[RankProcess]) -> None:
+    def _end(self, children: Sequence[_Child]) -> None:
         """Tell ranks to leave, and kill those that do not."""
-        for process in processes:
-            process.terminate()
+        for child in children:
+            child.process.terminate()
         deadline = time.monotonic() + _SECONDS_TO_END
-        for process in processes:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        for process in processes:
-            process.kill()
+        for child in children:
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            child.process.kill()
             with suppress(FileNotFoundError):  # the folders may have gone with the plan
-                self._remove(process, told=True)
+                self._remove(child, told=True)
 
-    def _remove(self, process: RankProcess, why: str = "", *, told: bool = False) -> None:
+    def _remove(self, child: _Child, why: str = "", *, told: bool = False) -> None:
         """Note how a rank has ended, if it could not itself; only then may others take its unit over.
 
         Args:
             why: the reason for which it was killed.
             told: that it was told to leave, which excuses it.
         """
-        exitcode = process.wait(_SECONDS_TO_END)
+        exitcode = child.process.wait(_SECONDS_TO_END)
         if exitcode is None:
             return  # the kernel does not end what waits for a disk
-        rank = self._running.pop(process)
+        child.listen()
+        child.pipe.close()
+        self._children.remove(child)
+        rank, progress = child.rank, child.progress
         why = why or f"the rank process {describe_exit(exitcode)}"
         if exitcode != _LEFT:
             log.warning("rank %d: %s", rank.number, why)
-            self._idle.add(rank.number)
-        self.reporter.report_commits()
-        open_attempts = [begun for begun in self._state.attempts.open() if begun.owner == rank.owner]
-        for begun in open_attempts:
+            # By then the leader may have seen that the slot is bad.
+            self._idle[rank.number] = self._next_look
+        if progress is not None and progress.unit is not None:
             kind: NoteKind = "failed"
             if told:
-                kind, why = judge_leave(time.time() - begun.time, self.job_seconds)
-            if begun.unit not in self._state.missing:
-                kind = "done"
-            self._state.attempts.end(begun, kind, f"{why}; its log is {self.stage.dir.rank_log(rank.number)}")
-        if not (open_attempts or told or exitcode in (_LEFT, _NOTED)):
-            self._state.attempts.log.append(Note(kind="failed", slot=rank.slot, message=why))
-        mark_ended(self.stage.ranks.progress, {rank.owner})
+                kind, why = judge_leave(time.time() - progress.unit_began, self.job_seconds)
+            words = f"{why}; its log is {self.stage.dir.rank_log(rank.number)}"
+            self._note(rank, kind, words, progress.unit, progress.generation)
+        elif not (told or exitcode in (_LEFT, _NOTED)):
+            self._note(rank, "failed", why)
+        else:
+            mark_ended(self.stage.ranks.progress, rank.owner)
         remove_dead_attempts(token_staging(self.stage.root, self.stage.token))
 
+    def _note(self, rank: Rank, kind: NoteKind, message: str, unit: int = SETUP, generation: int = 0) -> None:
+        """Note how a rank has ended that could not do so itself, in its log, and give its last heartbeat."""
+        records = RecordLog(self.stage.ranks.log(rank.owner), is_torn=True)
+        note = Note(kind=kind, slot=rank.slot, launch=self._launch, owner=rank.owner, unit=unit, generation=generation,
+                    message=message)  # fmt: skip
+        records.append(note)
+        mark_ended(self.stage.ranks.progress, rank.owner, size=records.size, record=rank.progress())
 
-def run_rank(stage: bytes, rank: Rank, device: Device, cores: int, log_file: Path, log_level: str) -> None:
+
+class _ToSupervisor:
+    """The supervisor of a rank, as the rank has it: the other end of a pipe."""
+
+    interval = 1.0
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        # A supervisor that stands still keeps nobody waiting.
+        os.set_blocking(pipe.fileno(), False)
+
+    def tell(self, progress: RankProgress) -> None:
+        with suppress(OSError):
+            self._pipe.send_bytes(msgspec.json.encode(progress))
+
+    def wait(self, seconds: float) -> None:
+        with suppress(EOFError, OSError):
+            if self._pipe.poll(seconds):
+                self._pipe.recv_bytes()
+
+
+def run_rank(
+    stage: bytes, rank: Rank, device: Device, cores: int, log_file: Path, log_level: str, pipe: Connection
+) -> None:
     """Run a rank, and end this process with a status that its supervisor understands.
 
     Args:
@@ -405,7 +512,7 @@ def run_rank(stage: bytes, rank: Rank, device: Device, cores: int, log_file: Pat
     with logging_to(log_file, log_level):
         try:
             with ended_by_sigterm():
-                work(pickle.loads(stage), rank)
+                work(pickle.loads(stage), rank, _ToSupervisor(pipe))
             status = _LEFT
         except (Replace, Terminated, SharmillError):
             log.warning("rank %d stops", rank.number, exc_info=True)

@@ -2,11 +2,11 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
-from uuid import uuid4
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -19,15 +19,20 @@ Decoded = TypeVar("Decoded")
 
 
 class RecordLog:
-    """Appends records, a line of JSON each, to a ``.jsonl`` file of this process.
+    """Appends records, a line of JSON each, to a ``.jsonl`` file that no other process writes to.
 
     Args:
-        folder: where all processes have their files; it exists as long as the plan is the present one.
+        path: its folder exists as long as the plan is the present one.
+        is_torn: it may end in half a line, of a process that was killed.
+
+    Attributes:
+        size: that of the file in bytes, as far as this process has written it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path: Path | None = None
+    def __init__(self, path: Path, *, is_torn: bool = False) -> None:
+        self.path = path
+        self.size = 0
+        self._is_torn = is_torn
 
     def append(self, record: msgspec.Struct, *, synced: bool = False) -> None:
         """Append a record; when this returns, it is in the file, and with ``synced`` on disk.
@@ -35,41 +40,63 @@ class RecordLog:
         Raises:
             FatalError: it cannot be written.
         """
-        is_new = self._path is None
-        # After a failed write, the file may end in half a line, and another file is begun.
-        path, self._path = self._path or self._folder / f"{uuid4().hex}.jsonl", None
-        with stopping_errors(path), open_stored(path, append=True) as stream:
-            stream.write(msgspec.json.encode(record) + b"\n")
+        # After a failed write, the file may end in half a line.
+        line = (b"\n" if self._is_torn else b"") + msgspec.json.encode(record) + b"\n"
+        self._is_torn = True
+        with stopping_errors(self.path), open_stored(self.path, append=True) as stream:
+            stream.write(line)
             if synced:
                 stream.flush()
                 os.fsync(stream.fileno())
-                if is_new:
-                    fsync(self._folder)
-        self._path = path
+                if not self.size:
+                    fsync(self.path.parent)
+            self.size = stream.tell()
+        self._is_torn = False
 
 
 class Tail(Generic[Decoded]):
-    """Reads the records that processes append to the ``.jsonl`` files of a folder, each byte once."""
+    """Reads the records that processes append to the ``.jsonl`` files of a folder, each byte once.
 
-    def __init__(self, folder: Path, kind: type[Decoded]) -> None:
+    Args:
+        kind: the type of the records, or a union of types.
+    """
+
+    def __init__(self, folder: Path, kind: Any) -> None:
         self._folder = folder
-        self._decoder = msgspec.json.Decoder(kind)
+        self._decoder: msgspec.json.Decoder[Decoded] = msgspec.json.Decoder(kind)
         self._offsets: dict[str, int] = {}
 
-    def records(self) -> Iterator[Decoded]:
-        """Yield the records of complete lines that were added since the last call."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            # Opening makes NFS ask the server for the current size.
-            with open_stored(path) as stream:
-                stream.seek(self._offsets.get(path.name, 0))
-                for line in iter(partial(stream.readline, MAX_BYTES), b""):
-                    if not line.endswith(b"\n"):
-                        break
-                    self._offsets[path.name] = self._offsets.get(path.name, 0) + len(line)
-                    try:
-                        record = self._decoder.decode(line)
-                    except NOT_JSON as error:
-                        # A power failure may leave such lines; their work is done again.
-                        log.warning("a line of %s is no record: %s", path, error)
-                    else:
-                        yield record
+    def offset(self, name: str) -> int:
+        """Return how many bytes of a file have been read."""
+        return self._offsets.get(name, 0)
+
+    def records(self, names: Iterable[str] | None = None) -> Iterator[Decoded]:
+        """Yield the records of complete lines that were added since the last call.
+
+        Args:
+            names: of the files to look at; by default all that there are.
+        """
+        if names is None:
+            names = sorted(path.name for path in self._folder.glob("*.jsonl"))
+        for name in names:
+            # A name may be seen before the file that it stands for.
+            with suppress(FileNotFoundError):
+                yield from self._read(self._folder / name)
+
+    def _read(self, path: Path) -> Iterator[Decoded]:
+        # Opening makes NFS ask the server for the current size.
+        with open_stored(path) as stream:
+            stream.seek(self.offset(path.name))
+            for line in iter(partial(stream.readline, MAX_BYTES), b""):
+                if not line.endswith(b"\n"):
+                    break
+                self._offsets[path.name] = self.offset(path.name) + len(line)
+                if line == b"\n":
+                    continue
+                try:
+                    record = self._decoder.decode(line)
+                except NOT_JSON as error:
+                    # A power failure may leave such lines; their work is done again.
+                    log.warning("a line of %s is no record: %s", path, error)
+                else:
+                    yield record

@@ -28,7 +28,7 @@ from sharmill.engine.plan import committed_files, read_ledger
 from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Totals
-from sharmill.engine.view import StageView, read_stage, view_stage
+from sharmill.engine.view import StageReader, StageView, view_stage
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
 from sharmill.files.arrays import map_stored_array
 from sharmill.files.checksums import checksum
@@ -396,7 +396,7 @@ def _wrote_all(stages: Sequence[StageRun], shards: Sequence[ShardRecord]) -> boo
 def _read_stage(stage: StageRun, measures: CutMeasures, voices: list[tuple[str, np.ndarray]]) -> StageFacts:
     """Return the facts of a stage; add what its commits have noted."""
     if not stage.dir.units.exists():
-        return StageFacts(read_stage(stage), stage.kind, stage.counts)
+        return StageFacts(StageReader(stage).read(), stage.kind, stage.counts)
     units, totals = stage.dir.read_units(), stage.dir.read_totals()
     commits = read_ledger(stage.dir, units)
     for _, commit in sorted(commits.items()):

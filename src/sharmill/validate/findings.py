@@ -13,12 +13,12 @@ from typing import Any, Final, Literal
 import msgspec
 
 from sharmill.config import Config
+from sharmill.engine.launch import describe_workers, find_workers
 from sharmill.engine.order import make_stages
 from sharmill.engine.plan import refuse_linked_folders, revoke
 from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import StageRun, step_of
-from sharmill.engine.state import describe_workers, find_workers
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.atomic import remove
 from sharmill.files.location import Location

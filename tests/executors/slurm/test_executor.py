@@ -17,12 +17,13 @@ from support.project import raises
 from support.toy_cluster import ToyDataset, ToyRun
 from support.toy_stage import GpuStage, ToyStage, output_bytes, run, wait_until
 
+from sharmill.engine.attempts import Note
 from sharmill.engine.executor import Submitted
 from sharmill.engine.fence import make_fence, reserve
+from sharmill.engine.launch import begin_launch, read_attempts, read_claim
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
-from sharmill.engine.state import Attempts, Note, begin_round
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import SlurmExecutor, find_reason, job_comment
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
@@ -134,15 +135,15 @@ def test_a_unit_that_hangs_past_the_time_of_its_job_fails_with_what_ends_it(tmp_
     stage = ToyStage(tmp_path, units=1, behaviour={0: does})
     planned, units = read_or_make_plan(stage.in_run)
     make_fence(planned)
-    begin_round(planned, units, 1, join_seconds=1.0)
+    begin_launch(planned, units, 1, join_seconds=1.0)
     job = multiprocessing.get_context("spawn").Process(target=_supervise, args=(planned,))
     job.start()
     wait_until(lambda: stage.attempts()[0])
-    [begun] = Attempts(stage.ranks.attempts).open()
-    wait_until(lambda: time.time() > begun.time + 0.1)
+    began = read_claim(planned, 0, 0).time
+    wait_until(lambda: time.time() > began + 0.1)
     job.terminate()
     job.join()
-    assert "executor.unit_time_limit" in Attempts(stage.ranks.attempts).error(0).message
+    assert "executor.unit_time_limit" in read_attempts(planned).error(0).message
 
 
 class TestSetupLines:
@@ -214,8 +215,9 @@ class TestSetupLines:
             assert stage.run_dir.read_outcome() is None
             if not setup:
                 message = "cannot write /scratch on node7: No space left on device"
-                note = Note(kind="failed", slot="node7/rank 0", message=message, code="disk", place="node7")
-                RecordLog(stage.ranks.attempts).append(note)
+                note = Note(kind="failed", slot="node7/rank 0", launch=read_attempts(stage.in_run).launch,
+                            message=message, code="disk", place="node7")  # fmt: skip
+                RecordLog(stage.ranks.log("first")).append(note)
             else:
                 run_script(setup)
             with raises(FatalError, *reason) if number == 2 else nullcontext():

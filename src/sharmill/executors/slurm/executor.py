@@ -25,13 +25,14 @@ from typing import Any, ClassVar, Protocol
 from tenacity import retry_if_exception_message, retry_if_exception_type
 
 from sharmill.config.loading import check_one_line
+from sharmill.engine.attempts import MAX_FAILURES, Attempts
 from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
 from sharmill.engine.fence import is_current, refuse_copy, release, superseded, wait_for_plan
+from sharmill.engine.launch import Launch, begin_launch, end_attempts, find_live, find_workers, read_attempts
+from sharmill.engine.lead import Leader
 from sharmill.engine.plan import find_outstanding, has_output, read_ledger
-from sharmill.engine.progress import read_progress
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.stage import StageRun
-from sharmill.engine.state import MAX_FAILURES, Attempts, Round, begin_round, end_attempts, find_live, find_workers
 from sharmill.engine.unit import Unit
 from sharmill.errors import ConfigError, FatalError, SharmillError, one_line
 from sharmill.executors.local import LocalExecutor
@@ -41,7 +42,7 @@ from sharmill.executors.supervisor import Device, logging_to, supervise_rank
 from sharmill.files.atomic import remove
 from sharmill.files.host import deferred_interrupts, ended_by_sigterm, limit_cores
 from sharmill.files.locks import lock_owner
-from sharmill.files.shared_disk import VisibilityTimeout, time_of_folder
+from sharmill.files.shared_disk import VisibilityTimeout
 from sharmill.files.stored import load_record, read_stored
 from sharmill.files.trust import make_private_folder
 from sharmill.registry import describe_missing
@@ -102,23 +103,22 @@ class RankTask:
         limit_cores(self.ranks.cores)
         try:
             with ended_by_sigterm():
-                has_ended = supervise_rank(stage, device, self.number, job_seconds=60.0 * self.ranks.timeout_min)
+                leader = supervise_rank(stage, device, self.number, job_seconds=60.0 * self.ranks.timeout_min)
         except (FatalError, FileNotFoundError):
             if is_current(stage):
                 raise
             log.warning("rank %d is overtaken: %s", self.number, superseded(stage))
             return
-        if has_ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
-            self._end_others(array)
+        # One for all: a scheduler is asked no more often the more ranks there are.
+        if leader.leads and leader.state.ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+            self._end_others(array, leader)
 
-    def _end_others(self, array: str) -> None:
+    def _end_others(self, array: str, leader: Leader) -> None:
         """Cancel the tasks that find nothing left, and those whose nodes stand still: an advance job waits for all."""
-        stage, first = self.stage, self.number - int(os.environ["SLURM_ARRAY_TASK_ID"])
-        now = time_of_folder(stage.ranks.path)
-        records = [record for record in read_progress(stage.ranks.progress) if not record.ended]
-        silent = [record.rank - first for record in records if not record.is_alive(now, stage.options.lease_seconds)]
+        first = self.number - int(os.environ["SLURM_ARRAY_TASK_ID"])
+        silent = [number - first for number in leader.silent_ranks() if number >= first]
         queue.scancel([array], "--state=PENDING")
-        queue.scancel([f"{array}_{task}" for task in silent if task >= 0])
+        queue.scancel([f"{array}_{task}" for task in silent])
 
     def checkpoint(self) -> Any:
         """Return what is run after the requeue; submitit calls this when the task has to leave, and ends it then."""
@@ -194,7 +194,7 @@ class SlurmExecutor(Executor):
         run_dir.begin(self.given)
         # The work of ranks whose advance job is gone, or was never submitted, counts on.
         for stage in self.dataset.make_stages() if not (jobs or joins) else ():
-            remove(stage.ranks.attempts, stage.ranks.round)
+            remove(stage.ranks.launch)
 
     def run(
         self, stage: StageRun, units: Sequence[Unit], listener: Listener,
@@ -213,7 +213,7 @@ class SlurmExecutor(Executor):
         others = self._competing_jobs()
         message, ids = f"{queue.describe_jobs(others)} are still in the queue", [job.id for job in others]
         is_advanced = any(job.role == "advance" for job in others)
-        goes_on = stage.ranks.round.exists()
+        goes_on = stage.ranks.launch.exists()
         if is_advanced and (self.role is not None or not goes_on):
             return StageResult(submitted=Submitted(message, ids))
         if others and not is_advanced:
@@ -221,7 +221,7 @@ class SlurmExecutor(Executor):
         joins = is_advanced or bool(find_live(stage.dir, stage.options.lease_seconds, ranks=False))
         left = list(units)
         if not joins:
-            attempts = end_attempts(stage.dir, {unit.index for unit in units})
+            attempts = end_attempts(stage, {unit.index for unit in units})
             if attempts.stopped is not None:
                 raise attempts.stopped
             left = [unit for unit in units if not attempts.is_given_up(unit.index, ())]
@@ -231,7 +231,7 @@ class SlurmExecutor(Executor):
                 self._require_progress(stage, attempts)
         workers = 0 if goes_on else self.workers_in_job(stage, left)
         if not workers:
-            numbers = begin_round(
+            numbers = begin_launch(
                 stage,
                 left,
                 self.num_ranks(stage, left),
@@ -260,12 +260,12 @@ class SlurmExecutor(Executor):
 
     def _require_progress(self, stage: StageRun, attempts: Attempts) -> None:
         """Raise FatalError where ranks end again and again without doing anything: nothing would ever end that."""
-        before = load_record(stage.ranks.round, Round).begun
-        if len(before) < MAX_FAILURES or set(before[-MAX_FAILURES:]) != {attempts.num_begun}:
+        before = load_record(stage.ranks.launch, Launch).begun
+        if len(before) < MAX_FAILURES or set(before[-MAX_FAILURES:]) != {attempts.num_ended}:
             return
         if attempts.slots_out():
             raise attempts.all_out_error(stage.name, stage.dir.logs)
-        reason = find_reason(self.run_dir.jobs, stage.ranks.round.stat().st_mtime)
+        reason = find_reason(self.run_dir.jobs, stage.ranks.launch.stat().st_mtime)
         raise FatalError(
             f"{stage.name}: the ranks ended {MAX_FAILURES} times without doing a unit: "
             f"{reason or f'see the logs in {self.run_dir.jobs} and {stage.dir.logs}'}",
@@ -327,7 +327,7 @@ class SlurmExecutor(Executor):
         patience = 0.25 * 60.0 * self.profile.driver.timeout_min
         # Only the first begins anew.
         job = replace(self, restart=False, take_over=False, patience=min(patience, _MOST_PATIENCE_SECONDS))
-        told = (stage.key, stage.token, stage.ranks.round.exists())
+        told = (stage.key, stage.token, stage.ranks.launch.exists())
         with deferred_interrupts(), queue.outside_own_job():
             try:
                 if numbers:
@@ -569,7 +569,7 @@ def _is_finished(stage: StageRun) -> bool:
 
 def _have_ranks_ended(stage: StageRun) -> bool:
     """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
-    attempts = Attempts(stage.ranks.attempts)
+    attempts = read_attempts(stage)
     units = stage.dir.read_units()
     _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)
     return attempts.stopped is not None or all(attempts.is_given_up(unit.index, ()) for unit in missing)

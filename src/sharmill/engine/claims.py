@@ -1,0 +1,144 @@
+"""Claims of a rank on units: which unit is the next, and that no other rank takes it."""
+
+import logging
+from random import Random
+
+import msgspec
+
+from sharmill.engine.attempts import Claim, is_among
+from sharmill.engine.fence import require_current
+from sharmill.engine.launch import Launch, latest_claims, read_claim
+from sharmill.engine.parent import Parent, Rank
+from sharmill.engine.stage import StageRun
+from sharmill.engine.state import StateFile
+from sharmill.engine.unit import Unit
+from sharmill.files.disk import stopping_errors
+from sharmill.files.stored import load_record
+
+log = logging.getLogger(__name__)
+
+# A rank that has lost so many claims to others lists those that there are.
+_MOST_LOSSES = 4
+
+
+class Claims:
+    """The units of a stage as one rank takes them: which is the next, and the claims on it.
+
+    The claim on a unit is the file ``<unit>.<generation>``, whose content names its owner; that of the highest
+    generation holds. Where an attempt has ended without a commit, the leader offers the next generation; it also ends
+    the attempts of ranks that are dead. Of two that try, one succeeds, and neither can push a newer owner out: that one
+    has created a later name. A claim is no guard. A rank that was taken for dead may go on with its unit; both bring
+    the same bytes then.
+
+    A rank does the units of its own bin first, without a look at anybody, then those that the state offers, then one of
+    the bins with most cost left (work stealing, Blumofe and Leiserson 1999, doi:10.1145/324133.324234). These are drawn
+    with a weight, so that many that steal do not all try the same unit.
+
+    Args:
+        stage: its plan is the present one.
+        rank: the rank that takes them.
+        parent: what has started it.
+    """
+
+    def __init__(self, stage: StageRun, rank: Rank, parent: Parent) -> None:
+        self.launch = load_record(stage.ranks.launch, Launch)
+        self._stage = stage
+        self.rank = rank
+        self._parent = parent
+        self._file = StateFile(stage.ranks.state)
+        self._file.read()
+        self._units = stage.dir.read_units()
+        bins = self.launch.bins
+        self._own = bins[rank.number][::-1] if rank.number < len(bins) else []
+        # Units that nobody had claimed when claims were listed last, by their bins.
+        self._free: list[list[int]] = []
+        self._losses = _MOST_LOSSES
+        self._random = Random(rank.owner)
+        self._tried: set[tuple[int, int]] = set()
+
+    def next(self) -> tuple[Unit, int, Unit | None] | None:
+        """Return the next unit as soon as there is one, or None if nothing is left for this rank.
+
+        Returned with it are the generation of its claim, and the unit that will probably come after it.
+        """
+        pause = 0.05
+        while not self.are_over():
+            claim = self._claim_own() or self._claim_offered() or self._steal()
+            if claim is not None:
+                return self._units[claim[0]], claim[1], self._units[self._own[-1]] if self._own else None
+            self._parent.wait(pause)
+            pause = min(2 * pause, self.rank.most_pause)
+        return None
+
+    def are_over(self) -> bool:
+        """Return True if nothing is left for this rank: the stage has ended, or its slot is taken out of work.
+
+        Raises:
+            FatalError: the plan has been replaced or finished by another process.
+        """
+        try:
+            state = self._file.read()
+        except FileNotFoundError:
+            require_current(self._stage)
+            raise
+        if is_among(self.rank.slot, state.out):
+            log.error("rank %d: %s is taken out of work", self.rank.number, self.rank.slot)
+            return True
+        return state.ended
+
+    def make(self, unit: int, generation: int) -> bool:
+        """Claim a unit; return False if another rank has this generation of the claim."""
+        path = self._stage.ranks.claims / f"{unit}.{generation}"
+        claim = Claim(owner=self.rank.owner, slot=self.rank.slot)
+        with stopping_errors(path):
+            try:
+                with path.open("xb") as stream:
+                    stream.write(msgspec.json.encode(claim))
+            except FileExistsError:
+                # The server's answer may have been lost, and the client have asked it again.
+                return read_claim(self._stage, unit, generation).owner == self.rank.owner
+        return True
+
+    def is_taken(self, unit: int, generation: int) -> bool:
+        """Return True if another rank has taken over a unit that this rank had claimed."""
+        return (self._stage.ranks.claims / f"{unit}.{generation + 1}").exists()
+
+    def _claim_own(self) -> tuple[int, int] | None:
+        while self._own:
+            index = self._own.pop()
+            if self.make(index, 0):
+                return index, 0
+        return None
+
+    def _claim_offered(self) -> tuple[int, int] | None:
+        """Claim a unit whose last attempt has failed or was given back, unless others are to try it first."""
+        for index, offer in self._file.state.offers.items():
+            claim = index, offer.generation
+            if self.rank.slot not in offer.avoid and claim not in self._tried:
+                # As long as the leader has not seen a claim, the offer stands.
+                self._tried.add(claim)
+                if self.make(*claim):
+                    return claim
+        return None
+
+    def _steal(self) -> tuple[int, int] | None:
+        """Claim a unit of another bin, the last of one that was drawn by the cost that is left in it."""
+        while self._free or self._losses == _MOST_LOSSES:
+            # To try units that others have claimed is work for the file system, and so is a list of all claims.
+            if self._losses == _MOST_LOSSES:
+                self._list_free()
+                continue
+            costs = [sum(max(self._units[index].cost, 1e-9) for index in part) for part in self._free]
+            (part,) = self._random.choices(self._free, costs)
+            index = part.pop()
+            self._free = [part for part in self._free if part]
+            if self.make(index, 0):
+                return index, 0
+            self._losses += 1
+        return None
+
+    def _list_free(self) -> None:
+        """Note which units nobody has claimed; once there are none, there will be no more of them."""
+        claimed = latest_claims(self._stage)
+        parts = ([index for index in part if index not in claimed] for part in self.launch.bins)
+        self._free, self._losses = [part for part in parts if part], 0

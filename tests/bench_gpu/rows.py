@@ -25,10 +25,10 @@ from transformers import MimiConfig
 
 from sharmill.engine.executor import Listener, StageResult, Unlocked
 from sharmill.engine.launch import begin_launch
-from sharmill.engine.lead import Leader
 from sharmill.engine.parent import Rank
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Processor, StageRun
+from sharmill.engine.watch import Watcher
 from sharmill.engine.work import work
 from sharmill.errors import ConfigError
 from sharmill.executors.local import LocalExecutor
@@ -161,7 +161,7 @@ class _InThisProcess(LocalExecutor):
             return processor
 
         with mock.patch.object(stage.declaration, "open", load_first):
-            work(stage, Rank(0, "here/rank 0", self.device, is_replaced=False), Leader(stage))
+            work(stage, Rank(0, "here/rank 0", self.device, is_replaced=False), Watcher(stage))
         object.__setattr__(self, "seconds", time.perf_counter() - started)
         return StageResult()
 

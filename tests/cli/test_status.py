@@ -18,7 +18,6 @@ from sharmill.cli import status
 from sharmill.config import to_yaml
 from sharmill.engine.fence import make_fence
 from sharmill.engine.launch import begin_launch
-from sharmill.engine.lead import Leader
 from sharmill.engine.parent import Rank
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.progress import RankProgress
@@ -26,6 +25,7 @@ from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunOutcome, RunRequest
 from sharmill.engine.unit import FailedAttempt
 from sharmill.engine.view import StageReader
+from sharmill.engine.watch import Watcher
 from sharmill.engine.work import work
 from sharmill.executors.slurm.queue import QueuedJob
 from sharmill.files.atomic import write_atomic
@@ -68,7 +68,7 @@ def stage(tmp_path, audio_root):
 
 def do_units(stage, units):
     begin_launch(stage, units, 1)
-    work(stage, Rank(0, "node/rank 0", "cpu"), Leader(stage))
+    work(stage, Rank(0, "node/rank 0", "cpu"), Watcher(stage))
 
 
 def heartbeat(stage, rank):

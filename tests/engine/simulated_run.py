@@ -36,13 +36,13 @@ from sharmill.engine.attempts import Attempts
 from sharmill.engine.claims import Claims
 from sharmill.engine.executor import Listener, StageResult, Unlocked
 from sharmill.engine.launch import driven_launch, read_attempts
-from sharmill.engine.lead import Leader
 from sharmill.engine.parent import Rank
 from sharmill.engine.plan import iterate_ledger
 from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.stage import Advance, StageRun
 from sharmill.engine.unit import Commit, Output, Unit
+from sharmill.engine.watch import Watcher
 from sharmill.engine.work import Replace, work
 from sharmill.errors import SharmillError
 from sharmill.files.checksums import checksum
@@ -448,20 +448,20 @@ class _Supervisor:
         self._has_ended = True
 
     def _look(self) -> None:
-        leader = Leader(self._stage, number=self._number)
+        watcher = Watcher(self._stage, number=self._number)
         while not self._has_ended:
-            before = leader.state
+            before = watcher.state
             try:
-                leader.look()
+                watcher.look()
             except FileNotFoundError:
                 pass  # not seen yet, or gone with the plan
             except SharmillError as error:
                 log.info("%s", error)
                 break
-            if leader.state != before:
+            if watcher.state != before:
                 self._changed.set()
             time.sleep(15.0)
-        leader.close()
+        watcher.close()
 
 
 log = logging.getLogger(__name__)
@@ -532,14 +532,14 @@ class Run:
                     self.disk.start(host, partial(self._work, pickle.dumps(stage), number, host), delay)
                     for number, (host, delay) in enumerate(zip(self.ranks, self.delays, strict=True))
                 ]
-            leader = Leader(stage, units, listener, number=0 if self.is_led else 1 << 20)
+            watcher = Watcher(stage, units, listener, number=0 if self.is_led else 1 << 20)
             left = MOST_SECONDS
             with unlocked():
-                while not leader.look() and left > 0.0:
+                while not watcher.look() and left > 0.0:
                     time.sleep(5.0)
                     if all(rank.dead for rank in self.started):
                         left = min(left, stage.options.seconds_until_seen) - 5.0
-        return leader.outcome()
+        return watcher.outcome()
 
     def _work(self, stage: bytes, number: int, host: Host) -> None:
         """Run a rank, and its supervisor."""

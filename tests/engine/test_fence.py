@@ -17,9 +17,9 @@ from support.toy_stage import ToyStage, run, wait_until
 
 from sharmill.engine.fence import make_fence
 from sharmill.engine.launch import begin_launch, read_attempts
-from sharmill.engine.lead import Leader
 from sharmill.engine.parent import Rank
 from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.watch import Watcher
 from sharmill.engine.work import work
 from sharmill.errors import ConfigError, FatalError
 from sharmill.executors.slurm.executor import RankTask
@@ -48,7 +48,7 @@ class TestRanksOfAnOlderPlan:
         # The task of an array has not failed; it was overtaken.
         RankTask(old, 0, RankProfile())()
         with raises(FatalError, "superseded_plan"):
-            work(old, Rank(0, "node/rank 0", "cpu"), Leader(old))
+            work(old, Rank(0, "node/rank 0", "cpu"), Watcher(old))
         assert contents(tmp_path) == before
 
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
@@ -132,5 +132,5 @@ def test_a_rank_waits_for_the_input_that_the_plan_was_made_of(waited, tmp_path, 
             opened.append(sum(waited))
 
     planned = plan(LateInput(tmp_path, units=2, seconds_until_seen=30.0))
-    work(planned, Rank(0, "node/rank 0", "cpu"), Leader(planned))
+    work(planned, Rank(0, "node/rank 0", "cpu"), Watcher(planned))
     assert 5.0 < opened[0] < 7.0

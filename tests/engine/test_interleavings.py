@@ -157,7 +157,7 @@ def count_leases_by_the_clock_of_others(monkeypatch):
 
     def is_old(leader, owner, now):
         record = leader.notes.ranks.get(owner)
-        is_late = record is not None and time.time() - record.updated >= leader.stage.options.lease_seconds
+        is_late = record is not None and time.time() - record.updated >= RunOptions.lease_seconds
         return is_dead(leader, owner, now) or is_late
 
     monkeypatch.setattr(Leader, "is_dead", is_old)

@@ -8,32 +8,26 @@ alone says what is done; the one that the state names stays.
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from uuid import uuid4
 
 import msgspec
 
 from sharmill.engine.attempts import Attempts, Claim, Note, is_among
-from sharmill.engine.executor import Listener, StageResult
 from sharmill.engine.fence import require_current
 from sharmill.engine.launch import latest_claims, read_claim
 from sharmill.engine.notes import StageNotes
-from sharmill.engine.progress import BEATS_PER_LEASE, RankProgress, in_order
+from sharmill.engine.progress import BEATS_PER_LEASE
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.run_dir import StoredError, stored_fields
 from sharmill.engine.stage import StageRun
-from sharmill.engine.state import Offer, State, StateFile
-from sharmill.engine.unit import Unit
-from sharmill.errors import FatalError, SharmillError
+from sharmill.engine.state import Offer, State
+from sharmill.errors import FatalError
 from sharmill.files.atomic import temp_path, write_new
 from sharmill.files.record_log import RecordLog
-from sharmill.files.shared_disk import VisibilityTimeout
 
 log = logging.getLogger(__name__)
-
-# Supervisors that miss a leader come one after the other.
-_SECONDS_APART = 0.1
 
 
 def decide(
@@ -81,35 +75,22 @@ def are_given_up(attempts: Attempts, missing: Collection[int], live: Collection[
 
 
 class Leader:
-    """One process as it follows a stage, tells a listener, and leads where nobody else does.
+    """Reads what all ranks have noted, decides, and writes the state.
 
     Args:
-        units: the missing units that the listener knows; it is told of no others.
-        listener: of a driver; a supervisor has none, and reads what ranks have noted only while it leads.
-        number: that of the supervisor's first rank; the lowest comes first where a leader is missing.
+        stage: its plan is the present one.
+        notes: of its ranks, as this process has read them.
 
     Attributes:
-        state: at the last look.
-        given_up: sentences about places that the executor has given up, which no attempt has noted.
+        id: by which the state names it.
     """
 
-    interval = 1.0
-
-    def __init__(
-        self, stage: StageRun, units: Sequence[Unit] = (), listener: Listener | None = None, *, number: int = 0
-    ) -> None:
-        self.stage = stage
-        self.given_up: list[str] = []
-        self.state = State()
-        self._listener = listener
-        self._units = {unit.index: unit for unit in units}
-        self._id = uuid4().hex
-        self._log = RecordLog(stage.ranks.log(self._id))
-        self._file = StateFile(stage.ranks.state)
-        self._notes: StageNotes | None = None
-        self._patience = number * _SECONDS_APART
-        # When the state was last seen to change, and which one that was.
-        self._seen: tuple[tuple[int, int] | None, float] = (None, time.monotonic())
+    def __init__(self, stage: StageRun, notes: StageNotes) -> None:
+        self.id = uuid4().hex
+        self.notes = notes
+        self._stage = stage
+        self._lease = stage.options.lease_seconds
+        self._log = RecordLog(stage.ranks.log(self.id))
         self._looked = time.monotonic()
         self._written = -math.inf
         # The heartbeat of each rank, since when it has been the same, and when the first was seen.
@@ -117,38 +98,11 @@ class Leader:
         self._dead: set[str] = set()
         self._new_dead = False
         # Claims as they were listed last, and those that were read.
-        self._claims_listed = self._looked
+        self._claims_listed = -math.inf
         self._claimed: dict[int, int] = {}
         self._claims: dict[tuple[int, int], Claim] = {}
         # Since when all that is missing is given up.
         self._over_since = math.inf
-
-    @property
-    def notes(self) -> StageNotes:
-        """All that was noted by the last look of a process that leads or has a listener."""
-        if self._notes is None:
-            self._notes = StageNotes(self.stage, for_people=self._listener is not None)
-        return self._notes
-
-    @property
-    def leads(self) -> bool:
-        """Return True if this process has led at its last look."""
-        return self.state.leader == self._id
-
-    @property
-    def ranks(self) -> list[RankProgress]:
-        """The progress of all ranks, in their order."""
-        return in_order(self.notes.ranks.values())
-
-    @property
-    def num_done(self) -> int:
-        """The number of units that ranks have committed since this was made."""
-        return len(self._units.keys() - self.notes.missing)
-
-    @property
-    def num_ready(self) -> int:
-        """The number of ranks that have loaded what they need, and have not ended."""
-        return sum(rank.ready > 0 and not rank.ended for rank in self.notes.ranks.values())
 
     def silent_ranks(self) -> list[int]:
         """Return the numbers of the ranks that are dead by their heartbeats alone, at the last look of a leader."""
@@ -156,122 +110,65 @@ class Leader:
         silent = [owner for owner in self._dead if not notes.heartbeats[owner].has_ended]
         return sorted(notes.ranks[owner].rank for owner in silent if owner in notes.ranks)
 
-    def look(self) -> bool:
-        """Read what is new, report it, lead if it is to be, and return True if the stage has ended.
+    def lead(self, found: State) -> State:
+        """Decide by the notes as they were read last, and return the state, which is written where it has changed.
 
-        Raises:
-            FatalError: a user has cancelled the run.
-            FileNotFoundError: the folders have gone with the plan.
-        """
-        found = self._file.read()
-        if found.stopped is not None and found.stopped.code == "cancelled":
-            raise found.stopped.as_error()
-        self.state = found
-        is_to_lead = self._is_to_lead(found)
-        if self._listener is not None or is_to_lead:
-            self._report()
-        if is_to_lead:
-            self._lead()
-        return self.state.ended
-
-    def tell(self, progress: RankProgress) -> None:
-        """Take note of what a rank of this process has said of itself."""
-        if self._listener is not None:
-            self.notes.hear(progress)
-
-    def wait(self, seconds: float) -> None:
-        """Look at the stage, for a rank in this process that has nothing to do for so long at most."""
-        if not self.look():
-            time.sleep(min(seconds, 0.25))
-
-    def close(self) -> None:
-        """Leave the lead to others, if it was this process's."""
-        with suppress(OSError, SharmillError):
-            if self._file.read().leader == self._id and not self.state.ended:
-                self._write(msgspec.structs.replace(self.state, leader=""))
-
-    def outcome(self) -> StageResult:
-        """Return how the work has ended, once no rank is left.
-
-        Raises:
-            SharmillError: an error has ended the stage, or no slot is left that could go on.
-        """
-        self.stage.run_dir.require_not_cancelled()
-        paths = self.stage.dir
-        with suppress(FileNotFoundError):  # what has gone with the plan
-            self._report()
-        if paths.done.exists() and paths.read_token() == self.stage.token:
-            # Another process that is at work on it was faster.
-            return StageResult()
-        require_current(self.stage)
-        # Other leaders may have noted something too, and seen more of what was done than can be seen here yet.
-        notes = StageNotes(self.stage, for_people=False)
-
-        def sees_all() -> bool:
-            notes.look()
-            return len(notes.missing) <= self.state.num_missing or not self.state.ended
-
-        patience = VisibilityTimeout(self.stage.options.seconds_until_seen)
-        patience.wait_until(sees_all, f"{self.stage.name}: what all ranks have noted")
-        if notes.attempts.stopped is not None:
-            raise notes.attempts.stopped
-        if self.state.stopped is not None:
-            raise self.state.stopped.as_error()
-        out = notes.attempts.describe_out()
-        if out and not are_given_up(notes.attempts, notes.missing, ()):
-            raise notes.attempts.all_out_error(self.stage.name, paths.logs)
-        failures = {index: notes.attempts.error(index) for index in sorted(notes.missing)}
-        return StageResult(failures=failures, given_up=self.given_up or out)
-
-    def _report(self) -> None:
-        """Read the new notes of all ranks, and report them to the listener."""
-        for commit in self.notes.look():
-            if commit.index in self._units and self._listener is not None:
-                self._listener.unit_done(self._units[commit.index], commit)
-        if self._listener is not None:
-            self._listener.looked(self.ranks)
-
-    def _is_to_lead(self, found: State) -> bool:
-        """Return True if this process is the leader, or the one that is there has given no heartbeat for a lease."""
-        now = time.monotonic()
-        if found.leader == self._id:
-            return True
-        if found.ended:
-            return False
-        if self._seen[0] != self._file.seen:
-            self._seen = self._file.seen, now
-        lease = self.stage.options.lease_seconds if found.leader else 0.0
-        return now - self._seen[1] >= lease + self._patience
-
-    def _lead(self) -> None:
-        """Decide, and write the state.
+        Args:
+            found: the state that is there.
 
         Raises:
             FatalError: a user has cancelled the run.
         """
+        stage, notes, now = self._stage, self.notes, time.monotonic()
         try:
-            self.stage.run_dir.require_not_cancelled()
+            stage.run_dir.require_not_cancelled()
         except FatalError as error:
-            self._write(State(leader=self._id, stopped=StoredError(**stored_fields(error)), ended=True))
+            self.write(State(stopped=StoredError(**stored_fields(error)), ended=True), found)
             raise
-        notes, now = self.notes, time.monotonic()
         attempts, missing = notes.attempts, notes.missing
         live = self._find_live(now)
-        self._end_abandoned(now)
+        is_due = now - self._claims_listed >= self._lease
+        # They are listed as well to see whether a rank has what is to be tried again.
+        if is_due or self._new_dead or found.offers:
+            self._end_abandoned(now)
         if attempts.stopped is None:
             try:
-                check_rejects(self.stage, notes.expected_in, notes.rejects, notes.num_in)
+                check_rejects(stage, notes.expected_in, notes.rejects, notes.num_in)
             except FatalError as error:
                 self._note(Note(kind="stopped", slot="", launch=attempts.launch, **stored_fields(error)))
         is_over = bool(missing) and missing <= attempts.failed and are_given_up(attempts, missing, live)
         self._over_since = min(self._over_since, now) if is_over else math.inf
         has_waited = now - self._over_since >= notes.launch.join_seconds
-        state = decide(attempts, missing, self._claimed, live, has_waited=has_waited)
-        self._write(msgspec.structs.replace(state, leader=self._id))
+        return self.write(decide(attempts, missing, self._claimed, live, has_waited=has_waited), found)
+
+    def write(self, state: State, found: State, *, leads: bool = True) -> State:
+        """Write the state where it has changed, and as a heartbeat; on a full disk it stays as it was.
+
+        Args:
+            leads: this process goes on to lead; else others may at once.
+        """
+        state = msgspec.structs.replace(state, leader=self.id if leads else "")
+        path, now = self._stage.ranks.state, time.monotonic()
+        aside = temp_path(path)
+        # Others need not read it for each unit that is done.
+        is_same = state == msgspec.structs.replace(found, num_missing=state.num_missing)
+        try:
+            if not is_same or now - self._written >= self._lease / BEATS_PER_LEASE:
+                write_new(aside, msgspec.json.encode(state))
+                aside.replace(path)
+                self._written = now
+            self._looked = now
+        except FileNotFoundError:
+            require_current(self._stage)
+        except OSError as error:
+            log.warning("the state of %s cannot be written: %s", self._stage.name, error)
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+        return state
 
     def _find_live(self, now: float) -> set[str]:
         """Return the slots of the ranks that are alive, and have loaded what they need or may do so soon."""
-        notes, lease = self.notes, self.stage.options.lease_seconds
+        notes, lease = self.notes, self._lease
         if now - self._looked > 0.4 * lease:
             # What was not seen meanwhile says nothing.
             self._beats = {owner: (beat, now, first) for owner, (beat, _, first) in self._beats.items()}
@@ -286,7 +183,7 @@ class Leader:
 
     def is_dead(self, owner: str, now: float) -> bool:
         """Return True if a rank has ended, or its heartbeat was the same for a lease by this process's clock."""
-        heartbeat, lease = self.notes.heartbeats.get(owner), self.stage.options.lease_seconds
+        heartbeat, lease = self.notes.heartbeats.get(owner), self._lease
         beat = heartbeat.beat if heartbeat is not None else ""
         before, since, first = self._beats.get(owner, (beat, now, now))
         since = since if beat == before else now
@@ -299,22 +196,14 @@ class Leader:
         return now - since >= (min(lease, 3.0) if is_gone else lease)
 
     def _end_abandoned(self, now: float) -> None:
-        """Note the end of attempts whose ranks are dead, where one has died, and once a lease.
-
-        Claims are listed as well while a unit is to be tried again, to see whether a rank has it.
-        """
-        is_due = now - self._claims_listed >= self.stage.options.lease_seconds
-        if not (is_due or self._new_dead or self.state.offers):
-            return
+        """List the claims, and note the end of attempts whose ranks are dead."""
         attempts, self._claims_listed = self.notes.attempts, now
-        self._claimed = latest_claims(self.stage)
-        # A rank that has ended by now may have committed since the last look.
-        self._report()
+        self._claimed = latest_claims(self._stage)
         for unit in sorted(self.notes.missing & self._claimed.keys()):
             generation = self._claimed[unit]
             if generation < attempts.generation(unit):
                 continue
-            claim = self._claims.get((unit, generation)) or read_claim(self.stage, unit, generation)
+            claim = self._claims.get((unit, generation)) or read_claim(self._stage, unit, generation)
             if claim.owner:
                 self._claims[unit, generation] = claim
             # One that was never written has no owner.
@@ -329,23 +218,3 @@ class Leader:
     def _note(self, note: Note) -> None:
         self._log.append(note)
         self.notes.attempts.add(note)
-
-    def _write(self, state: State) -> None:
-        """Write the state where it has changed, and as a heartbeat; on a full disk it stays as it was."""
-        self.state = state
-        path, now = self.stage.ranks.state, time.monotonic()
-        aside = temp_path(path)
-        # Others need not read it for each unit that is done.
-        is_same = state == msgspec.structs.replace(self._file.state, num_missing=state.num_missing)
-        try:
-            if not is_same or now - self._written >= self.stage.options.lease_seconds / BEATS_PER_LEASE:
-                write_new(aside, msgspec.json.encode(state))
-                aside.replace(path)
-                self._written = now
-            self._looked = now
-        except FileNotFoundError:
-            require_current(self.stage)
-        except OSError as error:
-            log.warning("the state of %s cannot be written: %s", self.stage.name, error)
-            with suppress(OSError):
-                aside.unlink(missing_ok=True)

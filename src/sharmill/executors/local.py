@@ -11,12 +11,12 @@ import msgspec
 from sharmill.config import Above0, Config, NotNegative, Positive
 from sharmill.engine.executor import Executor, Listener, StageResult, Unlocked
 from sharmill.engine.launch import driven_launch
-from sharmill.engine.lead import Leader
 from sharmill.engine.parent import Rank
 from sharmill.engine.run import locked, reserved, run_stage
 from sharmill.engine.run_dir import RunDir
 from sharmill.engine.stage import Stage, StageRun
 from sharmill.engine.unit import Unit
+from sharmill.engine.watch import Watcher
 from sharmill.engine.work import work
 from sharmill.errors import FatalError
 from sharmill.executors.supervisor import VISIBLE, Device, Supervisor, logging_to, plan_devices, usable_gpus
@@ -93,21 +93,21 @@ class ConfiguredExecutor(Executor):
         join_seconds = 0.0 if self.runs_here else stage.options.lease_seconds
         most = max(1, min(self.num_ranks(stage, units), len(units)))
         with driven_launch(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
-            leader = Leader(stage, units, listener)
+            watcher = Watcher(stage, units, listener)
             try:
                 with unlocked():
-                    self.supervise(stage, numbers, leader)
+                    self.supervise(stage, numbers, watcher)
             finally:
-                leader.close()
-        return leader.outcome()
+                watcher.close()
+        return watcher.outcome()
 
     @abstractmethod
     def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         """Return the number of ranks that are wanted; there are never more than units."""
 
     @abstractmethod
-    def supervise(self, stage: StageRun, numbers: Sequence[int], leader: Leader) -> None:
-        """Start ranks with these numbers, and return when they have ended; have the leader ``look`` meanwhile.
+    def supervise(self, stage: StageRun, numbers: Sequence[int], watcher: Watcher) -> None:
+        """Start ranks with these numbers, and return when they have ended; have the watcher ``look`` meanwhile.
 
         A ``Supervisor`` runs ranks in this process's environment; ``supervise_rank`` does so in a process elsewhere.
         """
@@ -126,20 +126,20 @@ class LocalExecutor(ConfiguredExecutor):
     def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
         return len(self._devices(stage))
 
-    def supervise(self, stage: StageRun, numbers: Sequence[int], leader: Leader) -> None:
+    def supervise(self, stage: StageRun, numbers: Sequence[int], watcher: Watcher) -> None:
         devices = self._devices(stage)[: len(numbers)]
         # A device may break its process, and a time limit kills it.
         has_limit = isinstance(stage.options.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
         with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.options.log_level):
-            leader.look()
+            watcher.look()
             if is_inline:
                 rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, most_pause=1.0)
                 # The next stage of this process may use the GPUs that this one must not see.
                 with variable(VISIBLE, ""):
-                    work(stage, rank, leader)
+                    work(stage, rank, watcher)
             else:
-                Supervisor(leader, dict(zip(numbers, devices, strict=True)), beat_seconds=1.0).run()
+                Supervisor(watcher, dict(zip(numbers, devices, strict=True)), beat_seconds=1.0).run()
 
     def _devices(self, stage: StageRun) -> list[Device]:
         uses_gpu = stage.resource == "gpu"

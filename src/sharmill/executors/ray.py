@@ -30,10 +30,10 @@ import sharmill
 from sharmill.config import Config, Positive
 from sharmill.engine.attempts import MAX_FAILURES
 from sharmill.engine.fence import is_current, require_current
-from sharmill.engine.lead import Leader
 from sharmill.engine.progress import mark_ended
 from sharmill.engine.stage import StageRun, versions
 from sharmill.engine.unit import Unit
+from sharmill.engine.watch import Watcher
 from sharmill.errors import ConfigError, DeviceError, FatalError, SharmillError, one_line
 from sharmill.executors.local import Check, ConfiguredExecutor
 from sharmill.executors.supervisor import Device, logging_to, pickle_stage, supervise_rank
@@ -98,8 +98,8 @@ class RayExecutor(ConfiguredExecutor):
             return int(self.workers)
         return _count_places(self.cores, self._gpus(stage)) or len(units)
 
-    def supervise(self, stage: StageRun, numbers: Sequence[int], leader: Leader) -> None:
-        actors = _Actors(stage, leader, self.workers, self.cores, self._gpus(stage), numbers[0])
+    def supervise(self, stage: StageRun, numbers: Sequence[int], watcher: Watcher) -> None:
+        actors = _Actors(stage, watcher, self.workers, self.cores, self._gpus(stage), numbers[0])
         try:
             with logging_to(stage.dir.driver_log, stage.options.log_level):
                 actors.run()
@@ -176,7 +176,7 @@ class _Actors:
     """
 
     stage: StageRun
-    leader: Leader
+    watcher: Watcher
     workers: int | str
     cores: int
     gpus: int
@@ -195,15 +195,15 @@ class _Actors:
         ray, pickled = _import_ray(), pickle_stage(self.stage)
         usable_at, warns_at = time.monotonic(), time.monotonic() + 60.0
         try:
-            while not self.leader.look():
+            while not self.watcher.look():
                 places, now = _count_places(self.cores, self.gpus), time.monotonic()
                 self._ask(pickled, places)
-                if self.leader.num_ready or len(self.holding) < max(places, 1):
+                if self.watcher.num_ready or len(self.holding) < max(places, 1):
                     usable_at = now
                 # If ranks have worked, lost nodes may be replaced, as spot instances are.
-                elif now - usable_at >= (600.0 if self.leader.num_done else 0.0):
+                elif now - usable_at >= (600.0 if self.watcher.num_done else 0.0):
                     raise list(self.given_up.values())[-1]
-                if now > warns_at and not self.leader.num_ready:
+                if now > warns_at and not self.watcher.num_ready:
                     warns_at = float("inf")
                     log.error("%s: no actor is ready yet: they are loading (see %s), or wait for room in the cluster; "
                               "each needs %d cores and %d GPUs, and there is room for %d", self.stage.name,
@@ -224,7 +224,7 @@ class _Actors:
 
     def _mark_ended(self, numbers: set[int]) -> None:
         """Note that ranks have ended which can no longer do so: their units are free at once, without a lease."""
-        for rank in self.leader.ranks:
+        for rank in self.watcher.ranks:
             if rank.rank in numbers and not rank.ended:
                 mark_ended(self.stage.ranks.progress, rank.owner)
 
@@ -233,7 +233,7 @@ class _Actors:
         most = places + 1 - len(self.holding) if self.workers == "auto" else int(self.workers)
         kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
         folder = None if _is_in_copy() else Path.cwd()
-        for _ in range(min(most, len(self.leader.notes.missing)) - len(self.working)):
+        for _ in range(min(most, len(self.watcher.notes.missing)) - len(self.working)):
             # The slots of those that hold a place are out.
             taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
             number = next(number for number in count(self.first_number) if number not in taken)
@@ -264,7 +264,7 @@ class _Actors:
                 error = None
                 log.warning("the actor of rank %d died: %s", number, died)
                 # Ray goes on placing actors on a node for some seconds after it has died.
-                self.deaths = 0 if self.leader.num_ready else self.deaths + 1
+                self.deaths = 0 if self.watcher.num_ready else self.deaths + 1
                 if self.deaths >= MAX_FAILURES * len(calls):
                     raise self._cannot_start(died) from died
             if error is None:
@@ -275,7 +275,7 @@ class _Actors:
             require_current(self.stage)
             log.error("rank %d is given up, and its place is kept from others: %s", number, error)
             self.given_up[str(error)] = error
-            self.leader.given_up = list(self.given_up)
+            self.watcher.given_up = list(self.given_up)
             self.holding[actor.hold_place.remote()] = number, actor
 
     def _cannot_start(self, error: Exception) -> FatalError:

@@ -29,10 +29,10 @@ import msgspec
 from sharmill.engine.attempts import SETUP, Note, NoteKind, is_among
 from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.launch import Launch, read_attempts
-from sharmill.engine.lead import Leader
 from sharmill.engine.parent import Rank
 from sharmill.engine.progress import RankProgress, mark_ended
 from sharmill.engine.stage import StageRun
+from sharmill.engine.watch import Watcher
 from sharmill.engine.work import Replace, judge_leave, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, one_line
 from sharmill.executors.rank_process import RankProcess, RankServer
@@ -223,7 +223,7 @@ def pickle_stage(stage: StageRun) -> bytes:
 
 def supervise_rank(
     stage: StageRun, device: Device, number: int, *, job_seconds: float | None = None, beat_seconds: float = 15.0
-) -> Leader:
+) -> Watcher:
     """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``.
 
     Returns: what this process knows of the stage in the end, which it may have led.
@@ -232,14 +232,14 @@ def supervise_rank(
     wait_for_plan(stage, patience)
     require_current(stage)
     with logging_to(stage.dir.driver_log, stage.options.log_level):
-        leader = Leader(stage, number=number)
+        watcher = Watcher(stage, number=number)
         # The files in a folder may be seen later than the folder.
-        patience.retry_until_visible(leader.look)
+        patience.retry_until_visible(watcher.look)
         try:
-            Supervisor(leader, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
+            Supervisor(watcher, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
         finally:
-            leader.close()
-        return leader
+            watcher.close()
+        return watcher
 
 
 def _modules_of(stage: StageRun) -> list[str]:
@@ -296,19 +296,19 @@ class Supervisor:
     It knows its ranks as their parent does, by their exit statuses and by what they tell through a pipe.
 
     Attributes:
-        leader: what this looks at the stage with, which it may come to lead.
+        watcher: what this looks at the stage with, which it may come to lead.
         devices: the devices of the ranks, by rank number.
         job_seconds: the time limit of this job, None if there is none.
         beat_seconds: the most time between two looks at the stage.
     """
 
-    leader: Leader
+    watcher: Watcher
     devices: Mapping[int, Device]
     job_seconds: float | None = None
     beat_seconds: float = 15.0
 
     def __post_init__(self) -> None:
-        self.stage = self.leader.stage
+        self.stage = self.watcher.stage
         self._launch = load_record(self.stage.ranks.launch, Launch).id
         self._slots = {number: device.slot(number) for number, device in self.devices.items()}
         # When a rank of each number that has none may be started.
@@ -326,15 +326,15 @@ class Supervisor:
                 the slots of all these ranks are taken out of work.
         """
         try:
-            self.leader.look()
-            while not self.leader.state.ended and self._start_missing():
+            self.watcher.look()
+            while not self.watcher.state.ended and self._start_missing():
                 self._wait_and_look()
             # Ranks that still load have nothing to give back.
             self._end([child for child in self._children if child.progress is None or not child.progress.ready])
             leave_by = time.monotonic() + 30.0
             while self._children and time.monotonic() < leave_by:
                 self._wait_and_look()
-            state = self.leader.state
+            state = self.watcher.state
             if not state.ended and all(is_among(slot, state.out) for slot in self._slots.values()):
                 raise read_attempts(self.stage).all_out_error(self.stage.name, self.stage.dir.logs)
             return state.ended
@@ -357,16 +357,16 @@ class Supervisor:
         for child in [*self._children]:
             has_news |= child.listen()
             if child.progress is not None:
-                self.leader.tell(child.progress)
+                self.watcher.tell(child.progress)
             if child.process.poll() is not None:
                 has_news = True
                 self._remove(child)
         if has_news or time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + self.beat_seconds
             require_current(self.stage)
-            before = self.leader.state
-            self.leader.look()
-            for child in self._children if before != self.leader.state else ():
+            before = self.watcher.state
+            self.watcher.look()
+            for child in self._children if before != self.watcher.state else ():
                 if child.is_idle:
                     child.wake()
             self._end_hanging()
@@ -376,7 +376,7 @@ class Supervisor:
 
         Those that have left, or whose slots are out of work, are not.
         """
-        state = self.leader.state
+        state = self.watcher.state
         startable = [number for number in self._idle if not is_among(self._slots[number], state.out)]
         for number in startable:
             if len(self._children) < state.num_missing and self._idle[number] <= time.monotonic():

@@ -6,9 +6,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from sharmill.engine.lead import Leader
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Unit
+from sharmill.engine.watch import Watcher
 from sharmill.executors.local import ConfiguredExecutor
 from sharmill.executors.supervisor import Device, supervise_rank
 
@@ -24,14 +24,14 @@ class ApartExecutor(ConfiguredExecutor):
     def num_ranks(self, stage: StageRun, units: list[Unit]) -> int:
         return 2 if self.workers == "auto" else self.workers
 
-    def supervise(self, stage: StageRun, numbers: range, leader: Leader) -> None:
+    def supervise(self, stage: StageRun, numbers: range, watcher: Watcher) -> None:
         processes = [subprocess.Popen([self.python, "-m", "apart"], stdin=subprocess.PIPE) for _ in numbers]
         for process, number in zip(processes, numbers, strict=True):
             with process.stdin as stream:
                 stream.write(pickle.dumps((stage, number)))
         for process in processes:
             while process.poll() is None:
-                leader.look()
+                watcher.look()
                 time.sleep(0.2)
 
 

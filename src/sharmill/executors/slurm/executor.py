@@ -103,14 +103,15 @@ class RankTask:
         limit_cores(self.ranks.cores)
         try:
             with ended_by_sigterm():
-                leader = supervise_rank(stage, device, self.number, job_seconds=60.0 * self.ranks.timeout_min)
+                watcher = supervise_rank(stage, device, self.number, job_seconds=60.0 * self.ranks.timeout_min)
         except (FatalError, FileNotFoundError):
             if is_current(stage):
                 raise
             log.warning("rank %d is overtaken: %s", self.number, superseded(stage))
             return
         # One for all: a scheduler is asked no more often the more ranks there are.
-        if leader.leads and leader.state.ended and (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+        leader, array = watcher.leader, os.environ.get("SLURM_ARRAY_JOB_ID")
+        if leader is not None and watcher.state.ended and array is not None:
             self._end_others(array, leader)
 
     def _end_others(self, array: str, leader: Leader) -> None:

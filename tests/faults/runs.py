@@ -55,8 +55,8 @@ STAGES = ("prepare", "match", "write", "encode", "validate")
 CODEC = "tiny"
 # Of one run only: who did what and when. Each of them may differ from run to run.
 _PERSONAL = {
-    "attempts", "claims", "end.json", "given.json", "id", "jobs", "ledger", "logs", "progress",
-    "reserved", "resolved_config.yaml", "round.json", "token",
+    "claims", "end.json", "given.json", "id", "jobs", "launch.json", "ledger", "logs", "progress",
+    "reserved", "resolved_config.yaml", "state.json", "token",
 }  # fmt: skip
 # It has the times of the dataset's files.
 _PERSONAL_FILES = {"run/validate/plan/identity.json"}

@@ -71,15 +71,15 @@ def do_units(stage, units):
     work(stage, Rank(0, "node/rank 0", "cpu"), Watcher(stage))
 
 
-def heartbeat(stage, rank):
-    return stage.ranks.progress / f"rank-{rank}.1.0.json"
+def heartbeat(stage, rank, beat="1"):
+    return stage.ranks.progress / f"rank-{rank}.{beat}.0.json"
 
 
 def put_rank(stage, rank, *, started, updated, pid=1234, **values):
     values = {"unit_began": updated} | values
     values |= {"slot": f"node7/rank {rank}", "owner": str(rank), "host": "node7"}
     record = RankProgress(rank=rank, pid=pid, started=started, updated=updated, **values)
-    path = heartbeat(stage, rank)
+    path = heartbeat(stage, rank, "ended" if record.ended else "1")
     path.write_bytes(msgspec.json.encode(record))
     os.utime(path, (updated, updated))
 

@@ -35,6 +35,7 @@ from support.toy_stage import ToyStage
 from sharmill.engine.attempts import Attempts
 from sharmill.engine.claims import Claims
 from sharmill.engine.executor import Listener, StageResult, Unlocked
+from sharmill.engine.fence import wait_for_plan
 from sharmill.engine.launch import driven_launch, read_attempts
 from sharmill.engine.parent import Rank
 from sharmill.engine.plan import iterate_ledger
@@ -46,6 +47,7 @@ from sharmill.engine.watch import Watcher
 from sharmill.engine.work import Replace, work
 from sharmill.errors import SharmillError
 from sharmill.files.checksums import checksum
+from sharmill.files.shared_disk import VisibilityTimeout
 from sharmill.files.staging import Staging, token_staging
 
 # How long a step takes is at most one of these.
@@ -543,7 +545,9 @@ class Run:
 
     def _work(self, stage: bytes, number: int, host: Host) -> None:
         """Run a rank, and its supervisor."""
-        supervisor = _Supervisor(self.disk, pickle.loads(stage), number, host)
+        planned = pickle.loads(stage)
+        wait_for_plan(planned, VisibilityTimeout(planned.options.seconds_until_seen))
+        supervisor = _Supervisor(self.disk, planned, number, host)
         while True:
             try:
                 work(pickle.loads(stage), Rank(number, host.name, "cpu", most_pause=300.0), supervisor)

@@ -61,13 +61,13 @@ class TestRejects:
             run(stage, workers)
         message = str(caught.value)
         assert message.index("too_short ") < message.index("too_long ") < message.index("empty_text 3")
-        # Several ranks go on until the leader has seen what they have noted.
-        assert 8 < len(stage.attempts()) <= (9 if workers == 1 else 35)
+        # Ranks go on until the leader has seen what they have noted.
+        assert 8 < len(stage.attempts()) <= (12 if workers == 1 else 35)
 
     def test_checking_them_costs_a_unit_no_more_the_more_there_are(self, tmp_path):
         stages = [ToyStage(tmp_path / f"{n}", units=n, everywhere="reject:too_short") for n in (10, 60, 110)]
         calls = [count_engine_calls(stage) for stage in stages]
-        assert calls[2] - calls[1] <= 1.3 * (calls[1] - calls[0])
+        assert calls[2] - calls[1] <= 1.1 * (calls[1] - calls[0])
 
     def test_exactly_the_limit_is_allowed(self, tmp_path):
         rejecting = dict.fromkeys(range(29), f"reject:{self.ALL}")

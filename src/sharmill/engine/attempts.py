@@ -64,7 +64,8 @@ class Attempts:
 
     Attributes:
         stopped: the error that ends the stage for all ranks, None as long as there is none.
-        failed: the units of which an attempt has failed.
+        tried: the units of which an attempt has ended without a commit.
+        failed: those of which one has failed.
         num_ended: how many attempts have ended.
     """
 
@@ -75,6 +76,7 @@ class Attempts:
         self.num_ended = 0
         # Of each unit, by the generation of the claim: how the attempt has ended.
         self._units: dict[int, dict[int, Note]] = {}
+        self.tried = self._units.keys()
         self._committed: set[int] = set()
         # Of each slot: when it was last done with a unit, and the notes of what has failed since.
         self._done: dict[str, float] = {}

@@ -17,8 +17,10 @@ from sharmill.files.stored import load_record
 
 log = logging.getLogger(__name__)
 
-# A rank that has lost so many claims to others lists those that there are.
-_MOST_LOSSES = 4
+# A rank that has lost so many claims to others lists those that there are, after a pause.
+_MOST_LOSSES = 2
+# That pause grows with each, and with the number of ranks, which may all be at that.
+_SECONDS_OF_RANK = 0.002
 
 
 class Claims:
@@ -50,9 +52,8 @@ class Claims:
         self._units = stage.dir.read_units()
         bins = self.launch.bins
         self._own = bins[rank.number][::-1] if rank.number < len(bins) else []
-        # Units that nobody had claimed when claims were listed last, by their bins.
-        self._free: list[list[int]] = []
-        self._losses = _MOST_LOSSES
+        # Units that nobody had claimed when claims were listed last, by their bins; None if they are to be listed.
+        self._free: list[list[int]] | None = None
         self._random = Random(rank.owner)
         self._tried: set[tuple[int, int]] = set()
 
@@ -61,13 +62,13 @@ class Claims:
 
         Returned with it are the generation of its claim, and the unit that will probably come after it.
         """
-        pause = 0.05
+        pause = max(0.05, _SECONDS_OF_RANK * len(self.launch.bins))
         while not self.are_over():
             claim = self._claim_own() or self._claim_offered() or self._steal()
             if claim is not None:
                 return self._units[claim[0]], claim[1], self._units[self._own[-1]] if self._own else None
-            self._parent.wait(pause)
             pause = min(2 * pause, self.rank.most_pause)
+            self._parent.wait(self._random.uniform(0.5, 1.0) * pause)
         return None
 
     def are_over(self) -> bool:
@@ -108,6 +109,9 @@ class Claims:
             index = self._own.pop()
             if self.make(index, 0):
                 return index, 0
+            # Others are at this bin: what they have is known after one look.
+            free = {index for part in self._list_free() for index in part}
+            self._own = [index for index in self._own if index in free]
         return None
 
     def _claim_offered(self) -> tuple[int, int] | None:
@@ -123,22 +127,23 @@ class Claims:
 
     def _steal(self) -> tuple[int, int] | None:
         """Claim a unit of another bin, the last of one that was drawn by the cost that is left in it."""
-        while self._free or self._losses == _MOST_LOSSES:
-            # To try units that others have claimed is work for the file system, and so is a list of all claims.
-            if self._losses == _MOST_LOSSES:
-                self._list_free()
-                continue
+        if self._free is None:
+            self._free = self._list_free()
+        # To try units that others have claimed is work for the file system, and so is a list of all claims.
+        for _ in range(_MOST_LOSSES):
+            if not self._free:
+                return None
             costs = [sum(max(self._units[index].cost, 1e-9) for index in part) for part in self._free]
             (part,) = self._random.choices(self._free, costs)
             index = part.pop()
             self._free = [part for part in self._free if part]
             if self.make(index, 0):
                 return index, 0
-            self._losses += 1
+        self._free = None
         return None
 
-    def _list_free(self) -> None:
-        """Note which units nobody has claimed; once there are none, there will be no more of them."""
+    def _list_free(self) -> list[list[int]]:
+        """Return which units nobody has claimed, by their bins; once there are none, there will be no more of them."""
         claimed = latest_claims(self._stage)
         parts = ([index for index in part if index not in claimed] for part in self.launch.bins)
-        self._free, self._losses = [part for part in parts if part], 0
+        return [part for part in parts if part]

@@ -52,7 +52,9 @@ def decide(
     is_over = is_over and (has_waited or are_given_up(attempts, missing, {*live, "another host/rank"}))
     usable = {slot for slot in live if not is_among(slot, out)}
     offers: dict[int, Offer] = {}
-    tried = [index for index in missing if 0 < attempts.generation(index) > claimed.get(index, 0)]
+    tried = [
+        index for index in attempts.tried if index in missing and attempts.generation(index) > claimed.get(index, 0)
+    ]
     for index in sorted(tried, key=lambda index: (len(attempts.failures(index)), index)):
         if not attempts.is_given_up(index, usable, out):
             slots = {note.slot for note in attempts.failures(index)}

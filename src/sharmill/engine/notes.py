@@ -29,6 +29,7 @@ class Notes:
         self.heartbeats: dict[str, Heartbeat] = {}
         self.ranks: dict[str, RankProgress] = {}
         self._for_people = for_people
+        self._heard: set[str] = set()
         self._tail = ledger_records(stage.dir)
         self._has_looked = False
 
@@ -39,6 +40,11 @@ class Notes:
         grown = [f"{one.owner}.jsonl" for one in self.heartbeats.values() if self._has_grown(one)]
         yield from self._tail.records(grown if self._has_looked else None)
         self._has_looked = True
+
+    def hear(self, progress: RankProgress) -> None:
+        """Take note of what a rank of this process has said of itself."""
+        self._heard.add(progress.owner)
+        self.ranks[progress.owner] = progress
 
     def _has_grown(self, heartbeat: Heartbeat) -> bool:
         return heartbeat.size > self._tail.offset(f"{heartbeat.owner}.jsonl")
@@ -51,8 +57,10 @@ class Notes:
             known = self.ranks.get(owner)
             if known is not None and heartbeat.has_ended:
                 known.ended, known.unit = True, None
-            # Where nobody watches, it only matters whether a rank is ready.
-            elif known is None or (before != heartbeat and (self._for_people or not known.ready)):
+            # Ranks of this process tell more. Where nobody watches, it only matters whether a rank is ready.
+            elif owner not in self._heard and (
+                known is None or (before != heartbeat and (self._for_people or not known.ready))
+            ):
                 found = read_heartbeat(folder, heartbeat)
                 if found is not None:
                     self.ranks[owner] = found
@@ -99,7 +107,3 @@ class StageNotes(Notes):
                     self.missing.remove(record.index)
                     new.append(record)
         return new
-
-    def hear(self, progress: RankProgress) -> None:
-        """Take note of what a rank of this process has said of itself."""
-        self.ranks[progress.owner] = progress

@@ -25,8 +25,6 @@ BEATS_PER_LEASE = 6
 # A shared file system may show a record to other nodes half a minute later.
 SILENT_SECONDS = 60.0
 ENDED = "ended"
-# Records have one length, so that they are written in place.
-_LENGTH = 2048
 
 # Plausible bounds on a rank's seconds or megabytes.
 _Number = Annotated[float, msgspec.Meta(gt=-1e12, lt=1e12)]
@@ -120,6 +118,8 @@ class ProgressWriter:
         self._tell = tell
         self._tick = min(interval, tell_interval)
         self._beat = self._size = 0
+        # As it was written last.
+        self._ready = 0.0
         self._path: Path | None = None
         self._is_ended = False
         self._wake = threading.Event()
@@ -138,51 +138,45 @@ class ProgressWriter:
         self._write()
 
     def write_soon(self, size: int) -> None:
-        """Give a heartbeat now; the log has this size."""
+        """Give a heartbeat now; the log has this size. The record follows with the next one that is due."""
         self._size = size
         self._wake.set()
 
     def _keep_writing(self) -> None:
         next_write = time.monotonic() + self._interval
         while not self._is_ended:
-            is_due = self._wake.wait(self._tick)
+            has_news = self._wake.wait(self._tick)
             self._wake.clear()
             if self._is_ended:
                 return
             self.record.peak_memory_mb = peak_memory_mb()
-            if is_due or time.monotonic() >= next_write:
-                self._write()
+            # At once where its supervisor, or the leader, would take it for one that still loads.
+            is_due = time.monotonic() >= next_write or self.record.ready != self._ready
+            if is_due:
                 next_write = time.monotonic() + self._interval
+            if is_due or has_news:
+                self._write(rewrite=is_due)
             self._tell(self.record)
 
-    def _write(self) -> None:
-        """Write the record and rename its file; a full disk is reported by the unit that meets it."""
+    def _write(self, *, rewrite: bool = True) -> None:
+        """Give a heartbeat; a full disk is reported by the unit that meets it."""
         self.record.updated = time.time()
         self._beat += 1
         beat = ENDED if self._is_ended else str(self._beat)
         path = self._folder / f"{self._name}.{beat}.{self._size}.json"
         with suppress(OSError):
-            if self._path is not None and _rewrite(self._path, self.record):
-                self._path.rename(path)
-            else:
-                # The first, or one after others have taken this process for dead.
-                write_new(path, _encode(self.record))
+            before, is_renamed = self._path, False
+            if before is not None and not rewrite:
+                # Others that have taken this process for dead have given it another name.
+                with suppress(FileNotFoundError):
+                    before.rename(path)
+                    is_renamed = True
+            if not is_renamed:
+                write_new(path, msgspec.json.encode(self.record))
+                self._ready = self.record.ready
+                if before is not None:
+                    before.unlink(missing_ok=True)
             self._path = path
-
-
-def _encode(record: RankProgress) -> bytes:
-    return msgspec.json.encode(record).ljust(_LENGTH)
-
-
-def _rewrite(path: Path, record: RankProgress) -> bool:
-    """Write a record into its file; return False if there is no such file."""
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    with os.fdopen(file, "wb") as stream:
-        stream.write(_encode(record))
-    return True
 
 
 def peak_memory_mb() -> float:
@@ -206,7 +200,7 @@ def mark_ended(folder: Path, owner: str, *, size: int | None = None, record: Ran
         if found is not None:
             (folder / found.file).rename(goal)
         elif record is not None:
-            write_new(goal, _encode(record))
+            write_new(goal, msgspec.json.encode(record))
 
 
 def read_heartbeat(folder: Path, heartbeat: Heartbeat) -> RankProgress | None:

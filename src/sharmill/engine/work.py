@@ -17,7 +17,7 @@ from sharmill.engine.attempts import FINAL_CODES, Note, NoteKind
 from sharmill.engine.claims import Claims
 from sharmill.engine.curves import MetricsLog
 from sharmill.engine.delays import spent_on, take_delays
-from sharmill.engine.fence import require_current, wait_for_plan
+from sharmill.engine.fence import require_current
 from sharmill.engine.parent import Parent, Rank
 from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, peak_memory_mb
 from sharmill.engine.run_dir import stored_fields
@@ -78,7 +78,6 @@ class _Worker:
 
     def run(self) -> None:
         stage, rank = self._stage, self._rank
-        wait_for_plan(stage, self._visibility)
         require_current(stage)
         interval = stage.options.lease_seconds / BEATS_PER_LEASE
         progress = ProgressWriter(
@@ -86,9 +85,9 @@ class _Worker:
             tell_interval=self._parent.interval,
         )  # fmt: skip
         with progress as self._progress:
-            # The files in a folder may be seen later than the folder.
-            self._claims = self._visibility.retry_until_visible(lambda: Claims(stage, rank, self._parent))
             try:
+                # The files in a folder may be seen later than the folder.
+                self._claims = self._visibility.retry_until_visible(lambda: Claims(stage, rank, self._parent))
                 self._do_units()
             except FileNotFoundError:
                 # The folders have gone with the plan.

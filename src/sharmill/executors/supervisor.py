@@ -63,6 +63,8 @@ _SECONDS_TO_END: Final = 2.0
 # The log that the running code is to write, and the levels of all open logs behind that of the program.
 _log_of_context: Final = ContextVar[logging.Handler | None]("log", default=None)
 _levels: Final[list[int]] = []
+# Seconds between two looks at the stage, however many short units are done.
+_LEAST_PAUSE: Final = 0.1
 # A rank that has nothing to do is woken when the state changes.
 _MOST_PAUSE: Final = 300.0
 
@@ -314,7 +316,7 @@ class Supervisor:
         # When a rank of each number that has none may be started.
         self._idle = dict.fromkeys(self.devices, 0.0)
         self._children: list[_Child] = []
-        self._next_look = 0.0
+        self._looked = self._next_look = 0.0
         self._pickled = pickle_stage(self.stage)
         self._server = RankServer([__name__, *_modules_of(self.stage)], self.stage.dir.driver_log)
 
@@ -361,9 +363,11 @@ class Supervisor:
             if child.process.poll() is not None:
                 has_news = True
                 self._remove(child)
-        if has_news or time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + self.beat_seconds
-            require_current(self.stage)
+        if has_news:
+            self._next_look = min(self._next_look, self._looked + _LEAST_PAUSE)
+        if time.monotonic() >= self._next_look:
+            self._looked = time.monotonic()
+            self._next_look = self._looked + self.beat_seconds
             before = self.watcher.state
             self.watcher.look()
             for child in self._children if before != self.watcher.state else ():

@@ -17,7 +17,12 @@ _MAX_ARRAY_BYTES: Final = 1 << 30
 
 
 def load_stored_array(path: Path) -> np.ndarray:
-    """Read an array from a file of a run directory.
+    """Read an array from a file of a run directory; raises as ``load_array_and_rest``."""
+    return load_array_and_rest(path)[0]
+
+
+def load_array_and_rest(path: Path) -> tuple[np.ndarray, bytes]:
+    """Read an array from a file of a run directory, and what comes behind it.
 
     Raises:
         ConfigError: it is not an array, has pickled objects, or is too large.
@@ -26,7 +31,7 @@ def load_stored_array(path: Path) -> np.ndarray:
         if os.fstat(stream.fileno()).st_size > _MAX_ARRAY_BYTES:
             raise damaged_file(path, f"it is larger than {_MAX_ARRAY_BYTES >> 20} MiB")
         try:
-            return np.lib.format.read_array(stream, allow_pickle=False)
+            return np.lib.format.read_array(stream, allow_pickle=False), stream.read()
         except _NOT_AN_ARRAY as error:
             raise damaged_file(path, str(error)) from error
 
@@ -45,10 +50,15 @@ def map_stored_array(path: Path) -> np.ndarray:
             raise damaged_file(path, str(error)) from error
 
 
-def save_array(path: Path, array: np.ndarray) -> None:
-    """Write an array as an ``.npy`` file. Unlike ``np.save``, this raises a clear error if the disk is full."""
+def save_array(path: Path, array: np.ndarray, rest: bytes = b"") -> None:
+    """Write an array as an ``.npy`` file. Unlike ``np.save``, this raises a clear error if the disk is full.
+
+    Args:
+        rest: is written behind the array.
+    """
     with open_new(path) as stream:
         write_array(stream, array.dtype, array.shape, [array])
+        stream.write(rest)
 
 
 def publish_array(path: Path, dtype: np.dtype, shape: tuple[int, ...], parts: Iterable[np.ndarray]) -> None:

@@ -56,6 +56,8 @@ class Staging:
         self.folder = token_staging(root, token) / name
         self.written_in = self.folder if scratch is None else scratch / f"{_SCRATCH_PREFIX}{name}"
         self._has_scratch = scratch is not None
+        # Those of the present attempt: to list the folder would be one more request for each unit.
+        self._paths: set[Path] = set()
 
     def __enter__(self) -> "Staging":
         require_trusted_owner(self.root, [self.folder.parent])
@@ -79,7 +81,9 @@ class Staging:
 
     def path(self, name: str) -> Path:
         """Return the path at which to write the file that will be published as ``root / name``."""
-        return self.written_in / self._staged(name).name
+        path = self.written_in / self._staged(name).name
+        self._paths.add(path)
+        return path
 
     def publish(self, names: list[str]) -> list[PublishedFile]:
         """Publish the files in the order given.
@@ -91,6 +95,7 @@ class Staging:
         finals = [self.root / name for name in names]
         with stopping_errors(self.root), ExitStack() as stack:
             for name in names if self._has_scratch else ():
+                self._paths.add(self._staged(name))
                 shutil.copyfile(self.path(name), self._staged(name), follow_symlinks=False)
             streams = [stack.enter_context(open_regular(self._staged(name), buffering=0)) for name in names]
             # The disk gets all files at once, and writes while their checksums are computed.
@@ -109,15 +114,15 @@ class Staging:
                         if folder != final.parent:
                             os.fsync(descriptor)
                 self._staged(name).replace(final)
+                self._paths.discard(self._staged(name))
             os.fsync(folders[finals[-1].parent])
         return published
 
     def clear(self) -> None:
         """Remove the files that an attempt has not published."""
         with suppress(OSError):
-            for folder in dict.fromkeys((self.folder, self.written_in)):
-                for path in folder.iterdir():
-                    path.unlink()
+            while self._paths:
+                self._paths.pop().unlink(missing_ok=True)
 
     def _staged(self, name: str) -> Path:
         check_name(name)

@@ -197,7 +197,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         # Mapped without a look at the rest: a rank needs the lines of its units.
         self._offsets = map_stored_array(run.product(f"prepare/{OFFSET}"))
         self._embed = embed
-        self._num_lines = len(map_stored_array(self._plan / "order.npy"))
+        self._order = map_stored_array(self._plan / "order.npy")
         self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))
 
     def begin(self, unit: Unit) -> _Begun:
@@ -247,7 +247,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
             "embedded_seconds": sum(segment.duration for segment in wanted.items),
             "voices": sample_voices(
                 ((self._chooser.group_key(group[0]), _embeddings(group, found)) for group in groups),
-                unit.id, unit.params["stop"] - unit.params["start"], self._num_lines,
+                unit.id, unit.params["stop"] - unit.params["start"], len(self._order),
             ),
         }  # fmt: skip
         return Output(files=[name, f"parts/{unit.index:06d}.npy"], num_out=len(matched), rejects=rejects, stats=stats)
@@ -282,7 +282,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
 
     def _read(self, unit: Unit) -> list[Utterance]:
         start, stop = unit.params["start"], unit.params["stop"]
-        lines = map_stored_array(self._plan / "order.npy")[start:stop]
+        lines = self._order[start:stop]
         num_records = unit.params.get("num_records", sys.maxsize)
         is_record = lines < num_records
         texts = np.empty(len(lines), object)

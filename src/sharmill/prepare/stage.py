@@ -19,12 +19,12 @@ from sharmill.config import Config
 from sharmill.engine.stage import Advance, Processor, Stage, StageRun, identify_folder, versions
 from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
 from sharmill.errors import RejectRecord
-from sharmill.files.arrays import load_stored_array, save_array
-from sharmill.files.atomic import open_atomic, write_atomic, write_new
+from sharmill.files.arrays import load_array_and_rest, save_array
+from sharmill.files.atomic import open_atomic, write_atomic
 from sharmill.files.clients import FETCHES_AT_ONCE
 from sharmill.files.location import is_url
 from sharmill.files.staging import Staging
-from sharmill.files.stored import load_record, open_stored
+from sharmill.files.stored import decode_stored, open_stored
 from sharmill.manifest import (
     Reject,
     Utterance,
@@ -35,7 +35,7 @@ from sharmill.prepare.duplicates import HASH_FIELDS, Ids, KnownRecords, hash_utt
 from sharmill.prepare.hours import HoursTable
 from sharmill.sources import Described, Piece, RawRecord, Source, notes_of, record_text
 from sharmill.stages.inputs import identify_roots, manifest_stem
-from sharmill.stages.lines import FIRST_OF_GROUP, finish_manifest, merge_columns, number_groups, write_part
+from sharmill.stages.lines import FIRST_OF_GROUP, LINE, finish_manifest, merge_columns, number_groups, write_part
 from sharmill.stages.speaker_key import SpeakerKey, key_of, make_speaker_key
 
 
@@ -89,8 +89,6 @@ class PrepareStage(Stage):
     def finalize(self, run: StageRun) -> Totals:
         totals = add_up(run.commits)
         hours = HoursTable()
-        for commit in run.commits:
-            hours.add(load_record(run.root / commit.files[2].name, HoursTable))
         manifest = run.run_dir.manifests / f"{manifest_stem(run.config)}_prepared.json"
         merged = self._merge(run, manifest, hours)
         result = replace(
@@ -103,7 +101,7 @@ class PrepareStage(Stage):
         write_atomic(run.run_dir.stats, msgspec.json.format(msgspec.json.encode(stats), indent=2) + b"\n")
         noted = [f"{count:,} {note}" for note, count in stats.get("noted", {}).items()]
         result = replace(result, notes=noted + hours.doubts(merged.num_recordings))
-        parts = [run.root / commit.files[3].name for commit in run.commits]
+        parts = [run.root / commit.files[1].name for commit in run.commits]
         columns = merge_columns(
             run.dir.merged, parts, ["seconds", "group"], count=len(merged.lengths), lengths=np.asarray(merged.lengths),
             kept=merged.kept,
@@ -112,9 +110,17 @@ class PrepareStage(Stage):
         return finish_manifest(run, manifest, columns, result, duration_tolerance=run.settings.duration_tolerance)
 
     def _merge(self, run: StageRun, manifest: Path, hours: HoursTable) -> "Merged":
-        """Write the prepared manifest, and append the rejects of records that are elsewhere already to the others."""
-        parts = (load_stored_array(run.root / commit.files[1].name) for commit in run.commits)
-        hashes = np.concatenate([np.empty(0, HASH_FIELDS), *parts])
+        """Write the prepared manifest, and append the rejects of records that are elsewhere already to the others.
+
+        Args:
+            hours: gets those of all parts.
+        """
+        parts = [np.empty(0, HASH_FIELDS)]
+        for commit in run.commits:
+            rows, rest = load_array_and_rest(path := run.root / commit.files[1].name)
+            parts.append(rows[list(HASH_FIELDS.names or ())].astype(HASH_FIELDS))
+            hours.add(decode_stored(path, rest, HoursTable))
+        hashes = np.concatenate(parts)
         ids = Ids.of(hashes)
         append_to = run.config.append_to
         known = KnownRecords(Path(append_to)) if append_to is not None else None
@@ -238,13 +244,16 @@ class PrepareProcessor(Processor):
                 kept.append(found)
                 hours.count_kept(found, self.check.speakers[number].origin(record))
             advance(1.0)
-        part = f"parts/{unit.index:06d}"
-        columns = write_part(staging.path(f"{part}.jsonl"), kept, partial(key_of, self.speaker_key))
-        save_array(staging.path(f"{part}.columns.npy"), columns)
-        save_array(staging.path(f"{part}.npy"), np.array([hash_utterance(one) for one in kept], dtype=HASH_FIELDS))
-        write_new(staging.path(f"{part}.stats.json"), msgspec.json.encode(hours))
+        name = f"parts/{unit.index:06d}"
+        columns = write_part(staging.path(f"{name}.jsonl"), kept, partial(key_of, self.speaker_key))
+        hashes = np.array([hash_utterance(one) for one in kept], dtype=HASH_FIELDS)
+        rows = np.empty(len(kept), np.dtype(LINE.descr + HASH_FIELDS.descr))
+        for part in (columns, hashes):
+            for key in part.dtype.names or ():
+                rows[key] = part[key]
+        save_array(staging.path(f"{name}.npy"), rows, msgspec.json.encode(hours))
         return Output(
-            files=[f"{part}.jsonl", f"{part}.npy", f"{part}.stats.json", f"{part}.columns.npy"],
+            files=[f"{name}.jsonl", f"{name}.npy"],
             num_out=len(kept),
             rejects=rejects,
             stats={"seconds": sum(utterance.segment.duration for utterance in kept)},

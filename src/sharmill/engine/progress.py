@@ -134,8 +134,7 @@ class ProgressWriter:
         self._is_ended = True
         self._wake.set()
         self._thread.join()
-        self.record.unit = None
-        self._write()
+        self._write(rewrite=False)
 
     def write_soon(self, size: int) -> None:
         """Give a heartbeat now; the log has this size. The record follows with the next one that is due."""

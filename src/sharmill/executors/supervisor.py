@@ -195,6 +195,8 @@ def redirect_output(path: Path) -> None:
 
 def _open_log(path: Path) -> BinaryIO:
     with stopping_errors(path):
+        with suppress(FileNotFoundError):
+            return open_stored(path, append=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         return open_stored(path, append=True)
 

@@ -54,6 +54,8 @@ from sharmill.stages.speaker_key import make_speaker_key
 # fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
+# A folder has a claim of each; of a million hours, units have ten.
+_MOST_UNITS = 100_000
 CANDIDATES: Final = "candidates.jsonl"
 CANDIDATE_OFFSETS: Final = "candidates.npy"
 # Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
@@ -157,7 +159,7 @@ def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
 
 
 def _unit_seconds(match: MatchConfig, total: float) -> float:
-    return match.unit_seconds or float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS))
+    return match.unit_seconds or max(float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS)), total / _MOST_UNITS)
 
 
 def make_embedder(match: MatchConfig, reader: SegmentReader, device: str) -> Embedder:

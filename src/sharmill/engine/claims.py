@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 # A rank that has lost so many claims to others lists those that there are, after a pause.
 _MOST_LOSSES = 2
 # That pause grows with each, and with the number of ranks, which may all be at that.
-_SECONDS_OF_RANK = 0.002
+_SECONDS_OF_RANK = 0.005
 
 
 class Claims:

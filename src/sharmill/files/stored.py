@@ -7,6 +7,7 @@ Folders above them are checked by ``sharmill.engine.fence``.
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar
@@ -115,6 +116,8 @@ def read_records(path: Path, kind: type[Decoded]) -> Iterator[Decoded]:
 
 def create_once(folder: Path, data: bytes) -> bytes:
     """Make a folder with data in it, unless it exists, and return its data: one of several processes makes it."""
+    with suppress(FileNotFoundError):
+        return read_stored(folder / "data")
     try:
         with open_folder_atomic(folder) as temp:
             write_new(temp / "data", data)

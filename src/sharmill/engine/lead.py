@@ -18,7 +18,6 @@ from sharmill.engine.attempts import Attempts, Claim, Note, is_among
 from sharmill.engine.fence import require_current
 from sharmill.engine.launch import latest_claims, read_claim
 from sharmill.engine.notes import StageNotes
-from sharmill.engine.progress import BEATS_PER_LEASE
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.run_dir import StoredError, stored_fields
 from sharmill.engine.stage import StageRun
@@ -28,6 +27,9 @@ from sharmill.files.atomic import temp_path, write_new
 from sharmill.files.record_log import RecordLog
 
 log = logging.getLogger(__name__)
+
+# Each is one more reading of the state by all; a shared disk may show it a minute late.
+_BEATS_PER_LEASE = 3
 
 
 def decide(
@@ -155,7 +157,7 @@ class Leader:
         # Others need not read it for each unit that is done.
         is_same = state == msgspec.structs.replace(found, num_missing=state.num_missing)
         try:
-            if not is_same or now - self._written >= self._lease / BEATS_PER_LEASE:
+            if not is_same or now - self._written >= self._lease / _BEATS_PER_LEASE:
                 write_new(aside, msgspec.json.encode(state))
                 aside.replace(path)
                 self._written = now

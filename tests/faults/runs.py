@@ -516,7 +516,7 @@ def _after_reboot() -> Iterator[None]:
     """Make locks, drivers and ranks of before those of another kernel, which is down for over a lease."""
     with (
         mock.patch("sharmill.files.host.this_kernel", return_value="after the reboot"),
-        mock.patch("sharmill.engine.state.time_of_folder", return_value=time.time() + 600.0),
+        mock.patch("sharmill.engine.launch.time_of_folder", return_value=time.time() + 600.0),
         mock.patch("sharmill.files.locks.time", _FAST_CLOCK),
     ):
         yield

@@ -30,7 +30,7 @@ from sharmill.engine.attempts import SETUP, Note, NoteKind, is_among
 from sharmill.engine.fence import require_current, wait_for_plan
 from sharmill.engine.launch import Launch, read_attempts
 from sharmill.engine.parent import Rank
-from sharmill.engine.progress import RankProgress, mark_ended
+from sharmill.engine.progress import BEATS_PER_LEASE, RankProgress, mark_ended
 from sharmill.engine.stage import StageRun
 from sharmill.engine.watch import Watcher
 from sharmill.engine.work import Replace, judge_leave, work
@@ -240,6 +240,8 @@ def supervise_rank(
         # The files in a folder may be seen later than the folder.
         patience.retry_until_visible(watcher.look)
         try:
+            # A leader has to look more often than a lease is long.
+            beat_seconds = min(beat_seconds, stage.options.lease_seconds / BEATS_PER_LEASE)
             Supervisor(watcher, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
         finally:
             watcher.close()

@@ -243,7 +243,7 @@ def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
         second.join()
     assert (first.result().ok, second.exitcode) == (True, 0), first.result()
     assert set(stage.attempts().values()) == {1}
-    assert len({record.rank for record in read_progress(stage.ranks.progress) if record.units_done}) > 1
+    assert len({commit.rank for commit in read_ledger(stage.dir, stage.dir.read_units()).values()}) > 1
     assert output_bytes(stage) == whole(16)
 
 

@@ -156,13 +156,13 @@ def test_the_last_operations_of_a_stage_fail(small_run, faulty_disk, from_end, k
     assert relaunch(small_run, "write") == []
 
 
-@pytest.mark.parametrize(("later", "log"), [(1, "driver.log"), (2, "rank-00")], ids=["what forks the ranks", "a rank"])
-def test_a_process_that_cannot_open_its_log_ends_the_stage_in_one_line(small_run, faulty_disk, later, log):
+@pytest.mark.parametrize(("time", "log"), [(1, "driver.log"), (0, "rank-00")], ids=["what forks the ranks", "a rank"])
+def test_a_process_that_cannot_open_its_log_ends_the_stage_in_one_line(small_run, faulty_disk, time, log):
     small_run.restore("write")
     faulty_disk.run(small_run, "write", "none", 1, workers=2)
-    first = next(n for n, name in enumerate(faulty_disk.operations(), start=1) if name.endswith("logs/driver.log"))
+    opened = [n for n, name in enumerate(faulty_disk.operations(), start=1) if f"logs/{log}" in name]
     small_run.restore("write")
-    hit, status, problems = trouble(faulty_disk, small_run, "write", "readonly", first + later, workers=2)
+    hit, status, problems = trouble(faulty_disk, small_run, "write", "readonly", opened[time], workers=2)
     assert hit.startswith(f"open run/write/logs/{log}")
     assert (status, problems) == (1, [])
     assert relaunch(small_run, "write") == []

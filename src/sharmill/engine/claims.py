@@ -3,16 +3,13 @@
 import logging
 from random import Random
 
-import msgspec
-
 from sharmill.engine.attempts import Claim, is_among
 from sharmill.engine.fence import require_current
-from sharmill.engine.launch import Launch, latest_claims, read_claim
+from sharmill.engine.launch import Launch, latest_claims, make_claim
 from sharmill.engine.parent import Parent, Rank
 from sharmill.engine.stage import StageRun
 from sharmill.engine.state import StateFile
 from sharmill.engine.unit import Unit
-from sharmill.files.disk import stopping_errors
 from sharmill.files.stored import load_record
 
 log = logging.getLogger(__name__)
@@ -89,16 +86,7 @@ class Claims:
 
     def make(self, unit: int, generation: int) -> bool:
         """Claim a unit; return False if another rank has this generation of the claim."""
-        path = self._stage.ranks.claims / f"{unit}.{generation}"
-        claim = Claim(owner=self.rank.owner, slot=self.rank.slot)
-        with stopping_errors(path):
-            try:
-                with path.open("xb") as stream:
-                    stream.write(msgspec.json.encode(claim))
-            except FileExistsError:
-                # The server's answer may have been lost, and the client have asked it again.
-                return read_claim(self._stage, unit, generation).owner == self.rank.owner
-        return True
+        return make_claim(self._stage, f"{unit}.{generation}", Claim(owner=self.rank.owner, slot=self.rank.slot))
 
     def is_taken(self, unit: int, generation: int) -> bool:
         """Return True if another rank has taken over a unit that this rank had claimed."""
@@ -106,9 +94,8 @@ class Claims:
 
     def _claim_own(self) -> tuple[int, int] | None:
         while self._own:
-            index = self._own.pop()
-            if self.make(index, 0):
-                return index, 0
+            if (claim := self._claim_first(self._own.pop())) is not None:
+                return claim
             # Others are at this bin: what they have is known after one look.
             free = {index for part in self._list_free() for index in part}
             self._own = [index for index in self._own if index in free]
@@ -116,14 +103,23 @@ class Claims:
 
     def _claim_offered(self) -> tuple[int, int] | None:
         """Claim a unit whose last attempt has failed or was given back, unless others are to try it first."""
-        for index, offer in self._file.state.offers.items():
-            claim = index, offer.generation
-            if self.rank.slot not in offer.avoid and claim not in self._tried:
-                # As long as the leader has not seen a claim, the offer stands.
-                self._tried.add(claim)
-                if self.make(*claim):
-                    return claim
+        # As long as the leader has not seen a claim, the offer stands.
+        offered = [
+            (index, offer.generation) for index, offer in self._file.state.offers.items()
+            if self.rank.slot not in offer.avoid and (index, offer.generation) not in self._tried
+        ]  # fmt: skip
+        # Of the first, which have failed least often, any: else all ranks would try the same.
+        first = offered[: max(8, len(offered) // 4)]
+        for claim in self._random.sample(first, min(_MOST_LOSSES, len(first))):
+            self._tried.add(claim)
+            if self.make(*claim):
+                return claim
         return None
+
+    def _claim_first(self, unit: int) -> tuple[int, int] | None:
+        """Claim a unit that nobody has claimed in this launch."""
+        claim = unit, self.launch.first.get(unit, 0)
+        return claim if self.make(*claim) else None
 
     def _steal(self) -> tuple[int, int] | None:
         """Claim a unit of another bin, the last of one that was drawn by the cost that is left in it."""
@@ -137,8 +133,8 @@ class Claims:
             (part,) = self._random.choices(self._free, costs)
             index = part.pop()
             self._free = [part for part in self._free if part]
-            if self.make(index, 0):
-                return index, 0
+            if (claim := self._claim_first(index)) is not None:
+                return claim
         self._free = None
         return None
 

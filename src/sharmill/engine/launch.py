@@ -19,6 +19,7 @@ from sharmill.engine.state import State
 from sharmill.engine.unit import Unit
 from sharmill.errors import FatalError
 from sharmill.files.atomic import make_folder, remove, write_atomic
+from sharmill.files.disk import stopping_errors
 from sharmill.files.record_log import RecordLog
 from sharmill.files.shared_disk import time_of_folder
 from sharmill.files.stored import NOT_JSON, load_record, read_record, read_stored
@@ -32,12 +33,14 @@ class Launch(msgspec.Struct, kw_only=True):
         bins: the indices of the units of each rank, none for ranks that came later.
         join_seconds: so long ranks may take to join that could do what those which are there cannot.
         begun: how many attempts had ended each time that ranks were started, last at these ranks.
+        first: the generation of the first claim on units of which attempts have ended before; 0 of all others.
     """
 
     id: str
     bins: list[list[int]]
     join_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     begun: list[int] = []
+    first: dict[int, int] = {}
 
 
 def begin_launch(
@@ -71,6 +74,9 @@ def begin_launch(
         if before is not None:
             attempts = end_attempts(stage, {unit.index for unit in missing})
             launch.begun = [*before.begun, attempts.num_ended]
+            launch.first = {
+                unit.index: attempts.generation(unit.index) for unit in missing if unit.index in attempts.tried
+            }
         else:
             launch.begun = [0]
         numbers = range(len(launch.bins))
@@ -127,7 +133,7 @@ def end_attempts(stage: StageRun, missing: Container[int]) -> Attempts:
     attempts, log = read_attempts(stage), RecordLog(stage.ranks.log(uuid4().hex))
     for unit, generation in latest_claims(stage).items():
         if unit in missing and not attempts.has_ended(unit, generation):
-            claim = read_claim(stage, unit, generation)
+            claim = read_claim(stage, f"{unit}.{generation}")
             words = f"its rank on {claim.slot} ended in the middle of it; see {stage.dir.logs}"
             note = Note(kind="failed", slot=claim.slot, launch=attempts.launch, unit=unit, generation=generation,
                         message=words)  # fmt: skip
@@ -146,10 +152,23 @@ def latest_claims(stage: StageRun) -> dict[int, int]:
     return found
 
 
-def read_claim(stage: StageRun, unit: int, generation: int) -> Claim:
-    """Return the claim on a unit; one without an owner if its rank was killed while it wrote the claim."""
+def make_claim(stage: StageRun, name: str, claim: Claim) -> bool:
+    """Make a claim of a name that has none; return False if another process was faster."""
+    path = stage.ranks.claims / name
+    with stopping_errors(path):
+        try:
+            with path.open("xb") as stream:
+                stream.write(msgspec.json.encode(claim))
+        except FileExistsError:
+            # The server's answer may have been lost, and the client have asked it again.
+            return read_claim(stage, name).owner == claim.owner
+    return True
+
+
+def read_claim(stage: StageRun, name: str) -> Claim:
+    """Return a claim; one without an owner if its rank was killed while it wrote the claim."""
     try:
-        return msgspec.json.decode(read_stored(stage.ranks.claims / f"{unit}.{generation}"), type=Claim)
+        return msgspec.json.decode(read_stored(stage.ranks.claims / name), type=Claim)
     except (*NOT_JSON, FileNotFoundError):
         return Claim()
 

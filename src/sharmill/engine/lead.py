@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from uuid import uuid4
 
 import msgspec
 
@@ -18,18 +17,20 @@ from sharmill.engine.attempts import Attempts, Claim, Note, is_among
 from sharmill.engine.fence import require_current
 from sharmill.engine.launch import latest_claims, read_claim
 from sharmill.engine.notes import StageNotes
+from sharmill.engine.progress import BEATS_PER_LEASE
 from sharmill.engine.rejects import check_rejects
 from sharmill.engine.run_dir import StoredError, stored_fields
 from sharmill.engine.stage import StageRun
 from sharmill.engine.state import Offer, State
 from sharmill.errors import FatalError
 from sharmill.files.atomic import temp_path, write_new
+from sharmill.files.disk import stopping_errors
 from sharmill.files.record_log import RecordLog
 
 log = logging.getLogger(__name__)
 
-# Each is one more reading of the state by all; a shared disk may show it a minute late.
-_BEATS_PER_LEASE = 3
+# In a lease. Each is one more reading of the state by all; a shared disk may show it a minute late.
+_STATE_BEATS = 3
 
 
 def decide(
@@ -45,7 +46,8 @@ def decide(
     Args:
         attempts: those that have ended.
         missing: the units that are not committed.
-        claimed: the highest generation of the claims on units, of all that have been tried.
+        claimed: the highest generation of the claims on units that have been tried; one that nobody has claimed in
+            this launch has its first.
         live: the slots of ranks that are alive, and ready or soon so.
         has_waited: ranks that could do what is given up have had the time to come.
     """
@@ -84,13 +86,13 @@ class Leader:
     Args:
         stage: its plan is the present one.
         notes: of its ranks, as this process has read them.
-
-    Attributes:
         id: by which the state names it.
+        term: how many leaders there were.
     """
 
-    def __init__(self, stage: StageRun, notes: StageNotes) -> None:
-        self.id = uuid4().hex
+    def __init__(self, stage: StageRun, notes: StageNotes, id: str, term: int) -> None:
+        self.id = id
+        self.term = term
         self.notes = notes
         self._stage = stage
         self._lease = stage.options.lease_seconds
@@ -103,7 +105,7 @@ class Leader:
         self._new_dead = False
         # Claims as they were listed last, and those that were read.
         self._claims_listed = -math.inf
-        self._claimed: dict[int, int] = {}
+        self._claimed: dict[int, int] = dict(notes.launch.first)
         self._claims: dict[tuple[int, int], Claim] = {}
         # Since when all that is missing is given up.
         self._over_since = math.inf
@@ -111,8 +113,8 @@ class Leader:
     def silent_ranks(self) -> list[int]:
         """Return the numbers of the ranks that are dead by their heartbeats alone, at the last look of a leader."""
         notes = self.notes
-        silent = [owner for owner in self._dead if not notes.heartbeats[owner].has_ended]
-        return sorted(notes.ranks[owner].rank for owner in silent if owner in notes.ranks)
+        ended = {owner for owner, heartbeat in notes.heartbeats.items() if heartbeat.has_ended}
+        return sorted(notes.ranks[owner].rank for owner in (self._dead - ended) & notes.ranks.keys())
 
     def lead(self, found: State) -> State:
         """Decide by the notes as they were read last, and return the state, which is written where it has changed.
@@ -127,13 +129,14 @@ class Leader:
         try:
             stage.run_dir.require_not_cancelled()
         except FatalError as error:
-            self.write(State(stopped=StoredError(**stored_fields(error)), ended=True), found)
+            with suppress(FatalError):
+                self.write(State(stopped=StoredError(**stored_fields(error)), ended=True), found)
             raise
         attempts, missing = notes.attempts, notes.missing
         live = self._find_live(now)
-        is_due = now - self._claims_listed >= self._lease
         # They are listed as well to see whether a rank has what is to be tried again.
-        if is_due or self._new_dead or found.offers:
+        pause = self._lease / BEATS_PER_LEASE if found.offers else self._lease
+        if self._new_dead or now - self._claims_listed >= pause:
             self._end_abandoned(now)
         if attempts.stopped is None:
             try:
@@ -150,14 +153,17 @@ class Leader:
 
         Args:
             leads: this process goes on to lead; else others may at once.
+
+        Raises:
+            FatalError: the end of the stage cannot be written.
         """
-        state = msgspec.structs.replace(state, leader=self.id if leads else "")
+        state = msgspec.structs.replace(state, leader=self.id if leads else "", term=self.term)
         path, now = self._stage.ranks.state, time.monotonic()
         aside = temp_path(path)
         # Others need not read it for each unit that is done.
         is_same = state == msgspec.structs.replace(found, num_missing=state.num_missing)
         try:
-            if not is_same or now - self._written >= self._lease / _BEATS_PER_LEASE:
+            if not is_same or now - self._written >= self._lease / _STATE_BEATS:
                 write_new(aside, msgspec.json.encode(state))
                 aside.replace(path)
                 self._written = now
@@ -168,6 +174,10 @@ class Leader:
             log.warning("the state of %s cannot be written: %s", self._stage.name, error)
             with suppress(OSError):
                 aside.unlink(missing_ok=True)
+            if state.ended:
+                # Without it, ranks would wait for ever.
+                with stopping_errors(path):
+                    raise
         return state
 
     def _find_live(self, now: float) -> set[str]:
@@ -176,7 +186,8 @@ class Leader:
         if now - self._looked > 0.4 * lease:
             # What was not seen meanwhile says nothing.
             self._beats = {owner: (beat, now, first) for owner, (beat, _, first) in self._beats.items()}
-        dead = {owner for owner in notes.heartbeats if self.is_dead(owner, now)}
+        # One whose first heartbeat could not be written has told this process of itself.
+        dead = {owner for owner in notes.heartbeats.keys() | notes.ranks.keys() if self.is_dead(owner, now)}
         self._new_dead, self._dead = bool(dead - self._dead), dead
         # One that hangs while it loads is waited for by nobody.
         return {
@@ -202,12 +213,13 @@ class Leader:
     def _end_abandoned(self, now: float) -> None:
         """List the claims, and note the end of attempts whose ranks are dead."""
         attempts, self._claims_listed = self.notes.attempts, now
-        self._claimed = latest_claims(self._stage)
-        for unit in sorted(self.notes.missing & self._claimed.keys()):
-            generation = self._claimed[unit]
+        claimed = latest_claims(self._stage)
+        self._claimed = self.notes.launch.first | claimed
+        for unit in sorted(self.notes.missing & claimed.keys()):
+            generation = claimed[unit]
             if generation < attempts.generation(unit):
                 continue
-            claim = self._claims.get((unit, generation)) or read_claim(self._stage, unit, generation)
+            claim = self._claims.get((unit, generation)) or read_claim(self._stage, f"{unit}.{generation}")
             if claim.owner:
                 self._claims[unit, generation] = claim
             # One that was never written has no owner.

@@ -87,11 +87,15 @@ def list_heartbeats(folder: Path, kind: str = "rank") -> dict[str, Heartbeat]:
         if not (name.startswith(f"{kind}-") and size.isdecimal() and (beat.isdecimal() or beat == ENDED)):
             continue
         heartbeat = Heartbeat(file, name.removeprefix(f"{kind}-"), beat, int(size))
-        # One that was taken for dead, and goes on, has two; digits come before letters.
+        # One that was taken for dead, and goes on, has two. It has ended if it has none but such.
         before = found.get(heartbeat.owner)
-        if before is None or before.has_ended or (not heartbeat.has_ended and int(before.beat) < int(beat)):
+        if before is None or _order(before) < _order(heartbeat):
             found[heartbeat.owner] = heartbeat
     return found
+
+
+def _order(heartbeat: Heartbeat) -> tuple[int, int]:
+    return -1 if heartbeat.has_ended else int(heartbeat.beat), heartbeat.size
 
 
 class ProgressWriter:

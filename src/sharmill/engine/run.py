@@ -161,7 +161,7 @@ def _finish(stage: StageRun, units: list[Unit], commits: dict[int, Commit], outc
         staging, ranks = token_staging(stage.root, stage.token), stage.ranks
         remove_at_once(staging)
         remove_if_empty(staging.parent)
-        for folder in (ranks.path, ranks.rejects, ranks.progress):
+        for folder in (ranks.path, ranks.rejects, ranks.notes):
             remove_temp_files(folder)
         _check_redone(stage, commits)
         in_order = [commits[unit.index] for unit in units]

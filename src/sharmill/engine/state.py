@@ -20,6 +20,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         leader: its random id, "" where there is none.
+        term: how many leaders there were; see ``Watcher``.
         num_missing: how many units are not committed.
         offers: the units that are to be tried again, those that have failed least often first.
         out: slots and hosts that are taken out of work.
@@ -28,6 +29,7 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True):
     """
 
     leader: str = ""
+    term: int = 0
     num_missing: int = 0
     offers: dict[int, Offer] = {}
     out: list[str] = []

@@ -3,9 +3,12 @@
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from uuid import uuid4
 
+from sharmill.engine.attempts import Claim
 from sharmill.engine.executor import Listener, StageResult
 from sharmill.engine.fence import require_current
+from sharmill.engine.launch import make_claim
 from sharmill.engine.lead import Leader, are_given_up
 from sharmill.engine.notes import StageNotes
 from sharmill.engine.progress import RankProgress, in_order
@@ -44,11 +47,13 @@ class Watcher:
         self._units = {unit.index: unit for unit in units}
         self._file = StateFile(stage.ranks.state)
         self._patience = number * _SECONDS_APART
+        self._id = uuid4().hex
         # The leader that this process is or has been.
         self._leader: Leader | None = None
         self._notes: StageNotes | None = None
-        # When the state was last seen to change, and which one that was.
-        self._seen: tuple[tuple[int, int] | None, float] = (None, time.monotonic())
+        # The state that was seen last, and when this process may lead if that does not change.
+        self._seen: tuple[int, int] | None = None
+        self._leads_at = 0.0
 
     @property
     def notes(self) -> StageNotes:
@@ -60,7 +65,7 @@ class Watcher:
     @property
     def leader(self) -> Leader | None:
         """The leader, if this process has led at its last look."""
-        return self._leader if self._leader is not None and self.state.leader == self._leader.id else None
+        return self._leader if self._leader is not None and self.state.leader == self._id else None
 
     @property
     def ranks(self) -> list[RankProgress]:
@@ -90,9 +95,8 @@ class Watcher:
         is_to_lead = self._is_to_lead(found)
         if self._listener is not None or is_to_lead:
             self._report()
-        if is_to_lead:
-            self._leader = self._leader or Leader(self.stage, self.notes)
-            self.state = self._leader.lead(found)
+        if self._leader is not None and is_to_lead:
+            self.state = self._leader.lead(self.state)
         return self.state.ended
 
     def tell(self, progress: RankProgress) -> None:
@@ -102,14 +106,15 @@ class Watcher:
 
     def wait(self, seconds: float) -> None:
         """Look at the stage, for a rank in this process that has nothing to do for so long at most."""
-        if not self.look():
+        # Its end may be known here, and not be written yet.
+        if not self.look() or not self._file.read().ended:
             time.sleep(min(seconds, 0.25))
 
     def close(self) -> None:
         """Leave the lead to others, if it was this process's."""
         with suppress(OSError, SharmillError):
             found = self._file.read()
-            if self._leader is not None and found.leader == self._leader.id and not self.state.ended:
+            if self._leader is not None and found.leader == self._id and not self.state.ended:
                 self._leader.write(self.state, found, leads=False)
 
     def outcome(self) -> StageResult:
@@ -155,12 +160,18 @@ class Watcher:
 
     def _is_to_lead(self, found: State) -> bool:
         """Return True if this process is the leader, or the one that is there has given no heartbeat for a lease."""
-        now = time.monotonic()
-        if self._leader is not None and found.leader == self._leader.id:
+        now, lease = time.monotonic(), self.stage.options.lease_seconds
+        if self._leader is not None and found.leader == self._id:
             return True
-        if found.ended:
+        if self._seen != self._file.seen:
+            self._seen, self._leads_at = self._file.seen, now + (lease if found.leader else 0.0) + self._patience
+        if found.ended or now < self._leads_at:
             return False
-        if self._seen[0] != self._file.seen:
-            self._seen = self._file.seen, now
-        lease = self.stage.options.lease_seconds if found.leader else 0.0
-        return now - self._seen[1] >= lease + self._patience
+        # One alone makes the file of the next term. If it dies before it writes the state, others wait for a lease.
+        self._leads_at = now + lease + self._patience
+        if not make_claim(self.stage, f"leader.{found.term + 1}", Claim(owner=self._id)):
+            return False
+        self._leader = Leader(self.stage, self.notes, self._id, found.term + 1)
+        # At once: to read all notes takes a while, and meanwhile nobody else is to begin with that.
+        self.state = self._leader.write(found, found)
+        return True

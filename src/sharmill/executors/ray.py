@@ -234,8 +234,9 @@ class _Actors:
         kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
         folder = None if _is_in_copy() else Path.cwd()
         for _ in range(min(most, len(self.watcher.notes.missing)) - len(self.working)):
-            # The slots of those that hold a place are out.
+            # The slots of those that hold a place are out, and other drivers may have ranks.
             taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
+            taken |= {rank.rank for rank in self.watcher.ranks if not rank.ended}
             number = next(number for number in count(self.first_number) if number not in taken)
             actor = kind.remote()
             call = actor.run.remote(

@@ -259,7 +259,8 @@ class _Child:
 
     Attributes:
         progress: the last that it has said of itself, None before it has begun.
-        heard: when that was, by ``time.monotonic``.
+        heard: when that was, by ``time.monotonic``, which does not go on while the machine is suspended.
+        unit_since: when it was first heard of its unit.
         is_open: it may say more.
     """
 
@@ -268,6 +269,7 @@ class _Child:
     pipe: Connection
     progress: RankProgress | None = None
     heard: float = field(default_factory=time.monotonic)
+    unit_since: float = 0.0
     is_open: bool = True
 
     @property
@@ -285,6 +287,8 @@ class _Child:
         except (EOFError, OSError):
             self.is_open = False
         now = self.progress
+        if now is not None and (before is None or (before.unit, before.generation) != (now.unit, now.generation)):
+            self.unit_since = self.heard
         return now is not None and (
             before is None or (before.unit, before.units_done, before.ready) != (now.unit, now.units_done, now.ready)
         )
@@ -417,7 +421,7 @@ class Supervisor:
             if (progress := child.progress) is None:
                 continue
             limit = progress.unit_limit
-            if progress.unit is not None and limit is not None and time.time() - progress.unit_began > limit:
+            if progress.unit is not None and limit is not None and time.monotonic() - child.unit_since > limit:
                 why = f"it took longer than executor.unit_time_limit of {limit:g} s"
             elif time.monotonic() - child.heard > self.stage.options.lease_seconds:
                 why = "the rank process gave no heartbeat any more"
@@ -464,7 +468,7 @@ class Supervisor:
         if progress is not None and progress.unit is not None:
             kind: NoteKind = "failed"
             if told:
-                kind, why = judge_leave(time.time() - progress.unit_began, self.job_seconds)
+                kind, why = judge_leave(time.monotonic() - child.unit_since, self.job_seconds)
             words = f"{why}; its log is {self.stage.dir.rank_log(rank.number)}"
             self._note(rank, kind, words, progress.unit, progress.generation)
         elif not (told or exitcode in (_LEFT, _NOTED)):

@@ -18,7 +18,6 @@ from support.toy_stage import ToyStage, is_running, output_bytes, run as run_loc
 from sharmill.engine.executor import Executor, Submitted
 from sharmill.engine.launch import find_live, find_workers, read_attempts
 from sharmill.engine.plan import read_ledger
-from sharmill.engine.progress import read_progress
 from sharmill.engine.run_dir import RunOutcome, RunRequest
 from sharmill.errors import SharmillError
 from sharmill.executors.local import LocalExecutor

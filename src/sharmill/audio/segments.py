@@ -77,7 +77,9 @@ class SegmentAudio:
     @property
     def content(self) -> int:
         """A hash of rate and samples at 16 bits: equal for copies under other names, formats and positions."""
-        rounded = np.clip(np.rint(to_float(self.samples) * 32768), -32768, 32767).astype(np.int16)
+        rounded = self.samples
+        if rounded.dtype != np.int16:
+            rounded = np.clip(np.rint(to_float(rounded) * 32768), -32768, 32767).astype(np.int16)
         return xxhash.xxh3_128_intdigest(rounded, seed=self.sampling_rate)
 
 

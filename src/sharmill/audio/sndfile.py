@@ -16,7 +16,7 @@ import soundfile as sf
 from sharmill.audio.audio_bytes import AudioBytes
 from sharmill.audio.decoder import MAX_SAMPLES_PER_BYTE, AudioInfo, Decoder
 from sharmill.audio.extent import STREAMED_BYTES, count_mpeg_samples
-from sharmill.audio.flac import has_unstated_flac
+from sharmill.audio.flac import decode_flac, has_another_flac, has_unstated_flac
 from sharmill.audio.ogg import OGG_BEGIN, is_intact, is_plain_ogg, page_bytes
 from sharmill.errors import RejectRecord
 
@@ -71,9 +71,13 @@ class SndfileDecoder(Decoder):
         format = _OTHER_NAMES.get(subtype) or _OTHER_NAMES.get(kind) or kind.lower()
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
-        self._sought = False
+        self._sought = exact
+        # Samples (num_samples, channels) of a whole file that are known to be right, and how many were read.
+        self._whole: np.ndarray | None = None
+        self._position = 0
 
     def seek(self, position: int) -> None:
+        self._position = position
         with _rejecting(self._source.name):
             self._sound.seek(position)
         self._sought = True
@@ -82,6 +86,9 @@ class SndfileDecoder(Decoder):
         if not self._sought and sf.SoundFile.seekable(self._sound):  # GSM in WAV is not
             # MP3 decodes to other last bits without it, and soundfile.read does it. It decodes: not for a header alone.
             self.seek(0)
+        if self._whole is not None:
+            self._position += num_samples
+            return self._whole[self._position - num_samples : self._position]
         with _rejecting(self._source.name):
             return self._sound.read(num_samples, dtype=self._dtype)
 
@@ -99,7 +106,12 @@ class SndfileDecoder(Decoder):
                 raise RejectRecord("unreadable_audio", f"{name}: a page of the Ogg stream is damaged")
         elif self._sound.format == "FLAC":
             cut_off = False  # shows in decoding
-            if has_unstated_flac(self._source.read(), self.info.num_samples):
+            stream, num_samples = self._source.read(), self.info.num_samples
+            whole = decode_flac(stream) if self._dtype == "int16" else None
+            if whole is not None:
+                self._whole = whole[:, 0] if whole.shape[1] == 1 else whole
+            # The sum that the file states is that of all samples.
+            if has_another_flac(stream) or (whole is None and has_unstated_flac(stream, num_samples)):
                 raise RejectRecord("duration_mismatch", f"{name} holds more audio than its header states")
         else:
             sizes = (map(int, pair) for pair in _SHORTENED_CHUNK.findall(self._sound.extra_info))

@@ -42,7 +42,7 @@ def has_unstated_flac(data: bytes, num_samples: int) -> bool:
 
 
 def decode_flac(data: bytes) -> np.ndarray | None:
-    """Return int16 samples (num_samples, channels) of FLAC of 16 bits; None if they have not the MD5 sum that it states.
+    """Return int16 samples (num_samples, channels) of FLAC of 16 bits; None without the MD5 sum that it states.
 
     dr_flac takes 70 % of the time of libFLAC, which libsndfile has, but passes over damage: hence the sum.
     """

@@ -80,7 +80,8 @@ class SegmentAudio:
         rounded = self.samples
         if rounded.dtype != np.int16:
             rounded = np.clip(np.rint(to_float(rounded) * 32768), -32768, 32767).astype(np.int16)
-        return xxhash.xxh3_128_intdigest(rounded, seed=self.sampling_rate)
+        # One channel of several is not contiguous.
+        return xxhash.xxh3_128_intdigest(np.ascontiguousarray(rounded).data, seed=self.sampling_rate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ def test_a_unit_that_hangs_past_the_time_of_its_job_fails_with_what_ends_it(tmp_
     job = multiprocessing.get_context("spawn").Process(target=_supervise, args=(planned,))
     job.start()
     wait_until(lambda: stage.attempts()[0])
-    began = read_claim(planned, 0, 0).time
+    began = read_claim(planned, "0.0").time
     wait_until(lambda: time.time() > began + 0.1)
     job.terminate()
     job.join()

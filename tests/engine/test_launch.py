@@ -1,10 +1,11 @@
 """A launch that goes on after one whose ranks have ended: attempts of before count on."""
 
-from support.toy_stage import ToyStage
+from support.toy_stage import ToyStage, wait_until
 
+from sharmill.engine.attempts import Claim
 from sharmill.engine.claims import Claims
 from sharmill.engine.fence import make_fence
-from sharmill.engine.launch import begin_launch
+from sharmill.engine.launch import begin_launch, make_claim
 from sharmill.engine.parent import Rank
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.watch import Watcher
@@ -27,3 +28,15 @@ def test_units_in_flight_are_tried_once_and_each_end_counts(tmp_path):
         assert watcher.state.offers == {}
     watcher, _ = launch(stage, units)
     assert len(watcher.notes.attempts.failures(0)) == 3
+
+
+def test_a_leader_that_dies_before_it_says_so_is_followed_by_the_next(tmp_path):
+    stage, units = read_or_make_plan(ToyStage(tmp_path, units=1, lease_seconds=0.2).in_run, restart=False)
+    make_fence(stage)
+    begin_launch(stage, units, 1)
+    make_claim(stage, "leader.1", Claim(owner="dead"))
+    watcher = Watcher(stage)
+    watcher.look()
+    assert watcher.leader is None
+    wait_until(lambda: watcher.look() or watcher.leader)
+    assert watcher.state.term == 2

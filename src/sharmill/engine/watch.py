@@ -54,6 +54,8 @@ class Watcher:
         # The state that was seen last, and when this process may lead if that does not change.
         self._seen: tuple[int, int] | None = None
         self._leads_at = 0.0
+        # The last that this process has tried to win.
+        self._term = 0
 
     @property
     def notes(self) -> StageNotes:
@@ -167,11 +169,12 @@ class Watcher:
             self._seen, self._leads_at = self._file.seen, now + (lease if found.leader else 0.0) + self._patience
         if found.ended or now < self._leads_at:
             return False
-        # One alone makes the file of the next term. If it dies before it writes the state, others wait for a lease.
+        # One alone makes the file of the next term. If it dies before it writes the state, the term after that follows.
         self._leads_at = now + lease + self._patience
-        if not make_claim(self.stage, f"leader.{found.term + 1}", Claim(owner=self._id)):
+        self._term = max(found.term, self._term) + 1
+        if not make_claim(self.stage, f"leader.{self._term}", Claim(owner=self._id)):
             return False
-        self._leader = Leader(self.stage, self.notes, self._id, found.term + 1)
+        self._leader = Leader(self.stage, self.notes, self._id, self._term)
         # At once: to read all notes takes a while, and meanwhile nobody else is to begin with that.
         self.state = self._leader.write(found, found)
         return True

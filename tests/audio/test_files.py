@@ -142,6 +142,20 @@ def test_parts_at_any_offsets_equal_slices_of_the_whole(tmp_path, name, monkeypa
     check()
 
 
+@pytest.mark.parametrize("name", [*WRITTEN, *FORM])
+def test_the_whole_may_follow_a_part_of_it(tmp_path, name):
+    if name in FORM:
+        pytest.importorskip("av")
+    data = make(name)
+    path = write(tmp_path / "a", data)
+    channel = 1 if probe(path).channels > 1 else None
+    whole, _ = decode_bytes(data, channel=channel)
+    with open_recording(path) as recording:
+        np.testing.assert_array_equal(recording.read(0, 5000, channel), whole[:5000])
+        np.testing.assert_array_equal(recording.read(0, None, channel), whole)
+        np.testing.assert_array_equal(recording.read(3000, 4000, channel), whole[3000:7000])
+
+
 @pytest.mark.parametrize("name", ["FLAC PCM_16 96000 2", "MP3 MPEG_LAYER_III 16000 1"])
 def test_damage_spoils_what_it_spoils_alone(tmp_path, name):
     """A part is rejected or read, in a recording that is open, as it is in one that is opened for it."""

@@ -72,7 +72,7 @@ class SndfileDecoder(Decoder):
         self.info = AudioInfo(sound.samplerate, num_samples, sound.channels, format, exact)
         self._sound = sound
         self._sought = exact
-        # Samples (num_samples, channels) of a whole file that are known to be right, and how many were read.
+        # All samples, where they are known to be right; and the next that is read, of them or of libsndfile.
         self._whole: np.ndarray | None = None
         self._position = 0
 
@@ -87,10 +87,12 @@ class SndfileDecoder(Decoder):
             # MP3 decodes to other last bits without it, and soundfile.read does it. It decodes: not for a header alone.
             self.seek(0)
         if self._whole is not None:
-            self._position += num_samples
-            return self._whole[self._position - num_samples : self._position]
-        with _rejecting(self._source.name):
-            return self._sound.read(num_samples, dtype=self._dtype)
+            found = self._whole[self._position : self._position + num_samples]
+        else:
+            with _rejecting(self._source.name):
+                found = self._sound.read(num_samples, dtype=self._dtype)
+        self._position += len(found)
+        return found
 
     def check_end(self) -> None:
         """Raise RejectRecord for what libsndfile passes over: an early end, lost pages in Ogg, more than is stated."""

@@ -52,8 +52,7 @@ def decide(
         has_waited: ranks that could do what is given up have had the time to come.
     """
     out = attempts.out()
-    is_over = all(index in attempts.failed for index in missing) and are_given_up(attempts, missing, live)
-    is_over = is_over and (has_waited or are_given_up(attempts, missing, {*live, "another host/rank"}))
+    is_over = are_given_up(attempts, missing, live if has_waited else {*live, "another host/rank"})
     usable = {slot for slot in live if not is_among(slot, out)}
     offers: dict[int, Offer] = {}
     tried = [
@@ -76,6 +75,9 @@ def decide(
 
 def are_given_up(attempts: Attempts, missing: Collection[int], live: Collection[str]) -> bool:
     """Return True if no further attempt at any of these units is worth it."""
+    # One that has never failed tells at once, as long as there is any.
+    if not all(index in attempts.failed for index in missing):
+        return False
     out = attempts.out()
     return all(attempts.is_given_up(index, live, out) for index in missing)
 
@@ -143,7 +145,7 @@ class Leader:
                 check_rejects(stage, notes.expected_in, notes.rejects, notes.num_in)
             except FatalError as error:
                 self._note(Note(kind="stopped", slot="", launch=attempts.launch, **stored_fields(error)))
-        is_over = bool(missing) and missing <= attempts.failed and are_given_up(attempts, missing, live)
+        is_over = bool(missing) and are_given_up(attempts, missing, live)
         self._over_since = min(self._over_since, now) if is_over else math.inf
         has_waited = now - self._over_since >= notes.launch.join_seconds
         return self.write(decide(attempts, missing, self._claimed, live, has_waited=has_waited), found)

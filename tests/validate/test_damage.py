@@ -184,6 +184,10 @@ _DIRECTORY: dict[str, tuple[do.Damage, str]] = {
         do.change_file(1, "target_audio", file="target_audio/recording.000000.tar"),
         "wrong_name wrong_size stray_file wrong_id wrong_totals bad_cut bad_codes",
     ),
+    "an index with a name longer than one can be": (
+        do.change_file(1, "target_audio", file=f"target_audio/{'x' * 300}.tar"),
+        "wrong_name missing_file stray_file",
+    ),
     "no shards in the index": (do.change_shards(lambda shards: []), "wrong_totals stray_file"),
     "no dataset.json": (do.remove_files("dataset.json"), "missing_file"),
     "no shards.jsonl": (do.remove_files("shards.jsonl"), "missing_file"),

@@ -169,11 +169,17 @@ def tell_version(location: Location) -> list[Any]:
     A copy of another version is fetched again.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, or its name is longer than one can be.
     """
     if isinstance(location, RemoteLocation):
         return list(location.version())
-    if not location.is_file():
+    try:
+        is_there = location.is_file()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        is_there = False
+    if not is_there:
         raise FileNotFoundError(location)
     return [location.stat().st_size]
 

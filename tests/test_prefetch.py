@@ -1,12 +1,10 @@
-"""Results made ahead of their use, in order, and the input of the unit that is next."""
+"""Results made ahead of their use, in order."""
 
 import threading
 
 import pytest
 from support.toy_stage import wait_until
 
-from sharmill.engine.ahead import AheadProcessor
-from sharmill.engine.unit import make_unit
 from sharmill.prefetch import prefetch
 
 
@@ -66,39 +64,3 @@ def test_who_stops_early_leaves_no_thread_and_no_work_behind():
     results.close()
     assert len(begun) < 60
     wait_until(lambda: {*threading.enumerate()} <= before)
-
-
-FIRST, SECOND, DAMAGED = (make_unit(index, cost=1.0, size=1, params={}) for index in range(3))
-
-
-@pytest.fixture
-def ahead():
-    class Loading(AheadProcessor):
-        def begin(self, unit):
-            if unit == DAMAGED:
-                raise ValueError("damaged")
-            return unit.index, threading.current_thread() is threading.main_thread()
-
-        def process(self, unit, staging, advance):
-            raise NotImplementedError
-
-    ahead = Loading()
-    yield ahead
-    ahead.close()
-
-
-def test_the_expected_unit_is_loaded_beside_the_one_at_work(ahead):
-    ahead.expect(SECOND)
-    assert ahead.take(FIRST) == (0, True)
-    ahead.begin_next()
-    assert ahead.take(SECOND) == (1, False)
-
-
-@pytest.mark.parametrize("comes", [SECOND, DAMAGED])
-def test_an_error_is_that_of_its_own_unit(ahead, comes):
-    ahead.expect(DAMAGED)
-    ahead.begin_next()
-    if comes == DAMAGED:
-        with pytest.raises(ValueError, match="damaged"):
-            ahead.take(DAMAGED)
-    assert ahead.take(SECOND) == (1, True)

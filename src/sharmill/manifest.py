@@ -139,6 +139,10 @@ class AudioNotes:
     checksum: str = ""
     sound: str = ""
 
+    def __reduce__(self) -> tuple[type["AudioNotes"], tuple[Any, ...]]:
+        # Ten times as fast as what slots have by default; a rank pickles each of its segments.
+        return AudioNotes, (self.size, self.modified, self.checksum, self.sound)
+
 
 class Member(NamedTuple):
     """The place of a recording in a container file, which needs no unpacking.
@@ -177,6 +181,12 @@ class Segment:
     notes: AudioNotes = field(default=AudioNotes(), compare=False)
     channel: Channel = None
     member: Member | None = None
+
+    def __reduce__(self) -> tuple[type["Segment"], tuple[Any, ...]]:
+        return Segment, (
+            self.root, self.audio_filepath, self.offset, self.duration, self.whole_file, self.notes, self.channel,
+            self.member,
+        )  # fmt: skip
 
     @property
     def file(self) -> str:

@@ -37,6 +37,8 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
         cost_per_record: cost for each record of the input, which tells the cost of a stage that cannot be planned yet.
         records_per_record: records that come into the stage, for each record of the input.
         records_per_unit: the mean of its units.
+        decoding_per_cost: seconds of a core that decodes, beside the model.
+        model_per_cost: seconds of the device.
     """
 
     name: str
@@ -47,6 +49,15 @@ class StageRate(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_record: float
     records_per_record: float
     records_per_unit: float
+    decoding_per_cost: float = 0.0
+    model_per_cost: float = 0.0
+
+    @property
+    def cores_per_gpu(self) -> int | None:
+        """The cores that keep a GPU busy, one for the rank itself included; None where that is not known."""
+        if self.device in ("", "cpu") or not self.model_per_cost:
+            return None
+        return 1 + math.ceil(self.decoding_per_cost / self.model_per_cost)
 
 
 class _Pilot(msgspec.Struct):
@@ -76,8 +87,15 @@ def measure_rates(stages: Sequence[StageRun], num_records: int) -> list[StageRat
             cost_per_record=sum(unit.cost for unit in units.values()) / num_records,
             records_per_record=sum(unit.size for unit in units.values()) / num_records,
             records_per_unit=fmean(unit.size for unit in units.values()),
+            decoding_per_cost=sum(map(decoding_seconds, commits.values())) / done,
+            model_per_cost=sum(commit.delays.get("model", 0.0) for commit in commits.values()) / done,
         ))  # fmt: skip
     return found
+
+
+def decoding_seconds(commit: Commit) -> float:
+    """Return how long cores have decoded for a unit: those of feeders, or that of the rank."""
+    return commit.stats.get("feeder_seconds") or commit.delays.get("decoding", 0.0)
 
 
 def _seconds_to_start(stage: StageRun, commits: dict[int, Commit]) -> float:
@@ -145,6 +163,7 @@ class StagePrediction:
     on_gpu: bool
     num_bytes: float
     is_planned: bool
+    cores_per_gpu: int | None
 
 
 def predict(
@@ -190,6 +209,7 @@ def predict(
             on_gpu=stage.resource == "gpu" and rate.device not in ("", "cpu"),
             num_bytes=sum(costs) * rate.bytes_per_cost,
             is_planned=stage.key in planned,
+            cores_per_gpu=rate.cores_per_gpu,
         ))  # fmt: skip
     return found
 

@@ -258,7 +258,7 @@ def read_alone(root, segments, seen):
 
 def test_match_opens_a_recording_once_and_reads_in_order(segments, tmp_path, seen):
     reader, expected = read_alone(tmp_path, segments, seen)
-    found = Embedder(FirstSamples(), reader, 30, 2)(segments)
+    found = Embedder(FirstSamples(), reader, 30)(segments)
     assert len(seen["opened"]) == 1
     assert seen["starts"] == sorted(seen["starts"])
     assert len(seen["starts"]) == len(segments) - 1

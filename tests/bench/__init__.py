@@ -3,7 +3,7 @@
 A module has the rows of one area; importing it registers them in ``rows.ROWS``.
 """
 
-from bench import encode, match, planning, read, write  # noqa: F401 - their rows
+from bench import encode, feed, match, planning, read, write  # noqa: F401 - their rows
 from bench.rows import ROWS as ALL_ROWS
 
 __all__ = ["ALL_ROWS"]

@@ -30,7 +30,7 @@ class _Written:
 
     @classmethod
     def make(cls, folder: Path, tiny: bool) -> "_Written":
-        make_deterministic("cpu")
+        make_deterministic()
         project = Project(folder)
         project.records = write_corpus(folder, 6 if tiny else 16, rate=RATE)
         number = len(project.records)

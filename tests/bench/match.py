@@ -31,7 +31,7 @@ def corpus(folder: Path, tiny: bool) -> tuple[Project, SpeakerEncoder, Embed]:
 
     For the tests it is the encoder that needs no NeMo, both times.
     """
-    make_deterministic("cpu")
+    make_deterministic()
     project = Project(folder)
     project.records = write_corpus(folder, 16 if tiny else 96, rate=RATE, speakers=4)
     project.prepare(project.configure())

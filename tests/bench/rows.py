@@ -101,12 +101,12 @@ def row(
 
 @dataclass
 class Times:
-    """The runs of one way: seconds of each, and the further figures of the last."""
+    """The runs of one way: seconds and further figures of each."""
 
     wall: list[float] = field(default_factory=list)
     user: list[float] = field(default_factory=list)
     system: list[float] = field(default_factory=list)
-    figures: Mapping[str, float] = field(default_factory=dict)
+    figures: list[Mapping[str, float]] = field(default_factory=list)
 
     @property
     def processor(self) -> list[float]:
@@ -115,7 +115,7 @@ class Times:
     def add(self, way: Way) -> None:
         """Run a way once."""
         before, started = _usage(), time.perf_counter()
-        self.figures = way() or {}
+        self.figures.append(way() or {})
         self.wall.append(time.perf_counter() - started)
         for seconds, new, old in zip((self.user, self.system), _usage(), before, strict=True):
             seconds.append(new - old)
@@ -123,7 +123,8 @@ class Times:
     def summary(self) -> dict[str, Any]:
         medians = {name: statistics.median(getattr(self, name)) for name in ("wall", "processor", "system")}
         runs = {"wall": self.wall, "user": self.user, "system": self.system}
-        return {**medians, "runs": runs, "figures": dict(self.figures)}
+        figures = {name: statistics.median(one[name] for one in self.figures) for name in self.figures[0]}
+        return {**medians, "runs": runs, "figures": figures}
 
 
 def _usage() -> tuple[float, float]:

@@ -24,7 +24,7 @@ def clip(rng: np.random.Generator, seconds: float, rate: int = RATE) -> np.ndarr
 
 
 def write_corpus(
-    folder: Path, count: int, *, rate: int = RATE, suffix: str = "flac", speakers: int = 8
+    folder: Path, count: int, *, rate: int = RATE, suffix: str = "flac", speakers: int = 8, channels: int = 1
 ) -> list[dict[str, Any]]:
     """Write ``count`` recordings of 2 to 10 s below ``folder/audio``, and their manifest; returns its records."""
     rng = np.random.default_rng(1)
@@ -34,7 +34,8 @@ def write_corpus(
     for number, seconds in enumerate(rng.uniform(2, 10, count)):
         start, name = rng.integers(50 * rate), f"{number:05d}.{suffix}"
         samples = minute[start : start + round(seconds * rate)]
-        sf.write(folder / "audio" / name, samples, rate, subtype="PCM_16")
+        subtype = None if suffix == "mp3" else "PCM_16"
+        sf.write(folder / "audio" / name, np.stack([samples] * channels, axis=1), rate, subtype=subtype)
         speaker = speaker_tag(f"speaker{number % speakers}")
         text = "go do you hear the words of number " + str(number)
         records.append({"audio_filepath": name, "duration": len(samples) / rate, "speaker": speaker, "text": text})

@@ -56,7 +56,7 @@ def main() -> int:
 
 def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace, folder: Path) -> int:
     deadline = time.time() + options.seconds
-    make_deterministic(options.device)
+    make_deterministic()
     logging.getLogger("sharmill").setLevel(logging.ERROR)
     on_cpu = options.device == "cpu"
     try:

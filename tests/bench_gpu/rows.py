@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 from unittest import mock
 
 import numpy as np
@@ -26,6 +26,7 @@ from transformers import MimiConfig
 from sharmill.engine.executor import Listener, StageResult, Unlocked
 from sharmill.engine.launch import begin_launch
 from sharmill.engine.parent import Rank
+from sharmill.engine.plan import read_ledger
 from sharmill.engine.run import run_stage
 from sharmill.engine.stage import Processor, StageRun
 from sharmill.engine.watch import Watcher
@@ -43,6 +44,8 @@ RATE = 22050
 UNIT_SECONDS = 1200.0
 # Of encode, at most: convolutions in fp32 take more than half a GiB per second on some GPUs.
 ENCODE_BATCH_SECONDS = 120.0
+# Of a rank.
+FEEDERS: Final[tuple[int | Literal["auto"], ...]] = (1, 4, 8, "auto")
 # Of the time of a stage that its model should take: the target.
 LEAST_SHARE = 0.9
 ENCODER = "speaker encoder in TitaNet-large's sizes"
@@ -167,19 +170,23 @@ class _InThisProcess(LocalExecutor):
 
 
 def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
-    """Yield the model's share of the time of match and of encode, decoding and all else included, one rank."""
+    """Yield the model's share of the time of match and of encode, by the number of feeders of the one rank."""
     project = Project(bench.folder / "corpus")
     project.records = write_corpus(project.folder, count, rate=RATE, speakers=max(1, count // 100))
     match = {"encoder": bench.models[ENCODER], "min_similarity": -1.0, "min_duration": 0.0}
-    write = {"shard_size": count // 8}
     size = {"batch_seconds": batch_seconds, "unit_seconds": UNIT_SECONDS}
-    project.prepare(project.configure(match=match, write=write))
+    project.prepare(project.configure(match=match))
     for precision in ("fp32", "bf16"):
-        config = project.configure(match=match | size | {"precision": precision}, write=write)
+        config = project.configure(match=match | size | {"precision": precision})
         encoder = bench.load(ENCODER, precision)
         with mock.patch("sharmill.match.stage.load_speaker_encoder", return_value=encoder):
-            found = _share(bench, stage_of(config, "match"), encoder.embed, project, 16000, batch_seconds)
-        yield {"stage": "match", "precision": precision} | found
+            for line in _shares(bench, stage_of(config, "match"), encoder.embed, project, 16000, batch_seconds):
+                yield {"stage": "match", "precision": precision} | line
+    # A codec in fp32 takes long.
+    count = max(16, count // 3)
+    project = Project(bench.folder / "fewer")
+    project.records = write_corpus(project.folder, count, rate=RATE)
+    write = {"shard_size": count // 8}
     project.write([(n + count // 2) % count for n in range(count)], match=match, write=write)
     batch_seconds = min(batch_seconds, ENCODE_BATCH_SECONDS)
     for precision in ("fp32", "bf16"):
@@ -191,14 +198,14 @@ def shares(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
         segments, stage, _ = codec_stages(config, name, bench.models[CODEC])
         assert run_stage(segments, LocalExecutor(1), Listener()).ok
         with mock.patch("sharmill.encode.stage.load_codec", return_value=codec):
-            found = _share(bench, stage, codec.encode, project, RATE, batch_seconds)
-        yield {"stage": "encode", "precision": precision} | found
+            for line in _shares(bench, stage, codec.encode, project, RATE, batch_seconds):
+                yield {"stage": "encode", "precision": precision} | line
 
 
-def _share(
+def _shares(
     bench: Bench, stage: StageRun, run: Callable[..., Any], project: Project, rate: int, batch_seconds: float
-) -> Line:
-    """Return the seconds of a stage from its first unit to its last, and those of its model on the same audio."""
+) -> Iterator[Line]:
+    """Yield the seconds of a stage from its first unit to its last beside those of its model on the same audio."""
 
     def load(record: dict[str, Any]) -> np.ndarray:
         return soxr.resample(sf.read(project.root / record["audio_filepath"], dtype="float32")[0], RATE, rate)
@@ -209,16 +216,24 @@ def _share(
     seconds = min(10.0, batch_seconds) if on_cpu else batch_seconds
     # The first pass makes what each shape needs once.
     alone = _seconds(bench, in_batches(run, audio, round(seconds * rate), pinned=not on_cpu), repeats=1)
-    executor = _InThisProcess(1, bench.device)
-    stage = replace(stage, options=replace(stage.options, max_reject_fraction=1.0))
-    assert run_stage(stage, executor, Listener(), restart=True).ok
-    share = alone / executor.seconds
-    hours = sum(record["duration"] for record in project.records) / 3600
-    return {
-        "hours": round(hours, 3),
-        "seconds": round(executor.seconds, 3), "model alone": round(alone, 3), "share": round(share, 3),
-        f"share >= {LEAST_SHARE}": share >= LEAST_SHARE, "hours per hour": round(hours / executor.seconds * 3600),
-    }  # fmt: skip
+    heard = sum(record["duration"] for record in project.records)
+    for number in FEEDERS:
+        executor = _InThisProcess(1, bench.device)
+        found = replace(stage, options=replace(stage.options, max_reject_fraction=1.0, feeders=number))
+        used = time.process_time()
+        assert run_stage(found, executor, Listener(), restart=True).ok
+        used = time.process_time() - used
+        by_feeders = sum(
+            commit.stats["feeder_seconds"] for commit in read_ledger(stage.dir, stage.dir.read_units()).values()
+        )
+        share = alone / executor.seconds
+        yield {
+            "feeders": number, "hours": round(heard / 3600, 3), "seconds": round(executor.seconds, 3),
+            "model alone": round(alone, 3), "share": round(share, 3), f"share >= {LEAST_SHARE}": share >= LEAST_SHARE,
+            "hours per hour": round(heard / executor.seconds),
+            "ms of the rank per second": round(1000 * used / heard, 4),
+            "ms of feeders per second": round(1000 * by_feeders / heard, 4),
+        }  # fmt: skip
 
 
 def beside_cpu(bench: Bench, name: str) -> Iterator[Line]:
@@ -246,7 +261,7 @@ def all_rows(bench: Bench) -> list[tuple[str, float, Callable[[], Iterator[Line]
     models = list(bench.models)
     return [
         *((f"speed of the {name}", 8.0, partial(speed, bench, name)) for name in models),
-        ("model's share of stages", 10.0 if on_cpu else 90.0, partial(shares, bench, count, batch_seconds)),
+        ("share of stages", 10.0 if on_cpu else 90.0, partial(shares, bench, count, batch_seconds)),
         ("selection of contexts", 5.0 if on_cpu else 15.0, partial(selection, bench, many)),
         *((f"{name} beside the CPU", 8.0, partial(beside_cpu, bench, name)) for name in models if not on_cpu),
     ]

@@ -35,12 +35,14 @@ def plain(records, tmp_path_factory):
 def build(folder, form, records, **keys):
     """The dataset of the records in one form, checked deeply and against its source; no record may be missing."""
     (folder / "input").mkdir(parents=True)
+    # The plain one without feeders, the others with some.
+    feeders = 0 if form == "nemo" else 2
     source = {} if form == "copy" else FORMS[form](folder / "input", records, AUDIO)
     config = config_for(
         folder, [source | {"language": "en"} | keys], speaker_key="speaker", prepare={"unit_records": 5},
         match={"encoder": TINY_ENCODER, "min_similarity": -1.0, "min_duration": 0.0},
         write={"order": "manifest", "shard_size": 5}, encode={"codecs": [{"name": "tiny", "model": TINY_CODEC}]},
-        validate={"deep": True, "against_sources": True}, executor={"workers": 1},
+        validate={"deep": True, "against_sources": True}, executor={"workers": 1, "feeders": feeders},
     )  # fmt: skip
     result = run_dataset(config, Listener())
     assert result.ok

@@ -29,7 +29,8 @@ class Launch:
         self.killed = False
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in end()
         self.process = subprocess.Popen(
-            run.command(stage, workers=2), stdout=subprocess.DEVNULL, stderr=self.errors, start_new_session=True,
+            [*run.command(stage, workers=2), "executor.feeders=1"], stdout=subprocess.DEVNULL, stderr=self.errors,
+            start_new_session=True,
             cwd=REPOSITORY,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ def make_batch(rate, seconds=SECONDS, seed=0, *, pinned=False):
 @pytest.fixture(autouse=True)
 def _as_in_a_rank(device):
     threads = torch.get_num_threads()
-    make_deterministic(device)
+    make_deterministic()
     yield
     torch.set_num_threads(threads)
 

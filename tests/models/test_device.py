@@ -111,7 +111,7 @@ def test_an_old_gpu_has_neither_tf32_nor_bf16(precision):
 
 
 def test_tf32_is_allowed_while_the_model_works_and_not_beside():
-    make_deterministic("cpu")
+    make_deterministic()
 
     def allowed() -> tuple[bool, bool]:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32

@@ -25,8 +25,9 @@ from support.web import serving
 from sharmill.engine.executor import Listener
 from sharmill.engine.run_dir import RunDir
 from sharmill.errors import ConfigError, FatalError, SharmillError
-from sharmill.executors.supervisor import logging_to, redirect_output
+from sharmill.executors.supervisor import logging_to
 from sharmill.files.cache import Cache
+from sharmill.files.output import redirect_output
 from sharmill.files.staging import STAGING_NAME, Staging, token_staging
 from sharmill.files.stored import open_stored
 from sharmill.grow.join import append_dataset, merge_datasets

@@ -1,9 +1,13 @@
-"""Functions for processes that import them by name: workers of ``parallel_map``, and training steps for batch sizes."""
+"""Functions for processes that import them by name: feeders, workers of ``parallel_map``, training steps."""
 
+import ctypes
+import errno
 import os
 import signal
 import sys
 import time
+
+import numpy as np
 
 
 def half(number):
@@ -32,6 +36,48 @@ def killed_at_2(number):
     if number == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return number
+
+
+class Decoder:
+    """Tasks of feeders: a word says what happens, a number is the size of an array that comes back."""
+
+    def __call__(self, task):
+        if task[0] == "parts":
+            yield from (np.full(1 << 20, number, np.int32) for number in range(task[1]))
+        else:
+            yield self.do(*task)
+
+    def do(self, kind, value):
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "segfault":
+            ctypes.string_at(0)
+        elif kind == "hang":
+            time.sleep(1000)
+        elif kind == "exit":
+            os._exit(value)
+        elif kind == "no memory":
+            raise MemoryError
+        elif kind == "fail":
+            raise OSError(errno.EIO, "a bad disk", value)
+        elif kind == "odd error":
+            raise OddError(1, 2)
+        elif kind == "sleep":
+            time.sleep(value)
+        elif kind == "pid":
+            return os.getpid()
+        elif kind == "modules":
+            return {name.partition(".")[0] for name in sys.modules}
+        elif kind == "array":
+            return np.arange(value, dtype=np.int16), np.full(3, value, np.float32)
+        return value
+
+
+class OddError(Exception):
+    """An error that cannot be made again from its arguments."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
 
 
 class NotHere:

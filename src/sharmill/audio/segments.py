@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from threading import Lock
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import soundfile as sf
@@ -41,8 +40,14 @@ _HIGHEST_PEAK: Final = 16.0
 _MAX_FILE_BYTES: Final = 64 << 20
 # In memory, of rows of parquet files and of what is made of segments.
 _SPOOLED_BYTES: Final = 64 << 20
+# A recording of hours is never in memory as a whole.
+_PART_BYTES: Final = 4 << 20
 
 Made = TypeVar("Made")
+# Bytes, or an array.
+Data = TypeVar("Data")
+# Numbers of segments of a recording, each with what is made of it, or why there is nothing.
+Part: TypeAlias = list[tuple[int, tuple[Data, Made] | RejectRecord]]
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,11 @@ class FileCopy:
     sound: str
 
 
+def never(location: SegmentPlace) -> bool:
+    """Return False: no whole file is to be copied."""
+    return False
+
+
 @dataclass(frozen=True)
 class SegmentReader:
     """A reader of segments below the audio roots of the sources; it rejects audio that is silent or was replaced.
@@ -123,7 +133,7 @@ class SegmentReader:
     def read_or_copy(
         self,
         segments: Sequence[Segment],
-        may_copy: Callable[[SegmentPlace], bool] = lambda location: False,
+        may_copy: Callable[[SegmentPlace], bool] = never,
         data: bytes | None = None,
     ) -> Iterator[tuple[int, SegmentAudio | FileCopy | RejectRecord]]:
         """Read segments of one recording, in the order of their offsets; it is opened once and decoded forward.
@@ -211,38 +221,86 @@ class SegmentReader:
         return SegmentAudio(samples, rate, AudioNotes(location.size, location.modified, found, sound), location)
 
 
-class SegmentsOnce(Generic[Made]):
-    """Results made of the audio of segments, asked for in any order, also by several threads.
+@dataclass(frozen=True)
+class Together:
+    """Segments of one recording that are read together, and its bytes where it is a row that was read before."""
+
+    segments: list[Segment]
+    stored: np.ndarray | None = None
+
+    def __str__(self) -> str:
+        return self.segments[0].audio_filepath
+
+    @property
+    def seconds(self) -> float:
+        return sum(segment.duration for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class SegmentMaker(Generic[Data, Made]):
+    """A function that makes data, and their description, of the audio of segments; feeders can call it.
+
+    Args:
+        make: may raise RejectRecord.
+        may_copy: chooses the whole files of which ``make`` is to get the bytes.
+    """
+
+    reader: SegmentReader
+    make: Callable[[SegmentAudio | FileCopy], tuple[Data, Made]]
+    may_copy: Callable[[SegmentPlace], bool] = never
+
+    def __call__(self, together: Together) -> Iterator[Part[Data, Made]]:
+        """Yield what is made of each of the segments, or why its audio cannot be used, in parts of some megabytes."""
+        part: Part[Data, Made] = []
+        size = 0
+        stored = None if together.stored is None else together.stored.tobytes()
+        for index, found in self.reader.read_or_copy(together.segments, self.may_copy, stored):
+            try:
+                part.append((index, found if isinstance(found, RejectRecord) else self.make(found)))
+            except RejectRecord as reject:
+                part.append((index, reject))
+            if isinstance(made := part[-1][1], tuple):
+                size += memoryview(made[0]).nbytes  # type: ignore[arg-type]
+            if size > _PART_BYTES:
+                yield part
+                part, size = [], 0
+        yield part
+
+
+class SegmentsOnce(Generic[Data, Made]):
+    """Data made of the audio of segments, which are asked for about in the order of their uses.
 
     Each unique segment is made once, and kept as long as it will be asked for again: in memory up to a bound, beyond it
     in a temporary file (TMPDIR), which goes with the process. When the first segment of a recording is asked for, all
     of that recording are made: it is opened once and read in the order of offsets.
 
     Args:
+        roots: the audio roots of the sources.
         uses: the segments, each as often as it will be asked for.
-        make: makes bytes, and what describes them, of the audio of a segment; may raise RejectRecord.
-        may_copy: chooses the whole files of which ``make`` is to get the bytes.
+
+    Attributes:
+        results: what a ``SegmentMaker`` makes of each of ``recordings``, in their order: to be set.
     """
 
-    def __init__(
-        self,
-        reader: SegmentReader,
-        uses: Iterable[Segment],
-        make: Callable[[SegmentAudio | FileCopy], tuple[bytes, Made]],
-        may_copy: Callable[[SegmentPlace], bool] = lambda location: False,
-    ) -> None:
+    results: Iterator[Iterable[Part[Data, Made]]]
+
+    def __init__(self, roots: AudioRoots, uses: Iterable[Segment]) -> None:
+        self._roots = roots
         self._uses_left = Counter(uses)
-        self._reader = reader
-        self._make_one = make
-        self._may_copy = may_copy
-        # A result that is made alone and will be asked for once is kept as bytes, not in the spool.
-        self._kept: dict[Segment, tuple[tuple[int, int] | bytes, Made] | RejectRecord] = {}
+        # A result that is made alone and will be asked for once is not kept in the spool.
+        self._kept: dict[Segment, tuple[tuple[int, int] | Data, Made] | RejectRecord] = {}
         self._spool = tempfile.SpooledTemporaryFile(_SPOOLED_BYTES, prefix="sharmill-")  # noqa: SIM115
-        self._spool_lock = Lock()
-        self._together: dict[Hashable, tuple[Lock, list[Segment]]] = {}
+        self._together: dict[Hashable, list[Segment]] = {}
         for segment in self._uses_left:
-            self._together.setdefault(_made_with(segment), (Lock(), []))[1].append(segment)
+            self._together.setdefault(_made_with(segment), []).append(segment)
+        self._order = iter(list(self._together.values()))
         self._rows = self._read_rows()
+
+    def recordings(self) -> Iterator[Together]:
+        """Yield the recordings in the order of their first use."""
+        for together in self._together.values():
+            row = self._rows.get(together[0].recording)
+            yield Together(together, None if row is None else np.frombuffer(self._get(*row), np.uint8))
 
     def _read_rows(self) -> dict[Hashable, tuple[int, int]]:
         """Read the audio in rows of parquet files in their order: a whole row group is read to have one row of it."""
@@ -255,54 +313,46 @@ class SegmentsOnce(Generic[Made]):
             segment, member = rows[recording]
             # Reading it raises it again.
             with suppress(RejectRecord, UnreadableRows):
-                path = self._reader.roots.locate(segment)
+                path = self._roots.locate(segment)
                 if not open_rows(path).is_mapped:
                     found[recording] = self._put(read_audio(path, member))
         return found
 
-    def get(self, segment: Segment) -> tuple[bytes, Made]:
-        """Return what is made of a segment.
+    def get(self, segment: Segment) -> tuple[Data | bytes, Made]:
+        """Return what is made of a segment; an array may come as its bytes.
 
         Raises:
             RejectRecord: its audio cannot be used.
         """
-        lock, together = self._together[_made_with(segment)]
-        with lock:
-            if segment not in self._kept:
-                self._make(together)
-            found = self._kept[segment]
-            self._uses_left[segment] -= 1
-            if not self._uses_left[segment]:
-                del self._kept[segment]
+        while segment not in self._kept:
+            self._keep(next(self._order), next(self.results))
+        found = self._kept[segment]
+        self._uses_left[segment] -= 1
+        if not self._uses_left[segment]:
+            del self._kept[segment]
         if isinstance(found, RejectRecord):
             raise found
         kept, made = found
-        return kept if isinstance(kept, bytes) else self._get(*kept), made
+        return self._get(*kept) if isinstance(kept, tuple) else kept, made
 
-    def _put(self, data: bytes) -> tuple[int, int]:
+    def _keep(self, together: list[Segment], parts: Iterable[Part[Data, Made]]) -> None:
+        is_alone = len(together) == 1 and self._uses_left[together[0]] == 1
+        for part in parts:
+            for index, found in part:
+                if not (is_alone or isinstance(found, RejectRecord)):
+                    data, made = found
+                    self._kept[together[index]] = self._put(data), made
+                else:
+                    self._kept[together[index]] = found
+
+    def _put(self, data: Any) -> tuple[int, int]:
         """Keep bytes, and return where they are: what ``_get`` wants."""
-        with self._spool_lock:
-            start = self._spool.seek(0, os.SEEK_END)
-            self._spool.write(data)
-        return start, len(data)
+        start = self._spool.seek(0, os.SEEK_END)
+        return start, self._spool.write(data)
 
     def _get(self, start: int, size: int) -> bytes:
-        with self._spool_lock:
-            self._spool.seek(start)
-            return self._spool.read(size)
-
-    def _make(self, together: list[Segment]) -> None:
-        row = self._rows.get(together[0].recording)
-        stored = None if row is None else self._get(*row)
-        is_alone = len(together) == 1 and self._uses_left[together[0]] == 1
-        for index, found in self._reader.read_or_copy(together, self._may_copy, stored):
-            try:
-                if isinstance(found, RejectRecord):
-                    raise found
-                data, made = self._make_one(found)
-                self._kept[together[index]] = (data if is_alone else self._put(data)), made
-            except RejectRecord as reject:
-                self._kept[together[index]] = reject
+        self._spool.seek(start)
+        return self._spool.read(size)
 
 
 def find_peak(samples: np.ndarray) -> float:

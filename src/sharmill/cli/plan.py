@@ -1,6 +1,6 @@
 """Commands before a run: ``plan``, its work and cost, and ``calibrate``, a pilot over a sample of the input."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 from rich.filesize import decimal
@@ -67,7 +67,7 @@ def plan(arguments: tuple[str, ...], earlier: str | None, gpu_hour: float | None
 def _print_measurements(config: Config) -> None:
     """Print speed and memory of the models on the device of this machine, and the values for the configuration."""
     device = "cuda" if visible_gpus() else "cpu"
-    make_deterministic(device)
+    make_deterministic()
     memory = make_budget("cuda:0" if device == "cuda" else device, 1.0, None).size
     # With the key of their sections and their names.
     found: list[tuple[str, str, Measurement]] = []
@@ -188,9 +188,21 @@ def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_h
     say(f"rates: {source}", style="dim")
     if any(one.on_gpu for one in predictions):
         say("GPU h: of ranks; several that share a GPU count as if each had its own", style="dim")
+    if line := describe_cores({one.name: one.cores_per_gpu for one in predictions}):
+        say(line)
     say("beside these times: the start of the command, and the page of the run", style="dim")
     if any(not one.is_planned for one in predictions):
         say("*: cannot be planned yet; in proportion to the records of the input", style="dim")
+
+
+def describe_cores(wanted: Mapping[str, int | None]) -> str:
+    """Return how many cores a GPU needs in each stage, so that decoding keeps up with the model; "" if in none.
+
+    >>> describe_cores({"match": 6, "write": None, "encode": 2})
+    'cores per GPU that keep it busy: match 6, encode 2'
+    """
+    listed = ", ".join(f"{name} {cores}" for name, cores in wanted.items() if cores is not None)
+    return f"cores per GPU that keep it busy: {listed}" if listed else ""
 
 
 def describe_hours(hours: float) -> str:
@@ -261,6 +273,8 @@ def _print_calibration(found: Calibration) -> None:
         for one in found.formats
     )
     say(f"audio: {formats or 'none'}")
+    if line := describe_cores({rate.name: rate.cores_per_gpu for rate in found.rates}):
+        say(line)
     if found.durations:
         listed = ", ".join(f"{float(share):.0%} {value:g}" for share, value in found.durations.items())
         say(f"seconds, by share of utterances that are shorter: {listed}")

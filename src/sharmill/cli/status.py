@@ -307,6 +307,9 @@ def _print_pace(view: StageView) -> None:
         noted.append(f"{max(0.0, 1 - sum(pace.delays.values())):.0%} the rest")
     of_time = f", of which {', '.join(noted)}" if noted else ""
     say(f"{view.name}: {describe_time(pace.seconds)} of {kind} so far at {pace.rate:,.1f} {unit}{of_time}")
+    if pace.hindrance:
+        worked = f"{view.name}: its GPUs work for {pace.delays['model']:.0%} of their time"
+        say(f"{worked}: {pace.hindrance}", style="yellow")
     if pace.memory_mb:
         asked = f", of {pace.memory_asked_mb:,.0f} MB asked" if pace.memory_asked_mb else ""
         say(f"  memory: at most {pace.memory_mb:,.0f} MB on a rank{asked}; hosts: {pace.hosts}")

@@ -2,23 +2,28 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import groupby
+from functools import lru_cache, partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from sharmill.audio.files import decode_bytes
-from sharmill.audio.resample import resample
+from sharmill.audio.audio_bytes import AudioBytes
+from sharmill.audio.decoder import to_float
+from sharmill.audio.files import open_bytes
+from sharmill.audio.flac import decode_flac, flac_header
+from sharmill.audio.resample import resample, resampled_length
 from sharmill.audio.segments import find_peak
 from sharmill.encode.codes import write_block
 from sharmill.encode.config import EncodeConfig
 from sharmill.encode.segments import seconds_of
-from sharmill.engine.ahead import AheadProcessor, LoadedBatches
-from sharmill.engine.delays import spent_on
+from sharmill.engine.ahead import AheadProcessor
+from sharmill.engine.delays import add_delay, spent_on
+from sharmill.engine.feeders import BATCHES_AHEAD, Feed, Feeders
 from sharmill.engine.stage import Advance
 from sharmill.engine.unit import Output, Unit
 from sharmill.errors import FatalError, RejectRecord, UnitFailed
@@ -26,11 +31,10 @@ from sharmill.files.staging import Staging
 from sharmill.manifest import Reject
 from sharmill.models import Codec
 from sharmill.models.batches import PIECE_SECONDS, Batch, find_pieces, plan_batches
-from sharmill.models.device import fit_batch_seconds
+from sharmill.models.device import DeviceClock, fit_batch_seconds
 from sharmill.models.memory import ELSEWHERE, MemoryGuard, require_room
-from sharmill.shar.arrays import codes_dtype, num_frames
+from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
-from sharmill.shar.items import Item
 from sharmill.shar.places import hash_segment
 from sharmill.shar.tar import open_field
 
@@ -38,15 +42,85 @@ from sharmill.shar.tar import open_field
 _MOST_NAMED: Final = 3
 # Segments that tell a rank which gives no codes from a unit that has none.
 _NUM_PROBES: Final = 16
+# Files that a reader keeps open: the segments of a unit are sorted by length, and so lie here and there in a few.
+_OPEN_FILES: Final = 32
 # Advice about segments that no batch size helps.
 _TOO_LONG_ADVICE: Final = f"all other units go on, and {ELSEWHERE}"
 
-# The batches of a unit, their items, and the number of frames of each.
-_Begun = tuple[list[Batch], LoadedBatches[Item, np.ndarray], list[int]]
+
+class StoredSegment(NamedTuple):
+    """A segment as an item of a file of the dataset: where it lies, and what is there."""
+
+    path: Path
+    offset: int
+    size: int
+    hash: tuple[int, int]
+    num_samples: int
+    sampling_rate: int
+
+    def __str__(self) -> str:
+        return f"{self.path} at byte {self.offset}"
+
+    @property
+    def seconds(self) -> float:
+        return self.num_samples / self.sampling_rate
+
+
+class StoredReader:
+    """The audio of stored segments at the rate of a codec, if it is as the survey found it.
+
+    Damaged audio would give codes as well. Files that were read last stay open.
+    """
+
+    def __init__(self, sampling_rate: int) -> None:
+        self._sampling_rate = sampling_rate
+        self._open = lru_cache(_OPEN_FILES)(partial(open_field, buffering=0))
+
+    def __reduce__(self) -> tuple[type["StoredReader"], tuple[int]]:
+        return StoredReader, (self._sampling_rate,)
+
+    def __call__(self, segment: StoredSegment) -> Iterator[np.ndarray]:
+        """Yield the samples (samples,), float32, or int16 where the file has 16 bits at this rate.
+
+        Raises:
+            UnitFailed: the file has changed, or the audio cannot be used.
+            DamagedShard: there is no such file.
+        """
+        data = os.pread(self._open(segment.path).fileno(), segment.size, segment.offset)
+        if hash_segment(data, segment.num_samples, segment.sampling_rate) != segment.hash:
+            raise UnitFailed(
+                f"{segment.path} has changed since it was written: remove it and run the stage write again",
+                code="damaged_shard",
+            )
+        try:
+            samples, rate = _decode(data)
+            find_peak(samples)
+        except RejectRecord as error:
+            raise UnitFailed(f"the stored audio of {segment} cannot be used: {error}", code="damaged_shard") from error
+        promised = segment.num_samples, segment.sampling_rate
+        if (len(samples), rate) != promised:
+            raise UnitFailed(
+                f"the stored audio of {segment} has {len(samples)} samples at {rate} Hz, not {promised}",
+                code="damaged_shard",
+            )
+        yield samples if rate == self._sampling_rate else resample(to_float(samples), rate, self._sampling_rate)
+
+
+def _decode(data: bytes) -> tuple[np.ndarray, int]:
+    # The survey has seen one stream in it, so that a FLAC with the right sum is whole.
+    if (decoded := decode_flac(data)) is not None and decoded.shape[1] == 1:
+        _, _, rate = flac_header(data) or (0, 0, 0)
+        return decoded[:, 0], rate
+    with open_bytes(AudioBytes("audio data", data)) as recording:
+        return recording.read_stored(), recording.info.sampling_rate
+
+
+# The segments of a unit, the number of frames of each, the batches, and their audio in the order of these.
+_Begun = tuple[list[StoredSegment], list[int], list[Batch], Feed[StoredSegment, np.ndarray]]
 
 
 class EncodeProcessor(AheadProcessor[_Begun]):
-    """A codec that encodes blocks of segments, whose audio is decoded ahead of it in batches of like length.
+    """A codec that encodes blocks of segments, whose audio feeders decode ahead of it in batches of like length.
 
     Args:
         settings: the section of the configuration.
@@ -55,7 +129,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         files: the files of audio, by shard and field.
         device: of the codec: ``cpu``, or ``cuda``, for which batches may have other sizes and come from pinned memory.
         device_kind: that of the device.
-        threads: how many may decode and resample audio beside the codec.
+        num_feeders: how many processes decode and resample audio beside the codec.
     """
 
     def __init__(
@@ -67,7 +141,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         files: list[list[Path]],
         device: str,
         device_kind: str,
-        threads: int,
+        num_feeders: int,
     ) -> None:
         super().__init__()
         self.device_kind = device_kind
@@ -77,7 +151,6 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         self._segments = segments
         self._files = files
         self._device = device
-        self._threads = threads
         self._batch_seconds = seconds = settings.batch_seconds
         room = require_room(codec, device, seconds, "encode.batch_seconds")
         self._pieces = find_pieces(codec)
@@ -85,12 +158,19 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         self._most_seconds = room if self._pieces is None else math.inf
         self._max_frames = fit_batch_seconds(seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._guard = MemoryGuard("the codec", "encode.batch_seconds")
+        self._clock = DeviceClock(device)
+        self._reader = StoredReader(codec.sampling_rate)
+        ahead = BATCHES_AHEAD * fit_batch_seconds(seconds, device)
+        self.feeders = Feeders(self._reader, num_feeders, weigh=attrgetter("seconds"), ahead=ahead)
+
+    def close(self) -> None:
+        self.feeders.close()
 
     def begin(self, unit: Unit) -> _Begun:
-        """Begin to decode the audio of a unit, and return when its first segment is decoded.
+        """Begin to decode the audio of a unit.
 
         Raises:
-            UnitFailed: a segment takes more memory than there is, or the audio is not as the survey found it.
+            UnitFailed: a segment takes more memory than there is.
         """
         segments = self._segments_of(unit)
         seconds = seconds_of(segments["place"])
@@ -104,29 +184,24 @@ class EncodeProcessor(AheadProcessor[_Begun]):
                 f"{longest['place']['offset']}; {_TOO_LONG_ADVICE}",
                 code="out_of_memory",
             )
-        items = self._read(segments)
-        codec = self._codec
+        items = self._find(segments)
         frames = list(map(self._count_frames, items))
         batches = self._plan_batches(frames)
-        loaded = LoadedBatches(
-            items,
-            [batch.items for batch in batches],
-            partial(_load, sampling_rate=codec.sampling_rate),
-            threads=self._threads,
-            weigh=self._count_frames,
-            batch_weight=self._batch_seconds * codec.sampling_rate / codec.samples_per_frame,
-        )
-        return batches, loaded, frames
+        return items, frames, batches, self.feeders.feed(items[index] for batch in batches for index in batch.items)
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        batches, loaded, frames = self.take(unit)
+        segments, frames, batches, feed = self.take(unit)
         share = unit.cost / max(1, sum(frames))
         dtype = codes_dtype(self._codec.codebook_size)
         # A segment that the codec gives no codes for has no frames.
         codes: list[np.ndarray] = [np.empty((self._codec.num_codebooks, 0), dtype)] * len(frames)
         problems: dict[int, str] = {}
-        for batch, samples in zip(batches, loaded.take(self.begin_next), strict=True):
-            items = [loaded.items[index] for index in batch.items]
+        for batch in batches:
+            with spent_on("decoding"):
+                samples = [one for _ in batch.items for one in next(feed)]
+            if feed.all_given:
+                self.begin_next()
+            items = [segments[index] for index in batch.items]
             for index, found in zip(batch.items, self._encode_each(batch, samples, items), strict=True):
                 if isinstance(found, str):
                     problems[index] = found
@@ -134,14 +209,15 @@ class EncodeProcessor(AheadProcessor[_Begun]):
                     codes[index] = np.ascontiguousarray(found.astype(dtype))
             advance(sum(frames[index] for index in batch.items) * share)
         self._guard.unit_done()
+        add_delay("model", self._clock.take())
         if len(problems) == unit.size:
             self._require_sound(unit, problems[0])
-        seconds = seconds_of(self._segments_of(unit)["place"])
+        seconds = [segment.seconds for segment in segments]
         padded = sum(batch.num_rows * batch.num_frames for batch in batches)
         rejects = [
             Reject(
                 f"encode/{self._record.name}", "bad_codes", problem,
-                {"segment": unit.params["start"] + index, "place": loaded.items[index].cut_id},
+                {"segment": unit.params["start"] + index, "place": str(segments[index])},
             )
             for index, problem in sorted(problems.items())
         ]  # fmt: skip
@@ -151,41 +227,26 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             rejects=rejects,
             stats={
                 "seconds": float(np.delete(seconds, list(problems)).sum()),
-                "encoded_seconds": float(seconds.sum()),
+                "encoded_seconds": float(np.sum(seconds)),
                 "padded_seconds": padded * self._codec.samples_per_frame / self._codec.sampling_rate,
+                "feeder_seconds": self.feeders.take_cpu_seconds(),
                 "codec": msgspec.to_builtins(self._record),
             },
         )
 
-    def _count_frames(self, item: Item) -> int:
-        return num_frames(item.metadata or {}, self._codec.sampling_rate, self._codec.samples_per_frame)
+    def _count_frames(self, segment: StoredSegment) -> int:
+        rate, size = self._codec.sampling_rate, self._codec.samples_per_frame
+        return -(-resampled_length(segment.num_samples, segment.sampling_rate, rate) // size)
 
     def _segments_of(self, unit: Unit) -> np.ndarray:
         return self._segments[unit.params["start"] : unit.params["stop"]]
 
-    def _read(self, segments: np.ndarray) -> list[Item]:
-        """Return the stored audio of segments, if it is as the survey found it: damaged audio would give codes as well.
-
-        Each file is opened once and read forward.
-        """
-        items: dict[int, Item] = {}
-        order = np.lexsort((segments["place"]["offset"], segments["shard"], segments["field"]))
-        owners = segments[["shard", "field"]]
-        for (shard, field), indices in groupby(order.tolist(), lambda index: owners[index].item()):
-            path = self._files[shard][field]
-            with open_field(path) as stream:
-                for index in indices:
-                    found, offset, size, num_samples, rate = segments["place"][index].tolist()
-                    stream.seek(offset)
-                    data = stream.read(size)
-                    if hash_segment(data, num_samples, rate) != tuple(found):
-                        raise UnitFailed(
-                            f"{path} has changed since it was written: remove it and run the stage write again",
-                            code="damaged_shard",
-                        )
-                    metadata = {"num_samples": num_samples, "sampling_rate": rate}
-                    items[index] = Item(f"{path} at byte {offset}", "", data, metadata)
-        return [items[index] for index in range(len(segments))]
+    def _find(self, segments: np.ndarray) -> list[StoredSegment]:
+        """Return where the audio of segments lies."""
+        return [
+            StoredSegment(self._files[shard][field], offset, size, tuple(found), num_samples, rate)
+            for (found, offset, size, num_samples, rate), shard, field in segments.tolist()
+        ]
 
     def _plan_batches(self, frames: Sequence[int]) -> list[Batch]:
         """Return the batches of items with these numbers of frames; one that is cut is a batch of its own."""
@@ -210,9 +271,9 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         """Raise UnitFailed if this rank gives no codes for segments of other units either: it may be what is broken."""
         numbers = np.unique(np.linspace(0, len(self._segments) - 1, _NUM_PROBES, dtype=np.int64))
         probes = self._segments[numbers[(numbers < unit.params["start"]) | (numbers >= unit.params["stop"])]]
-        for item in self._read(probes[seconds_of(probes["place"]) <= self._most_seconds]):
-            (batch,) = self._plan_batches([self._count_frames(item)])
-            (found,) = self._encode(batch, [_load(item, self._codec.sampling_rate)], [item])
+        for segment in self._find(probes[seconds_of(probes["place"]) <= self._most_seconds]):
+            (batch,) = self._plan_batches([self._count_frames(segment)])
+            (found,) = self._encode(batch, list(self._reader(segment)), [segment])
             if not isinstance(found, str):
                 return
         raise UnitFailed(
@@ -222,7 +283,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         )
 
     def _encode_each(
-        self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[Item]
+        self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[StoredSegment]
     ) -> Iterator[np.ndarray | str]:
         """Yield what ``_encode`` returns; in a batch another segment may be to blame, so that each is tried alone."""
         for item, own, found in zip(items, samples, self._encode(batch, samples, items), strict=True):
@@ -231,29 +292,31 @@ class EncodeProcessor(AheadProcessor[_Begun]):
                 (found,) = self._encode(alone, [own], [item])
             yield found
 
-    def _encode(self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[Item]) -> list[np.ndarray | str]:
+    def _encode(
+        self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[StoredSegment]
+    ) -> list[np.ndarray | str]:
         """Return for each segment of a batch its codes (codebooks, frames), or a sentence that says what is wrong.
 
         Raises:
             UnitFailed: the batch does not fit in memory.
             FatalError: nothing has fitted in memory yet.
         """
-        names = [item.cut_id for item in items]
         try:
-            with spent_on("model"):
+            with self._clock.running():
                 rows = self._run(batch, samples)
         except RejectRecord as reject:
             # A larger device gives it codes: it is not left out.
             raise UnitFailed(
-                f"the segment {names[0]}: {reject.detail}; {_TOO_LONG_ADVICE}", code="out_of_memory"
+                f"the segment {items[0]}: {reject.detail}; {_TOO_LONG_ADVICE}", code="out_of_memory"
             ) from reject
         except (FatalError, UnitFailed) as error:
             if error.code == "bad_codes":
                 return [str(error)] * len(items)
             if isinstance(error, FatalError):
                 raise
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            raise UnitFailed(f"{error} (segments {', '.join(names[:_MOST_NAMED])}{more})", code=error.code) from error
+            named = ", ".join(map(str, items[:_MOST_NAMED]))
+            more = f" and {len(items) - _MOST_NAMED} more" if len(items) > _MOST_NAMED else ""
+            raise UnitFailed(f"{error} (segments {named}{more})", code=error.code) from error
         # Rows beyond the items are silence.
         return [self._check(row, batch, self._count_frames(item)) for row, item in zip(rows, items, strict=False)]
 
@@ -274,24 +337,9 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         if self._pieces is not None and self._is_cut(batch.num_frames):
             rows = self._pieces.rows(self._max_frames)
             with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1):
-                return self._pieces.encode(codec, samples[0], self._max_frames, pinned=pinned)[None]
+                return self._pieces.encode(codec, to_float(samples[0]), self._max_frames, pinned=pinned)[None]
         audio, num_samples = batch.fill(samples, codec.samples_per_frame, pinned=pinned)
         seconds = audio.numel() / codec.sampling_rate
         is_long = len(batch.items) == 1 and seconds > self._batch_seconds
         with self._guard.batch(seconds, batch.num_rows, is_long=is_long):
             return codec.encode(audio, num_samples).numpy()
-
-
-def _load(item: Item, sampling_rate: int) -> np.ndarray:
-    try:
-        samples, rate = decode_bytes(item.data or b"")
-        find_peak(samples)
-    except RejectRecord as error:
-        raise UnitFailed(f"the stored audio of {item.cut_id} cannot be used: {error}", code="damaged_shard") from error
-    promised = tuple((item.metadata or {}).get(key) for key in ("num_samples", "sampling_rate"))
-    if (len(samples), rate) != promised:
-        raise UnitFailed(
-            f"the stored audio of {item.cut_id} has {len(samples)} samples at {rate} Hz, not {promised}",
-            code="damaged_shard",
-        )
-    return resample(samples, rate, sampling_rate)

@@ -95,7 +95,7 @@ class EncodeStage(Stage):
         return max(1, round(cost / (chosen or float(np.clip(cost / _UNITS_WANTED, *self.unit_limits)))))
 
     def open(self, run: StageRun, device: str) -> Processor:
-        threads = make_deterministic(device)
+        make_deterministic()
         kind = check_device(device)
         encode, settings = run.config.section(EncodeConfig), run.settings
         try:
@@ -106,7 +106,8 @@ class EncodeStage(Stage):
             # The device may be to blame: on another one the same model may give codes.
             raise DeviceError(str(error), code=error.code) from error
         segments, files = map_stored_array(run.product("encode.segments/segments")), audio_files(dataset_of(run))
-        return EncodeProcessor(encode, self._describe(run, codec), codec, segments, files, device, kind, threads)
+        feeders = run.options.num_feeders(device)
+        return EncodeProcessor(encode, self._describe(run, codec), codec, segments, files, device, kind, feeders)
 
     def _describe(self, run: StageRun, codec: Codec) -> CodecRecord:
         """Return the record of the codec for the index of the dataset."""

@@ -1,4 +1,4 @@
-"""Where the time of a rank goes: seconds of decoding, of the model and of the disk."""
+"""Where the time of a rank goes: seconds of waiting for decoding, of its model's work, and of the disk."""
 
 import time
 from collections import defaultdict
@@ -9,8 +9,16 @@ from typing import Literal
 _seconds: defaultdict[str, float] = defaultdict(float)
 
 
+Delay = Literal["decoding", "model", "disk"]
+
+
+def add_delay(delay: Delay, seconds: float) -> None:
+    """Add time to that of a kind, for the rank that this process is."""
+    _seconds[delay] += seconds
+
+
 @contextmanager
-def spent_on(delay: Literal["decoding", "model", "disk"]) -> Iterator[None]:
+def spent_on(delay: Delay) -> Iterator[None]:
     """Add the time of a context to that of a kind, for the rank that this process is.
 
     For the one thread that does the units: what runs ahead beside it delays nothing.
@@ -19,7 +27,7 @@ def spent_on(delay: Literal["decoding", "model", "disk"]) -> Iterator[None]:
     try:
         yield
     finally:
-        _seconds[delay] += time.monotonic() - started
+        add_delay(delay, time.monotonic() - started)
 
 
 def take_delays() -> dict[str, float]:

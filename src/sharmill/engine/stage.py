@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,6 +21,7 @@ from sharmill.engine.run_dir import RankFolders, RunDir, StageDir
 from sharmill.engine.unit import Commit, Output, Totals, Unit
 from sharmill.errors import ConfigError, refuse
 from sharmill.files.checksums import checksum, checksum_stream
+from sharmill.files.host import usable_cores
 from sharmill.files.staging import PublishedFile, Staging
 from sharmill.files.stored import damaged_file, open_stored
 from sharmill.files.trust import require_trusted_owner
@@ -30,6 +31,9 @@ Advance = Callable[[float], None]
 Resource = Literal["cpu", "gpu"]
 CostUnit = Literal["records", "seconds of audio"]
 Counted = Literal["records", "segments"]
+
+# More would decode faster than any GPU embeds.
+_MOST_FEEDERS: Final = 16
 
 
 class Processor(ABC):
@@ -236,6 +240,7 @@ class RunOptions:
         scratch: a folder of each machine in which ranks write before they publish, or None.
         seconds_until_seen: seconds until every node sees what another has written.
         log_level: the least level of what ranks log.
+        feeders: see ``num_feeders``.
     """
 
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -246,6 +251,7 @@ class RunOptions:
     scratch: str | None = None
     seconds_until_seen: float = 0.0
     log_level: str = "INFO"
+    feeders: int | Literal["auto"] = "auto"
 
     @classmethod
     def from_config(cls, config: Config) -> "RunOptions":
@@ -259,7 +265,14 @@ class RunOptions:
             scratch=executor.scratch,
             seconds_until_seen=executor.seconds_until_seen,
             log_level=executor.log_level,
+            feeders=executor.feeders,
         )
+
+    def num_feeders(self, device: str) -> int:
+        """Return how many processes decode audio for a rank: by default its cores but one where it has a GPU."""
+        if self.feeders != "auto":
+            return self.feeders
+        return min(max(1, usable_cores() - 1), _MOST_FEEDERS) if device == "cuda" else 0
 
     def time_limit(self, unit: Unit) -> float | None:
         """Return the seconds after which an attempt at a unit ends its rank, None for no limit."""

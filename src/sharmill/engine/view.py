@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
+from typing import Final
 
 from sharmill.engine.attempts import host_of
 from sharmill.engine.fence import require_own_output
@@ -20,6 +21,13 @@ from sharmill.files.stored import read_stored
 
 # Of ranks and of units.
 _SLOWEST = 3
+# A device that works for less of its time is waiting for something.
+_ENOUGH_WORK: Final = 0.8
+_HINDRANCES: Final = {
+    "decoding": "they wait for decoding: give each rank more cores, or set executor.feeders to more",
+    "disk": "they wait for the disk: set executor.scratch to a disk of each node, or make units longer (unit_seconds)",
+    "rest": "their ranks are busy with other work: make units longer (unit_seconds) or batches larger (batch_seconds)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +40,9 @@ class Pace:
         rates: that of each rank.
         devices: their kinds.
         slowest_ranks, slowest_units: with their own rates, the slowest first.
-        delays: shares of the time: decoding, model, disk.
+        delays: shares of the time: decoding, model, disk. On a GPU the model may work while its rank waits for more.
+        worked: by rank, the share of its time in which its device worked; empty for a stage without a model.
+        padding: the share of the audio in batches that is padding.
         hosts: how many there were.
         memory_mb: the most that a rank has held.
         memory_asked_mb: the least that one's job had asked for; 0 where that is not known.
@@ -46,9 +56,21 @@ class Pace:
     slowest_ranks: list[tuple[int, float]]
     slowest_units: list[tuple[int, float]]
     delays: dict[str, float]
+    worked: dict[int, float]
+    padding: float
     hosts: int
     memory_mb: float
     memory_asked_mb: float
+
+    @property
+    def hindrance(self) -> str:
+        """The reason for which GPUs wait, and the remedy; "" if they work for most of the time."""
+        if not self.on_gpu or self.delays.get("model", 1.0) >= _ENOUGH_WORK:
+            return ""
+        waits = {name: self.delays.get(name, 0.0) for name in ("decoding", "disk")}
+        waits["rest"] = 1.0 - sum(waits.values()) - self.delays["model"]
+        padded = f"; {self.padding:.0%} of the batches is padding: longer units have less" if self.padding > 0.1 else ""
+        return _HINDRANCES[max(waits, key=waits.__getitem__)] + padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +244,17 @@ def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
     seconds: Counter[int] = Counter()
     costs: Counter[int] = Counter()
     delays: Counter[str] = Counter()
+    worked: Counter[int] = Counter()
+    audio = padded = 0.0
     by_unit = {}
     for unit in units:
         if (commit := commits.get(unit.index)) is not None and commit.seconds > 0:
             seconds[commit.rank] += commit.seconds  # type: ignore[assignment]
             costs[commit.rank] += unit.cost  # type: ignore[assignment]
             delays.update(commit.delays)  # type: ignore[arg-type]
+            worked[commit.rank] += commit.delays.get("model", 0.0)  # type: ignore[assignment]
+            audio += commit.stats.get("embedded_seconds", commit.stats.get("encoded_seconds", 0.0))
+            padded += commit.stats.get("padded_seconds", 0.0)
             by_unit[unit.index] = unit.cost / commit.seconds
     if not (spent := sum(seconds.values())):
         return None
@@ -242,6 +269,8 @@ def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
         slowest_ranks=sorted(by_rank.items(), key=itemgetter(1))[:_SLOWEST],
         slowest_units=sorted(by_unit.items(), key=itemgetter(1))[:_SLOWEST],
         delays={name: time / spent for name, time in delays.most_common()},
+        worked={rank: worked[rank] / seconds[rank] for rank in by_rank} if "model" in delays else {},
+        padding=1 - audio / padded if padded else 0.0,
         hosts=len({host_of(commit.slot) for commit in commits.values()} - {""}),
         memory_mb=max(commit.memory_mb for commit in commits.values()),
         memory_asked_mb=min((c.memory_asked_mb for c in commits.values() if c.memory_asked_mb), default=0.0),

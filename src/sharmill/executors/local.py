@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -58,6 +58,10 @@ class ConfiguredExecutor(Executor):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of match and encode. ``auto``: a GPU for each rank where there are any; a job that was given GPUs and
     finds none is refused. ``cuda``: GPUs or nothing; on Ray, wait for GPU nodes. ``cpu``: no GPU is touched."""
+    feeders: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
+    """Processes of each rank of match and encode that read and decode audio ahead of its model. ``auto``: one for each
+    of its cores but one where the rank has a GPU, 16 at most; none on the CPU, where the model takes the core. ``0``:
+    the rank decodes."""
     unit_time_limit: Above0 | Literal["auto"] | None = "auto"
     """Seconds that an attempt at a unit may take, on SLURM too; a slower rank is ended with a traceback in its log and
     replaced, and the attempt has failed. ``auto``: ten for each second of audio or record of the unit, and an hour at

@@ -5,7 +5,6 @@ from a forkserver, which imports their modules once for all. If the supervisor i
 and with it the ranks. Every rank sees only its own GPU, if any, and logs to its own file in the run directory.
 """
 
-import faulthandler
 import logging
 import os
 import pickle
@@ -22,7 +21,7 @@ from io import TextIOWrapper
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import BinaryIO, Final, TextIO
+from typing import Final, TextIO
 
 import msgspec
 
@@ -35,21 +34,20 @@ from sharmill.engine.stage import StageRun
 from sharmill.engine.watch import Watcher
 from sharmill.engine.work import Replace, judge_leave, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, one_line
-from sharmill.executors.rank_process import RankProcess, RankServer
-from sharmill.files.disk import stopping_errors
+from sharmill.files.forks import ForkedProcess, ForkServer, end_with_server
 from sharmill.files.host import (
     Terminated,
     deferred_interrupts,
     describe_exit,
-    end_with_parent,
     ended_by_sigterm,
     limit_cores,
     usable_cores,
 )
+from sharmill.files.output import open_log, redirect_output
 from sharmill.files.record_log import RecordLog
 from sharmill.files.shared_disk import VisibilityTimeout
 from sharmill.files.staging import remove_dead_attempts, token_staging
-from sharmill.files.stored import load_record, open_stored
+from sharmill.files.stored import load_record
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +154,7 @@ def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
     Args:
         level: the least level of sharmill's own records.
     """
-    stream = TextIOWrapper(_open_log(path), encoding="utf-8")
+    stream = TextIOWrapper(open_log(path), encoding="utf-8")
     handler = _LogFile(stream)
     handler.addFilter(lambda record: _log_of_context.get() in (None, handler))
     handler.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -178,27 +176,6 @@ def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
         # Closing tries once more to write what is left in the buffer.
         with suppress(OSError):
             stream.close()
-
-
-def redirect_output(path: Path) -> None:
-    """Send all that this process prints to the end of ``path``, and its stacks if it crashes or gets SIGUSR1."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with _open_log(path) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    # A process that is killed does not flush: what it printed last is what one looks for.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
-
-
-def _open_log(path: Path) -> BinaryIO:
-    with stopping_errors(path):
-        with suppress(FileNotFoundError):
-            return open_stored(path, append=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open_stored(path, append=True)
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
@@ -265,7 +242,7 @@ class _Child:
     """
 
     rank: Rank
-    process: RankProcess
+    process: ForkedProcess
     pipe: Connection
     progress: RankProgress | None = None
     heard: float = field(default_factory=time.monotonic)
@@ -326,7 +303,7 @@ class Supervisor:
         self._children: list[_Child] = []
         self._looked = self._next_look = 0.0
         self._pickled = pickle_stage(self.stage)
-        self._server = RankServer([__name__, *_modules_of(self.stage)], self.stage.dir.driver_log)
+        self._server = ForkServer([__name__, *_modules_of(self.stage)], self.stage.dir.driver_log)
 
     def run(self) -> bool:
         """Start ranks, and return when none is left: True if the stage has ended.
@@ -404,7 +381,7 @@ class Supervisor:
             self._pickled, rank, device, cores, stage.dir.rank_log(number), stage.options.log_level, its,
         )  # fmt: skip
         try:
-            process = RankProcess(self._server, run_rank, arguments, f"sharmill-rank-{number}")
+            process = ForkedProcess(self._server, run_rank, arguments, f"sharmill-rank-{number}")
         except (OSError, EOFError) as error:
             pipe.close()
             self._note(rank, "failed", f"could not be started: {type(error).__name__}: {error}")
@@ -516,7 +493,7 @@ def run_rank(
     """
     # Ctrl-C, which reaches the whole group, is left to the run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
+    end_with_server()
     os.environ[VISIBLE] = device.visible
     limit_cores(cores)
     redirect_output(log_file)

@@ -196,12 +196,17 @@ def new_process(method: str) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown()
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, even in the middle of native code."""
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends, even in the middle of native code.
+
+    Args:
+        parent: its process id where that is known: a parent that has ended by now is not missed.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # For a child of a forkserver, this is the process that has started the server.
     starter = multiprocessing.parent_process()
-    if starter is not None and not starter.is_alive():
+    # The files of a starter with threads may be open for a moment longer than the parent lives.
+    if (starter is not None and not starter.is_alive()) or parent not in (None, os.getppid()):
         os._exit(1)
 
 

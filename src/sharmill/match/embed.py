@@ -11,13 +11,14 @@ import xxhash
 
 from sharmill.audio.decoder import to_float
 from sharmill.audio.resample import Resampling, resample
-from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentReader, SegmentsOnce
-from sharmill.engine.ahead import LoadedBatches
-from sharmill.engine.delays import spent_on
+from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentMaker, SegmentReader, SegmentsOnce, Together
+from sharmill.engine.delays import add_delay, spent_on
+from sharmill.engine.feeders import BATCHES_AHEAD, Feed, Feeders
 from sharmill.errors import RejectRecord
 from sharmill.manifest import AudioNotes, Segment
 from sharmill.models import SpeakerEncoder
 from sharmill.models.batches import pad, padded_batches
+from sharmill.models.device import DeviceClock
 from sharmill.models.memory import MemoryGuard
 
 # Sizes of the sample of voices: for a dataset, and for one group.
@@ -41,12 +42,42 @@ class EmbeddedSegment:
 
 
 _Loaded = tuple[np.ndarray, int, AudioNotes]
-BegunSegments = LoadedBatches[Segment, _Loaded | RejectRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class BegunSegments:
+    """Segments that feeders decode, in batches of their numbers.
+
+    Attributes:
+        items: all of them.
+        feed: of their recordings.
+    """
+
+    items: Sequence[Segment]
+    batches: list[list[int]]
+    once: SegmentsOnce[np.ndarray, tuple[str, int, AudioNotes]]
+    feed: Feed[Together, Any]
 
 
 @dataclass(frozen=True)
+class _AtRate:
+    """The samples of a segment at the rate of an encoder, with their type, content and notes."""
+
+    sampling_rate: int
+    resampling: Resampling
+
+    def __call__(self, audio: SegmentAudio | FileCopy) -> tuple[np.ndarray, tuple[str, int, AudioNotes]]:
+        assert isinstance(audio, SegmentAudio)
+        samples = audio.samples
+        if audio.sampling_rate != self.sampling_rate:
+            samples = resample(to_float(samples), audio.sampling_rate, self.sampling_rate, self.resampling)
+            samples = samples.astype(np.float32, copy=False)
+        return np.ascontiguousarray(samples), (samples.dtype.str, audio.content, audio.notes)
+
+
+@dataclass
 class Embedder:
-    """A speaker encoder, fed by ``threads`` threads that decode and resample ahead of its batches.
+    """A speaker encoder, and the feeders that decode and resample ahead of its batches.
 
     ``batch_seconds`` is the audio in one batch, padding included; ``pinned`` is for an encoder on a GPU, which gets its
     batches from pinned memory: the next is put together while it computes.
@@ -55,10 +86,20 @@ class Embedder:
     encoder: SpeakerEncoder
     reader: SegmentReader
     batch_seconds: float
-    threads: int
+    num_feeders: int = 0
     resampling: Resampling = "soxr"
     guard: MemoryGuard = field(default_factory=lambda: MemoryGuard("the speaker encoder", "match.batch_seconds"))
     pinned: bool = False
+
+    def __post_init__(self) -> None:
+        make = SegmentMaker(self.reader, _AtRate(self.encoder.sampling_rate, self.resampling))
+        ahead = BATCHES_AHEAD * self.batch_seconds
+        self._clock = DeviceClock("cuda" if self.pinned else "cpu")
+        self.feeders = Feeders(make, self.num_feeders, weigh=attrgetter("seconds"), ahead=ahead)
+
+    def close(self) -> None:
+        """End the feeders."""
+        self.feeders.close()
 
     def __call__(
         self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
@@ -67,27 +108,16 @@ class Embedder:
         return self.finish(self.begin(segments), advance)
 
     def begin(self, segments: Sequence[Segment]) -> BegunSegments:
-        """Begin to decode segments, and return when the first is decoded.
+        """Have feeders begin to decode segments.
 
         Some batches of audio are held, and in a spool all segments of each recording that has several of them.
         """
-        once = SegmentsOnce(self.reader, segments, self._prepare)
-
-        def load(segment: Segment) -> _Loaded | RejectRecord:
-            try:
-                data, (content, notes) = once.get(segment)
-            except RejectRecord as reject:
-                return reject
-            return np.frombuffer(bytearray(data), np.float32), content, notes
-
-        return LoadedBatches(
-            segments,
-            padded_batches([segment.duration for segment in segments], self.batch_seconds),
-            load,
-            threads=self.threads,
-            weigh=attrgetter("duration"),
-            batch_weight=self.batch_seconds,
+        batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
+        once = SegmentsOnce[np.ndarray, Any](
+            self.reader.roots, (segments[index] for batch in batches for index in batch)
         )
+        feed = once.results = self.feeders.feed(once.recordings())
+        return BegunSegments(segments, batches, once, feed)
 
     def finish(
         self,
@@ -97,24 +127,29 @@ class Embedder:
     ) -> list[EmbeddedSegment | RejectRecord]:
         """Return the embedding of every segment, or why it has none.
 
-        ``advance`` is called with the seconds of every batch that is done, and ``when_all_begun`` as of
-        ``LoadedBatches.take``.
+        ``advance`` is called with the seconds of every batch that is done, and ``when_all_begun`` once all segments
+        are given to feeders.
         """
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
-        for batch, loaded in zip(begun.batches, begun.take(when_all_begun), strict=True):
+        for batch in begun.batches:
             usable: dict[int, _Loaded] = {}
-            for index, item in zip(batch, loaded, strict=True):
-                if isinstance(item, RejectRecord):
-                    outcomes[index] = item
-                else:
-                    usable[index] = item
+            with spent_on("decoding"):
+                for index in batch:
+                    try:
+                        data, (dtype, content, notes) = begun.once.get(begun.items[index])
+                        usable[index] = np.frombuffer(data, dtype), content, notes
+                    except RejectRecord as reject:
+                        outcomes[index] = reject
+            if begun.feed.all_given:
+                when_all_begun()
             try:
-                with spent_on("model"):
+                with self._clock.running():
                     outcomes.update(self._embed(usable))
             except RejectRecord as reject:
                 outcomes.update(dict.fromkeys(usable, reject))
             advance(sum(begun.items[index].duration for index in batch))
         self.guard.unit_done()
+        add_delay("model", self._clock.take())
         return [outcomes[index] for index in range(len(begun.items))]
 
     def _embed(self, usable: dict[int, _Loaded]) -> dict[int, EmbeddedSegment]:
@@ -131,12 +166,6 @@ class Embedder:
                 rows.numpy() if rows.device.type == "cpu" else rows, usable.items(), strict=True
             )
         }
-
-    def _prepare(self, audio: SegmentAudio | FileCopy) -> tuple[bytes, tuple[int, AudioNotes]]:
-        """Return the samples of a segment at the rate of the encoder, its content and its notes."""
-        assert isinstance(audio, SegmentAudio)
-        samples = resample(to_float(audio.samples), audio.sampling_rate, self.encoder.sampling_rate, self.resampling)
-        return samples.astype(np.float32, copy=False).tobytes(), (audio.content, audio.notes)
 
 
 def sample_voices(

@@ -136,7 +136,8 @@ class MatchStage(Stage):
 
     def open(self, run: StageRun, device: str) -> Processor:
         kind = check_device(device)
-        return MatchProcessor(run, make_embedder(run.settings, segment_reader(run), device), kind)
+        embed = make_embedder(run.settings, segment_reader(run), device, run.options.num_feeders(device))
+        return MatchProcessor(run, embed, kind)
 
     def finalize(self, run: StageRun) -> Totals:
         match, least = run.settings, min_similarity(run.settings)
@@ -162,20 +163,21 @@ def _unit_seconds(match: MatchConfig, total: float) -> float:
     return match.unit_seconds or max(float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS)), total / _MOST_UNITS)
 
 
-def make_embedder(match: MatchConfig, reader: SegmentReader, device: str) -> Embedder:
-    """Load the speaker encoder on a device, and return it with what feeds it.
+def make_embedder(match: MatchConfig, reader: SegmentReader, device: str, num_feeders: int) -> Embedder:
+    """Load the speaker encoder on a device, and return it with the feeders that it gets; it has to be closed.
 
     Raises:
         ConfigError: it cannot be loaded, or a batch does not fit.
+        DeviceError: the feeders cannot be started.
     """
-    threads = make_deterministic(device)
+    make_deterministic()
     encoder = load_speaker_encoder(match.encoder, device, precision=match.precision, **match.options)
     require_room(encoder, device, match.batch_seconds, "match.batch_seconds")
     return Embedder(
         encoder=encoder,
         reader=reader,
         batch_seconds=fit_batch_seconds(match.batch_seconds, device, _CPU_BATCH_SECONDS),
-        threads=threads,
+        num_feeders=num_feeders,
         resampling=match.resampling,
         pinned=device == "cuda",
     )
@@ -201,6 +203,9 @@ class MatchProcessor(AheadProcessor[_Begun]):
         self._embed = embed
         self._order = map_stored_array(self._plan / "order.npy")
         self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))
+
+    def close(self) -> None:
+        self._embed.close()
 
     def begin(self, unit: Unit) -> _Begun:
         """Begin to decode the audio of a unit.
@@ -247,6 +252,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
             # Each batch has its longest segment first.
             "padded_seconds": sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches),
             "embedded_seconds": sum(segment.duration for segment in wanted.items),
+            "feeder_seconds": self._embed.feeders.take_cpu_seconds(),
             "voices": sample_voices(
                 ((self._chooser.group_key(group[0]), _embeddings(group, found)) for group in groups),
                 unit.id, unit.params["stop"] - unit.params["start"], len(self._order),

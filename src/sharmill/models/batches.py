@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from sharmill.audio.decoder import FULL_SCALE
 from sharmill.models import Codec
 from sharmill.models.device import fit_batch_seconds
 
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 # Lengths between a power of two and the next. Rounding up to one of them pads by 1 / 45 on average.
 _LENGTHS_PER_OCTAVE: Final = 16
 # A segment that is longer is cut. As much as a batch has by default, and more than most utterances have.
-PIECE_SECONDS: Final = 30.0
+PIECE_SECONDS: Final = 20.0
 
 
 def padded_batches(lengths: Sequence[float], max_padded: float, *, equal_below: float = 0.0) -> list[list[int]]:
@@ -57,17 +58,23 @@ def pad(
     """Return arrays (samples,) as one zero-padded float32 tensor (batch, samples), and their lengths (items,).
 
     Args:
+        items: float32, or int16 of which 32768 is full scale.
         at_least: rows and samples of a larger batch.
         pinned: for a model on a GPU: its copies need not wait then, and torch uses such memory again.
     """
     import torch
 
-    lengths = torch.tensor([len(item) for item in items], dtype=torch.int64)
-    shape = max(len(items), at_least[0]), max(int(lengths.max()), at_least[1])
-    padded = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
-    for row, item in zip(padded, items, strict=False):
-        row[: len(item)] = torch.from_numpy(item)
-    return padded, lengths
+    lengths = [len(item) for item in items]
+    shape = max(len(items), at_least[0]), max(*lengths, at_least[1])
+    padded = torch.empty(shape, dtype=torch.float32, pin_memory=pinned)
+    rows = padded.numpy()
+    for row, item, length in zip(rows, items, lengths, strict=False):
+        row[:length] = item
+        row[length:] = 0.0
+        if item.dtype == np.int16:
+            row[:length] *= np.float32(1 / FULL_SCALE)
+    rows[len(items) :] = 0.0
+    return padded, torch.from_numpy(np.array(lengths, np.int64))
 
 
 @dataclass(frozen=True, slots=True)

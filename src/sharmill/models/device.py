@@ -7,6 +7,7 @@ imports no torch.
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, Final, TypeVar, cast
 
 from sharmill.config import Precision
 from sharmill.errors import ConfigError, DeviceError, one_line
-from sharmill.files.host import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 _NEEDS: Final = {"13": "a driver of 580 or later and compute capability 7.5 or higher"}
 # On a CPU the activations of a large batch leave the cache, and are new pages each time: more audio at once is slower.
 _CPU_BATCH_SECONDS: Final = 10.0
-# More threads wait for Python's lock most of the time.
-_MOST_THREADS: Final = 16
 # The first generation of GPUs with TensorFloat-32 and bfloat16.
 _REDUCED_CAPABILITY: Final = (8, 0)
 
@@ -92,8 +90,8 @@ def _describe_torch() -> str:
     return f"{built}; this machine's driver is {driver_version()}{found}. See docs/models.md"
 
 
-def make_deterministic(device: str) -> int:
-    """Make torch's results independent of the machine's cores, and return how many threads may decode audio meanwhile.
+def make_deterministic() -> None:
+    """Make torch's results independent of the machine's cores.
 
     One thread computes: sums then do not depend on the number of cores, and the other cores have ranks of their own.
     cuBLAS gets a workspace of fixed size, without which recurrent layers may differ from run to run. TorchScript fuses
@@ -108,7 +106,6 @@ def make_deterministic(device: str) -> int:
     torch.backends.cudnn.deterministic = True
     _allow_tf32(False)
     torch._C._jit_set_texpr_fuser_enabled(False)
-    return min(usable_cores(), _MOST_THREADS) if device == "cuda" else 1
 
 
 def with_precision(encode: Encode, device: str, precision: Precision) -> Encode:
@@ -163,3 +160,44 @@ def fit_batch_seconds(batch_seconds: float, device: str, on_cpu: float = _CPU_BA
     (600.0, 10.0, 5.0)
     """
     return min(batch_seconds, on_cpu) if device == "cpu" else batch_seconds
+
+
+class DeviceClock:
+    """The time in which the device of a model is at work, by the events of a GPU, whose calls return before it is done.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device != "cpu"
+        self._seconds = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the model on a batch."""
+        started = time.monotonic()
+        events = self._record()
+        yield
+        if self._on_gpu:
+            self._events.append((events, self._record()))
+        else:
+            self._seconds += time.monotonic() - started
+
+    def take(self) -> float:
+        """Return the seconds since the last call; on a GPU, wait for the last batch."""
+        seconds, self._seconds = self._seconds, 0.0
+        events, self._events = self._events, []
+        if events:
+            events[-1][1].synchronize()
+        return seconds + sum(begin.elapsed_time(end) for begin, end in events) / 1000
+
+    def _record(self) -> Any:
+        if not self._on_gpu:
+            return None
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

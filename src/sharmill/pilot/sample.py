@@ -11,7 +11,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -23,10 +23,12 @@ import numpy as np
 from sharmill.audio.files import open_recording
 from sharmill.audio.segments import SegmentReader
 from sharmill.config import Config, MetricsConfig, References
+from sharmill.engine.delays import take_delays
 from sharmill.engine.executor import Listener
 from sharmill.engine.order import make_stages
 from sharmill.engine.run import locked, run_stage
 from sharmill.engine.run_dir import RunDir
+from sharmill.engine.stage import RunOptions
 from sharmill.errors import RejectRecord, refuse
 from sharmill.executors.local import LocalExecutor
 from sharmill.files.atomic import remove_temp_files, require_writable, write_atomic
@@ -221,10 +223,15 @@ def run_pilot(
         tell(f"embedding {kept} utterances of {records.sample.num_groups} groups")
         kind, started = check_device(device), time.monotonic()
         reader = SegmentReader(segment_roots(config), config.section(PrepareConfig).duration_tolerance)
-        embed = make_embedder(match, reader, device)
-        loaded = time.monotonic()
         segments = [one.segment for one in records.utterances]
-        for utterance, found in zip(records.utterances, embed(segments), strict=True):
+        num_feeders = RunOptions.from_config(config).num_feeders(device)
+        with closing(make_embedder(match, reader, device, num_feeders)) as embed:
+            loaded = time.monotonic()
+            take_delays()
+            outcomes = embed(segments)
+            embedding_seconds, delays = time.monotonic() - loaded, take_delays()
+            decoding = embed.feeders.take_cpu_seconds() or delays.get("decoding", 0.0)
+        for utterance, found in zip(records.utterances, outcomes, strict=True):
             if isinstance(found, RejectRecord):
                 lost[utterance.index] = MatchStage.kind, found
             else:
@@ -232,7 +239,8 @@ def run_pilot(
         audio = max(1e-9, sum(segment.duration for segment in segments))
         rates.append(_rate(
             records, MatchStage.kind, kind, seconds_to_start=loaded - started,
-            seconds_per_cost=(time.monotonic() - loaded) / audio, cost=audio, count=kept,
+            seconds_per_cost=embedding_seconds / audio, cost=audio, count=kept,
+            decoding_per_cost=decoding / audio, model_per_cost=delays.get("model", 0.0) / audio,
         ))  # fmt: skip
         tell("comparing voices")
         voices = _choose(config, match, records, embedded, lost)
@@ -278,7 +286,7 @@ def _store(path: Path, outcome: Calibration) -> None:
 
 def _rate(
     records: PilotRecords, name: str, device: str = "", *, seconds_per_cost: float, cost: float, count: int,
-    seconds_to_start: float = 0.0,
+    seconds_to_start: float = 0.0, decoding_per_cost: float = 0.0, model_per_cost: float = 0.0,
 ) -> StageRate:  # fmt: skip
     """Return the rate of a stage of a cost that leaves a manifest of ``count`` records."""
     drawn = max(1, len(records.sample.rows))
@@ -288,6 +296,7 @@ def _rate(
         # A manifest is there twice: in the parts of units, and merged.
         bytes_per_cost=2 * size / max(cost, 1e-9), cost_per_record=cost / drawn,
         records_per_record=count / drawn, records_per_unit=count,
+        decoding_per_cost=decoding_per_cost, model_per_cost=model_per_cost,
     )  # fmt: skip
 
 

@@ -181,19 +181,31 @@ def _make_work(facts: Facts) -> Markup | None:
     stages = [stage for stage in facts.run.stages if is_main(stage.kind)] if facts.run else []
     views = [(stage.view, stage.view.pace) for stage in stages if stage.view.pace]
     ranks = [figure(f"Rate of {view.name}, by rank", *_rates(view, pace.rates)) for view, pace in views]
+    for view, pace in views:
+        if pace.on_gpu and pace.worked:
+            shares = {rank: 100 * share for rank, share in pace.worked.items()}
+            chart, note = _by_rank(
+                shares, "%", f"{view.name}: the share of its time in which the GPU of each rank works"
+            )
+            ranks.append(figure(f"Work of the GPUs of {view.name}, by rank", chart, pace.hindrance or note))
     return render("work.html", rows=views, charts=charts, ranks=ranks) if charts or views else None
 
 
 def _rates(view: StageView, rates: dict[int, float]) -> tuple[Markup, str]:
     unit = "records per second" if view.cost_unit == "records" else "× real time"
-    if len(rates) > _MOST_RANKS:
-        return _spread(list(rates.values()), unit, "ranks")
-    names = [f"rank {rank}" if len(rates) < 6 else str(rank) for rank in rates]
+    return _by_rank(rates, unit, f"{view.name}: {unit} of each rank")
+
+
+def _by_rank(values: dict[int, float], unit: str, description: str) -> tuple[Markup, str]:
+    """Return a column for each rank, or a histogram where there are many, and their range in words."""
+    if len(values) > _MOST_RANKS:
+        return _spread(list(values.values()), unit, "ranks")
+    names = [f"rank {rank}" if len(values) < 6 else str(rank) for rank in values]
     chart = columns(
-        names, list(rates.values()), label="", show=lambda rate: f"{show_number(rate)} {unit}",
-        description=f"{view.name}: {unit} of each rank",
+        names, list(values.values()), label="", show=lambda value: f"{show_number(value)} {unit}",
+        description=description,
     )  # fmt: skip
-    return chart, f"{show_number(min(rates.values()))} to {show_number(max(rates.values()))} {unit}"
+    return chart, f"{show_number(min(values.values()))} to {show_number(max(values.values()))} {unit}"
 
 
 def _spread(values: Sequence[float], unit: str, things: str) -> tuple[Markup, str]:

@@ -12,7 +12,6 @@ import pickle
 import reprlib
 import signal
 import sys
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +26,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from sharmill.errors import ConfigError, FatalError, refuse
 from sharmill.files.host import describe_exit, safe_path
+from sharmill.files.messages import RemoteTraceback, portable
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -226,7 +226,7 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
             free.put(worker)
         if good:
             return value
-        raise value from _RemoteTraceback(trace)
+        raise value from RemoteTraceback(trace)
 
     try:
         for _ in range(num_workers):
@@ -241,10 +241,6 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
             worker.connection.close()
         for worker in workers:
             worker.join()
-
-
-class _RemoteTraceback(Exception):
-    """The traceback of an error in the other process, shown as the cause of the error here."""
 
 
 def _map_items(connection: Connection, function: bytes) -> None:
@@ -262,15 +258,5 @@ def _map_items(connection: Connection, function: bytes) -> None:
                 fn = pickle.loads(function) if fn is None else fn
                 answer = pickle.dumps((True, fn(pickle.loads(question)), ""), pickle.HIGHEST_PROTOCOL)
             except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the result would have come
-                answer = _failure(error)
+                answer = pickle.dumps((False, *portable(error)), pickle.HIGHEST_PROTOCOL)
             connection.send_bytes(answer)
-
-
-def _failure(error: Exception) -> bytes:
-    trace = "\n" + "".join(traceback.format_exception(error))
-    try:
-        answer = pickle.dumps((False, error, trace), pickle.HIGHEST_PROTOCOL)
-        pickle.loads(answer)
-    except Exception:  # noqa: BLE001  many exceptions cannot be made again from their arguments
-        return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), trace), pickle.HIGHEST_PROTOCOL)
-    return answer

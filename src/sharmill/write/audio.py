@@ -7,7 +7,7 @@ from typing import Final
 from sharmill.audio.decoder import to_float
 from sharmill.audio.encoding import count_clipped, encode, encoder_problem
 from sharmill.audio.resample import resample
-from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentPlace, SegmentReader, SegmentsOnce
+from sharmill.audio.segments import FileCopy, SegmentAudio, SegmentMaker, SegmentPlace, SegmentReader, SegmentsOnce
 from sharmill.errors import RejectRecord
 from sharmill.manifest import Segment
 from sharmill.write.config import WriteConfig
@@ -31,7 +31,9 @@ class StoredAudio:
     num_clipped: int = 0
 
 
-def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]) -> SegmentsOnce[StoredAudio]:
+def store_segments(
+    config: WriteConfig, reader: SegmentReader, uses: Iterable[Segment]
+) -> SegmentsOnce[bytes, StoredAudio]:
     """Return the audio of segments as it is stored: copied where the file already is what is wanted, else encoded."""
 
     def may_copy(location: SegmentPlace) -> bool:
@@ -60,4 +62,6 @@ def store_segments(config: WriteConfig, reader: SegmentReader, uses: Iterable[Se
             extension, rate, len(samples), found.notes.sound, count_clipped(samples)
         )
 
-    return SegmentsOnce(reader, uses, store, may_copy)
+    once = SegmentsOnce[bytes, StoredAudio](reader.roots, uses)
+    once.results = map(SegmentMaker(reader, store, may_copy), once.recordings())
+    return once

@@ -292,7 +292,7 @@ def _parts(utterance: Utterance) -> dict[str, tuple[Segment, str]]:
 
 
 def _store_all(
-    audio: SegmentsOnce[StoredAudio], utterance: Utterance
+    audio: SegmentsOnce[bytes, StoredAudio], utterance: Utterance
 ) -> dict[str, tuple[Item, StoredAudio]] | RejectRecord:
     """Return the items of an utterance by field of audio, or why the record has to go.
 

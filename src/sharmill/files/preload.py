@@ -1,6 +1,6 @@
-"""Imports that the ranks of one machine share, made by the server process that they are forked from when it starts.
+"""Imports that forked processes share, made by the server that they are forked from when it starts.
 
-A module that cannot be imported is left out, so that the rank which needs it meets the error and reports it.
+A module that cannot be imported is left out, so that the process which needs it meets the error and reports it.
 """
 
 import importlib
@@ -11,16 +11,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from sharmill.errors import SharmillError
-from sharmill.executors.rank_process import PRELOAD
-from sharmill.executors.supervisor import redirect_output
-from sharmill.files.host import end_with_parent
+from sharmill.files.forks import PRELOAD, become_server
+from sharmill.files.output import redirect_output
 
-end_with_parent()
-modules, path, log = json.loads(os.environ.pop(PRELOAD))
+parent, modules, path, log = json.loads(os.environ.pop(PRELOAD))
+become_server(parent)
 try:
-    redirect_output(Path(log))
+    if log is not None:
+        redirect_output(Path(log))
 except SharmillError:
-    # Ranks meet the same, and their supervisor says so; a terminal gets one line.
+    # The forked processes meet the same, and it is told; a terminal gets one line.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

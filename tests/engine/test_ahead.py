@@ -1,0 +1,48 @@
+"""The input of the unit that is next, begun while the one before it is at work."""
+
+import pytest
+
+from sharmill.engine.ahead import AheadProcessor
+from sharmill.engine.unit import make_unit
+
+FIRST, SECOND, DAMAGED = (make_unit(index, cost=1.0, size=1, params={}) for index in range(3))
+
+
+class Loading(AheadProcessor):
+    def __init__(self):
+        super().__init__()
+        self.begun = []
+
+    def begin(self, unit):
+        self.begun.append(unit)
+        if unit == DAMAGED:
+            raise ValueError("damaged")
+        return unit.index
+
+    def process(self, unit, staging, advance):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def ahead():
+    return Loading()
+
+
+def test_the_expected_unit_is_begun_once_and_before_it_is_taken(ahead):
+    ahead.expect(SECOND)
+    assert ahead.take(FIRST) == 0
+    ahead.begin_next()
+    ahead.begin_next()
+    assert ahead.begun == [FIRST, SECOND]
+    assert ahead.take(SECOND) == 1
+    assert ahead.begun == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize("comes", [SECOND, DAMAGED])
+def test_an_error_is_that_of_its_own_unit(ahead, comes):
+    ahead.expect(DAMAGED)
+    ahead.begin_next()
+    if comes == DAMAGED:
+        with pytest.raises(ValueError, match="damaged"):
+            ahead.take(DAMAGED)
+    assert ahead.take(SECOND) == 1

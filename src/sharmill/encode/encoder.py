@@ -191,6 +191,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         segments, frames, batches, feed = self.take(unit)
+        self._clock.restart()
         share = unit.cost / max(1, sum(frames))
         dtype = codes_dtype(self._codec.codebook_size)
         # A segment that the codec gives no codes for has no frames.

@@ -89,7 +89,7 @@ class _Feeder:
         """True if many parts of a long recording wait to be used."""
         return bool(self.bundles) and sum(len(errand.parts) for errand in self.bundles[0]) > _MOST_PARTS
 
-    def has(self, errand: "_Errand | None") -> bool:
+    def has(self, errand: "_Errand") -> bool:
         """Return True if an errand is with this feeder."""
         return any(errand in bundle for bundle in self.bundles)
 
@@ -179,9 +179,12 @@ class Feeders(Generic[Task, Result]):
     def listen(self, errand: "_Errand[Task, Result] | None" = None) -> None:
         """Wait for answers, a second at most, and take them; end what hangs.
 
-        A feeder that is far ahead has to wait, but for the one that has the ``errand``.
+        A feeder that is far ahead of an ``errand`` has to wait, unless it has the errand itself.
         """
-        heard = {one.line.pipe: one for one in self._feeders if not one.is_far_ahead or one.has(errand)}
+        heard = {
+            one.line.pipe: one
+            for one in self._feeders if errand is None or not one.is_far_ahead or one.has(errand)
+        }  # fmt: skip
         for pipe in wait(list(heard), timeout=1.0):
             self._take_answer(heard[pipe])  # type: ignore[index]
         for feeder in [*heard.values()]:

@@ -131,6 +131,7 @@ class Embedder:
         are given to feeders.
         """
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
+        self._clock.restart()
         for batch in begun.batches:
             usable: dict[int, _Loaded] = {}
             with spent_on("decoding"):

@@ -185,10 +185,14 @@ class DeviceClock:
         else:
             self._seconds += time.monotonic() - started
 
+    def restart(self) -> None:
+        """Forget the batches of a unit that has failed."""
+        self._seconds, self._events = 0.0, []
+
     def take(self) -> float:
         """Return the seconds since the last call; on a GPU, wait for the last batch."""
-        seconds, self._seconds = self._seconds, 0.0
-        events, self._events = self._events, []
+        seconds, events = self._seconds, self._events
+        self.restart()
         if events:
             events[-1][1].synchronize()
         return seconds + sum(begin.elapsed_time(end) for begin, end in events) / 1000

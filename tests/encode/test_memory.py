@@ -89,13 +89,13 @@ def test_a_segment_too_long_for_the_device_costs_its_unit_alone(make_config):
 
 @pytest.fixture
 def codec(monkeypatch):
-    """The builtin codec, on a device that has no memory for more than 31 s at once."""
+    """The builtin codec, on a device that has no memory for more than 21 s at once."""
     codec = load_codec("builtin")
     codec.whole, codec.lengths = codec.encode, []
 
     def encode(audio, num_samples):
         codec.lengths.append([round(n / 16000, 1) for n in num_samples.tolist()])
-        if audio.numel() > 31 * 16000:
+        if audio.numel() > 21 * 16000:
             raise LACK
         return codec.whole(audio, num_samples)
 
@@ -106,7 +106,7 @@ def codec(monkeypatch):
 def test_a_segment_cut_for_the_device_has_the_codes_of_the_whole(project, make_config, codec):
     config = make_config(1.0, 70.0)
     assert encode(config, codec).ok
-    assert codec.lengths == [[30.0], [30.0], [30.0], [1.0]]
+    assert codec.lengths == [[20.0], [20.0], [20.0], [20.0], [1.0]]
     (commit,) = [one for path in codec_stages(config)[1].dir.path.glob("**/ledger/*.jsonl") for one in lines(path)]
     assert (commit["stats"]["encoded_seconds"], commit["stats"]["padded_seconds"]) == (71.0, 71.0)
     (long,) = [cut for cut in open_shar(project.dataset) if cut.duration > 60]

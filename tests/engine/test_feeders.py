@@ -126,21 +126,102 @@ def test_one_that_is_killed_without_a_task_costs_nothing():
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_long_recording_comes_in_parts_and_is_nowhere_in_memory_as_a_whole(number):
-    """A gigabyte in parts of 4 MiB, behind which others wait, while the rank uses them one after the other."""
+    """A gigabyte in parts of 4 MiB, behind and before short ones, while the rank uses them one after the other."""
     with feeding(number, ahead=500.0) as feeders:
-        feed = feeders.feed([("sleep", 0.3), ("parts", 256), *[("is", 1)] * 40, ("parts", 3)])
-        list(next(feed))
-        most = 0
+        feed = feeders.feed([("is", 0), ("parts", 256), *[("is", 1)] * 40, ("parts", 3)])
+        assert list(next(feed)) == [0]
+        # The short one is not kept until the long one behind it has ended.
+        assert waiting_parts(feeders) < 100
+        wait_until(lambda: not number or waiting_parts(feeders) > 0 or feeders.listen())
+        most, held, files = 0, 0, 0
         for place, part in enumerate(next(feed)):
             assert (part == place).all()
-            held = sum(shared_bytes(feeder.process.pid) for feeder in feeders._feeders)
-            most = max(most, held)
+            most = max(most, sum(map(resident, [feeder.process.pid for feeder in feeders._feeders])))
+            held = max(held, waiting_parts(feeders))
+            files = max(files, len([*Path("/proc/self/fd").iterdir()]))
         assert place == 255
         assert most < 400 << 20
+        assert held <= 101
+        # Nothing that waits needs an open file.
+        assert files < 200
         assert outcomes(feed)[:40] == [1] * 40
 
 
-def shared_bytes(pid):
+def waiting_parts(feeders):
+    return sum(len(errand.parts) for one in feeders._feeders for bundle in one.bundles for errand in bundle)
+
+
+def test_parts_come_once_though_a_feeder_ends_behind_them():
+    tasks = [("is", 1), ("parts", 6), ("segfault", 0), ("parts", 2), ("is", 2)]
+    with feeding(1) as feeders:
+        first, many, failed, few, last = map(list_or_error, feeders.feed(tasks))
+    assert (first, last) == ([1], [2])
+    assert [part[0] for part in many] == [*range(6)]
+    assert [part[0] for part in few] == [0, 1]
+    assert isinstance(failed, UnitFailed)
+
+
+def list_or_error(parts):
+    try:
+        return list(parts)
+    except UnitFailed as error:
+        return error
+
+
+def test_what_is_left_of_a_unit_that_has_failed_holds_no_feeder_up():
+    with feeding(2, ahead=1000.0) as feeders:
+        feeders.feed([("parts", 200), ("parts", 200)])
+        later = feeders.feed([("pid", 0)] * 3000)
+        feeders.drop_earlier()
+        pids = outcomes(later)
+        assert len(pids) == 3000
+        wait_until(lambda: not any(feeder.bundles for feeder in feeders._feeders) or feeders.listen())
+        assert waiting_parts(feeders) == 0
+
+
+class Unusable:
+    """What no feeder can unpickle."""
+
+    def __reduce__(self):
+        return __import__, ("sharmill_no_such_module",)
+
+
+def test_feeders_that_cannot_do_anything_are_given_up():
+    feeders = Feeders(Unusable(), 1, weigh=lambda task: 1.0, ahead=1.0)
+    with closing(feeders), pytest.raises(DeviceError, match="exit status 1"):
+        list(next(feeders.feed([1, 2, 3])))
+
+
+FULL = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from support.work import Decoder
+from sharmill.engine.feeders import Feeders
+if __name__ == "__main__":
+    feeders = Feeders(Decoder(), 1, weigh=lambda task: 1.0, ahead=10.0)
+    for parts in feeders.feed([("is", 1), ("array", 20_000_000), ("is", 2)]):
+        try:
+            print(*parts, flush=True)
+        except OSError as error:
+            print(error.errno, flush=True)
+    print(*next(feeders.feed([("is", 3)])))
+    feeders.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_full_disk_is_told_as_that_and_blames_no_recording(tmp_path):
+    program, folder = tmp_path / "full.py", tmp_path / "full"
+    program.write_text(FULL)
+    folder.mkdir()
+    mount = f"mount -t tmpfs -o size=1m tmpfs {folder} && TMPDIR={folder} exec {sys.executable} {program}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False, timeout=90)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("this machine allows no mounts")
+    assert done.stdout == "28\n28\n28\n3\n", done.stderr
+
+
+def resident(pid):
     """The resident memory of a process, what it shares included."""
     return int(re.search(r"^Rss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)[1]) << 10
 
@@ -158,7 +239,7 @@ def test_too_many_open_files_end_the_attempt_and_nothing_is_mixed_up(monkeypatch
         outcomes(feeders.feed([("is", 1)] * 4))
         feed = feeders.feed([*[("is", 1)] * 5, *(("array", 10_000 * number) for number in range(1, 200))])
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/proc/self/fd").iterdir()]), limit[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))  # those that are open stay so
         try:
             with pytest.raises(DeviceError, match="ulimit"):
                 list(itertools.chain.from_iterable(feed))

@@ -40,6 +40,8 @@ _HIGHEST_PEAK: Final = 16.0
 _MAX_FILE_BYTES: Final = 64 << 20
 # In memory, of rows of parquet files and of what is made of segments.
 _SPOOLED_BYTES: Final = 64 << 20
+# Samples of a speaker encoder.
+_BYTES_PER_SECOND: Final = 64_000
 # A recording of hours is never in memory as a whole.
 _PART_BYTES: Final = 4 << 20
 
@@ -233,7 +235,9 @@ class Together:
 
     @property
     def seconds(self) -> float:
-        return sum(segment.duration for segment in self.segments)
+        """The seconds of the segments, or those of audio that takes as much memory as the row."""
+        of_row = 0.0 if self.stored is None else len(self.stored) / _BYTES_PER_SECOND
+        return max(of_row, sum(segment.duration for segment in self.segments))
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,9 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         device_kind: str,
         num_feeders: int,
     ) -> None:
-        super().__init__()
+        self._reader = StoredReader(codec.sampling_rate)
+        ahead = BATCHES_AHEAD * fit_batch_seconds(settings.batch_seconds, device)
+        super().__init__(Feeders(self._reader, num_feeders, weigh=attrgetter("seconds"), ahead=ahead))
         self.device_kind = device_kind
         self._settings = settings
         self._record = record
@@ -159,12 +161,6 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         self._max_frames = fit_batch_seconds(seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._guard = MemoryGuard("the codec", "encode.batch_seconds")
         self._clock = DeviceClock(device)
-        self._reader = StoredReader(codec.sampling_rate)
-        ahead = BATCHES_AHEAD * fit_batch_seconds(seconds, device)
-        self.feeders = Feeders(self._reader, num_feeders, weigh=attrgetter("seconds"), ahead=ahead)
-
-    def close(self) -> None:
-        self.feeders.close()
 
     def begin(self, unit: Unit) -> _Begun:
         """Begin to decode the audio of a unit.
@@ -303,8 +299,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             FatalError: nothing has fitted in memory yet.
         """
         try:
-            with self._clock.running():
-                rows = self._run(batch, samples)
+            rows = self._run(batch, samples)
         except RejectRecord as reject:
             # A larger device gives it codes: it is not left out.
             raise UnitFailed(
@@ -337,10 +332,10 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         codec, pinned = self._codec, self._device == "cuda"
         if self._pieces is not None and self._is_cut(batch.num_frames):
             rows = self._pieces.rows(self._max_frames)
-            with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1):
+            with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1), self._clock.running():
                 return self._pieces.encode(codec, to_float(samples[0]), self._max_frames, pinned=pinned)[None]
         audio, num_samples = batch.fill(samples, codec.samples_per_frame, pinned=pinned)
         seconds = audio.numel() / codec.sampling_rate
         is_long = len(batch.items) == 1 and seconds > self._batch_seconds
-        with self._guard.batch(seconds, batch.num_rows, is_long=is_long):
+        with self._guard.batch(seconds, batch.num_rows, is_long=is_long), self._clock.running():
             return codec.encode(audio, num_samples).numpy()

@@ -1,9 +1,10 @@
 """Work ahead of a model: the next unit is begun while the one before it is at work."""
 
 from abc import abstractmethod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from sharmill.engine.delays import spent_on
+from sharmill.engine.feeders import Feeders
 from sharmill.engine.stage import Processor
 from sharmill.engine.unit import Unit
 
@@ -17,7 +18,8 @@ class AheadProcessor(Processor, Generic[Begun]):
     taken, so that it ends that unit and no other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, feeders: Feeders[Any, Any]) -> None:
+        self.feeders = feeders
         self._expected: Unit | None = None
         self._begun: tuple[Unit, Begun | Exception] | None = None
 
@@ -33,7 +35,8 @@ class AheadProcessor(Processor, Generic[Begun]):
         unit, self._expected = self._expected, None
         if unit is not None:
             try:
-                self._begun = unit, self.begin(unit)
+                with spent_on("decoding"):
+                    self._begun = unit, self.begin(unit)
             except Exception as error:  # noqa: BLE001 - it is raised by ``take``
                 self._begun = unit, error
 
@@ -41,8 +44,16 @@ class AheadProcessor(Processor, Generic[Begun]):
         """Return what ``begin`` makes of a unit."""
         with spent_on("decoding"):
             ready, self._begun = self._begun, None
-            if ready is None or ready[0] != unit:
-                return self.begin(unit)
-            if isinstance(ready[1], Exception):
-                raise ready[1]
-            return ready[1]
+            begun = self.begin(unit) if ready is None or ready[0] != unit else ready[1]
+            if isinstance(begun, Exception):
+                raise begun
+            # Of units that have failed, or were begun and done by others.
+            self.feeders.drop_earlier()
+            return begun
+
+    @property
+    def memory_mb(self) -> float:
+        return self.feeders.memory_mb
+
+    def close(self) -> None:
+        self.feeders.close()

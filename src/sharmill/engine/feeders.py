@@ -5,9 +5,11 @@ tasks through a pipe and answers them in their order, and notes on a board, whic
 hand: if it ends, that one is to blame.
 """
 
+import errno
 import mmap
 import os
 import pickle
+import resource
 import signal
 import socket
 import time
@@ -19,9 +21,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
-from sharmill.errors import DeviceError, UnitFailed, one_line
+from sharmill.errors import DeviceError, UnitFailed
 from sharmill.files.forks import ForkedProcess, ForkServer, end_with_server
 from sharmill.files.host import describe_exit
 from sharmill.files.messages import Line, RemoteTraceback, anonymous_file, portable
@@ -36,6 +38,8 @@ _BUNDLE_SECONDS: Final = 40.0
 # Bundles that a feeder has without a look of the rank. All fit into a pipe, so that neither end waits for the other.
 _BUNDLES_AHEAD: Final = 8
 _MOST_BUNDLES: Final = 2 * _BUNDLES_AHEAD
+# Feeders in a row that may end without a task at hand: more would end as well.
+_MOST_LOST: Final = 3
 # Parts of a long recording, each of some megabytes and a file, that wait to be used.
 _MOST_PARTS: Final = 100
 # Beside the seconds of audio. Shorter than the limit of a unit, so that the recording is named; a server may stall.
@@ -56,14 +60,37 @@ _NOTHING: Final = 255
 
 @dataclass(eq=False, slots=True)
 class _Errand(Generic[Task, Result]):
-    """A task, its seconds of audio, and what has come of it so far: parts of its result, an error and its traceback."""
+    """A task, its seconds of audio, and what has come of it so far: parts of its result, an error and its traceback.
 
+    Attributes:
+        feed: the number of the feed that it is of.
+        num_parts: how many have come.
+        num_known: how many come once more, where it was given to a second feeder.
+        is_dropped: nobody waits for it any more.
+    """
+
+    feed: int
     task: Task
     seconds: float
     is_done: bool = False
+    is_dropped: bool = False
     parts: deque[Result] = field(default_factory=deque)
+    num_parts: int = 0
+    num_known: int = 0
     error: Exception | None = None
     traceback: str = ""
+
+    def add(self, part: Result) -> None:
+        """Add a part that has come, unless it is known, or nobody waits for it."""
+        if self.num_known:
+            self.num_known -= 1
+        elif not self.is_dropped:
+            self.parts.append(part)
+            self.num_parts += 1
+
+    def end(self, error: Exception | None = None, traceback: str = "") -> None:
+        """Note that no more parts come."""
+        self.is_done, self.error, self.traceback = True, error, traceback
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +98,7 @@ class _Feeder:
     """A feeder, and the bundles that it has not answered, the first of which it has had since ``since``.
 
     It is lost if it is no longer known which it has answered. ``seconds`` are those of audio in the bundles,
-    ``cpu_seconds`` those that its answers have taken.
+    ``cpu_seconds`` those that its answers have taken, and ``memory_mb`` is the most that it has held.
     """
 
     process: ForkedProcess
@@ -83,6 +110,7 @@ class _Feeder:
     seconds: float = 0.0
     since: float = 0.0
     cpu_seconds: float = 0.0
+    memory_mb: float = 0.0
 
     @property
     def is_far_ahead(self) -> bool:
@@ -122,6 +150,9 @@ class Feeders(Generic[Task, Result]):
         # Also where what has made them fails before it can close them.
         self._end = weakref.finalize(self, self._server.end)
         self._feeders: list[_Feeder] = []
+        self._num_feeds = 0
+        # Feeders that have ended one after the other without an answer or a task at hand.
+        self._num_lost = 0
         try:
             self._feeders += [self._start() for _ in range(number)]
         except BaseException:
@@ -130,7 +161,21 @@ class Feeders(Generic[Task, Result]):
 
     def feed(self, tasks: Iterable[Task]) -> "Feed[Task, Result]":
         """Give out tasks, as far ahead as may be, and return an iterator over their results."""
-        return Feed(self, tasks)
+        self._num_feeds += 1
+        return Feed(self, tasks, self._num_feeds)
+
+    def drop_earlier(self) -> None:
+        """Drop what is left of all feeds but the last: of units that have failed or were done by others."""
+        for feeder in self._feeders:
+            for errand in (errand for bundle in feeder.bundles for errand in bundle):
+                if errand.feed != self._num_feeds:
+                    errand.is_dropped = True
+                    errand.parts.clear()
+
+    @property
+    def memory_mb(self) -> float:
+        """The most memory that the processes have held."""
+        return sum(feeder.memory_mb for feeder in self._feeders)
 
     def close(self) -> None:
         """End the processes."""
@@ -201,26 +246,33 @@ class Feeders(Generic[Task, Result]):
             try:
                 board = _map_board(file)
                 process = ForkedProcess(self._server, _feed, (its, _Inherited(file), do), "sharmill-feeder")
+                # Without a circle, so that this ends with the last reference to it.
+                listen = weakref.WeakMethod(self.listen)
+                return _Feeder(process, Line(pipe, board[2:], lambda: (listen() or _no_wait)()), board)
             finally:
                 os.close(file)
                 its.close()
         except (OSError, EOFError) as error:
-            raise self._refused("cannot be started", error) from error
-        return _Feeder(process, Line(pipe, board[2:]), board)
+            raise self._refused("cannot be started", str(error)) from error
 
-    def _refused(self, what: str, error: Exception) -> DeviceError:
+    def _refused(self, what: str, why: str) -> DeviceError:
         host = socket.gethostname()
         return DeviceError(
-            f"a process that decodes audio {what} on {host} ({one_line(error) or 'it ends at once'}): raise the limits "
-            "on processes (ulimit -u), open files (-n) and memory (-v), or set executor.feeders to less",
+            f"a process that decodes audio {what} on {host} ({why or 'it ends at once'}): see the log of the rank, and "
+            "raise the limits on processes (ulimit -u), open files (-n) and memory (-v), or set executor.feeders lower",
             place=host,
             code="setup_failed",
         )
 
     def _give_to(self, feeder: _Feeder, bundle: list["_Errand[Task, Result]"]) -> None:
         # If it has ended, that is seen where it is listened to.
-        with suppress(BrokenPipeError, ConnectionError):
-            feeder.line.send([errand.task for errand in bundle])
+        try:
+            with suppress(ConnectionError):
+                feeder.line.send([errand.task for errand in bundle])
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise self._refused("cannot be given its tasks", str(error)) from error
         if not feeder.bundles:
             feeder.since = time.monotonic()
         feeder.bundles.append(bundle)
@@ -231,7 +283,7 @@ class Feeders(Generic[Task, Result]):
         try:
             if feeder.is_lost:
                 raise EOFError
-            answers, is_last, cpu_seconds = feeder.line.receive()
+            answers: _Answers = feeder.line.receive()
         except (EOFError, ConnectionError):
             self._replace(feeder, describe_exit(feeder.process.wait(_SECONDS_TO_END)))
             return
@@ -239,37 +291,47 @@ class Feeders(Generic[Task, Result]):
             # Too many open files, or no memory: an answer is lost, and no recording is to blame.
             feeder.process.kill()
             feeder.is_lost, feeder.board[0] = True, _NOTHING
-            raise self._refused("cannot be heard", error) from error
-        for number, part, failure, trace in answers:
-            errand = feeder.bundles[0][number]
+            raise self._refused("cannot be heard", str(error)) from error
+        bundle = feeder.bundles[0]
+        for number, part, failure, trace in answers.parts:
             if failure is None:
-                errand.parts.append(part)
-            errand.error, errand.traceback = failure, trace
-        if is_last:
-            for errand in feeder.bundles.popleft():
-                errand.is_done = True
-                feeder.seconds -= errand.seconds
+                bundle[number].add(part)
+            else:
+                bundle[number].end(failure, trace)
+        for errand in bundle[: answers.at_hand]:
+            if not errand.is_done:
+                errand.end(*answers.failure)
+        if answers.at_hand is None:
+            feeder.bundles.popleft()
+            feeder.seconds -= sum(errand.seconds for errand in bundle)
             feeder.num_answered += 1
-        feeder.since = time.monotonic()
-        self._cpu_seconds += cpu_seconds - feeder.cpu_seconds
-        feeder.cpu_seconds = cpu_seconds
+        feeder.since, self._num_lost = time.monotonic(), 0
+        self._cpu_seconds += answers.cpu_seconds - feeder.cpu_seconds
+        feeder.cpu_seconds, feeder.memory_mb = answers.cpu_seconds, answers.memory_mb
 
     def _replace(self, feeder: _Feeder, how: str) -> None:
         """Put another in the place of a feeder that has ended. The task that it had at hand has failed."""
         at_hand, bundle = feeder.board[:2]
+        is_blamed = bool(
+            # It may have answered all that it had begun.
+            feeder.bundles and bundle == feeder.num_answered % 256 and at_hand < len(feeder.bundles[0])
+        )  # fmt: skip
+        self._num_lost = 0 if is_blamed else self._num_lost + 1
+        if self._num_lost > _MOST_LOST:
+            raise self._refused(how, "without a recording at hand")
         # If none can be started, the next look at this one tries again.
         fresh = self._start()
         feeder.line.close()
         self._feeders[self._feeders.index(feeder)] = fresh
-        # It may have answered all that it had begun.
-        if feeder.bundles and bundle == feeder.num_answered % 256 and at_hand < len(feeder.bundles[0]):
-            failed = feeder.bundles[0].pop(at_hand)
-            failed.error = UnitFailed(f"the process that decoded {failed.task} {how}", code="process_ended")
-            failed.is_done = True
-        for left in filter(None, feeder.bundles):
+        if is_blamed:
+            failed = feeder.bundles[0][at_hand]
+            failed.end(UnitFailed(f"the process that decoded {failed.task} {how}", code="process_ended"))
+        for given in feeder.bundles:
+            left = [errand for errand in given if not (errand.is_done or errand.is_dropped)]
             for errand in left:
-                errand.parts.clear()
-            self._give_to(fresh, left)
+                errand.num_known = errand.num_parts
+            if left:
+                self._give_to(fresh, left)
 
 
 class Feed(Generic[Task, Result]):
@@ -279,10 +341,10 @@ class Feed(Generic[Task, Result]):
         all_given: no task is left that has not been given out.
     """
 
-    def __init__(self, feeders: Feeders[Task, Result], tasks: Iterable[Task]) -> None:
+    def __init__(self, feeders: Feeders[Task, Result], tasks: Iterable[Task], number: int) -> None:
         self.all_given = False
         self._feeders = feeders
-        self._errands = self._make_errands(tasks)
+        self._errands = self._make_errands(tasks, number)
         self._given: deque[_Errand[Task, Result]] = deque()
         self._seconds = 0.0
         self._give()
@@ -310,10 +372,14 @@ class Feed(Generic[Task, Result]):
             self._given.extend(given)
             self._seconds += sum(errand.seconds for errand in given)
 
-    def _make_errands(self, tasks: Iterable[Task]) -> Iterator[_Errand[Task, Result]]:
+    def _make_errands(self, tasks: Iterable[Task], number: int) -> Iterator[_Errand[Task, Result]]:
         for task in tasks:
-            yield _Errand(task, self._feeders.weigh(task))
+            yield _Errand(number, task, self._feeders.weigh(task))
         self.all_given = True
+
+
+def _no_wait() -> None:
+    """Do nothing: there is nobody left to listen."""
 
 
 class _Inherited:
@@ -339,21 +405,53 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
     do = pickle.loads(pickled)
     board = _map_board(file)
     line = Line(pipe, board[2:])
+    started = time.process_time()
+
+    def answer(parts: list[_Part], at_hand: int | None, failure: tuple[Exception | None, str] = (None, "")) -> None:
+        memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        line.send(_Answers(parts, at_hand, failure, time.process_time() - started, memory_mb), keep=bool(parts))
+
     with suppress(EOFError, ConnectionError):
         for bundle in count():
             tasks = line.receive()
             board[0], board[1] = _NOTHING, bundle % 256
-            answers: list[tuple[int, Any, Exception | None, str]] = []
-            for number, task in enumerate(tasks):
-                board[0] = number
-                for place, answer in enumerate(_attempt(do, task)):
-                    # Of a long recording what came before, so that it is nowhere in memory as a whole.
-                    if place:
-                        line.send((answers, False, time.process_time()), keep=True)
-                        answers = []
-                    answers.append((number, *answer))
-            line.send((answers, True, time.process_time()), keep=True)
+            parts: list[_Part] = []
+            try:
+                for number, task in enumerate(tasks):
+                    board[0] = number
+                    for place, part in enumerate(_attempt(do, task)):
+                        # Of a long recording what came before, so that it is nowhere in memory as a whole.
+                        if place:
+                            answer(parts, number)
+                            parts = []
+                        parts.append((number, *part))
+                answer(parts, None)
+            except ConnectionError:
+                raise
+            except Exception as error:  # noqa: BLE001 - there is no room for the answer: no recording is to blame
+                answer([], None, portable(error))
     os._exit(0)
+
+
+# The number of a task in its bundle, and a part of its result, or an error and its traceback.
+_Part = tuple[int, Any, Exception | None, str]
+
+
+class _Answers(NamedTuple):
+    """A message of a feeder.
+
+    Attributes:
+        parts: of the tasks of its bundle.
+        at_hand: the number of the task that it has at hand, those before which are done; None if all are.
+        failure: the error and the traceback of those of which it has answered nothing, if there is one.
+        cpu_seconds, memory_mb: processor time since its start, and its most memory.
+    """
+
+    parts: list[_Part]
+    at_hand: int | None
+    failure: tuple[Exception | None, str]
+    cpu_seconds: float
+    memory_mb: float
 
 
 def _attempt(do: Callable[[Any], Iterable[Any]], task: Any) -> Iterator[tuple[Any, Exception | None, str]]:

@@ -46,6 +46,11 @@ class Processor(ABC):
 
     device_kind: str = ""
 
+    @property
+    def memory_mb(self) -> float:
+        """The most memory that other processes have held which it has for itself."""
+        return 0.0
+
     @abstractmethod
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         """Do one unit: write its files into ``staging`` and return their names, the rejects and the counts.

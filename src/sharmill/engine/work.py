@@ -289,7 +289,7 @@ class _Worker:
             slot=self._rank.slot,
             launch=self._claims.launch.id,
             time=time.time(),
-            memory_mb=round(peak_memory_mb()),
+            memory_mb=round(peak_memory_mb() + self._processor.memory_mb),
             memory_asked_mb=float(asked) if asked.isdecimal() else 0.0,
         )
         self._log.append(commit, synced=True)

@@ -56,6 +56,8 @@ class ForkServer(_ForkServer):
         environment: Mapping[str, str] = MappingProxyType({}), runs_main: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
+        # Of this process, which ends in order, and not of those that are forked: the socket of a server lies in it.
+        util.get_temp_dir()
         self.set_forkserver_preload(["sharmill.files.preload"])
         settings = json.dumps([os.getpid(), modules, sys.path, None if log is None else str(log)])
         self._variables = {**environment, PRELOAD: settings}

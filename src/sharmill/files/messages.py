@@ -4,6 +4,7 @@ The pipe itself holds little, so that neither end waits for the other to read be
 files lie in memory, and not in /dev/shm, which containers keep small; a large one is a temporary file (TMPDIR).
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -13,7 +14,8 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -34,6 +36,12 @@ _ALIGNMENT: Final = 64
 # Number of a file that is not kept.
 _ONCE: Final = -1
 
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
 
 class Line:
     """One end of a pipe.
@@ -45,15 +53,17 @@ class Line:
     Args:
         in_use: memory that both ends share, a byte for each of the files from there to here: it is not 0 as long as the
             file is in use.
+        wait: is called, again and again, as long as too many files are on their way to processes of this user.
     """
 
-    def __init__(self, pipe: Connection, in_use: memoryview) -> None:
+    def __init__(self, pipe: Connection, in_use: memoryview, wait: Callable[[], object] | None = None) -> None:
         self.pipe = pipe
         # A second descriptor, so that a file can be sent and taken whatever else this process opens.
         self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
         self._in_use = in_use
+        self._wait = wait or partial(time.sleep, 0.01)
         self._written: list[tuple[int, int]] = []
-        self._read: dict[int, mmap.mmap] = {}
+        self._read: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}
 
     def close(self) -> None:
         """Close this end. Arrays that have arrived stay what they are."""
@@ -85,6 +95,11 @@ class Line:
                 while part.nbytes:
                     written = os.pwrite(file, part, start)
                     part, start = part[written:], start + written
+        except BaseException:
+            if number != _ONCE:
+                self._forget_file(number)
+            raise
+        else:
             self.pipe.send_bytes(pickle.dumps((sizes, None, number, is_new)))
             if is_new:
                 self._send_file(file)
@@ -101,7 +116,9 @@ class Line:
         sizes, parts, number, is_new = pickle.loads(self.pipe.recv_bytes())
         if parts is None:
             mapped = self._map_file() if is_new else self._read[number]
-            whole = np.frombuffer(mapped, np.uint8)
+            # A new array each time, which all others of this message are views of: it lives as long as they do.
+            whole = np.frombuffer(memoryview(mapped), np.uint8)
+            whole.flags.writeable = False
             if number != _ONCE:
                 self._read[number] = mapped
                 weakref.finalize(whole, self._in_use.__setitem__, number, 0).atexit = False
@@ -125,15 +142,27 @@ class Line:
         self._in_use[number] = 1
         return self._written[number][0], number, is_new
 
-    def _map_file(self) -> mmap.mmap:
+    def _forget_file(self, number: int) -> None:
+        """Make a new file at the next use of the number of one that the other end may not have."""
+        self._written[number] = self._written[number][0], 0
+        self._in_use[number] = 0
+
+    def _map_file(self) -> "ctypes.Array[ctypes.c_ubyte]":
+        """Return the bytes of a file that comes. They need no descriptor, of which there would be too many."""
         try:
             (file,) = reduction.recvfds(self._socket, 1)  # type: ignore[attr-defined]
         except RuntimeError as error:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
         try:
-            return mmap.mmap(file, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+            size = os.fstat(file).st_size
+            address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED | mmap.MAP_POPULATE, file, 0)
+            if address in (None, _MAP_FAILED):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         finally:
             os.close(file)
+        memory = (ctypes.c_ubyte * size).from_address(address)
+        weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+        return memory
 
     def _send_file(self, file: int) -> None:
         while True:
@@ -144,7 +173,7 @@ class Line:
                 # As many as a process may have open are on their way to processes of this user.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
-                time.sleep(0.01)
+                self._wait()
 
 
 def anonymous_file(size: int, *, on_disk: bool = False) -> int:

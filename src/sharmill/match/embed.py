@@ -144,8 +144,7 @@ class Embedder:
             if begun.feed.all_given:
                 when_all_begun()
             try:
-                with self._clock.running():
-                    outcomes.update(self._embed(usable))
+                outcomes.update(self._embed(usable))
             except RejectRecord as reject:
                 outcomes.update(dict.fromkeys(usable, reject))
             advance(sum(begun.items[index].duration for index in batch))
@@ -159,7 +158,8 @@ class Embedder:
             return {}
         audio, num_samples = pad([samples for samples, _, _ in usable.values()], pinned=self.pinned)
         seconds = audio.numel() / self.encoder.sampling_rate
-        with self.guard.batch(seconds, len(usable), is_long=len(usable) == 1 and seconds > self.batch_seconds):
+        is_long = len(usable) == 1 and seconds > self.batch_seconds
+        with self.guard.batch(seconds, len(usable), is_long=is_long), self._clock.running():
             rows = self.encoder.embed(audio, num_samples).float()
         return {
             index: EmbeddedSegment(row, content, notes)

@@ -194,7 +194,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
     """
 
     def __init__(self, run: StageRun, embed: Embedder, device_kind: str) -> None:
-        super().__init__()
+        super().__init__(embed.feeders)
         self.device_kind = device_kind
         self._plan = run.plan_folder
         self._manifest = run.product("prepare/manifest")
@@ -203,9 +203,6 @@ class MatchProcessor(AheadProcessor[_Begun]):
         self._embed = embed
         self._order = map_stored_array(self._plan / "order.npy")
         self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))
-
-    def close(self) -> None:
-        self._embed.close()
 
     def begin(self, unit: Unit) -> _Begun:
         """Begin to decode the audio of a unit.
@@ -252,7 +249,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
             # Each batch has its longest segment first.
             "padded_seconds": sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches),
             "embedded_seconds": sum(segment.duration for segment in wanted.items),
-            "feeder_seconds": self._embed.feeders.take_cpu_seconds(),
+            "feeder_seconds": self.feeders.take_cpu_seconds(),
             "voices": sample_voices(
                 ((self._chooser.group_key(group[0]), _embeddings(group, found)) for group in groups),
                 unit.id, unit.params["stop"] - unit.params["start"], len(self._order),

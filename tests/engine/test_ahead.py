@@ -1,5 +1,7 @@
 """The input of the unit that is next, begun while the one before it is at work."""
 
+from unittest import mock
+
 import pytest
 
 from sharmill.engine.ahead import AheadProcessor
@@ -10,7 +12,7 @@ FIRST, SECOND, DAMAGED = (make_unit(index, cost=1.0, size=1, params={}) for inde
 
 class Loading(AheadProcessor):
     def __init__(self):
-        super().__init__()
+        super().__init__(mock.Mock(memory_mb=0.0))
         self.begun = []
 
     def begin(self, unit):
@@ -31,6 +33,8 @@ def ahead():
 def test_the_expected_unit_is_begun_once_and_before_it_is_taken(ahead):
     ahead.expect(SECOND)
     assert ahead.take(FIRST) == 0
+    # What is left of units that have failed is dropped when the next one is taken.
+    ahead.feeders.drop_earlier.assert_called_once_with()
     ahead.begin_next()
     ahead.begin_next()
     assert ahead.begun == [FIRST, SECOND]

@@ -8,15 +8,17 @@ with their makers.
 import io
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import popen_forkserver, reduction, spawn, util
 from multiprocessing.context import ForkServerProcess, set_spawning_popen
 from multiprocessing.forkserver import ForkServer as _ForkServer, read_signed
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -26,6 +28,8 @@ from sharmill.files.host import end_with_parent, safe_path, variable
 PRELOAD: Final = "SHARMILL_PRELOAD"
 # The environment of this process is that of the servers that it starts.
 _environment = threading.Lock()
+# Characters in the name of the folder of temporary files; names of sockets below it have thirty more.
+_MOST_CHARACTERS: Final = 70
 # Process id of the server that this process was forked from, or is.
 _server: int | None = None
 
@@ -42,6 +46,20 @@ def end_with_server() -> None:
     end_with_parent(_server)
 
 
+def _make_socket_folder() -> None:
+    """Make the folder for the sockets of servers, unless there is one.
+
+    It is one of this process, which ends in order and removes it, and not of those that are forked. The kernel takes
+    paths of 107 characters, so that it is not below a TMPDIR with a long name.
+    """
+    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is None and len(tempfile.gettempdir()) > _MOST_CHARACTERS:
+        folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # type: ignore[attr-defined]
+        config["tempdir"] = folder
+    util.get_temp_dir()
+
+
 class ForkServer(_ForkServer):
     """A process that imports ``modules`` once for all that are forked from it.
 
@@ -56,8 +74,7 @@ class ForkServer(_ForkServer):
         environment: Mapping[str, str] = MappingProxyType({}), runs_main: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        # Of this process, which ends in order, and not of those that are forked: the socket of a server lies in it.
-        util.get_temp_dir()
+        _make_socket_folder()
         self.set_forkserver_preload(["sharmill.files.preload"])
         settings = json.dumps([os.getpid(), modules, sys.path, None if log is None else str(log)])
         self._variables = {**environment, PRELOAD: settings}

@@ -243,34 +243,25 @@ def feed_match(folder: Path, tiny: bool) -> Case:
     return fed_match(folder, tiny, 0.6)
 
 
-@row("feed match 0.5", baseline=UNFED, group="further")
-def feed_match_less(folder: Path, tiny: bool) -> Case:
-    """The same with 0.5 of that speed."""
-    return fed_match(folder, tiny, 0.5)
-
-
-@row("feed match 0.8", baseline=UNFED, group="further")
-def feed_match_more(folder: Path, tiny: bool) -> Case:
-    """The same with 0.8 of that speed."""
-    return fed_match(folder, tiny, 0.8)
-
-
 @row("feed encode", baseline=UNFED, targets={"busy": ">= 0.9", "ms of the rank": "<= 0.04"})
 def feed_encode(folder: Path, tiny: bool) -> Case:
     """A unit of encode with a feeder per core, 16 kHz FLAC, and a device as in `feed match`."""
     return fed_encode(folder, tiny, 0.6)
 
 
-@row("feed encode 0.5", baseline=UNFED, group="further")
-def feed_encode_less(folder: Path, tiny: bool) -> Case:
-    """The same with 0.5 of that speed."""
-    return fed_encode(folder, tiny, 0.5)
+def add_row(name: str, fed: Callable[[Path, bool, float], Case], share: float) -> None:
+    """Add a row like one of the above, with a device of another speed."""
+
+    def make(folder: Path, tiny: bool) -> Case:
+        return fed(folder, tiny, share)
+
+    make.__doc__ = f"The same with {share} of that speed."
+    row(f"{name} {share}", baseline=UNFED, group="further")(make)
 
 
-@row("feed encode 0.8", baseline=UNFED, group="further")
-def feed_encode_more(folder: Path, tiny: bool) -> Case:
-    """The same with 0.8 of that speed."""
-    return fed_encode(folder, tiny, 0.8)
+for share in (0.5, 0.8):
+    add_row("feed match", fed_match, share)
+    add_row("feed encode", fed_encode, share)
 
 
 def decoding(folder: Path, tiny: bool, **options: Any) -> Case:

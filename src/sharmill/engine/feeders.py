@@ -246,9 +246,7 @@ class Feeders(Generic[Task, Result]):
             try:
                 board = _map_board(file)
                 process = ForkedProcess(self._server, _feed, (its, _Inherited(file), do), "sharmill-feeder")
-                # Without a circle, so that this ends with the last reference to it.
-                listen = weakref.WeakMethod(self.listen)
-                return _Feeder(process, Line(pipe, board[2:], lambda: (listen() or _no_wait)()), board)
+                return _Feeder(process, Line(pipe, board[2:]), board)
             finally:
                 os.close(file)
                 its.close()
@@ -268,7 +266,7 @@ class Feeders(Generic[Task, Result]):
         # If it has ended, that is seen where it is listened to.
         try:
             with suppress(ConnectionError):
-                feeder.line.send([errand.task for errand in bundle])
+                feeder.line.send([errand.task for errand in bundle], wait=self.listen)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -376,10 +374,6 @@ class Feed(Generic[Task, Result]):
         for task in tasks:
             yield _Errand(number, task, self._feeders.weigh(task))
         self.all_given = True
-
-
-def _no_wait() -> None:
-    """Do nothing: there is nobody left to listen."""
 
 
 class _Inherited:

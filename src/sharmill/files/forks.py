@@ -74,7 +74,6 @@ class ForkServer(_ForkServer):
         environment: Mapping[str, str] = MappingProxyType({}), runs_main: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        _make_socket_folder()
         self.set_forkserver_preload(["sharmill.files.preload"])
         settings = json.dumps([os.getpid(), modules, sys.path, None if log is None else str(log)])
         self._variables = {**environment, PRELOAD: settings}
@@ -109,6 +108,8 @@ class ForkedProcess(popen_forkserver.Popen):
 
     def __init__(self, server: ForkServer, target: Callable[..., object], arguments: Sequence[Any], name: str) -> None:
         self._server = server
+        # First, since a process has the folder that its parent has when it is made.
+        _make_socket_folder()
         super().__init__(ForkServerProcess(target=target, args=arguments, name=name))
 
     def _launch(self, process: BaseProcess) -> None:

@@ -15,7 +15,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -53,15 +52,13 @@ class Line:
     Args:
         in_use: memory that both ends share, a byte for each of the files from there to here: it is not 0 as long as the
             file is in use.
-        wait: is called, again and again, as long as too many files are on their way to processes of this user.
     """
 
-    def __init__(self, pipe: Connection, in_use: memoryview, wait: Callable[[], object] | None = None) -> None:
+    def __init__(self, pipe: Connection, in_use: memoryview) -> None:
         self.pipe = pipe
         # A second descriptor, so that a file can be sent and taken whatever else this process opens.
         self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
         self._in_use = in_use
-        self._wait = wait or partial(time.sleep, 0.01)
         self._written: list[tuple[int, int]] = []
         self._read: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}
 
@@ -72,11 +69,14 @@ class Line:
         while self._written:
             os.close(self._written.pop()[0])
 
-    def send(self, message: Any, *, keep: bool = False) -> None:
+    def send(
+        self, message: Any, *, keep: bool = False, wait: Callable[[], object] = lambda: time.sleep(0.01)
+    ) -> None:  # fmt: skip
         """Send an object.
 
         Args:
             keep: put its arrays into a file that is kept; only one end may do so.
+            wait: is called, again and again, as long as too many files are on their way to processes of this user.
 
         Raises:
             OSError: the other process has ended, or the message fits on no disk.
@@ -102,7 +102,7 @@ class Line:
         else:
             self.pipe.send_bytes(pickle.dumps((sizes, None, number, is_new)))
             if is_new:
-                self._send_file(file)
+                self._send_file(file, wait)
         finally:
             if number == _ONCE:
                 os.close(file)
@@ -164,7 +164,7 @@ class Line:
         weakref.finalize(memory, _libc.munmap, address, size).atexit = False
         return memory
 
-    def _send_file(self, file: int) -> None:
+    def _send_file(self, file: int, wait: Callable[[], object]) -> None:
         while True:
             try:
                 reduction.sendfds(self._socket, [file])  # type: ignore[attr-defined]
@@ -173,7 +173,7 @@ class Line:
                 # As many as a process may have open are on their way to processes of this user.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
-                self._wait()
+                wait()
 
 
 def anonymous_file(size: int, *, on_disk: bool = False) -> int:

@@ -66,7 +66,11 @@ def made(tmp_path_factory):
     """A dataset in which the target of cut 5 and the context of cut 0 have no codes but those of ``good``."""
     project, _ = make(tmp_path_factory.mktemp("bad"), [1.0] * 5 + [4.0], unit_seconds=5.0)
     path = project.folder / "config.yaml"
-    return project, path, run_sharmill("run", path, "encode", "validate", "executor.workers=1").stdout
+    return (
+        project,
+        path,
+        run_sharmill("run", path, "encode", "validate", "executor.workers=1", "executor.feeders=1").stdout,
+    )
 
 
 def test_the_segment_and_its_cuts_are_noted_for_this_codec_alone(made):

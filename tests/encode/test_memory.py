@@ -28,15 +28,19 @@ class SmallDevice(ToyCodec):
         return super().encode(audio, num_samples)
 
 
-@pytest.fixture
-def make_config(project):
-    """Returns a function: seconds of cuts -> the configuration of a dataset of them, two in a shard."""
+@pytest.fixture(params=[0, 1], ids=["alone", "fed"])
+def make_config(project, request):
+    """Returns a function: seconds of cuts -> the configuration of a dataset of them, two in a shard.
+
+    Feeders give the codec a thread of its own.
+    """
 
     def make(*seconds):
         for number, duration in enumerate(seconds):
             project.add(f"{number}.flac", voice(duration, pitch=150 + 30 * number, seed=number), number=number)
         contexts = [1, *[0] * (len(seconds) - 1)]
-        return project.write(contexts, write={"shard_size": 2, "order": "manifest"})
+        executor = {"workers": 1, "feeders": request.param}
+        return project.write(contexts, write={"shard_size": 2, "order": "manifest"}, executor=executor)
 
     return make
 

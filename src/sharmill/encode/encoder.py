@@ -3,11 +3,14 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,13 +33,16 @@ from sharmill.errors import FatalError, RejectRecord, UnitFailed
 from sharmill.files.staging import Staging
 from sharmill.manifest import Reject
 from sharmill.models import Codec
-from sharmill.models.batches import PIECE_SECONDS, Batch, find_pieces, plan_batches
+from sharmill.models.batches import PIECE_SECONDS, Batch, Pieces, find_pieces, plan_batches
 from sharmill.models.device import DeviceClock, fit_batch_seconds
 from sharmill.models.memory import ELSEWHERE, MemoryGuard, require_room
 from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.places import hash_segment
 from sharmill.shar.tar import open_field
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Segments that a message names at most.
 _MOST_NAMED: Final = 3
@@ -122,6 +128,8 @@ _Begun = tuple[list[StoredSegment], list[int], list[Batch], Feed[StoredSegment, 
 class EncodeProcessor(AheadProcessor[_Begun]):
     """A codec that encodes blocks of segments, whose audio feeders decode ahead of it in batches of like length.
 
+    Beside feeders the codec has a thread of its own: the next batch is padded while it computes.
+
     Args:
         settings: the section of the configuration.
         record: the codec as the index of the dataset has it.
@@ -161,6 +169,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         self._max_frames = fit_batch_seconds(seconds, device) * codec.sampling_rate / codec.samples_per_frame
         self._guard = MemoryGuard("the codec", "encode.batch_seconds")
         self._clock = DeviceClock(device)
+        self._thread = ThreadPoolExecutor(1, "codec") if num_feeders else None
 
     def begin(self, unit: Unit) -> _Begun:
         """Begin to decode the audio of a unit.
@@ -193,18 +202,14 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         # A segment that the codec gives no codes for has no frames.
         codes: list[np.ndarray] = [np.empty((self._codec.num_codebooks, 0), dtype)] * len(frames)
         problems: dict[int, str] = {}
-        for batch in batches:
-            with spent_on("decoding"):
-                samples = [one for _ in batch.items for one in next(feed)]
-            if feed.all_given:
-                self.begin_next()
-            items = [segments[index] for index in batch.items]
-            for index, found in zip(batch.items, self._encode_each(batch, samples, items), strict=True):
-                if isinstance(found, str):
-                    problems[index] = found
-                else:
-                    codes[index] = np.ascontiguousarray(found.astype(dtype))
-            advance(sum(frames[index] for index in batch.items) * share)
+        with closing(self._encode_all(batches, segments, feed)) as encoded:
+            for batch, rows in encoded:
+                for index, found in zip(batch.items, rows, strict=True):
+                    if isinstance(found, str):
+                        problems[index] = found
+                    else:
+                        codes[index] = np.ascontiguousarray(found.astype(dtype))
+                advance(sum(frames[index] for index in batch.items) * share)
         self._guard.unit_done()
         add_delay("model", self._clock.take())
         if len(problems) == unit.size:
@@ -269,9 +274,8 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         numbers = np.unique(np.linspace(0, len(self._segments) - 1, _NUM_PROBES, dtype=np.int64))
         probes = self._segments[numbers[(numbers < unit.params["start"]) | (numbers >= unit.params["stop"])]]
         for segment in self._find(probes[seconds_of(probes["place"]) <= self._most_seconds]):
-            (batch,) = self._plan_batches([self._count_frames(segment)])
-            (found,) = self._encode(batch, list(self._reader(segment)), [segment])
-            if not isinstance(found, str):
+            (samples,) = self._reader(segment)
+            if not isinstance(self._encode_alone(segment, samples), str):
                 return
         raise UnitFailed(
             f"there are codes for none of the {unit.size} segments, nor for segments of other units: this device is "
@@ -279,18 +283,55 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             code="bad_codes",
         )
 
-    def _encode_each(
-        self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[StoredSegment]
-    ) -> Iterator[np.ndarray | str]:
-        """Yield what ``_encode`` returns; in a batch another segment may be to blame, so that each is tried alone."""
-        for item, own, found in zip(items, samples, self._encode(batch, samples, items), strict=True):
-            if isinstance(found, str) and len(items) > 1:
-                (alone,) = self._plan_batches([self._count_frames(item)])
-                (found,) = self._encode(alone, [own], [item])
-            yield found
+    def _encode_all(
+        self, batches: Sequence[Batch], segments: Sequence[StoredSegment], feed: Feed[StoredSegment, np.ndarray]
+    ) -> Generator[tuple[Batch, list[np.ndarray | str]], None, None]:
+        """Yield each batch with what ``_finish`` returns for its segments.
 
-    def _encode(
-        self, batch: Batch, samples: Sequence[np.ndarray], items: Sequence[StoredSegment]
+        Where the codec has a thread, the audio of the next batch is taken and padded while the codec is at work.
+        """
+        begun: deque[tuple[Batch, list[np.ndarray], Callable[[], np.ndarray]]] = deque()
+        try:
+            for batch in batches:
+                with spent_on("decoding"):
+                    samples = [one for _ in batch.items for one in next(feed)]
+                if feed.all_given:
+                    self.begin_next()
+                begun.append((batch, samples, self._start(batch, samples)))
+                if self._thread is None or len(begun) > 1:
+                    yield begun[0][0], self._finish_each(*begun.popleft(), segments)
+            while begun:
+                yield begun[0][0], self._finish_each(*begun.popleft(), segments)
+        finally:
+            # The unit has failed: the clock and the memory are free for the next only when the thread is.
+            for _, _, result in begun:
+                with suppress(Exception):
+                    result()
+
+    def _finish_each(
+        self,
+        batch: Batch,
+        samples: Sequence[np.ndarray],
+        result: Callable[[], np.ndarray],
+        segments: Sequence[StoredSegment],
+    ) -> list[np.ndarray | str]:
+        """Return what ``_finish`` does; in a batch another segment may be to blame, so that each is tried alone."""
+        items = [segments[index] for index in batch.items]
+        found = self._finish(batch, items, result)
+        if len(items) == 1:
+            return found
+        return [
+            self._encode_alone(item, own) if isinstance(one, str) else one
+            for item, own, one in zip(items, samples, found, strict=True)
+        ]
+
+    def _encode_alone(self, segment: StoredSegment, samples: np.ndarray) -> np.ndarray | str:
+        (batch,) = self._plan_batches([self._count_frames(segment)])
+        (found,) = self._finish(batch, [segment], self._start(batch, [samples]))
+        return found
+
+    def _finish(
+        self, batch: Batch, items: Sequence[StoredSegment], result: Callable[[], np.ndarray]
     ) -> list[np.ndarray | str]:
         """Return for each segment of a batch its codes (codebooks, frames), or a sentence that says what is wrong.
 
@@ -299,7 +340,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             FatalError: nothing has fitted in memory yet.
         """
         try:
-            rows = self._run(batch, samples)
+            rows = result()
         except RejectRecord as reject:
             # A larger device gives it codes: it is not left out.
             raise UnitFailed(
@@ -327,15 +368,25 @@ class EncodeProcessor(AheadProcessor[_Begun]):
             return f"the codec gave the indices {codes.min()} to {codes.max()}, outside its {size}"
         return codes
 
-    def _run(self, batch: Batch, samples: Sequence[np.ndarray]) -> np.ndarray:
-        """Run the codec on a batch; raise RejectRecord for one segment that is too long, and as ``_encode``."""
-        codec, pinned = self._codec, self._device == "cuda"
+    def _start(self, batch: Batch, samples: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
+        """Pad a batch and have the thread, where there is one, run the codec on it; return what gives its codes.
+
+        That raises RejectRecord for one segment that is too long, and as ``_finish``.
+        """
         if self._pieces is not None and self._is_cut(batch.num_frames):
-            rows = self._pieces.rows(self._max_frames)
-            with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1), self._clock.running():
-                return self._pieces.encode(codec, to_float(samples[0]), self._max_frames, pinned=pinned)[None]
-        audio, num_samples = batch.fill(samples, codec.samples_per_frame, pinned=pinned)
-        seconds = audio.numel() / codec.sampling_rate
+            run = partial(self._run_pieces, self._pieces, to_float(samples[0]))
+        else:
+            pinned = self._device == "cuda"
+            run = partial(self._run, batch, *batch.fill(samples, self._codec.samples_per_frame, pinned=pinned))
+        return run if self._thread is None else self._thread.submit(run).result
+
+    def _run_pieces(self, pieces: Pieces, samples: np.ndarray) -> np.ndarray:
+        rows = pieces.rows(self._max_frames)
+        with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1), self._clock.running():
+            return pieces.encode(self._codec, samples, self._max_frames, pinned=self._device == "cuda")[None]
+
+    def _run(self, batch: Batch, audio: "Tensor", num_samples: "Tensor") -> np.ndarray:
+        seconds = audio.numel() / self._codec.sampling_rate
         is_long = len(batch.items) == 1 and seconds > self._batch_seconds
         with self._guard.batch(seconds, batch.num_rows, is_long=is_long), self._clock.running():
-            return codec.encode(audio, num_samples).numpy()
+            return self._codec.encode(audio, num_samples).numpy()

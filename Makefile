@@ -2,6 +2,7 @@
 # make test   the tests of a few minutes, which leave out those marked slow
 # make test-slow   those marked slow
 # make test-all   both, but for those on a real SLURM and a real Ray, which `make test-cluster` has
+# make test-lhotse2   the tests of what touches lhotse, on the pre-release of lhotse 2 that NeMo's main branch needs
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
 # make torture   losses of power in small runs, and what is left of them: SEED=, and for each run STATES=, MINUTES=
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), JSON= (a file for all figures)
@@ -19,7 +20,7 @@ WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml con
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
-.PHONY: demo test test-slow test-all test-cluster test-slurm test-ray test-gpu torture lint bench bench-gpu docs venv clean
+.PHONY: demo test test-slow test-all test-lhotse2 test-cluster test-slurm test-ray test-gpu torture lint bench bench-gpu docs venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
@@ -33,6 +34,14 @@ test-slow: venv
 
 test-all: venv
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slurm and not ray" $(PYTEST)
+
+# Put before the installed one, in a folder of its own.
+LHOTSE_2 := $(CURDIR)/build/lhotse-2
+test-lhotse2: venv
+	rm -rf $(LHOTSE_2)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(LHOTSE_2) lhotse==2.0.0a7
+	EXAMPLES=quick PYTHONPATH=$(LHOTSE_2) $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
+	  -m "not slow and not slurm and not ray" tests/shar tests/training tests/sources $(PYTEST)
 
 test-cluster: test-slurm test-ray
 
@@ -77,7 +86,7 @@ docs: venv
 venv:
 	@if [ "$$(cat $(STAMP) 2>/dev/null)" != "$(WANTED)" ]; then $(MAKE) --no-print-directory install; fi
 
-# One dependency (webrtcvad, of resemblyzer) comes as C source, so a compiler and Python's headers are needed once.
+# One package (webrtcvad, of the extra resemblyzer) comes as C source, so a compiler and Python's headers are needed once.
 .PHONY: install
 install:
 	@PYTHON="$(PYTHON)" sh .ci/system-packages

@@ -256,11 +256,11 @@ SECTIONS: Final = Registry(
 )
 
 
-# The extras that bring optional packages, by the names of their modules.
+# The extras that bring optional packages, by the names of their modules and of the packages themselves.
 _EXTRAS: Final = {
-    "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "peft": "speechlm2",
-    "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "submitit": "slurm", "tensorboard": "nemo",
-    "transformers": "transformers", "wandb": "nemo",
+    "av": "formats", "espeakng_loader": "demo", "nemo": "nemo", "nemo_toolkit": "nemo", "peft": "speechlm2",
+    "prometheus_client": "prometheus", "pyarrow": "parquet", "ray": "ray", "resemblyzer": "resemblyzer",
+    "submitit": "slurm", "tensorboard": "nemo", "transformers": "transformers", "wandb": "nemo",
 }  # fmt: skip
 
 
@@ -270,8 +270,10 @@ def require_package(package: str) -> None:
         raise ConfigError(describe_missing(package), code="missing_package")
 
 
-def describe_missing(module: str) -> str:
+def describe_missing(module: str, otherwise: str = "install it where the ranks run") -> str:
     """Return a sentence about a module that is not there, with the extra that brings its package.
+
+    ``otherwise`` says what to do where no extra does.
 
     >>> describe_missing("nemo.collections")
     "the package nemo is not installed: run pip install 'sharmill[nemo]'"
@@ -279,7 +281,7 @@ def describe_missing(module: str) -> str:
     package = module.partition(".")[0]
     extra = _EXTRAS.get(package)
     return f"the package {package} is not installed: " + (
-        f"run pip install 'sharmill[{extra}]'" if extra else "install it where the ranks run"
+        f"run pip install 'sharmill[{extra}]'" if extra else otherwise
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from support.project import REPOSITORY, Project, lines, write_config, write_lines
 
 EXTRAS = {
+    "resemblyzer": ("resemblyzer", "librosa", "webrtcvad", "_webrtcvad"),
     "nemo": ("nemo", "nemo_toolkit", "transformers", "pyarrow"),  # NeMo needs the last two itself
     "speechlm2": ("peft",),
     "transformers": ("transformers",),
@@ -22,7 +23,7 @@ EXTRAS = {
     "slurm": ("submitit",),
     "ray": ("ray",),
     "formats": ("av",),
-    "demo": ("nemo", "nemo_toolkit", "transformers", "pyarrow", "espeakng_loader"),
+    "demo": ("nemo", "nemo_toolkit", "transformers", "pyarrow", "librosa", "espeakng_loader", "resemblyzer"),
 }
 
 
@@ -100,8 +101,12 @@ def test_the_wheel_has_all_files_of_the_package(wheel):
 
 
 @pytest.mark.slow
-def test_without_extras_a_dataset_without_codes_is_made(bare, config, tmp_path):
-    done = call(bare, "sharmill", "run", str(config), cwd=tmp_path)
+@pytest.mark.parametrize(("extras", "options"), [((), ["match=null"]), (("resemblyzer",), [])])
+def test_with_few_packages_a_dataset_is_made_and_read(environment, config, tmp_path, extras, options):
+    bare = environment(*extras)
+    done = call(bare, "sharmill", "run", str(config), *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(bare, "sharmill", "validate", "dataset", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     read = "import sharmill, sharmill.shar as shar; print(sharmill.__file__, len(list(shar.open_shar('dataset'))))"
     done = call(bare, "python", "-c", read, cwd=tmp_path)
@@ -112,6 +117,7 @@ def test_without_extras_a_dataset_without_codes_is_made(bare, config, tmp_path):
 NEEDS = {
     "the demo": (["demo", "here"], "demo"),
     "a codec of NeMo": (["run", "config.yaml", "encode.codecs=[{name: b, model: 'nemo:x/y'}]"], "nemo"),
+    "the encoder": (["run", "config.yaml"], "resemblyzer"),
     "an encoder of NeMo": (["run", "config.yaml", "match.encoder=nemo:titanet_large"], "nemo"),
     "a codec of transformers": (
         ["run", "config.yaml", "encode.codecs=[{name: b, model: 'transformers:x/y'}]"],

@@ -31,7 +31,7 @@ from sharmill.config import Precision
 from sharmill.errors import ConfigError, FatalError, UnitFailed
 from sharmill.files.checksums import checksum
 from sharmill.models.device import make_deterministic, with_precision
-from sharmill.registry import CODECS, ENCODERS, Registry, nearest
+from sharmill.registry import CODECS, ENCODERS, Registry, describe_missing, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -208,7 +208,7 @@ class ModelFamily(ABC):
                 importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
                 raise ConfigError(
-                    f"the package {package} is not installed: run pip install {package}", code="missing_package"
+                    describe_missing(package, f"run pip install {package}"), code="missing_package"
                 ) from None
         path = Path(self.target).expanduser()
         return path if self.target and path.exists() else None

@@ -254,10 +254,11 @@ class _ReportingFilter:
     ) -> None:
         self._dropped = dropped
         self._predicates = list(limits)
-        while isinstance(cuts.data, LazyFilter):
-            self._predicates.insert(0, cuts.data.predicate)
-            cuts = cuts.data.iterator
-        self._examples = cuts
+        self._examples: Any = cuts
+        while isinstance(outermost := getattr(self._examples, "data", self._examples), LazyFilter):
+            self._predicates.insert(0, outermost.predicate)
+            # lhotse 2 has another name for it.
+            self._examples = outermost.source if hasattr(outermost, "source") else outermost.iterator
 
     def __iter__(self) -> Iterator[Any]:
         # The number of examples dropped since the last that passed, and their epochs by reader.

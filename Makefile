@@ -5,6 +5,8 @@
 # make test-lhotse2   the tests of what touches lhotse, on the pre-release of lhotse 2 that NeMo's main branch needs
 # make test-gpu   models and stages on a GPU against the CPU, faults and memory, where there is a GPU
 # make torture   losses of power in small runs, and what is left of them: SEED=, and for each run STATES=, MINUTES=
+# make coverage   the share of the statements that the tests of `make test` run, as one number; by module in build/coverage.txt
+# make wheel   the wheel, in dist
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), JSON= (a file for all figures)
 # make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
@@ -20,7 +22,7 @@ WANTED := $(shell $(PYTHON) -VV 2>/dev/null | tr -d '\n'; cat pyproject.toml con
 # Further options of pytest, as in `make test PYTEST="-x --durations=30"`.
 PYTEST :=
 
-.PHONY: demo test test-slow test-all test-lhotse2 test-cluster test-slurm test-ray test-gpu torture lint bench bench-gpu docs venv clean
+.PHONY: demo test test-slow test-all test-lhotse2 test-cluster test-slurm test-ray test-gpu torture lint coverage wheel bench bench-gpu docs venv clean
 
 demo: venv
 	$(BIN)/sharmill demo demo
@@ -64,6 +66,19 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+
+# Processes that are killed write nothing down, so that it is somewhat less than what runs.
+coverage: venv
+	rm -f build/coverage build/coverage.*
+	mkdir -p build
+	EXAMPLES=quick $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not slurm and not ray" \
+	  --cov --cov-report= $(PYTEST)
+	$(BIN)/coverage report --sort=cover > build/coverage.txt
+	@echo "coverage: $$($(BIN)/coverage report --format=total) %"
+
+wheel: venv
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 # The rows of a group, by default those of docs/performance.md, in some minutes.
 bench: venv

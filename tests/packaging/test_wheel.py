@@ -55,7 +55,11 @@ def environment(wheel, tmp_path_factory):
         absent = {name for names in EXTRAS.values() for name in names} - wanted | {"sharmill", "__editable__"}
         for package in Path(sysconfig.get_path("purelib")).iterdir():
             name = package.name.removeprefix("__editable___").split("-")[0].split(".")[0].split("_finder")[0]
-            if name not in absent and not package.name.startswith("__editable__") and not package.name.endswith(".pth"):
+            if (
+                name.lower() not in absent
+                and not package.name.startswith("__editable__")
+                and not package.name.endswith(".pth")
+            ):
                 (site / package.name).symlink_to(package)
         command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-deps"]
         subprocess.run([*command, "--quiet", "--no-index", str(wheel)], check=True, capture_output=True)

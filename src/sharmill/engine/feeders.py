@@ -383,7 +383,7 @@ class _Inherited:
         self._file = file
 
     def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
-        return _detach, (reduction.DupFd(self._file),)  # type: ignore[attr-defined]
+        return _detach, (reduction.DupFd(self._file),)
 
 
 def _detach(handle: Any) -> int:

@@ -251,7 +251,7 @@ def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
         if (commit := commits.get(unit.index)) is not None and commit.seconds > 0:
             seconds[commit.rank] += commit.seconds  # type: ignore[assignment]
             costs[commit.rank] += unit.cost  # type: ignore[assignment]
-            delays.update(commit.delays)  # type: ignore[arg-type]
+            delays.update(commit.delays)
             worked[commit.rank] += commit.delays.get("model", 0.0)  # type: ignore[assignment]
             audio += commit.stats.get("embedded_seconds", commit.stats.get("encoded_seconds", 0.0))
             padded += commit.stats.get("padded_seconds", 0.0)

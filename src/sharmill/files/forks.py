@@ -55,7 +55,7 @@ def _make_socket_folder() -> None:
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None and len(tempfile.gettempdir()) > _MOST_CHARACTERS:
         folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
-        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)  # type: ignore[attr-defined]
+        util.Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-100)
         config["tempdir"] = folder
     util.get_temp_dir()
 

@@ -150,7 +150,7 @@ class Line:
     def _map_file(self) -> "ctypes.Array[ctypes.c_ubyte]":
         """Return the bytes of a file that comes. They need no descriptor, of which there would be too many."""
         try:
-            (file,) = reduction.recvfds(self._socket, 1)  # type: ignore[attr-defined]
+            (file,) = reduction.recvfds(self._socket, 1)
         except RuntimeError as error:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
         try:
@@ -167,7 +167,7 @@ class Line:
     def _send_file(self, file: int, wait: Callable[[], object]) -> None:
         while True:
             try:
-                reduction.sendfds(self._socket, [file])  # type: ignore[attr-defined]
+                reduction.sendfds(self._socket, [file])
                 return
             except OSError as error:
                 # As many as a process may have open are on their way to processes of this user.

@@ -76,7 +76,7 @@ def load_array(cut: MonoCut, field: str) -> np.ndarray:
                "out"),
     )  # fmt: skip
     if field != TARGET_CODES or not isinstance(array, TemporalArray):
-        return array.load()  # type: ignore[no-any-return]
+        return array.load()
     # lhotse's own class cuts an array in memory along its codebooks.
     on_time = array if isinstance(array, TimeLastArray) else TimeLastArray(**vars(array))
     return on_time.load(cut.start, cut.duration)

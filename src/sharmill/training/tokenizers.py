@@ -62,7 +62,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         module = importlib.import_module(package)
         if path.suffix == ".json":
             return partial(_encode_json, module.Tokenizer.from_file(str(path)))
-        return module.SentencePieceProcessor(model_file=str(path)).encode  # type: ignore[no-any-return]
+        return module.SentencePieceProcessor(model_file=str(path)).encode
     except ImportError as error:
         raise ConfigError(
             f"{path} needs the package {package}: pip install {package}", code="missing_package"
@@ -99,7 +99,7 @@ def load_callable(name: str, what: str) -> Callable[..., Any]:
         ) from error
     no_function = f"the {what} {name!r} is {type(found).__name__}, which cannot be called"
     refuse((not callable(found), no_function), code="bad_callable")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def tokenize(

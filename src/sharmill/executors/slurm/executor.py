@@ -375,7 +375,7 @@ class SlurmExecutor(Executor):
         """Return submitit's executor for an array of ranks, or for an advance job behind others."""
         import submitit
 
-        class Submitter(submitit.SlurmExecutor):  # type: ignore[misc]
+        class Submitter(submitit.SlurmExecutor):
             """Submitit's class without its demand for srun, so that scripts can be shown on machines without SLURM."""
 
             @classmethod

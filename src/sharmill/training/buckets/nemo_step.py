@@ -159,12 +159,12 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
     if pretrained_name is not None and pretrained_name.endswith(".nemo"):
         refuse((not Path(pretrained_name).is_file(), f"there is no file {pretrained_name}"), code="missing_input")
         # A file names its class.
-        return (model_class or ModelPT).restore_from(pretrained_name, map_location="cpu")  # type: ignore[no-any-return]
+        return (model_class or ModelPT).restore_from(pretrained_name, map_location="cpu")
     if pretrained_name is not None:
         from nemo.collections.asr.models import ASRModel
 
         try:
-            return (model_class or ASRModel).from_pretrained(pretrained_name)  # type: ignore[no-any-return]
+            return (model_class or ASRModel).from_pretrained(pretrained_name)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -180,8 +180,8 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
         for key in _DATA:
             config.model.pop(key, None)
     if issubclass(model_class, ModelPT):
-        return model_class(cfg=config.model)  # type: ignore[no-any-return]
-    return model_class(OmegaConf.to_container(config.model))  # type: ignore[no-any-return]
+        return model_class(cfg=config.model)
+    return model_class(OmegaConf.to_container(config.model))
 
 
 def _make_optimizer(model: Any) -> torch.optim.Optimizer:
@@ -193,4 +193,4 @@ def _make_optimizer(model: Any) -> torch.optim.Optimizer:
         model.setup_optimization({key: value for key, value in settings.items() if key != "sched"})
         return model._optimizer
     configured = model.configure_optimizers()
-    return configured["optimizer"] if isinstance(configured, dict) else configured  # type: ignore[no-any-return]
+    return configured["optimizer"] if isinstance(configured, dict) else configured

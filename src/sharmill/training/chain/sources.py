@@ -375,7 +375,7 @@ def _wenet(kind: str, files: Paths, root: str | Path | None, allow_pipe: bool, c
         data_type=cast("Any", kind),
         audio_root=audio_root,
         allow_pipe=allow_pipe,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     source = listed.with_cache(cache)
     source.check()

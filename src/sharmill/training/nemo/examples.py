@@ -272,7 +272,7 @@ def open_listed(path: str) -> IO[bytes]:
     """
     refuse((path.startswith("pipe:"), f"{path!r} is a command, which is not run to look at its lines: name a file"))
     if "://" in path and not is_stored(path):
-        return open_best(path, "rb")  # type: ignore[no-any-return]
+        return open_best(path, "rb")
     return open_lines(Path(copied(path)))
 
 

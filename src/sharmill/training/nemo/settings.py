@@ -239,7 +239,7 @@ def loader_schema() -> DictConfig:
     """Return NeMo's settings of its loader, with their defaults and types."""
     from nemo.collections.common.data.lhotse.dataloader import LhotseDataLoadingConfig
 
-    return OmegaConf.structured(LhotseDataLoadingConfig)  # type: ignore[no-any-return]
+    return OmegaConf.structured(LhotseDataLoadingConfig)
 
 
 def check_bins(bins: Any, name: str = "bucket_duration_bins") -> None:

@@ -199,3 +199,4 @@ class TestDemo:
         for stage in ("prepare", "match", "write", "encode/builtin", "validate"):
             (row,) = [line for line in output.splitlines() if line.startswith(f"{stage}  ")]
             assert " done " in row
+        assert len(output.splitlines()) <= 24

@@ -44,7 +44,11 @@ quiet_option = click.Option(
 json_option = click.option(
     "--json", is_flag=True, expose_value=False, callback=_note, help="Print the result as JSON, and nothing else."
 )
-verbose_option = click.option("--verbose", is_flag=True, help="Show the rounds of encode apart.")
+verbose_option = click.option(
+    "--verbose",
+    is_flag=True,
+    help="Show all that is known, and the rounds of encode apart.",
+)
 
 
 def has_option(option: str) -> bool:

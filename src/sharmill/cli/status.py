@@ -36,7 +36,7 @@ from sharmill.engine.progress import RankProgress
 from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir, RunOutcome
 from sharmill.engine.stage import StageRun
-from sharmill.engine.view import StageReader, StageView, views_of_steps
+from sharmill.engine.view import Pace, StageReader, StageView, views_of_steps
 from sharmill.errors import ConfigError, FatalError, SharmillError, describe_error, refuse
 from sharmill.executors.slurm.queue import SECONDS_TO_CANCEL, QueuedJob, cancel_jobs, queued_jobs, waits_for_jobs
 from sharmill.files.host import SLURM_JOB, user_name
@@ -230,7 +230,8 @@ def _print_status(run: RunView, gpu_hour: float | None, *, verbose: bool) -> Non
             )
     _print_sums(run, gpu_hour)
     for view in run.views:
-        _print_pace(view)
+        if view.pace is not None:
+            _print_pace(view, view.pace, verbose=verbose)
     for view in run.views:
         if view.rejects:
             listed = ", ".join(f"{reason} {count}" for reason, count in Counter(view.rejects).most_common())
@@ -250,27 +251,38 @@ def _print_status(run: RunView, gpu_hour: float | None, *, verbose: bool) -> Non
 
 
 def _print_stages(run: RunView) -> None:
+    """Print a row for each stage: without zeros, and without columns that would be empty."""
     names = ["stage", "state", "units", "processed", "rejects", "time left"]
     # From this many columns on there is room for all columns of the table.
-    if make_console().width >= 110:
+    if make_console().width >= 120:
         names[3:3] = ["running", "failed", "waiting"]
         names.insert(-2, "rate")
+    if make_console().width >= 120 or all(view.seconds_left is None for view in run.views):
+        names += ["rank time", "rank speed"]
     rows = []
     for view in run.views:
         cells = {"stage": view.name, "state": view.state}
         if view.state != "not begun":
             cells |= {
                 "units": f"{view.units_done}/{view.units}",
-                "running": str(view.units_running),
-                "failed": str(view.units_failed),
-                "waiting": str(view.units - view.units_done - view.units_running - view.units_failed),
+                "running": str(view.units_running or ""),
+                "failed": str(view.units_failed or ""),
+                "waiting": str(view.units - view.units_done - view.units_running - view.units_failed or ""),
                 "processed": describe_amount(view),
                 "rate": describe_rate(view),
-                "rejects": str(view.num_rejects),
+                "rejects": str(view.num_rejects or ""),
                 "time left": "" if view.seconds_left is None else describe_time(view.seconds_left),
             }
-        rows.append([cells.get(name, "") for name in names])
-    print_table(str(run.path), names, rows, left=("stage", "state"), no_wrap=names)
+        if view.pace is not None:
+            unit = "/s" if view.cost_unit == "records" else " x"
+            cells |= {
+                "rank time": describe_time(view.pace.seconds),
+                "rank speed": f"{view.pace.rate:,.{0 if view.pace.rate >= 100 else 1}f}{unit}",
+            }
+        rows.append(cells)
+    names = [name for name in names if any(cells.get(name) for cells in rows)]
+    print_table(str(run.path), names, ([cells.get(name, "") for name in names] for cells in rows),
+                left=("stage", "state"), no_wrap=names)  # fmt: skip
 
 
 def _print_sums(run: RunView, gpu_hour: float | None) -> None:
@@ -290,15 +302,19 @@ def _print_sums(run: RunView, gpu_hour: float | None) -> None:
     if paces:
         gpus = sum(pace.seconds for pace in paces if pace.on_gpu)
         cores = sum(pace.seconds for pace in paces) - gpus
-        spent = f"{describe_time(cores)} of ranks on cores, {describe_time(gpus)} of ranks on GPUs"
+        kinds = (("cores", cores), ("GPUs", gpus))
+        spent = ", ".join(f"{describe_time(seconds)} of ranks on {kind}" for kind, seconds in kinds if seconds)
         # Ranks may share a GPU; commits do not say which one they had.
         price = "" if gpu_hour is None else f", {gpus / 3600 * gpu_hour:,.2f} if each had a GPU of its own"
         say(f"all stages: {spent} so far in units that are done{price}")
 
 
-def _print_pace(view: StageView) -> None:
-    """Print what a stage has cost so far and where its time went, and which ranks and units are the slowest."""
-    if (pace := view.pace) is None:
+def _print_pace(view: StageView, pace: Pace, *, verbose: bool) -> None:
+    """Print what holds a stage up; if ``verbose``, also where its time went, and which ranks and units are slow."""
+    if pace.hindrance:
+        worked = f"{view.name}: its GPUs work for {pace.delays['model']:.0%} of their time"
+        say(f"{worked}: {pace.hindrance}", style="yellow")
+    if not verbose:
         return
     kind = "ranks on GPUs" if pace.on_gpu else "ranks on cores"
     unit = "records a second" if view.cost_unit == "records" else "x real time"
@@ -307,9 +323,6 @@ def _print_pace(view: StageView) -> None:
         noted.append(f"{max(0.0, 1 - sum(pace.delays.values())):.0%} the rest")
     of_time = f", of which {', '.join(noted)}" if noted else ""
     say(f"{view.name}: {describe_time(pace.seconds)} of {kind} so far at {pace.rate:,.1f} {unit}{of_time}")
-    if pace.hindrance:
-        worked = f"{view.name}: its GPUs work for {pace.delays['model']:.0%} of their time"
-        say(f"{worked}: {pace.hindrance}", style="yellow")
     if pace.memory_mb:
         asked = f", of {pace.memory_asked_mb:,.0f} MB asked" if pace.memory_asked_mb else ""
         say(f"  memory: at most {pace.memory_mb:,.0f} MB on a rank{asked}; hosts: {pace.hosts}")

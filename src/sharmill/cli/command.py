@@ -132,8 +132,11 @@ def print_table(
     title: str | None, columns: Sequence[str], rows: Iterable[Iterable[str | Text]], *,
     left: Sequence[str] = ("stage",), no_wrap: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Print a table; see ``make_table``."""
-    _print_rows(make_table(title, columns, left=left, no_wrap=no_wrap), rows)
+    """Print a table without the columns that are empty; see ``make_table``."""
+    cells = [list(row) for row in rows]
+    used = [place for place in range(len(columns)) if not cells or any(row[place] for row in cells)]
+    table = make_table(title, [columns[place] for place in used], left=left, no_wrap=no_wrap)
+    _print_rows(table, ([row[place] for place in used] for row in cells))
 
 
 def print_pairs(pairs: Iterable[tuple[str | Text, str | Text]]) -> None:

@@ -1,6 +1,6 @@
 """Commands before a run: ``plan``, its work and cost, and ``calibrate``, a pilot over a sample of the input."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import click
 from rich.filesize import decimal
@@ -23,6 +23,7 @@ from sharmill.encode.stage import EncodeStage
 from sharmill.engine.balance import pack
 from sharmill.engine.order import make_stages
 from sharmill.engine.stage import is_main
+from sharmill.engine.unit import Unit
 from sharmill.engine.view import read_or_preview_units
 from sharmill.errors import ConfigError
 from sharmill.executors.supervisor import usable_gpus, visible_gpus
@@ -126,7 +127,8 @@ def print_plan(
     check_config(config, stages=())
     rates, source = find_rates(config, earlier)
     stages = make_stages(config)
-    planned, rows, not_yet = {}, [], []
+    planned: dict[str, tuple[Sequence[Unit], Collection[int]]] = {}
+    rows, done_stages, not_yet = [], [], []
     for stage in stages:
         name, is_shown = stage.key if verbose else stage.name, verbose or is_main(stage.kind)
         try:
@@ -138,6 +140,9 @@ def print_plan(
         if not is_shown:
             continue
         left = [unit.cost for unit in units if unit.index not in done]
+        if units and not left:
+            done_stages.append(name)
+            continue
         loads = [sum(left[item] for item in items) for items in pack(left, count_ranks(config, stage))]
         mean, largest, records = sum(loads) / len(loads), max(loads), stage.cost_unit == "records"
         rows.append([
@@ -147,16 +152,22 @@ def print_plan(
         ])  # fmt: skip
     predictions = predict(config, stages, rates, planned)
     columns = ("stage", "units", "to process", "ranks", "largest", "balance", "disk")
-    print_table(config.name, columns, rows, no_wrap=columns)
+    if done_stages:
+        say(f"{config.name}: nothing is left to do of {', '.join(done_stages)}")
+    if rows:
+        print_table(config.name, columns, rows, no_wrap=columns)
     say_all(not_yet)
-    say(
-        "units: done and all; to process: all audio that is left, contexts included; largest: the load of the busiest "
-        "rank",
-        style="dim",
-    )
-    if predictions:
-        _print_prediction(predictions, source, gpu_hour)
-    else:
+    if rows:
+        say(
+            "units: done and all; to process: all audio that is left, contexts included; largest: the load of the "
+            "busiest rank",
+            style="dim",
+        )
+    if expected := [one for one in predictions if one.wall_seconds]:
+        _print_prediction(expected, source, gpu_hour)
+    if line := describe_cores({one.name: one.cores_per_gpu for one in predictions}):
+        say(line)
+    if not predictions:
         say("no rates are known yet: sharmill calibrate measures them, --rates takes those of an earlier run", "dim")
     return predictions
 
@@ -178,9 +189,10 @@ def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_h
     for name, ranks, of_row in [*by_row, ("all", "", list(predictions))]:
         gpu = sum(one.rank_seconds for one in of_row if one.on_gpu) / 3600
         core = sum(one.rank_seconds for one in of_row if not one.on_gpu) / 3600
+        num_bytes = sum(one.num_bytes for one in of_row)
         cells = [
             name, ranks, describe_time(sum(one.wall_seconds for one in of_row)), describe_hours(gpu),
-            describe_hours(core), decimal(round(sum(one.num_bytes for one in of_row))),
+            describe_hours(core), decimal(round(num_bytes)) if num_bytes else "",
         ]  # fmt: skip
         cells += [f"{gpu * gpu_hour:,.2f}"] if gpu_hour is not None else []
         rows.append([plain(cell, style="bold" if name == "all" else "") for cell in cells])
@@ -188,8 +200,6 @@ def _print_prediction(predictions: Sequence[StagePrediction], source: str, gpu_h
     say(f"rates: {source}", style="dim")
     if any(one.on_gpu for one in predictions):
         say("GPU h: of ranks; several that share a GPU count as if each had its own", style="dim")
-    if line := describe_cores({one.name: one.cores_per_gpu for one in predictions}):
-        say(line)
     say("beside these times: the start of the command, and the page of the run", style="dim")
     if any(not one.is_planned for one in predictions):
         say("*: cannot be planned yet; in proportion to the records of the input", style="dim")

@@ -279,10 +279,8 @@ def _print_stages(run: RunView) -> None:
                 "rank time": describe_time(view.pace.seconds),
                 "rank speed": f"{view.pace.rate:,.{0 if view.pace.rate >= 100 else 1}f}{unit}",
             }
-        rows.append(cells)
-    names = [name for name in names if any(cells.get(name) for cells in rows)]
-    print_table(str(run.path), names, ([cells.get(name, "") for name in names] for cells in rows),
-                left=("stage", "state"), no_wrap=names)  # fmt: skip
+        rows.append([cells.get(name, "") for name in names])
+    print_table(str(run.path), names, rows, left=("stage", "state"), no_wrap=names)
 
 
 def _print_sums(run: RunView, gpu_hour: float | None) -> None:

@@ -118,6 +118,37 @@ def test_the_order_of_buckets_is_drawn_for_each_epoch(page, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["fixed_order", "synced_randomized"])
+@pytest.mark.parametrize(
+    ("size", "world_size", "keys"),
+    [
+        (2, 3, {}),
+        (3, 2, {"max_duration": 0.97}),
+        (2, 3, {"bucketing_weights": [2, 1, 1, 3]}),
+        (4, 1, {"num_workers": 3}),
+    ],
+    ids=["uneven shares", "filtered", "upsampled", "workers"],
+)
+def test_all_readers_are_in_the_same_bucket_at_every_step(page, strategy, size, world_size, keys):
+    """Of 8 utterances of a bucket, three ranks have 3, 3 and 2: of the last one, the batch is given out as two."""
+    settings = page(f"model.train_ds.batch_size={size}", f"model.train_ds.bucketing_strategy={strategy}")
+    ranks = [take(load(settings, rank, world_size, **keys), 90) for rank in range(world_size)]
+    buckets = [buckets_of(batches) for batches in ranks]
+    if workers := keys.get("num_workers"):
+        buckets = [buckets[0][worker::workers] for worker in range(workers)]
+    assert all(others == buckets[0] for others in buckets)
+    assert max(map(len, flat(ranks))) == min(size, 3)
+
+
+@pytest.mark.parametrize("strategy", ["fixed_order", "synced_randomized"])
+def test_ranks_stay_in_step_after_a_resume(page, strategy):
+    settings = page("model.train_ds.batch_size=2", f"model.train_ds.bucketing_strategy={strategy}")
+    state = None
+    for counts in ([5, 5, 5], [9, 9], [30, 30, 30]):
+        ranks, state = stop_ranks(partial(load, settings, resumable=True), counts, state)
+        assert len({tuple(buckets_of(batches)) for batches in ranks}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["fixed_order", "synced_randomized"])
 def test_buckets_in_turn_go_on_where_they_were_on_other_ranks(page, strategy):
     settings = page("model.train_ds.batch_size=2", f"model.train_ds.bucketing_strategy={strategy}")
     seen, state = [], None

@@ -140,7 +140,7 @@ class EpochReader:
         if self._options.tail == "keep":
             yield from cuts
             return
-        left = self._count_left(progress.epoch, known, part.count)
+        left = self.count_left(progress.epoch, known, part.count)
         if self._options.tail == "drop":
             yield from islice(cuts, int(left.min()))
             return
@@ -224,14 +224,15 @@ class EpochReader:
             count = _MANY_CUTS
         return self.order.positions(epoch, slot, count)
 
-    def _count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
-        """Count the cuts that are left for each part (num_parts,)."""
+    def count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
+        """Count the cuts that are left for each part (num_parts,), without those known to be filtered out."""
         left = np.zeros(num_parts, np.int64)
         permutation = self.order.permutation(epoch)
         for group in range(self.order.num_groups):
             for slot in self.order.slots(group):
                 positions = self._positions(epoch, slot, permutation)
-                left += np.bincount(positions.blocks[known.left(group, positions)] % num_parts, minlength=num_parts)
+                chosen = known.left(group, positions) & self.source.expected(int(permutation[slot]))
+                left += np.bincount(positions.blocks[chosen] % num_parts, minlength=num_parts)
         return left
 
 

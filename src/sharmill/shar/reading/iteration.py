@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from lhotse.cut import Cut
 from torch.utils.data import get_worker_info
 
@@ -160,6 +161,17 @@ class SharReader:
     def num_unmarked(self) -> int:
         """The number of cuts that were given out and not marked as consumed since."""
         return len(self._unmarked)
+
+    def count_left(self, epoch: int) -> np.ndarray:
+        """Count the cuts of an epoch that were left for each part (parts,) where the iteration began.
+
+        The state of one part does not tell what others have read: then all count as much as this one.
+        """
+        part, start = self.part, self._start or Progress(self._epochs.identity)
+        left = self._epochs.count_left(epoch, start.epochs.get(epoch, EpochProgress()), part.count)
+        if start.part is not None and epoch in start.epochs:
+            left[:] = left[part.index]
+        return left
 
     def count_damaged(self) -> int:
         """Count one more cut as damaged, for what its user found in it; return how many there are in all epochs."""

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -57,6 +57,10 @@ class ShardSource(ABC):
     @abstractmethod
     def count(self, shard: int) -> int:
         """Return the number of cuts in a shard."""
+
+    def expected(self, shard: int) -> np.ndarray | Literal[True]:
+        """Return which cuts of a shard (count,) pass the filters that a loader is known to have; True for all."""
+        return True
 
     def num_cuts(self) -> int:
         return sum(self.count(shard) for shard in range(self.num_shards))

@@ -95,10 +95,11 @@ TYPES: Final[dict[str, EntryType]] = {
         is_stream=True,
     ),
     "nemo": EntryType(
-        needs=("manifest_filepath",), takes=("tarred_audio_filepaths", "extra_fields", "passes"), files=TARRED,
+        needs=("manifest_filepath",), takes=("tarred_audio_filepaths", "extra_fields", "passes", "limits"),
+        files=TARRED,
         holds="cuts",
     ),
-    "nemo_tarred": EntryType(needs=TARRED, takes=("extra_fields", "passes"), files=TARRED, holds="cuts"),
+    "nemo_tarred": EntryType(needs=TARRED, takes=("extra_fields", "passes", "limits"), files=TARRED, holds="cuts"),
     "lhotse": EntryType(takes=("cuts_path", "shar_path"), holds="cuts"),
     "lhotse_shar": EntryType(needs=("shar_path",), takes=("cuts_path", "passes"), files=("shar_path",), holds="cuts"),
     "lhotse_as_conversation": _converter(holds="conversations"),

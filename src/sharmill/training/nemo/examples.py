@@ -6,14 +6,16 @@ other readers are made and passed over, so more files than readers are read with
 """
 
 import copy
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, Literal
 
 import msgspec
+import numpy as np
 import torch.distributed as dist
 from lhotse import AudioSource, CutSet, Recording
 from lhotse.lazy import LazyJsonlIterator
@@ -119,6 +121,7 @@ class _ExampleSource(ShardSource):
         self._entry = {**entry, "type": self._kind, "force_finite": True, "shuffle": False}
         self._parse = get_parser_fn(self._kind)
         self._counts: dict[int, int] = {}
+        self._expected: dict[int, np.ndarray] = {}
         self._tarred: LazyNeMoTarredIterator | None = None
         named = [text for key in TYPES[self._kind].files for text in texts_in(entry.get(key))]
         stored = [name for text in named for name in expand_sharded_filepaths(text) if is_stored(name)]
@@ -173,6 +176,23 @@ class _ExampleSource(ShardSource):
             else:
                 self._counts[shard] = len(self._tarred.shard_id_to_manifest[files["shard"]])
         return self._counts[shard]
+
+    def expected(self, shard: int) -> np.ndarray | Literal[True]:
+        shortest, longest = self._entry.get("limits", (None, None))
+        if shortest is None and longest is None:
+            return True
+        if shard not in self._expected:
+            known = (line["duration"] for line in self._lines(shard) if not line.get("_skipme"))
+            found = [(shortest or 0) <= duration <= (longest or math.inf) for duration in known]
+            self._expected[shard] = np.array(found + [False] * (self.count(shard) - len(found)))
+        return self._expected[shard]
+
+    def _lines(self, shard: int) -> Iterable[dict[str, Any]]:
+        """Return the lines of NeMo's manifest for a shard."""
+        files, tarred = self._shards[shard], self._tarred
+        if tarred is not None and len(tarred.paths) == 1:
+            return tarred.shard_id_to_manifest[files["shard"]]  # type: ignore[no-any-return]
+        return LazyJsonlIterator(copied(next(texts_in(files)) if tarred is None else tarred.paths[shard]))
 
     def open(self, shard: int, epoch: int) -> "_ExampleShard":
         files = self._shards[shard]

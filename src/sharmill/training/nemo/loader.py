@@ -30,7 +30,7 @@ from sharmill.shar.reading.state import merge_states
 from sharmill.training.codes import CodecForm
 from sharmill.training.nemo.entries import Settings, entry_directory, is_divided, is_divisible, type_of
 from sharmill.training.nemo.partition import PartitionedCuts, collect_sources, mark_consumed
-from sharmill.training.nemo.samplers import BucketsInTurn, SamplerOptions
+from sharmill.training.nemo.samplers import BucketsInTurn, ManifestBucket, SamplerOptions
 from sharmill.training.nemo.settings import (
     check_tokenizer,
     entries_of,
@@ -261,9 +261,10 @@ def _make_loader(
         own.adapt(one, seed, partial(mark_consumed, ours) if resumable else None)
     if in_turn is not None:
         passes = [entry.get("passes", 1) for entry in sources_of(settings)]
+        buckets = [ManifestBucket(*parts) for parts in zip(samplers, ours, passes, strict=True)]
         seeds = {"synced_randomized": "", "fully_randomized": f"{seed} {rank}"}
         finite = settings.get("force_finite", False)
-        source.dataset.sampler = BucketsInTurn(samplers, passes, seeds.get(in_turn), finite=finite)
+        source.dataset.sampler = BucketsInTurn(buckets, seeds.get(in_turn), finite=finite)
     if resumable:
         _require_exact(sections, in_turn=in_turn is not None)
         for cuts in ours:

@@ -86,7 +86,7 @@ class PartitionedCuts:
         if self._process != os.getpid():
             self._process, self.epoch = os.getpid(), 0
         for _ in range(self._passes):
-            reader = self.reader if self._only_marked else self._open()
+            reader = self._current = self.reader if self._only_marked else self._open()
             self.epoch += 1  # whoever iterates again gets another order
             for cut in reader:
                 self.epoch = max(self.epoch, epoch_of(cut) + 1)
@@ -95,6 +95,11 @@ class PartitionedCuts:
 
     def __len__(self) -> int:
         return self._passes * len(self._open_reader())
+
+    def count_left(self, epoch: int) -> tuple[int, int]:
+        """Count what the running iteration has of an epoch: the reader that has most, and this one."""
+        left = self._current.count_left(epoch)
+        return int(left.max()), int(left[self._current.part.index])
 
     def count_only_marked(self) -> None:
         """Open the one ``reader`` of all iterations, which counts a cut as consumed once it was marked as such.

@@ -13,14 +13,15 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
+from functools import cached_property, partial
+from itertools import groupby, islice
 from typing import Any, Final
 
 import numpy as np
 import torch
 from lhotse import CutSet
 from lhotse.dataset import DynamicBucketingSampler, DynamicCutSampler
+from lhotse.dataset.sampling.base import TimeConstraint
 from lhotse.dataset.sampling.dynamic import DurationBatcher
 from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketer
 from lhotse.lazy import LazyFilter
@@ -28,7 +29,7 @@ from lhotse.lazy import LazyFilter
 from sharmill.errors import refuse
 from sharmill.training.codes import epoch_of
 from sharmill.training.nemo.entries import Settings
-from sharmill.training.nemo.partition import marked_parts, parts_of, place_of
+from sharmill.training.nemo.partition import PartitionedCuts, marked_parts, parts_of, place_of
 from sharmill.training.nemo.stores import refuse_command
 
 # The examples in a row, with a whole epoch of every dataset among them, that may be dropped before it is an error; and
@@ -151,18 +152,25 @@ class _OldestFirst(DynamicBucketer):
         yield from super().__iter__()
 
 
-class _Bucket:
+class ManifestBucket:
     """The examples of a sampler, which gets those of one epoch in each iteration.
 
-    Attributes:
+    Args:
+        sampler: makes the batches.
+        source: has the examples.
         passes: how many epochs of the bucket are one of the training.
     """
 
-    def __init__(self, sampler: Any, passes: int) -> None:
-        self.sampler, self.passes = sampler, passes
+    def __init__(self, sampler: DynamicCutSampler, source: PartitionedCuts, passes: int) -> None:
+        self.sampler, self.source, self.passes = sampler, source, passes
         self._examples, sampler.cuts = sampler.cuts[0], (CutSet(self),)
         self._groups: Iterator[tuple[int, Iterator[Any]]] = iter(())
         self._next: tuple[int, Iterator[Any]] | None = None
+
+    @cached_property
+    def epoch(self) -> int:
+        """The bucket's next epoch: the same for all readers, of which some may have nothing of it."""
+        return int(self.source.reader.state_dict()["epoch"])
 
     def find_next(self) -> tuple[int, Iterator[Any]]:
         """Return the epoch that the next iteration has, and its examples; a huge one and none if the data are empty."""
@@ -172,6 +180,19 @@ class _Bucket:
             self._next = next(self._groups, (sys.maxsize, iter(())))
         return self._next
 
+    def count_behind(self, epoch: int) -> int:
+        """Return how many batches fewer this reader has of an epoch than the reader that has most.
+
+        Only for batches of a fixed size that is known; else 0.
+        """
+        limit: Any = self.sampler.constraint
+        size = getattr(limit, "max_cuts", None)
+        if size is None or isinstance(self.sampler, DynamicBucketingSampler) or limit != TimeConstraint(None, size):
+            return 0
+        rest = 0 if self.sampler.drop_last else size - 1
+        most, own = ((count + rest) // size for count in self.source.count_left(epoch))
+        return most - own
+
     def __iter__(self) -> Iterator[Any]:
         _, examples = self.find_next()
         self._next = None
@@ -179,31 +200,43 @@ class _Bucket:
 
 
 class BucketsInTurn:
-    """Batches of an epoch of one bucket after the other.
+    """Batches of an epoch of one bucket after the other, in an order that all readers have, or each for itself.
 
-    The places of a bucket's next examples say whether it is still to come, so that a resume goes on with what is left.
+    With one order, all readers are in the same bucket at every step: a reader that has fewer batches of it than another
+    one gives out some of them in two halves. What is left of an epoch follows from the states of the readers, so that a
+    resume goes on with it.
 
     Args:
-        samplers: of the buckets.
-        passes: how many epochs of each bucket are one of the training.
-        seed: of the orders that are drawn for each epoch, as NeMo's RandomizedChainDataset does; None for a fixed one.
+        buckets: of NeMo's list of lists.
+        seed: of the orders that are drawn for each epoch, as NeMo's RandomizedChainDataset does: empty for orders that
+            all readers have, None for a fixed one.
         finite: an iteration is one epoch.
     """
 
-    def __init__(self, samplers: Sequence[Any], passes: Sequence[int], seed: str | None, *, finite: bool) -> None:
-        self._buckets = [_Bucket(*pair) for pair in zip(samplers, passes, strict=True)]
+    def __init__(self, buckets: Sequence[ManifestBucket], seed: str | None, *, finite: bool) -> None:
+        self._buckets = buckets
         self._seed, self._finite = seed, finite
 
     def __iter__(self) -> Iterator[CutSet]:
+        behind = 0
         while True:
-            epoch = min(bucket.find_next()[0] // bucket.passes for bucket in self._buckets)
+            epoch = min(bucket.epoch // bucket.passes for bucket in self._buckets)
             order = [bucket for bucket in self._buckets for _ in range(bucket.passes)]
             if self._seed is not None:
                 random.Random(f"{self._seed} {epoch}").shuffle(order)
             for bucket in order:
-                if bucket.find_next()[0] < (epoch + 1) * bucket.passes:
-                    bucket.sampler.set_epoch(epoch)
-                    yield from bucket.sampler
+                if bucket.epoch >= (epoch + 1) * bucket.passes:
+                    continue
+                is_ours = bucket.find_next()[0] <= bucket.epoch
+                behind += 0 if self._seed else bucket.count_behind(bucket.epoch)
+                bucket.epoch += 1
+                bucket.sampler.set_epoch(epoch)
+                for batch in bucket.sampler if is_ours else ():
+                    if behind and len(batch) > 1:
+                        behind -= 1
+                        yield CutSet.from_cuts(islice(batch, len(batch) // 2))
+                        batch = CutSet.from_cuts(islice(batch, len(batch) // 2, None))
+                    yield batch
             if self._finite:
                 return
 

@@ -343,9 +343,10 @@ def _take_in_turn(settings: Settings, strategy: str) -> Settings:
     )  # fmt: skip
     (group,) = settings.pop("input_cfg")
     shared = {key: settings.pop(key) for key in _OF_TOP if key in settings}
+    limits = [settings.get(key) for key in ("min_duration", "max_duration")]
     sections = {
         f"bucket{number}": copy.deepcopy(settings)
-        | {"batch_size": entry.pop("batch_size", settings.get("batch_size")), "input_cfg": [entry]}
+        | {"batch_size": entry.pop("batch_size", settings.get("batch_size")), "input_cfg": [entry | {"limits": limits}]}
         for number, entry in enumerate(group["input_cfg"], 1)
     }
     return shared | sections | {"multi_config": True, "bucketing_strategy": strategy}

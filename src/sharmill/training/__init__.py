@@ -11,6 +11,7 @@ _HOMES = {
     "ContextSpeechDataset": "sharmill.training.speech_text",
     "SpeechTextDataset": "sharmill.training.speech_text",
     "get_dataloader": "sharmill.training.nemo.loader",
+    "interleave": "sharmill.training.chain.chain",
     "merge_data_states": "sharmill.training.nemo.loader",
     "parallel_map": "sharmill.training.parallel",
     "RawList": "sharmill.training.chain.sources",
@@ -26,6 +27,7 @@ __all__ = [
     "SpeechTextDataset",
     "TextLines",
     "get_dataloader",
+    "interleave",
     "merge_data_states",
     "parallel_map",
 ]

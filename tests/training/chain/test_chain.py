@@ -8,7 +8,7 @@ import os
 import random
 from collections import Counter
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from support.work import half, inverse
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError, DamagedShard, RejectRecord
-from sharmill.training import Chain, RawList, ShardList, TextLines, merge_data_states
+from sharmill.training import Chain, RawList, ShardList, TextLines, interleave, merge_data_states
 from sharmill.training.chain.features import collate, decode_wav, kaldi_fbank, pad_wav
 
 
@@ -31,6 +31,10 @@ def itself(number):
 
 def first_of(pair):
     return pair[0]
+
+
+def multiple(number, of):
+    return number % of == 0
 
 
 def pairs(numbers):
@@ -48,14 +52,48 @@ def pairs(numbers):
         (Chain([3, 1, 2, 0]).sort(itself, reverse=True), [3, 2, 1, 0]),
         (Chain([3, 1, 2]).zip(Chain([9, 8, 7, 6], infinite=True)).sort(key=first_of), [(1, 8), (2, 7), (3, 9)]),
         (Chain(range(5)).apply(pairs).batch(2), [[(0, 1), (2, 3)]]),
-        (Chain([1, 2, 3]).interleave(Chain([10, 20]), Chain([100, 200, 300])), [1, 10, 100, 2, 20, 200, 3]),
+        (interleave(Chain([1, 2, 3]), Chain([10, 20]), Chain([100, 200, 300])), [1, 10, 100, 2, 20, 200, 3]),
+        (Chain([1, 2, 3]).map(pow, 2).filter(multiple, of=3), [9]),
+        (Chain(range(5)).batch(batch_size=2, wrapper_class=sum), [1, 5, 4]),
     ],
     ids=["steps follow each other", "dynamic batches keep to the padded length", "buckets have a size each",
          "all of an epoch is sorted", "a zip with an endless chain is sorted", "a function of the stream is applied",
-         "chains take turns"],
+         "chains take turns", "functions have further arguments", "a batch is what a function makes of it"],
 )  # fmt: skip
 def test_a_chain_gives(chain, expected):
     assert list(chain) == expected
+
+
+def generated(numbers):
+    yield from numbers
+
+
+def test_the_chain_that_wenets_page_prints():
+    speech = Chain(generated([1, 2, 3, 4, 1])).map(lambda elem: {"speech": elem * 2})
+    speech = speech.filter(lambda elem: elem["speech"] >= 2).sort(lambda elem: elem["speech"], buffer_size=2)
+    speech = speech.map(lambda elem: {"fbank": elem["speech"] + 1, "speech": elem["speech"]})
+    text = Chain(generated([10, 20, 30, 40, 50, 60])).map(lambda elem: {"tokens": elem + 1, "text": elem})
+    assert list(speech.zip(text).sort(lambda elem: elem[1]["tokens"])) == [
+        ({"fbank": number + 1, "speech": number}, {"tokens": word + 1, "text": word})
+        for number, word in zip([2, 4, 6, 8, 2], [10, 20, 30, 40, 50], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [iter(range(7)), generated(range(7)), partial(generated, range(7)), lambda: [*range(7)]],
+    ids=["iterator", "generator", "generator function", "function"],
+)
+def test_any_source_is_divided_and_read_in_every_epoch(source):
+    chains = [Chain(source, rank=rank, world_size=2) for rank in (0, 1)] if callable(source) else [Chain(source)]
+    for _ in range(2):
+        numbers = [number for chain in chains for number in torch.utils.data.DataLoader(chain, None, num_workers=2)]
+        assert sorted(numbers) == [*range(7)]
+
+
+def test_a_source_that_never_ends_is_an_error():
+    with raises(ConfigError, "bad_config_value", "16777216 items"):
+        Chain(repeat(None))
 
 
 def test_a_buffer_shuffles_by_seed_and_epoch():
@@ -252,7 +290,10 @@ def test_errors_of_the_program_are_never_left_out(error):
     ("make", "what"),
     [
         (lambda: Chain("data.list"), "RawList"),
-        (lambda: Chain(iter([1])), "iterator"),
+        (lambda: Chain(5), "a function that returns one, not with 5"),
+        (lambda: Chain([1]).sort(itself, 5), "buffer_size=500"),
+        (lambda: Chain([1]).sort(2, itself, buffer_size=3), "size or buffer_size"),
+        (lambda: interleave(Chain([1]), [2]), "write Chain(source)"),
         (lambda: Chain([1], divide="day"), "'line' or 'file'"),
         (lambda: Chain([1], on_error="ignore"), "'raise' or 'skip'"),
         (lambda: Chain([1], on_error="skip", max_errors=-1), "max_errors is -1"),

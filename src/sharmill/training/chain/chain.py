@@ -62,6 +62,10 @@ def _call(fn: Callable[[Any], Any], value: Any) -> Any:
         return _Failure(str(error) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}")
 
 
+def _call_with(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], value: Any) -> Any:
+    return fn(value, *args, **options)
+
+
 def count_frames(example: Mapping[str, Any]) -> int:
     """Return the number of frames of an example's ``feat`` (frames, mels)."""
     return len(example["feat"])
@@ -260,7 +264,8 @@ class Chain(torch.utils.data.IterableDataset):
     then; without these, a chain goes on with what would have come next.
 
     Args:
-        source: a ``RawList``, ``ShardList`` or ``TextLines``, or any iterable that can be read again.
+        source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns one, which is
+            called in each epoch, and once more to count. An iterator, such as a generator, is read into memory here.
         shuffle: another order each epoch, from ``seed``: of all examples of a file, ``mix_shards`` files at a time. An
             iterable without random access keeps its order.
         rank, world_size: of the data-parallel process; torch.distributed is not asked for them.
@@ -285,7 +290,7 @@ class Chain(torch.utils.data.IterableDataset):
 
     def __init__(
         self,
-        source: ShardSource | Iterable[Any],
+        source: ShardSource | Iterable[Any] | Callable[[], Iterable[Any]],
         *,
         shuffle: bool = False,
         seed: int = 0,
@@ -312,9 +317,9 @@ class Chain(torch.utils.data.IterableDataset):
         self._is_exact = True
         self._open: Before = own.examples
 
-    def map(self, fn: Callable[[Any], Any]) -> Chain:
-        """Apply a function to every example."""
-        return self._then(map_examples, fn=self._guarded(fn))
+    def map(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Chain:
+        """Apply ``func(example, *args, **kwargs)`` to every example."""
+        return self._then(map_examples, fn=self._guarded(partial(_call_with, func, args, kwargs)))
 
     def parallel_map(
         self,
@@ -332,9 +337,9 @@ class Chain(torch.utils.data.IterableDataset):
         parallel_map((), fn, **options)  # type: ignore[arg-type]  # wrong options are an error here
         return self._then(map_examples, fn=self._guarded(fn), options=options)
 
-    def filter(self, keep: Callable[[Any], bool]) -> Chain:
-        """Leave out the examples for which a function returns False; they count as consumed."""
-        return self._then(filter_examples, keep=self._guarded(keep))
+    def filter(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Chain:
+        """Leave out the examples for which ``func(example, *args, **kwargs)`` is false; they count as consumed."""
+        return self._then(filter_examples, keep=self._guarded(partial(_call_with, func, args, kwargs)))
 
     def shuffle(self, size: int) -> Chain:
         """Draw each example from a buffer of ``size``, by the seed and the epoch of the source."""
@@ -346,13 +351,21 @@ class Chain(torch.utils.data.IterableDataset):
         key: Callable[[Any], Any] = count_frames,
         *,
         reverse: bool = False,
+        buffer_size: int | None = None,
     ) -> Chain:
         """Sort every ``size`` examples among themselves; without a size, all that this reader has of an epoch.
 
-        ``sort(key)`` is ``sort(None, key)``. All examples of the epoch are then in memory.
+        ``sort(key)`` is ``sort(None, key)``. All examples of the epoch are then in memory. ``buffer_size`` is another
+        name of the size: ``sort(key, buffer_size=500)``.
         """
+        refuse(
+            (callable(size) and key is not count_frames,
+             "sort(key) takes its other options by name, as in sort(key, buffer_size=500, reverse=True)"),
+            (isinstance(size, int) and buffer_size is not None, "sort takes size or buffer_size, which are one option"),
+        )  # fmt: skip
         if callable(size):
             key, size = size, None
+        size = buffer_size if size is None else size
         if size is not None:
             at_least(1, "size", size)
         refuse(
@@ -373,9 +386,14 @@ class Chain(torch.utils.data.IterableDataset):
         chain._is_exact = self._is_exact and exact
         return chain
 
-    def batch(self, size: int) -> Chain:
-        """Put every ``size`` examples into a list; the last one of an epoch may be shorter."""
-        return self._then(batch_examples, size=at_least(1, "size", size))
+    def batch(self, batch_size: int, *, wrapper_class: Function | None = None) -> Chain:
+        """Put every ``batch_size`` examples into a list; the last one of an epoch may be shorter.
+
+        Args:
+            wrapper_class: a class, or a function, that makes the batch of the list.
+        """
+        chain = self._then(batch_examples, size=at_least(1, "batch_size", batch_size))
+        return chain if wrapper_class is None else chain.map(wrapper_class)
 
     def dynamic_batch(self, max_frames: int, length: Callable[[Any], int] = count_frames) -> Chain:
         """Put examples into lists whose padded length, the longest times their number, is at most ``max_frames``.
@@ -471,6 +489,9 @@ class Chain(torch.utils.data.IterableDataset):
         load_states([source.reader for source in self._sources], state)
 
     def _with(self, others: Sequence[Chain], step: Callable[..., Examples], *further: _Source) -> Chain:
+        refuse(
+            (not all(isinstance(one, Chain) for one in others), "chains are joined with chains: write Chain(source)")
+        )
         sources = [source for chain in (self, *others) for source in chain._sources]
         ranks = {(source.options.rank, source.options.world_size) for source in sources}
         refuse((len(set(map(id, sources))) < len(sources), "a chain cannot be joined with itself: make another one"))
@@ -489,6 +510,11 @@ class Chain(torch.utils.data.IterableDataset):
     def _guarded(self, fn: Function) -> Function:
         catches = any(source.max_errors is not None for source in self._sources)
         return partial(_call, fn) if catches else fn
+
+
+def interleave(*chains: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
+    """Give one example of each chain in turn, as ``Chain.interleave``."""
+    return chains[0].interleave(*chains[1:], weights=weights, seed=seed)
 
 
 class _Source:

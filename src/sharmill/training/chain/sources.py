@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
@@ -34,6 +35,8 @@ Paths = str | Path | Sequence[str | Path]
 
 # A member is read as a whole. This is nine hours of speech at 16 kHz.
 _MAX_MEMBER_BYTES: Final = 1 << 30
+# Of a source without a length: positions of more would only be memory.
+_MOST_ITEMS: Final = 1 << 24
 # Read at both ends of a file, to tell it from another one of its size.
 _BLOCK: Final = 4096
 # Hashes of the processes, caches and URLs of which a server was asked for the version; texts would be long.
@@ -88,20 +91,24 @@ class _Shard:
 
 
 class Items(ShardSource):
-    """Any iterable that can be read again; of one without random access, every reader passes over what is others'."""
+    """Any iterable; of one without random access, every reader passes over what is others'.
+
+    Args:
+        items: an iterator is read here; what a function returns is read in each epoch, and once more to count it.
+    """
 
     num_shards = 1
 
-    def __init__(self, items: Iterable[Any]) -> None:
+    def __init__(self, items: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
         refuse(
             (isinstance(items, (str, bytes)),
              "a chain begins with RawList, ShardList, TextLines or the items themselves, not with a name"),
-            (isinstance(items, Iterator),
-             "an iterator can be read once only, and a chain reads its source in every epoch: give a list, or an "
-             "object whose __iter__ begins anew"),
+            (not callable(items) and not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"),
+             f"a chain begins with an iterable, or a function that returns one, not with {items!r}"),
         )  # fmt: skip
-        self._items = items
-        self.sequential = not isinstance(items, Sequence)
+        self._is_function = callable(items) and not isinstance(items, Iterable)
+        self._items: Any = list(_not_too_many(items)) if isinstance(items, Iterator) else items
+        self.sequential = not isinstance(self._items, Sequence)
         self._count: int | None = None
 
     @property
@@ -113,23 +120,33 @@ class Items(ShardSource):
         """Return the length; without one, the items are counted."""
         if self._count is None:
             try:
-                self._count = len(self._items)  # type: ignore[arg-type]
+                self._count = len(self._items)
             except TypeError:
-                self._count = sum(1 for _ in self._items)
+                self._count = sum(1 for _ in _not_too_many(self._begin()))
         return self._count
+
+    def _begin(self) -> Iterable[Any]:
+        return self._items() if self._is_function else self._items  # type: ignore[no-any-return]
 
     def open(self, shard: int, epoch: int) -> _Shard:
         if isinstance(self._items, Sequence):
             return _Shard("item {}".format, self._items.__getitem__)
-        items = enumerate(self._items)
+        items = enumerate(self._begin())
 
         def find(number: int) -> Any:
             for found, item in items:
                 if found == number:
                     return item
-            raise RejectRecord("malformed", "the items were changed while they were read")
+            raise RejectRecord("malformed", "the source has fewer items than when it was read before")
 
         return _Shard("item {}".format, find)
+
+
+def _not_too_many(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield items; raise ConfigError where they may be without end."""
+    left = iter(items)
+    yield from islice(left, _MOST_ITEMS)
+    refuse((any(True for _ in left), f"a source has more than {_MOST_ITEMS} items: give a sequence, or TextLines"))
 
 
 class _Command:

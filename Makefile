@@ -9,6 +9,7 @@
 # make wheel   the wheel, in dist
 # make bench   what takes how long, beside the libraries used directly; GROUP= (further, scale, all), JSON= (a file for all figures)
 # make bench-gpu   models, stages and the choice of contexts on a GPU, in nine minutes; DEVICE=cpu tries it out, SECONDS=
+#                  ROWS="tune-batch encode" those whose names begin so, in five minutes
 # make docs   the pages of docs as a site with a reference of the Python API, in build/site
 # All make .venv first if it is missing or older than what it is made from.
 
@@ -84,9 +85,10 @@ wheel: venv
 bench: venv
 	$(BIN)/python tests/bench $(if $(GROUP),--group $(GROUP)) $(if $(JSON),--json $(JSON))
 
-# All on one GPU in nine minutes, or tried out by DEVICE=cpu.
+# All on one GPU in nine minutes, or ROWS in five, or tried out by DEVICE=cpu.
 bench-gpu: venv
-	$(BIN)/python tests/bench_gpu --json build/bench-gpu.json $(if $(DEVICE),--device $(DEVICE)) $(if $(SECONDS),--seconds $(SECONDS))
+	$(BIN)/python tests/bench_gpu --json build/bench-gpu.json $(if $(DEVICE),--device $(DEVICE)) \
+	  $(if $(or $(SECONDS),$(ROWS)),--seconds $(or $(SECONDS),280)) $(if $(ROWS),--rows $(ROWS))
 
 # The site loads nothing from elsewhere, so that it works offline. What builds it comes with the extra `docs`.
 docs: venv

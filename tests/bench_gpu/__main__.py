@@ -19,7 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench_gpu.rows import Bench, Line, all_rows, save_models
+from bench_gpu.rows import Bench, Line, model_rows, save_models
+from bench_gpu.tuning import tuning_rows
 from sharmill.errors import DeviceError
 from sharmill.models import make_deterministic
 from sharmill.models.device import check_device, driver_version
@@ -73,7 +74,11 @@ def _measure(parser: argparse.ArgumentParser, options: argparse.Namespace, folde
     options.json.parent.mkdir(parents=True, exist_ok=True)
     models = save_models(folder, is_small=on_cpu)
     bench = Bench(options.device, folder, models)
-    for name, least, make_lines in all_rows(bench):
+    rows = [*model_rows(bench), *tuning_rows(bench)]
+    for begin in options.rows:
+        if not any(name.startswith(begin) for name, *_ in rows):
+            parser.error(f"there is no row {begin!r}: they are {', '.join(name for name, *_ in rows)}")
+    for name, least, make_lines in rows:
         if not name.startswith(tuple(options.rows)):
             continue
         started = time.time()

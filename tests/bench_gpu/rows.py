@@ -37,6 +37,7 @@ from sharmill.files.host import usable_cores
 from sharmill.match.select import select_context
 from sharmill.models import load_codec, load_speaker_encoder
 from sharmill.models.batches import pad
+from sharmill.models.device import with_precision
 from sharmill.models.memory import measure_model, measure_peak
 
 RATE = 22050
@@ -51,6 +52,8 @@ LEAST_SHARE = 0.9
 ENCODER = "speaker encoder in TitaNet-large's sizes"
 CODEC = "codec of NeMo's kind and size"
 Line = dict[str, Any]
+# Its name, the seconds that it needs at least, and what makes its lines.
+Row = tuple[str, float, Callable[[], Iterator[Line]]]
 
 
 def save_models(folder: Path, *, is_small: bool) -> dict[str, str]:
@@ -254,14 +257,57 @@ def beside_cpu(bench: Bench, name: str) -> Iterator[Line]:
     yield {"way": "GPU beside CPU, fp32", "codes": compared, "differ": differ, "share": round(differ / compared, 5)}
 
 
-def all_rows(bench: Bench) -> list[tuple[str, float, Callable[[], Iterator[Line]]]]:
-    """Return the rows, with the seconds that each needs at least, in the order of what matters most."""
+def beside_nemo(bench: Bench, count: int, batch_seconds: float) -> Iterator[Line]:
+    """Yield the speed of NeMo's AudioCodecModel.encode, one by one and in batches, and ours in the same batches.
+
+    In each precision, which both have by the same means, with the codes that differ.
+    """
+    from nemo.collections.tts.models import AudioCodecModel
+
+    theirs = AudioCodecModel.restore_from(bench.models[CODEC].removeprefix("nemo:"), map_location=bench.device).eval()
+    rng = np.random.default_rng(3)
+    audio = [voice(seconds, RATE, seed=n) for n, seconds in enumerate(rng.uniform(2.0, 10.0, count))]
+    audio = [samples.astype(np.float32) for samples in audio]
+    heard, on_cpu = sum(map(len, audio)) / RATE, bench.device == "cpu"
+
+    def encode(samples: torch.Tensor, num_samples: torch.Tensor) -> torch.Tensor:
+        codes, _ = theirs.encode(audio=samples.to(bench.device), audio_len=num_samples.to(bench.device))
+        return codes
+
+    for precision in ("fp32", "tf32", "bf16"):
+        try:
+            nemo = encode if precision == "fp32" else with_precision(encode, bench.device, precision)
+            ours = bench.load(CODEC, precision).encode
+        except ConfigError as error:
+            yield {"precision": precision, "left out": str(error)}
+            continue
+        ways = {
+            "NeMo one by one": in_batches(nemo, audio, 1, pinned=not on_cpu),
+            "NeMo in batches": in_batches(nemo, audio, round(batch_seconds * RATE), pinned=not on_cpu),
+            "ours": in_batches(ours, audio, round(batch_seconds * RATE), pinned=not on_cpu),
+        }
+        seconds = {name: _seconds(bench, work, repeats=1 if on_cpu else 2) for name, work in ways.items()}
+        with torch.no_grad():
+            pairs = [(nemo(*pad([samples])).cpu(), ours(*pad([samples])).cpu()) for samples in audio[:8]]
+        yield {
+            "precision": precision, "hours": round(heard / 3600, 3), "batch seconds": batch_seconds,
+            "hours per hour": {name: round(heard / found, 1) for name, found in seconds.items()},
+            "ours beside one by one": round(seconds["NeMo one by one"] / seconds["ours"], 2),
+            "ours beside batches": round(seconds["NeMo in batches"] / seconds["ours"], 2),
+            "codes": sum(a.numel() for a, _ in pairs), "differ": sum(int((a != b).sum()) for a, b in pairs),
+        }  # fmt: skip
+
+
+def model_rows(bench: Bench) -> list[Row]:
+    """Return the rows of models and stages, in the order of what matters most."""
     on_cpu = bench.device == "cpu"
     count, batch_seconds, many = (16, 10.0, 2000) if on_cpu else (2000, 600.0, 100_000)
     models = list(bench.models)
+    few, seconds = (4, 20.0) if on_cpu else (64, 60.0)
     return [
         *((f"speed of the {name}", 8.0, partial(speed, bench, name)) for name in models),
         ("share of stages", 10.0 if on_cpu else 90.0, partial(shares, bench, count, batch_seconds)),
         ("selection of contexts", 5.0 if on_cpu else 15.0, partial(selection, bench, many)),
         *((f"{name} beside the CPU", 8.0, partial(beside_cpu, bench, name)) for name in models if not on_cpu),
+        ("encode beside NeMo's codec", 10.0 if on_cpu else 45.0, partial(beside_nemo, bench, few, seconds)),
     ]

@@ -5,6 +5,7 @@ Every ``save_`` function writes to a path and returns it. The caller's random st
 
 import json
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,20 +250,26 @@ PLACEHOLDER = "<|audioplaceholder|>"
 FRAME = 0.08
 
 
-def save_models(folder: Path) -> dict[str, str]:
-    """Write a language model with its tokenizer, a recognizer and a codec; return the keys that name them."""
+def save_models(
+    folder: Path, llm: Mapping[str, Any] | None = None, encoder: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Write a language model with its tokenizer, a recognizer and a codec; return the keys that name them.
+
+    Args:
+        llm, encoder: other sizes of the language model, and of the recognizer's Conformer.
+    """
     codec = nemo_codec_config(samples_per_frame=1280)
     codec["audio_encoder"]["down_sample_rates"] = [8, 160]
     codec["audio_decoder"]["up_sample_rates"] = [160, 8]
     return {
-        "pretrained_llm": str(save_llm(folder / "llm")),
-        "pretrained_asr": str(_save_recognizer(folder / "asr.nemo")),
+        "pretrained_llm": str(save_llm(folder / "llm", **(llm or {}))),
+        "pretrained_asr": str(_save_recognizer(folder / "asr.nemo", **(encoder or {}))),
         "pretrained_audio_codec": str(save_nemo_codec(folder / "codec.nemo", codec)),
     }
 
 
-def save_llm(path: Path, num_key_value_heads: int = 4) -> Path:
-    """A LlamaForCausalLM of two layers, and a tokenizer of bytes."""
+def save_llm(path: Path, **changes: int) -> Path:
+    """A LlamaForCausalLM of two layers, unless changed, and a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -273,26 +280,26 @@ def save_llm(path: Path, num_key_value_heads: int = 4) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(path)
-    config = LlamaConfig(
-        # One more for the placeholder of audio, and an even number for two shards.
-        vocab_size=len(letters) + 4, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=num_key_value_heads, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(path)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    # One more for the placeholder of audio, and an even number for two shards.
+    tokens = {"vocab_size": len(letters) + 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes | {"num_key_value_heads": 4} | tokens | changes)).save_pretrained(path)
     return path
 
 
-def _save_recognizer(path: Path) -> Path:
-    """An EncDecCTCModel with a Conformer of one layer, which makes a frame from 80 ms."""
+def _save_recognizer(path: Path, **changes: int) -> Path:
+    """An EncDecCTCModel with a Conformer of one layer, unless changed, which makes a frame from 80 ms."""
     from nemo.collections.asr.models import EncDecCTCModel
     from omegaconf import OmegaConf
 
+    striding = {"subsampling": "dw_striding", "subsampling_factor": 8, "subsampling_conv_channels": 8}
+    encoder = _conformer(feat_in=16, **striding, **changes)
     config = {
         "preprocessor": {"_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor", "features": 16, "sample_rate": 16000},
-        "encoder": _conformer(feat_in=16, subsampling="dw_striding", subsampling_factor=8, subsampling_conv_channels=8),
+        "encoder": encoder,
         "decoder": {
             "_target_": f"{ASR}.ConvASRDecoder",
-            "feat_in": HIDDEN,
+            "feat_in": encoder["d_model"],
             "num_classes": 3,
             "vocabulary": ["a", "b", "c"],
         },
@@ -307,8 +314,12 @@ def _conformer(**changes: Any) -> dict[str, Any]:
     return values | {"conv_kernel_size": 5, "conv_norm_type": "layer_norm", "ff_expansion_factor": 2} | changes
 
 
-def model_settings(models: dict[str, str]) -> dict[str, Any]:
-    """The section ``model`` of both recipes; keys of the other one are ignored."""
+def model_settings(models: dict[str, str], **encoder: int) -> dict[str, Any]:
+    """The section ``model`` of both recipes; keys of the other one are ignored.
+
+    Args:
+        encoder: other sizes of the recognizer's Conformer, which the adapter gets as well.
+    """
     return models | {
         "pretrained_weights": True,
         "freeze_params": [r"^audio_codec\..+$"],
@@ -318,7 +329,7 @@ def model_settings(models: dict[str, str]) -> dict[str, Any]:
         "text_loss_weight": 3,
         "perception": {
             "target": "nemo.collections.speechlm2.modules.perception.AudioPerceptionModule",
-            "modality_adapter": _conformer(feat_in=HIDDEN, subsampling_factor=1),
+            "modality_adapter": _conformer(feat_in=encoder.get("d_model", HIDDEN), subsampling_factor=1, **encoder),
         },
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 3e-3},
     }

@@ -139,6 +139,13 @@ def test_all_readers_are_in_the_same_bucket_at_every_step(page, strategy, size, 
     assert max(map(len, flat(ranks))) == min(size, 3)
 
 
+def test_a_finite_epoch_has_as_many_batches_on_all_ranks(page):
+    settings = page("model.train_ds.batch_size=2", "model.train_ds.bucketing_strategy=fixed_order")
+    ranks = [take(load(settings, rank, 3, force_finite=True)) for rank in range(3)]
+    assert [*map(len, ranks)] == [8, 8, 8]
+    assert Counter(flat(map(texts, flat(ranks)))) == {f"{bucket}{n}": 1 for bucket in range(4) for n in range(8)}
+
+
 @pytest.mark.parametrize("strategy", ["fixed_order", "synced_randomized"])
 def test_ranks_stay_in_step_after_a_resume(page, strategy):
     settings = page("model.train_ds.batch_size=2", f"model.train_ds.bucketing_strategy={strategy}")

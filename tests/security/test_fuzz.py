@@ -215,7 +215,7 @@ def prepare(config: Config, planned: Path) -> None:
     """Read all records of the sources, and the audio of those that are kept."""
     for source in config.sources:
         source.check()
-        source.check_speaker()
+        source.check_keys()
     segments = SegmentReader(AudioRoots.of(source.audio_root for source in config.sources))
     for files in outputs(stage_of(config, "prepare"), planned):
         for line in files[0].splitlines():

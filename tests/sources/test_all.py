@@ -131,6 +131,27 @@ def test_the_records_are_the_same_in_all_forms_and_pieces(form, size, make, tmp_
     assert [text for part in reversed(parts) for text in part] == whole
 
 
+WITHIN = {
+    "nemo": "m.json", "nemo_tarred": "manifest_*.json", "lhotse_cuts": "cuts.jsonl.gz", "lhotse_sets": "sup*.jsonl",
+    "lhotse_shar": "shar/cuts.*",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WITHIN)
+def test_a_column_within_a_column_is_the_text(form, make, tmp_path):
+    entry = make(form)
+    for path in (tmp_path / "input").glob(WITHIN[form]):
+        packed = path.suffix == ".gz"
+        data = gzip.decompress(path.read_bytes()) if packed else path.read_bytes()
+        custom = rb'"custom": {"texts": ["Raw.", \1]}' if form.startswith("lhotse") else rb'"texts": ["Raw.", \1]'
+        data = re.sub(rb'"text": ("text \d")', custom, data)
+        path.write_bytes(gzip.compress(data) if packed else data)
+    prepared = run_prepare(config_for(tmp_path, [entry | {"columns": {"text": "texts.1"}}]))
+    assert (sorted(one.text for one in prepared.kept), prepared.rejects) == ([f"text {n}" for n in range(4)], [])
+    with raises(ConfigError, "unknown_key", "columns.text takes 'text.1'", "did you mean 'texts'"):
+        source_of(entry | {"columns": {"text": "text.1"}}).check_keys()
+
+
 # The others have the names of speakers in those of files.
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(("folder", "wenet"))])
 def test_a_placeholder_is_no_speaker_in_any_source(form, corpus, tmp_path):
@@ -327,7 +348,7 @@ def test_keys_that_do_not_fit_end_the_run_before_any_work(form, keys, code, word
 @pytest.mark.parametrize("form", FORMS)
 def test_a_template_of_an_unknown_key_is_refused_with_the_nearest_one(form, make):
     with raises(ConfigError, "unknown_key", "did you mean 'text'?"):
-        source_of(make(form, speaker="{textt}")).check_speaker()
+        source_of(make(form, speaker="{textt}")).check_keys()
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -30,6 +30,9 @@ def made(record, template=None, path=PATH):
         ("{path[-1]:prefix}", {}, "1688"),
         ("{utt:prefix}", {"utt": "BAC009_S0002"}, "BAC009"),
         ("{utt:prefix}", {"utt": "plain"}, "plain"),
+        ("{id[0]}", {"id": "10148_10119_000000"}, "10148"),
+        ("{id[0]}-{id[1]}", {"id": "0-1000007_0"}, "0-1000007"),
+        ("{id[-1]}", {"id": 84}, "84"),
         ("spk-{path[0]}_{session}", {"session": 0}, "spk-anna_0"),
         ("one", {}, "one"),
     ],
@@ -39,7 +42,7 @@ def test_template(template, record, name):
 
 
 @pytest.mark.parametrize(
-    "template", ["", " ", "{", "a}", "{}", "{path}", "{key[0]}", "{path[x]}", "{key:suffix}", "{{a}}"]
+    "template", ["", " ", "{", "a}", "{}", "{path}", "{path[x]}", "{key[x]}", "{key:suffix}", "{{a}}"]
 )
 def test_what_is_no_template(template):
     with pytest.raises(ValueError, match="template"):
@@ -58,6 +61,8 @@ def test_what_is_no_template(template):
         ("{spk}", {"spk": ["a"]}),
         ("{spk:prefix}", {"spk": "unknown-0001"}),
         ("{spk:prefix}", {"spk": "-a"}),
+        ("{id[3]}", {"id": "10148_10119_000000"}),
+        ("{id[1]}", {"id": "a-unknown"}),
         ("{path[3]}", {}),
         ("{path[-4]}", {}),
         ("{speaker}", {"speaker": "| Speaker:x |"}),

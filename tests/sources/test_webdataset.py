@@ -54,6 +54,8 @@ RECORDS = [
     ([("a.flac", b"1"), ("a.json", as_json(sentence="s", text="raw", spk=3))],
      {"columns": {"text": "sentence", "speaker": "spk"}},
      {"audio_filepath": "a.tar/a.flac", "key": "a", "text": "s", "speaker": 3}),
+    ([("a.flac", b"1"), ("a.json", as_json(said=[{"en": "s"}]))], {"columns": {"text": "said.0.en"}},
+     {"audio_filepath": "a.tar/a.flac", "key": "a", "text": "s", "said": [{"en": "s"}]}),
     *((text_beside(text), {}, {"audio_filepath": "a.tar/a.flac", "key": "a", "text": text or "t"})
       for text in (None, "", "j")),
 ]  # fmt: skip

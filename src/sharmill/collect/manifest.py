@@ -430,7 +430,7 @@ def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Sour
     if not of_corpus:
         for source in made:
             source.check()
-            source.check_speaker()
+            source.check_keys()
     return made
 
 

@@ -212,7 +212,7 @@ class PrepareInput:
         for source in self.sources:
             AudioRoots.of([source.audio_root]).check()
             source.check()
-            source.check_speaker()
+            source.check_keys()
 
     def check_node(self) -> None:
         self.roots.check_node()

@@ -44,7 +44,7 @@ import msgspec
 
 from sharmill.audio.roots import AudioRoot, normalise_path
 from sharmill.config import require
-from sharmill.errors import ConfigError, RejectRecord
+from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.files.cache import Cache
 from sharmill.files.location import Location, RemoteLocation, check_url, is_url
 from sharmill.manifest import Channel, Member
@@ -136,7 +136,8 @@ class Source(ABC):
     ``gs://``, ``ais://``) is copied."""
     speaker: str | None = None
     """Template that makes the name of the speaker of keys and of parts of the path, such as ``{spk}``, ``{path[0]}``,
-    ``{utt:prefix}`` (up to the first ``-`` or ``_``). ``null`` takes the record's ``speaker``: a tag, or a name."""
+    ``{utt:prefix}`` (up to the first ``-`` or ``_``), ``{utt[1]}``. ``null`` takes the record's ``speaker``: a tag, or
+    a name."""
     language: str | None = None
     """Language of records that have neither a speaker tag nor ``language`` or ``lang``; ``null`` is ``und``."""
     dataset: str | None = None
@@ -256,22 +257,32 @@ class Source(ABC):
         """Return the rule that makes speaker tags; ``dataset`` is the name of the dataset."""
         return SpeakerRule(self.template(), self.language or UNDETERMINED, self.dataset or dataset)
 
-    def check_speaker(self) -> None:
-        """Raise ConfigError where ``speaker`` takes a key that none of the first records has."""
+    def needed_keys(self) -> dict[str, tuple[str, str]]:
+        """Return keys that some record must have, each with its name in the input and with what takes that."""
         template = self.template()
-        if template is None or not template.keys:
+        keys = [] if template is None else template.keys
+        return {key: (key, f"the speaker template {self.speaker!r} takes the key {key!r}") for key in keys}
+
+    def check_keys(self) -> None:
+        """Raise ConfigError if a key that the configuration names is in none of the first records."""
+        needed = self.needed_keys()
+        if not needed:
             return
         known: dict[str, None] = {}
         for raw in itertools.islice(self.records(), _FIRST_RECORDS):
             with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 if not isinstance(raw, Unreadable):
                     known |= dict.fromkeys(msgspec.json.decode(record_text(raw), type=dict[str, Any]))
-        if missing := [key for key in template.keys if known and key not in known]:
-            raise ConfigError(
-                f"the speaker template {self.speaker!r} takes the key {missing[0]!r}, which none of the first "
-                f"{_FIRST_RECORDS} records has{nearest(missing[0], list(known))}",
-                code="unknown_key",
-            )
+        refuse(
+            *(
+                (
+                    known and key not in known,
+                    f"{taken}, which none of the first {_FIRST_RECORDS} records has{nearest(name, list(known))}",
+                )
+                for key, (name, taken) in needed.items()
+            ),
+            code="unknown_key",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,8 +337,7 @@ class ColumnSource(Source):
     """A source whose records have the values of named columns."""
 
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of records and the columns, or keys of JSON files, they come from, ``{text: sentence}``. Others keep
-    their names."""
+    """Keys of records and the columns they come from: ``{text: sentence}``, ``{text: texts.0}``. Others keep theirs."""
 
     @property
     def mapped(self) -> set[str]:
@@ -338,7 +348,29 @@ class ColumnSource(Source):
         """Return the values of columns by the keys of a record."""
         mapped = self.mapped
         kept = {column: value for column, value in values.items() if column not in mapped}
-        return kept | {key: values[column] for key, column in self.columns.items() if column in values}
+        found = {key: find_value(values, column) for key, column in self.columns.items()}
+        return kept | {key: value for key, value in found.items() if value is not ...}
+
+    def needed_keys(self) -> dict[str, tuple[str, str]]:
+        """Return keys that some record must have, each with its name in the input and with what takes that."""
+        columns = {key: (column, f"columns.{key} takes {column!r}") for key, column in self.columns.items()}
+        return super().needed_keys() | columns
+
+
+def find_value(values: Any, path: str) -> Any:
+    """Return the value of a key, or of a path of keys and numbers such as ``texts.0``; an ellipsis if there is none.
+
+    >>> find_value({"texts": ["Yes.", "yes"], "a.b": 1}, "texts.1"), find_value({"a.b": 1}, "a.b")
+    ('yes', 1)
+    """
+    if isinstance(values, list):
+        values = {str(number): value for number, value in enumerate(values)}
+    if not isinstance(values, Mapping):
+        return ...
+    if path in values:
+        return values[path]
+    first, _, rest = path.partition(".")
+    return find_value(values[first], rest) if rest and first in values else ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from sharmill.manifest import (
     TIME_DIGITS,
     Channel,
 )
-from sharmill.sources import LineSource, RawRecord
+from sharmill.sources import ColumnSource, LineSource, RawRecord
 from sharmill.sources.files import (
     KeyedLines,
     check_json_lines,
@@ -49,7 +49,7 @@ _OWN_KEYS: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LhotseSource(LineSource):
+class LhotseSource(LineSource, ColumnSource):
     """Records of lhotse manifests: cuts, supervisions with the recordings that they belong to, or recordings."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("cuts", "supervisions", "recordings")
@@ -128,6 +128,7 @@ class LhotseSource(LineSource):
         record = _cut_record(cut, supervisions, self.split or self.supervisions is not None, self.channel, lost)
         if not self.keep_ids:
             del record[SOURCE_CUT_ID]
+        record = self.name_keys(record)
         return describe(encode_record(record, line), lost) if lost else encode_record(record, line)
 
     def shown(self, entry: Any) -> str:

@@ -24,7 +24,7 @@ from sharmill.shar.index import ShardRecord, is_indexed, read_dataset, read_shar
 from sharmill.shar.items import NO_DATA, ItemTable
 from sharmill.shar.json_lines import salvage_lines
 from sharmill.shar.rebuild import find_foreign_shards
-from sharmill.sources import ContainerSource, RawRecord, RunSource, Unreadable
+from sharmill.sources import ColumnSource, ContainerSource, RawRecord, RunSource, Unreadable
 from sharmill.sources.files import (
     encode_record,
     expand_home,
@@ -48,7 +48,7 @@ _DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURC
 
 
 @dataclass(frozen=True, kw_only=True)
-class LhotseSharSource(ContainerSource, RunSource):
+class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
     """Records of a Shar: a dataset by sharmill, or shards that lhotse or another tool wrote."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("shar",)
@@ -139,7 +139,8 @@ class LhotseSharSource(ContainerSource, RunSource):
         record: dict[str, Any] = {}
         try:
             cut, lost = decode_lhotse_line(line, Cut), set(audio.other_fields)
-            record = _describe_cut(cut, self.channel, lost) | ({SOURCE_CUT_ID: cut.id} if self.keep_ids else {})
+            record = self.name_keys(_describe_cut(cut, self.channel, lost))
+            record |= {SOURCE_CUT_ID: cut.id} if self.keep_ids else {}
             record["audio_filepath"] = f"{audio.container}/{cut.id}"
             name, recording, place = audio.find(cut.id)
             record["audio_filepath"] = f"{audio.container}/{name}"

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sharmill.sources import LineSource
-from sharmill.sources.files import check_json_lines
+from sharmill.sources import ColumnSource, LineSource, RawRecord
+from sharmill.sources.files import check_json_lines, decode_object, encode_record
 
 
 @dataclass(frozen=True, kw_only=True)
-class NemoSource(LineSource):
+class NemoSource(LineSource, ColumnSource):
     """Records of NeMo manifests: JSON lines, one utterance a line."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("manifest",)
@@ -30,6 +30,12 @@ class NemoSource(LineSource):
                 "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and "
                 "text",
             )
+
+    def record(self, entry: Any) -> RawRecord:
+        """Return a line, with the values of ``columns`` under their keys."""
+        if not self.columns or not isinstance(entry, bytes):
+            return entry
+        return encode_record(self.name_keys(decode_object(entry, "the line is not a JSON object")), entry)
 
 
 def skip_mark(record: Mapping[str, Any]) -> Any:

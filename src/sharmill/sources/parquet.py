@@ -16,7 +16,16 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.files.location import Location, local
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
-from sharmill.sources import ColumnSource, ContainerSource, Described, RawRecord, RunSource, Unreadable
+from sharmill.sources import (
+    ColumnSource,
+    ContainerSource,
+    Described,
+    RawRecord,
+    RunSource,
+    Source,
+    Unreadable,
+    find_value,
+)
 from sharmill.sources.files import Digest, bad_file, read_ends, refuse_file
 
 if TYPE_CHECKING:
@@ -48,6 +57,8 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
     """Path of a parquet or Arrow file, or a list of them, as ``manifest`` of ``nemo``."""
     audio: str = "audio"
     """Column of the audio: a struct of ``bytes`` and ``path``, bytes, or paths relative to ``audio_root``."""
+    # The schema has the columns, of which the first rows may have no values.
+    needed_keys = Source.needed_keys
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,23 +75,25 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
             names = rows.schema.names
             wanted = named | {key: key for key in _USED_KEYS if key in names and key not in mapped}
             refuse_file(file, "parquet", (len(set(names)) < len(names), "has two columns of one name"))
+            fields = {where: _field_within(rows.schema, column) for where, column in wanted.items()}
             refuse(
                 *(
-                    (column not in names, f"{where}: {file} has no column {column!r}{nearest(column, names)}")
-                    for where, column in {"audio": self.audio, **named}.items()
+                    (column is None, f"{where}: {file} has no column {wanted[where]!r}{nearest(wanted[where], names)}")
+                    for where, column in fields.items()
                 ),
+                (self.audio not in names, f"audio: {file} has no column {self.audio!r}{nearest(self.audio, names)}"),
                 code="unknown_key",
             )
-            fields = {where: rows.schema.field(column) for where, column in wanted.items()}
             problem = _problem(rows.schema.field(self.audio).type)
             refuse(
                 *(
                     (
                         not _is_kept(column),
-                        f"{where}: the column {column.name!r} of {file} is {column.type}, not texts, numbers or dates; "
-                        "name another one under columns",
+                        f"{where}: the column {wanted[where]!r} of {file} is {column.type}, not texts, numbers or "
+                        "dates; name another one under columns, or what is within it, such as texts.0",
                     )
                     for where, column in fields.items()
+                    if column is not None
                 ),
                 (problem, f"audio: the column {self.audio!r} of {file} {problem}"),
             )
@@ -154,10 +167,11 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
         if not keys:
             return [{} for _ in range(count)]
         try:
-            table = rows.read(group, list(dict.fromkeys(keys.values())))[part]
+            wanted = [name if key == _NAME else _top(name, schema) for key, name in keys.items()]
+            table = rows.read(group, list(dict.fromkeys(wanted)))[part]
         except UnreadableRows as error:
             return [f"{file.name}: {error}"] * count
-        columns = {key: _values(table.column(name), labels.get(name)) for key, name in keys.items() if key != _NAME}
+        columns = {key: _values_within(table, name, labels) for key, name in keys.items() if key != _NAME}
         if _NAME in keys:
             columns[_NAME] = _values(_field(table.column(self.audio), "path"))
         found: list[dict[str, Any] | str] = []
@@ -251,6 +265,39 @@ def _values(column: pa.ChunkedArray, names: list[str] | None = None) -> list[Any
         return values
     of_labels: dict[Any, Any] = {None: None, -1: None, **dict(enumerate(names))}
     return [of_labels.get(value, _UNREADABLE) for value in values]
+
+
+def _top(name: str, schema: pa.Schema) -> str:
+    """Return the column of a name, or of a path such as ``texts.0``."""
+    return name if name in schema.names else name.split(".", 1)[0]
+
+
+def _values_within(table: pa.Table, name: str, labels: dict[str, list[str]]) -> list[Any]:
+    """Return the values of a column, or those within it that a path names."""
+    top = _top(name, table.schema)
+    values = _values(table.column(top), labels.get(top))
+    if top == name:
+        return values
+    found = (value if value is _UNREADABLE else find_value({top: value}, name) for value in values)
+    return [None if value is ... else value for value in found]
+
+
+def _field_within(schema: pa.Schema, name: str) -> pa.Field | None:
+    """Return the column of a name, or what a path names within it; None if there is none."""
+    from pyarrow import types
+
+    top = _top(name, schema)
+    if top not in schema.names:
+        return None
+    field = schema.field(top)
+    for part in name.removeprefix(top).split(".")[1:]:
+        if types.is_struct(field.type) and field.type.get_field_index(part) >= 0:
+            field = field.type.field(part)
+        elif types.is_list(field.type) and part.isdecimal():
+            field = field.type.value_field
+        else:
+            return None
+    return field
 
 
 def _value(scalar: pa.Scalar) -> Any:

@@ -60,10 +60,14 @@ def names_no_language(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Template:
-    """A text made of keys of a record and parts of its path; ``:prefix`` takes what is before the first - or _.
+    """A text made of keys of a record, parts of them between - and _, and parts of its path.
+
+    ``:prefix`` takes what is before the first - or _.
 
     >>> Template("{path[0]}_{session}").fill({"session": 3}, "anna/one.wav")
     'anna_3'
+    >>> Template("{id[0]}-{id[1]}").fill({"id": "10148_10119_000000"}, "one.wav")
+    '10148-10119'
     >>> Template("{path[-1]:prefix}").fill({}, "test/1688-142285-0000.flac")
     '1688'
 
@@ -75,28 +79,29 @@ class Template:
 
     def __post_init__(self) -> None:
         for field in _FIELD.finditer(self.text):
-            is_field = (field["key"] == "path") == (field["index"] is not None)
+            is_field = field["key"] != "path" or field["index"] is not None
             require(is_field, f"{field[0]} of the template {self.text!r} is no field: write {{key}}, or {{path[0]}}")
         is_whole = not set("{}") & set(_FIELD.sub("", self.text))
-        fields = "its fields are {key}, {path[0]}, {key:prefix}"
+        fields = "its fields are {key}, {key[0]}, {key:prefix}, {path[0]}"
         require(is_whole, f"the template {self.text!r} cannot be read: {fields}")
         require(self.text.strip() != "", "the template is empty; leave the key out")
 
     @cached_property
     def keys(self) -> list[str]:
         """The keys of records that it takes."""
-        return [field["key"] for field in _FIELD.finditer(self.text) if field["index"] is None]
+        return [field["key"] for field in _FIELD.finditer(self.text) if field["key"] != "path"]
 
     def fill(self, record: Mapping[str, Any], path: str) -> str:
         """Return the text for a record whose audio has ``path``; raise ValueError where a field has no value."""
 
         def value(field: re.Match[str]) -> str:
-            is_part = field["index"] is not None
-            text = _part_of(path, int(field["index"])) if is_part else name_of(record.get(field["key"]))
-            if field["prefix"] and text is not None:
-                text = re.split("[-_]", text, maxsplit=1)[0]
+            is_path = field["key"] == "path"
+            text = _part_of(path, int(field["index"])) if is_path else name_of(record.get(field["key"]))
+            index = 0 if field["prefix"] else None if is_path or field["index"] is None else int(field["index"])
+            if index is not None and text is not None:
+                text = _pick(re.split("[-_]", text), index)
             if not text:
-                place = f"in the path {path!r}" if is_part else "in the record, or names nobody"
+                place = f"in the path {path!r}" if is_path else "in the record, or names nobody"
                 raise ValueError(f"the template takes {field[0]}, which is not {place}")
             return text
 
@@ -108,6 +113,10 @@ def _part_of(path: str, index: int) -> str | None:
     parts = path.split("/")
     stem, dot, _ = parts[-1].rpartition(".")
     parts[-1] = stem if stem and dot else parts[-1]
+    return _pick(parts, index)
+
+
+def _pick(parts: list[str], index: int) -> str | None:
     return parts[index] if -len(parts) <= index < len(parts) else None
 
 

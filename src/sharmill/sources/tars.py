@@ -153,10 +153,10 @@ class NemoTarredSource(TarSource, NemoSource):
         TarSource.check(self)
         self._pairs  # noqa: B018 (raises where there are none)
 
-    def check_speaker(self) -> None:
-        """Raise ConfigError if ``speaker`` takes a key that no first record of the manifests has."""
-        manifests = NemoSource(manifest=self.manifest, audio_root=self.audio_root, speaker=self.speaker)
-        manifests.with_cache(self.cache).check_speaker()
+    def check_keys(self) -> None:
+        """Raise ConfigError if a key that the configuration names is in none of the first records of the manifests."""
+        keys = {key: getattr(self, key) for key in ("manifest", "audio_root", "speaker", "columns")}
+        NemoSource(**keys).with_cache(self.cache).check_keys()
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[RawRecord]:
         """Yield the records of a run of lines in the order of the manifest; each archive is walked once."""
@@ -191,7 +191,7 @@ class NemoTarredSource(TarSource, NemoSource):
 
         None where it names no member: the stage prepare rejects it as it is.
         """
-        record = decode_object(line, "the line is not a JSON object")
+        record = self.name_keys(decode_object(line, "the line is not a JSON object"))
         name, shard = record.get("audio_filepath"), record.get("shard_id")
         if skip_mark(record) or not isinstance(name, str) or not name.strip():
             return None

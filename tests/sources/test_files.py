@@ -25,6 +25,10 @@ from sharmill.sources.files import KeyedLines, expand_shards, find_files, identi
         ("{0..1}/m_[2..3].json", ["0/m_2.json", "0/m_3.json", "1/m_2.json", "1/m_3.json"]),
         ("m_OP_x_CL_{y}.json", ["m_OP_x_CL_{y}.json"]),
         ("m_{0..1].json", ["m_{0..1].json"]),
+        ("m_{1,03}.json", ["m_1.json", "m_03.json"]),
+        ("m_{dev-clean,test}_<1,2>.json", [f"m_{a}_{b}.json" for a in ("dev-clean", "test") for b in (1, 2)]),
+        ("m__OP_1,3_CL__[4,5].json", ["m_1_4.json", "m_1_5.json", "m_3_4.json", "m_3_5.json"]),
+        ("m_(1,3) and {a, b}.json", ["m_1 and {a, b}.json", "m_3 and {a, b}.json"]),
     ],
 )
 def test_names_of_shards(pattern, names):
@@ -48,7 +52,7 @@ def test_ranges_that_make_no_sense(pattern, says):
 
 
 def test_stars_find_files_sorted_unless_a_file_is_called_so(tmp_path):
-    for name in ("b.json", "a.json", "[x]/c1.json", "d/e/f.json", "a*.txt", "ab.txt"):
+    for name in ("b.json", "a.json", "[x]/c1.json", "d/e/f.json", "a*.txt", "ab.txt", "of (1,2).txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
 
@@ -59,6 +63,7 @@ def test_stars_find_files_sorted_unless_a_file_is_called_so(tmp_path):
     assert found("[x]/c?.json") == ["[x]/c1.json"]
     assert found("**/f.json") == ["d/e/f.json"]
     assert found("a*.txt") == ["a*.txt"]
+    assert found("of (1,2).txt") == ["of (1,2).txt"]
 
 
 def test_a_line_of_more_than_64_mib(tmp_path):

@@ -73,6 +73,12 @@ def test_lists_shards_and_stars_are_read_in_order(tmp_path, monkeypatch):
     assert [json.loads(line)["n"] for line in source.records()] == found
 
 
+@pytest.mark.parametrize("name", ["a.json,b.json", "m_{a..c}.json", "m_{0..9..2}.json", "{a,b"])
+def test_a_pattern_that_is_not_read_is_told_how_to_name_files(name, tmp_path):
+    with raises(ConfigError, "missing_input", name, "a list of paths, or as {0..63}, {1,3}"):
+        NemoSource(manifest=f"{tmp_path}/{name}", audio_root="audio").check()
+
+
 def line(name, **keys):
     return {"audio_filepath": name, "duration": 1.0, "text": f"text of {name}"} | keys
 

@@ -44,8 +44,10 @@ from sharmill.prefetch import prefetch
 T = TypeVar("T")
 # The part of a file that is read to tell it from another one.
 Digest = Literal["whole", "ends", "size"]
+# NeMo's brackets, which hold a range of numbers or a list.
+_BRACKETS: Final = (r"\{", r"\}"), (r"\(", r"\)"), (r"\[", r"\]"), ("<", ">"), ("_OP_", "_CL_")
 _RANGE: Final = re.compile(
-    r"\{(\d+)\.\.(\d+)\}|\((\d+)\.\.(\d+)\)|\[(\d+)\.\.(\d+)\]|<(\d+)\.\.(\d+)>|_OP_(\d+)\.\.(\d+)_CL_"
+    "|".join(rf"{opening}(\d+\.\.\d+|(?:[\w.-]+,)+[\w.-]+?){closing}" for opening, closing in _BRACKETS)
 )
 # Texts, as which they stay, and the constants of Python's json that JSON does not have.
 _CONSTANT: Final = re.compile(rb'("(?:[^"\\]|\\.)*+"?)|(?<!-)NaN|-?Infinity', re.DOTALL)
@@ -114,8 +116,9 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Loca
             refuse(("*" in pattern, problem))
             files += [RemoteLocation(name, cache or Cache.at(None)) for name in expand_shards(pattern)]
             continue
-        for name in expand_shards(str(expand_home(pattern))):
-            # A file may be called like a pattern.
+        path = str(expand_home(pattern))
+        # A file may be called like a pattern.
+        for name in [path] if os.path.lexists(path) else expand_shards(path):
             is_pattern = ("*" in name or "?" in name) and not os.path.lexists(name)
             found = sorted(glob.glob(name.replace("[", "[[]"), recursive=True)) if is_pattern else [name]  # noqa: PTH207
             problem = f"{name} finds no files from {Path.cwd()}; correct the path, or put files there"
@@ -131,29 +134,33 @@ def names_several(pattern: str) -> bool:
 
 
 def expand_shards(pattern: str) -> list[str]:
-    """Return the names of ranges ``{a..b}``, ``(a..b)``, ``[a..b]``, ``<a..b>`` and ``_OP_a..b_CL_`` in a pattern.
+    """Return the names of ranges ``{1..3}`` and lists ``{1,3}`` in a pattern, in the brackets that NeMo has.
 
-    >>> expand_shards("m__OP_8..10_CL_.json")
-    ['m_8.json', 'm_9.json', 'm_10.json']
+    >>> expand_shards("m__OP_8..10_CL_.json"), expand_shards("{dev,test}.json")
+    (['m_8.json', 'm_9.json', 'm_10.json'], ['dev.json', 'test.json'])
 
     Raises:
         ConfigError: a range runs backwards, or together they name too many files.
     """
-    ranges, texts, position = [], [], 0
+    names: list[tuple[Iterable[str], int]] = []
+    texts, position = [], 0
     for match in _RANGE.finditer(pattern):
-        first, last = (text for text in match.groups() if text is not None)
+        texts.append(pattern[position : match.start()])
+        position = match.end()
+        (body,) = filter(None, match.groups())
+        if "," in body:
+            names.append((body.split(","), body.count(",") + 1))
+            continue
+        first, last = body.split("..")
         is_long = max(len(first), len(last)) > _MAX_DIGITS
         refuse((is_long, f"the numbers of a range in {pattern[:100]} have more than {_MAX_DIGITS} digits"))
         is_backwards = int(last) < int(first)
         refuse((is_backwards, f"the range {match[0]} in {pattern} runs backwards; write the lower number first"))
-        ranges.append((range(int(first), int(last) + 1), len(first)))
-        texts.append(pattern[position : match.start()])
-        position = match.end()
-    # len() of a range is limited to what an index can be.
-    count = math.prod(numbers.stop - numbers.start for numbers, _ in ranges)
+        numbers = map(f"{{:0{len(first)}d}}".format, range(int(first), int(last) + 1))
+        names.append((numbers, int(last) + 1 - int(first)))
+    count = math.prod(number for _, number in names)
     refuse((count > _MAX_FILES, f"the ranges in {pattern} name {count:,} files, more than {_MAX_FILES:,}"))
-    choices = [[f"{text}{number:0{width}d}" for number in numbers]
-               for text, (numbers, width) in zip(texts, ranges, strict=True)]  # fmt: skip
+    choices = [[f"{text}{name}" for name in found] for text, (found, _) in zip(texts, names, strict=True)]
     return ["".join(chosen) + pattern[position:] for chosen in itertools.product(*choices)]
 
 
@@ -184,6 +191,8 @@ def _refused(path: Location, kind: str) -> Iterator[None]:
             remedy = "correct its URL, or run again when the server gives it"
         elif path != path.absolute():
             remedy = f"the path is relative to {Path.cwd()}; run from its folder, or {remedy}"
+        if re.search(r"[,({<[]|_OP_", path.name):
+            remedy += "; several files are named by a list of paths, or as {0..63}, {1,3}, * or ? in one path"
         raise ConfigError(f"cannot read the {kind} {path}: {reason}; {remedy}", code="missing_input") from error
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import soundfile as sf
 import yaml
-from support.project import make_record, raises, write_lines, write_tone
+from support.project import make_record, raises, run_sharmill, write_lines, write_tone
+from support.sources import PACKED, pack
 
 from sharmill.collect.manifest import ManifestOptions, make_manifest
 from sharmill.engine.executor import Listener
@@ -79,6 +80,16 @@ def test_a_table(speech, tmp_path):
          "printed": "as printed"},
     ]  # fmt: skip
     assert [reason for reason, _ in rejects(tmp_path / "m.json")] == ["missing_audio", "malformed"]
+
+
+@pytest.mark.parametrize("end", PACKED)
+def test_a_compressed_table_with_decimal_commas(end, speech, tmp_path):
+    path = tmp_path / f"table.csv{end}"
+    path.write_bytes(pack(end, b"sep=;\r\naudio_filepath;duration;\r\nben/three.wav;0,5;\r\n"))
+    done = run_sharmill(
+        "manifest", path, "-o", tmp_path / "m.json", "--delimiter", ";", "--decimal", ",", "--audio-root", speech
+    )
+    assert (done.returncode, read(tmp_path / "m.json")) == (0, [{"audio_filepath": "ben/three.wav", "duration": 0.5}])
 
 
 def test_a_table_with_tabs_has_no_quoting(speech, tmp_path):

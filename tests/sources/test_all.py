@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.project import config_for, put, raises, run_prepare, voice
-from support.sources import FORMS
+from support.sources import FORMS, pack
 from support.stores import AIStoreStandIn, S3Store
 
 from sharmill.errors import ConfigError
@@ -129,6 +129,22 @@ def test_the_records_are_the_same_in_all_forms_and_pieces(form, size, make, tmp_
     parts = [[record_text(raw) for raw in copy.read(piece.params)] for piece in reversed(pieces)]
     assert [len(part) for part in parts] == [piece.num_records for piece in reversed(pieces)]
     assert [text for part in reversed(parts) for text in part] == whole
+
+
+COMPRESSED = {
+    "nemo": "m.json", "nemo_tarred": "manifest_*.json", "table": "table.csv", "lhotse_sets": "*.jsonl",
+    "wenet_raw": "data.list", "wenet_shards": "shards.list", "kaldi": "*",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("form", COMPRESSED)
+def test_compressed_texts_are_read_in_all_forms(form, end, make, tmp_path):
+    entry = make(form)
+    for path in (tmp_path / "input").glob(COMPRESSED[form]):
+        path.write_bytes(pack(end, path.read_bytes()))
+    prepared = run_prepare(config_for(tmp_path, [entry], prepare={"unit_records": 1}))
+    assert (sorted(one.text for one in prepared.kept), prepared.rejects) == ([f"text {n}" for n in range(4)], [])
 
 
 WITHIN = {
@@ -329,6 +345,7 @@ WRONG_KEYS = [
     ("wenet_shards", {"audio_root": "/usr"}, "missing_input", ""),
     ("parquet", {"audio": "audoi"}, "unknown_key", "did you mean 'audio'"),
     ("parquet", {"columns": {"text": "sentences"}}, "unknown_key", "did you mean 'sentence'"),
+    ("parquet", {"columns": {"text": "sentences.0"}}, "unknown_key", "did you mean 'sentence'"),
     ("parquet", {"columns": {"text": "audio"}}, "bad_config_value", "not texts"),
     ("parquet", {"columns": {"audio_filepath": "sentence"}}, "bad_config_value", "audio names the column"),
     ("parquet", {"audio_root": "/usr"}, "bad_config_value", "audio root"),

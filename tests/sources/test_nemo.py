@@ -1,13 +1,12 @@
 """NeMo manifests: shards, pieces, files that are no manifest, and members of tar archives."""
 
-import gzip
 import json
 
 import pytest
 from hypothesis import given, strategies as st
 from support import sources
 from support.project import raises, write_lines
-from support.sources import read_raw, write_tar
+from support.sources import PACKED, pack, read_raw, write_tar
 
 from sharmill.errors import ConfigError
 from sharmill.sources.nemo import NemoSource
@@ -20,13 +19,13 @@ LINE = b'{"audio_filepath": "a.wav"}\n'
     lines=st.lists(st.sampled_from([b"", b"  ", b"\t\r", b'{"a": 1}', b"x" * 30, b'{"b": "\xc3\xa9"}\r'])),
     size=st.integers(1, 5),
     last_newline=st.booleans(),
-    packed=st.booleans(),
+    end=st.sampled_from(["", *PACKED]),
 )
-def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, packed, tmp_path_factory):
+def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, end, tmp_path_factory):
     path = tmp_path_factory.mktemp("pieces") / "m.json"
     data = b"\n".join(lines) + b"\n" * last_newline
-    # gzip files may be put one behind the other.
-    path.write_bytes(gzip.compress(data[:20]) + gzip.compress(data[20:]) if packed else data)
+    # Compressed files may be put one behind the other.
+    path.write_bytes(pack(end, data[:20]) + pack(end, data[20:]))
     source = NemoSource(manifest=str(path), audio_root="audio")
     assert read_raw(source, size) == [line.strip() for line in lines if line.strip()]
     pieces = list(source.pieces(size))
@@ -39,7 +38,8 @@ def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, pac
 NO_MANIFESTS = {
     "blank": (b" \n\n\t\n", ""),
     "binary": (bytes(range(256)) * 10, "UTF-16"),
-    "gzip": (gzip.compress(LINE * 100, mtime=0), "gzip"),
+    "zip": (b"PK\x03\x04" + LINE, "zip"),
+    **{f"a damaged {end}": (pack(end, LINE * 100)[:-12], "damaged or cut off") for end in PACKED},
     "table": (b"audio_filepath,duration,text\na.wav,2.0,Good day.\n", "CSV"),
     "text": (b"a.wav\nb.wav\n", "JSON"),
     "indented": (json.dumps(json.loads(LINE), indent=2).encode() + b"\n", "JSON"),

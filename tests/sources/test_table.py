@@ -73,6 +73,29 @@ TABLES = {
         {},
         [{"audio_filepath": "a.wav", "text": "wait\x85 \u2028what\x0b\x1d"}],
     ),
+    "a long cell": (f"audio_filepath,text\na,{'x' * 200_000}\n", {}, [{"audio_filepath": "a", "text": "x" * 200_000}]),
+    "decimal commas": (
+        "audio_filepath;duration;offset\na;2,5;1\nb;1.234,5;1.234\n",
+        {"delimiter": ";", "decimal": ","},
+        [{"audio_filepath": "a", "duration": 2.5, "offset": 1},
+         {"audio_filepath": "b", "duration": "1.234,5", "offset": "1.234"}],
+    ),
+    "delimiters at the ends of rows": (
+        "audio_filepath,text,\na,one,\nb,two,\n", {},
+        [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"}],
+    ),
+    "delimiters at the ends of all rows but the first": (
+        "audio_filepath,text\na,one,\nb,two,\n", {},
+        [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"}],
+    ),
+    "delimiters at the ends of rows without names": (
+        "a|one|\nb|two|\n", {"delimiter": "|", "header": ["audio_filepath", "text"]},
+        [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"}],
+    ),
+    "a first line of Excel": (
+        "\ufeffsep=;\r\naudio_filepath;text\r\na;one\r\nb;two\r\n", {"delimiter": ";"},
+        [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"}],
+    ),
     "columns are renamed and others keep their names": (
         "path,text,sentence,x\na,raw,said,1\n",
         {"columns": {"audio_filepath": "path", "text": "sentence", "normalized_text": "sentence"}},
@@ -81,12 +104,19 @@ TABLES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [1, 100])
 @pytest.mark.parametrize("name", TABLES)
-def test_records(name, table):
+def test_records(name, size, table):
     content, keys, expected = TABLES[name]
     source = table(content, **keys)
     source.check()
-    assert read(source) == expected
+    assert read(source, size) == expected
+
+
+def test_a_cell_behind_the_last_column_is_malformed(table):
+    rows = read(table("audio_filepath,text,\na,one,\nb,Yes, I will\n"))
+    assert (rows[0], rows[1].reason) == ({"audio_filepath": "a", "text": "one"}, "malformed")
+    assert "'I will' behind its last column" in rows[1].detail
 
 
 @pytest.mark.parametrize(
@@ -96,6 +126,7 @@ def test_records(name, table):
         ("file|text\n", {"columns": {"audio_filepath": "file"}}, "unknown_key", ["'|'", "delimiter"]),
         ("audio_filepath,txt\n", {"columns": {"text": "text"}}, "unknown_key", ["columns.text", "did you mean 'txt'"]),
         ("id,text\n", {"audio": "{idd}.wav"}, "unknown_key", ["{idd}.wav", "did you mean 'id'"]),
+        ("sep=;\naudio_filepath;text\n", {}, "bad_config_value", ["says sep=;", "set delimiter"]),
         ("a,a\n", {}, "bad_config_value", ["a, a"]),
         ("a,,b\n", {}, "bad_config_value", ["first row"]),
         ("", {}, "bad_manifest", ["is empty"]),

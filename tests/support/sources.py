@@ -3,9 +3,12 @@
 A corpus is a list of records of whole files, with plain names of speakers, below one audio root.
 """
 
+import bz2
 import csv
+import gzip
 import io
 import json
+import lzma
 import shutil
 import tarfile
 from collections.abc import Callable, Iterable, Sequence
@@ -192,6 +195,19 @@ def whole_files(manifest: Path, audio: Path, count: int) -> list[Record]:
             "speaker": speaker,
         })  # fmt: skip
     return [record for speaker in sorted(found)[:3] for record in found[speaker][:count]]
+
+
+# Ends of the names of compressed files.
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+
+
+def pack(end: str, data: bytes) -> bytes:
+    """Return data as a file whose name has this end has them."""
+    if end == ".zst":
+        import pyarrow as pa
+
+        return bytes(pa.compress(data, "zstd", asbytes=True))
+    return {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[end](data)
 
 
 def tar_bytes(members: Iterable[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT, **headers: Any) -> bytes:

@@ -382,7 +382,8 @@ def _parse_list(context: click.Context, parameter: click.Parameter, text: str | 
 @click.option("--quotes/--no-quotes", default=None,
               help="Of a table: cells may stand in quotes (default: not with tabs or |).")  # fmt: skip
 @click.option("--column", "columns", multiple=True, metavar="KEY=COLUMN", callback=parse_pairs,
-              help="Of a table: column of a key.")  # fmt: skip
+              help="Of a table or manifest: column of a key, as text=sentence, or text=texts.0.")  # fmt: skip
+@click.option("--decimal", type=click.Choice([".", ","]), help="Of a table: decimal mark of numbers (default: .).")
 @click.option("--audio", metavar="TEMPLATE", help="Of a table: audio_filepath made of columns, as wavs/{id}.wav.")
 @click.option("--number", "numbers", multiple=True, metavar="KEY", help="Of a table: a key whose cells are numbers.")
 @workers_option
@@ -428,7 +429,10 @@ def manifest(sources: tuple[str, ...], output: str, workers: int | Literal["auto
 
 def _source_keys(given: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of sources, as a configuration has them, that options stand for."""
-    keys = {key: given[key] for key in ("speaker", "language", "dataset", "text_root", "encoding", "audio", "quotes")}
+    keys = {
+        key: given[key]
+        for key in ("speaker", "language", "dataset", "text_root", "encoding", "audio", "quotes", "decimal")
+    }
     keys |= {key: list(given[key]) or None for key in ("audio_suffixes", "text_suffixes", "numbers", "header")}
     channel, delimiter = given["channel"], given["delimiter"]
     keys["channel"] = int(channel) if channel and channel.isdecimal() else channel

@@ -28,7 +28,7 @@ from sharmill.files.stored import load_record
 from sharmill.manifest import TYPED_KEYS, Reject, transcript_of, write_lines
 from sharmill.prepare.check import PrepareConfig, check_fields, parse_record, segment_times
 from sharmill.sources import Source, notes_of, record_text
-from sharmill.sources.files import expand_home, find_files, names_several, read_ends
+from sharmill.sources.files import check_text, expand_home, find_files, names_several, unpacked_name
 from sharmill.sources.folder import FolderSource
 from sharmill.sources.lhotse import LhotseSource
 from sharmill.sources.nemo import NemoSource
@@ -449,13 +449,15 @@ def _make_source(source: str, options: ManifestOptions) -> Source:
         raise ConfigError(f"{path} is not a folder; name that of the corpus", code="bad_usage")
     else:
         file = Path(str(find_files([source])[0]))
-        kind = _TYPES.get(file.suffix.lower(), TableSource)
-        if file.suffix.lower() not in _TYPES and read_ends(file, "source")[0].lstrip().startswith(b"{"):
+        name = unpacked_name(file.name)
+        suffix = Path(name).suffix.lower()
+        kind = _TYPES.get(suffix, TableSource)
+        if suffix not in _TYPES and check_text(file, "source").lstrip().startswith(b"{"):
             kind = NemoSource
         root = expand_home(options.audio_root) if options.audio_root else file.parent
         own = {"manifest": source}
         if kind is TableSource:
-            own = {"table": source, "delimiter": delimiter_of(file.name)}
+            own = {"table": source, "delimiter": delimiter_of(name)}
     known = {entry.name for entry in fields(kind)}
     keys = {key: value for key, value in options.keys.items() if key in known}
     try:

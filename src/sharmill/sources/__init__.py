@@ -58,6 +58,7 @@ from sharmill.sources.files import (
     iterate_stream,
     names_several,
     open_lines,
+    unpacked_name,
 )
 from sharmill.sources.speakers import UNDETERMINED, SpeakerRule, Template
 
@@ -215,7 +216,7 @@ class Source(ABC):
         named = next((value for key in self.file_keys if (value := getattr(self, key)) is not None), None)
         if not isinstance(named, str) or names_several(named):
             return None
-        return Path(named.removesuffix(".gz")).stem
+        return Path(unpacked_name(named)).stem
 
     @property
     def keeps_ids(self) -> bool:
@@ -334,8 +335,13 @@ class EncodedSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSource(Source):
-    """A source whose records have the values of named columns."""
+    """A source whose records have the values of named columns.
 
+    Attributes:
+        checks_columns: True if ``check`` finds out which columns there are, of which the first records may have none.
+    """
+
+    checks_columns: ClassVar[bool] = False
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     """Keys of records and the columns they come from: ``{text: sentence}``, ``{text: texts.0}``. Others keep theirs."""
 
@@ -353,8 +359,11 @@ class ColumnSource(Source):
 
     def needed_keys(self) -> dict[str, tuple[str, str]]:
         """Return keys that some record must have, each with its name in the input and with what takes that."""
-        columns = {key: (column, f"columns.{key} takes {column!r}") for key, column in self.columns.items()}
-        return super().needed_keys() | columns
+        columns = {
+            key: (column, f"columns.{key} takes {column!r}")
+            for key, column in self.columns.items() if "." in column or not self.checks_columns
+        }  # fmt: skip
+        return columns | super().needed_keys()
 
 
 def find_value(values: Any, path: str) -> Any:
@@ -430,7 +439,7 @@ class RunSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class LineSource(RunSource, FileSource):
-    """A source of files of lines, plain or in gzip. Lines that are blank have no records."""
+    """A source of files of lines, plain or compressed. Lines that are blank have no records."""
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
         """Yield runs of lines, each found again by its file and the place of its first line."""
@@ -464,7 +473,7 @@ class LineSource(RunSource, FileSource):
 
     @cached_property
     def _open(self) -> Callable[[Location], BinaryIO]:
-        """The last file stays open: in gzip, only an earlier place makes it be unpacked from its begin again."""
+        """The last file stays open: if it is compressed, only an earlier place unpacks it from its begin again."""
         return lru_cache(maxsize=1)(open_lines)
 
 

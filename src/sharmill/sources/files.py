@@ -3,12 +3,14 @@
 In a path, ranges name numbered shards, ``*`` and ``?`` find files, and ``~`` is the home folder.
 """
 
+import bz2
 import codecs
 import glob
 import gzip
 import io
 import itertools
 import json
+import lzma
 import math
 import os
 import re
@@ -40,6 +42,7 @@ from sharmill.files.location import (
 )
 from sharmill.files.regular import NotRegularError, open_regular
 from sharmill.prefetch import prefetch
+from sharmill.registry import require_package
 
 T = TypeVar("T")
 # The part of a file that is read to tell it from another one.
@@ -57,21 +60,23 @@ _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
 # A file with a longer line is none of lines, and would be read into memory as a whole.
 _MAX_LINE_BYTES: Final = 64 << 20
-# So many lines of a file in gzip tell if it can have records.
+# So many lines of a compressed file tell if it can have records.
 _FIRST_LINES: Final = 20
-_GZIP: Final = b"\x1f\x8b"
 _BOMS: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
     codecs.BOM_UTF8: "UTF-8 with a byte order mark",
 }
 _COMPRESSED: Final = {
-    _GZIP: "gzip",
+    b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
+# The compressed files that are read as texts, and the ends of their names.
+_TEXTS: Final = ("gzip", "bzip2", "xz", "zstd")
+_PACKED_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 
 
 def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[str, Any]:
@@ -202,6 +207,15 @@ def read_head(path: Location, kind: str, size: int) -> bytes:
         return read_head_of(path, size)
 
 
+def unpacked_name(name: str) -> str:
+    """Return the name of a file without the end that says how it is compressed.
+
+    >>> unpacked_name("train.jsonl.zst"), unpacked_name("train.json")
+    ('train.jsonl', 'train.json')
+    """
+    return name[: -len(end)] if (end := os.path.splitext(name)[1]).lower() in _PACKED_SUFFIXES else name  # noqa: PTH122
+
+
 def read_ends(path: Location, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:
     """Return the first 64 KiB and the last MiB of a file; ``kind`` is the key of the source that names it.
 
@@ -305,25 +319,91 @@ def encode_record(record: dict[str, Any], source: bytes) -> bytes:
 
 
 def check_text(path: Location, kind: str) -> bytes:
-    """Return the begin of a file of texts; raise ConfigError as ``read_ends``, and where it is binary."""
-    head, _ = read_ends(path, kind)
+    """Return the begin of a file of texts, unpacked; raise ConfigError as ``read_ends``, and if it is binary."""
+    head, _, _ = _read_text_ends(path, kind)
     refuse_file(path, kind, (b"\0" in head, "is binary or UTF-16; save it as UTF-8"))
     return head
 
 
-def _is_gzip(stream: BinaryIO) -> bool:
-    return cast("io.BufferedReader", stream).peek(2).startswith(_GZIP)
+def _read_text_ends(path: Location, kind: str) -> tuple[bytes, bytes, bool]:
+    """Return the ends of a file as ``read_ends``, or the first lines of a compressed one; and True for that."""
+    head, tail = read_ends(path, kind, _TEXTS)
+    if _compression(head) is None:
+        return head, tail, False
+    return b"\n".join(line for _, line in itertools.islice(iterate_lines(path, kind), _FIRST_LINES)), b"", True
+
+
+def _compression(head: bytes) -> str | None:
+    return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
+
+
+class _Unpacked(io.BufferedReader):
+    """A compressed file as it is read, with a buffer, since reading lines of a GzipFile is slow."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        self._stream = stream
+        openers: dict[str, Callable[[Any], Any]] = {"gzip": lambda packed: gzip.GzipFile(fileobj=packed),
+                                                    "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile}  # fmt: skip
+        super().__init__(openers.get(name, _Zstd)(stream), 1 << 20)
+
+    def close(self) -> None:
+        super().close()
+        self._stream.close()
+
+
+class _Zstd(io.RawIOBase):
+    """A file in zstd, which pyarrow unpacks; seeks backwards begin at its start, as those of GzipFile do."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        require_package("pyarrow")
+        self._file = stream.fileno()
+        self._rewind()
+
+    def _rewind(self) -> None:
+        import pyarrow
+
+        os.lseek(self._file, 0, os.SEEK_SET)
+        # Closed with what reads it.
+        self._packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(os.fdopen(os.dup(self._file), "rb")), "zstd")
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._packed.read(len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        position += self._position if whence == os.SEEK_CUR else 0
+        if position < self._position:
+            self._rewind()
+        while self._position < position and self.readinto(bytearray(min(1 << 20, position - self._position))):
+            pass
+        return self._position
 
 
 def open_lines(path: Location, kind: str = "file") -> BinaryIO:
-    """Open a file, plain or in gzip; positions are those of the unpacked bytes."""
+    """Open a file of texts, plain or compressed; positions are those of the unpacked bytes."""
     stream = open_input(path, kind)
-    if not _is_gzip(stream):
-        return stream
-    packed = gzip.GzipFile(fileobj=stream)
-    packed.myfileobj = cast("Any", stream)  # closed with it
-    # A buffer of its own: reading lines of a GzipFile is slow.
-    return cast("BinaryIO", io.BufferedReader(cast("Any", packed), 1 << 20))
+    name = _compression(cast("io.BufferedReader", stream).peek(8))
+    return cast("BinaryIO", _Unpacked(stream, name)) if name and name in _TEXTS else stream
+
+
+@contextmanager
+def refusing_damage(path: Location, kind: str) -> Iterator[None]:
+    """Raise ConfigError if a compressed file turns out to be damaged while it is read."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # of the machine
+            raise
+        raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error
 
 
 def iterate_lines(path: Location, kind: str) -> Iterator[tuple[int, bytes]]:
@@ -342,15 +422,13 @@ def iterate_stream(stream: BinaryIO, path: Location, kind: str, position: int = 
     Raises:
         ConfigError: the file is damaged or cut off, or has a line of more than 64 MiB.
     """
-    try:
+    with refusing_damage(path, kind):
         while line := stream.readline(_MAX_LINE_BYTES + 1):
             if len(line) > _MAX_LINE_BYTES:
                 raise bad_file(path, kind, "has a line of more than 64 MiB; write each record on a line of its own")
             position += len(line)
             if stripped := line.strip():
                 yield position, stripped
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error
 
 
 def check_json_lines(
@@ -358,8 +436,6 @@ def check_json_lines(
     kind: str,
     remedy: str,
     check: Callable[[dict[str, Any]], str | None] = lambda first: None,
-    *,
-    compressed: Collection[str] = (),
 ) -> None:
     """Prove that a file can be read as JSON lines at all.
 
@@ -368,16 +444,12 @@ def check_json_lines(
         kind: the key of the source that names it.
         remedy: the end of the sentence where it has no records on lines of their own.
         check: returns what is wrong with the first object, or None.
-        compressed: ("gzip",) where it may be in gzip.
 
     Raises:
-        ConfigError: it is missing, empty, binary, compressed otherwise, in another encoding, one JSON array, no JSON
-            or other records, or cut off in its last line.
+        ConfigError: it is missing, empty, binary, a zip, in another encoding, one JSON array, no JSON or other records,
+            or cut off in its last line.
     """
-    head, tail = read_ends(path, kind, compressed)
-    is_packed = head.startswith(_GZIP)
-    if is_packed:
-        head = b"\n".join(line for _, line in itertools.islice(iterate_lines(path, kind), _FIRST_LINES))
+    head, tail, is_packed = _read_text_ends(path, kind)
     _check_head(path, kind, head, remedy)
     objects = (found for line in head.splitlines() if isinstance(found := _parse(line), dict))
     wrong = check(next(objects, {}))
@@ -417,11 +489,11 @@ def _check_head(path: Location, kind: str, head: bytes, remedy: str) -> None:
 class KeyedLines:
     """An index over the lines of files, made when a key is first asked for.
 
-    It takes 16 bytes of memory for each line. Lines of plain files are read where they are; a file in gzip has no
+    It takes 16 bytes of memory for each line. Lines of plain files are read where they are; a compressed file has no
     random access, and is unpacked into a temporary file without a name (TMPDIR).
 
     Args:
-        files: plain or in gzip.
+        files: plain or compressed.
         kind: the key of the source that names them.
         key_of: returns the key of a line, or None for a line that has none and cannot be found.
     """
@@ -462,10 +534,12 @@ class KeyedLines:
         return next(iterate_stream(self._streams[number], self._files[number], self._kind))[1]
 
     def _open(self, file: Location) -> BinaryIO:
-        stream = open_input(file, self._kind)
-        if not _is_gzip(stream):
+        stream = open_lines(file, self._kind)
+        if not isinstance(stream, _Unpacked):
             return stream
-        stream = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - it goes with the index
-        stream.writelines(line + b"\n" for _, line in iterate_lines(file, self._kind))
+        with stream:
+            lines = iterate_stream(stream, file, self._kind)
+            stream = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - it goes with the index
+            stream.writelines(line + b"\n" for _, line in lines)
         stream.seek(0)
         return stream

@@ -84,7 +84,6 @@ class LhotseSource(LineSource, ColumnSource):
                     key,
                     "write it by lhotse as .jsonl or .jsonl.gz, such as by lhotse copy",
                     functools.partial(_mistaken, key),
-                    compressed=("gzip",),
                 )
 
     def identity(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class NemoSource(LineSource, ColumnSource):
     def check(self) -> None:
         """Raise ConfigError where a file cannot be a manifest.
 
-        It may be missing, empty, binary, compressed, in another encoding, one JSON array, a table, or cut off.
+        It may be missing, empty, binary, a zip, in another encoding, one JSON array, a table, or cut off.
         """
         for file in self.files:
             check_json_lines(

@@ -22,7 +22,6 @@ from sharmill.sources import (
     Described,
     RawRecord,
     RunSource,
-    Source,
     Unreadable,
     find_value,
 )
@@ -52,13 +51,12 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
     file_keys: ClassVar[tuple[str, ...]] = ("parquet",)
     # Parquet has all but the rows at its end.
     digests: ClassVar[dict[str, Digest]] = {"parquet": "ends"}
+    checks_columns: ClassVar[bool] = True
     type: str = "parquet"
     parquet: str | list[str]
     """Path of a parquet or Arrow file, or a list of them, as ``manifest`` of ``nemo``."""
     audio: str = "audio"
     """Column of the audio: a struct of ``bytes`` and ``path``, bytes, or paths relative to ``audio_root``."""
-    # The schema has the columns, of which the first rows may have no values.
-    needed_keys = Source.needed_keys
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,25 +73,26 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
             names = rows.schema.names
             wanted = named | {key: key for key in _USED_KEYS if key in names and key not in mapped}
             refuse_file(file, "parquet", (len(set(names)) < len(names), "has two columns of one name"))
-            fields = {where: _field_within(rows.schema, column) for where, column in wanted.items()}
             refuse(
                 *(
-                    (column is None, f"{where}: {file} has no column {wanted[where]!r}{nearest(wanted[where], names)}")
-                    for where, column in fields.items()
+                    (
+                        _top(column, rows.schema) not in names,
+                        f"{where}: {file} has no column {column!r}{nearest(column, names)}",
+                    )
+                    for where, column in {"audio": self.audio, **named}.items()
                 ),
-                (self.audio not in names, f"audio: {file} has no column {self.audio!r}{nearest(self.audio, names)}"),
                 code="unknown_key",
             )
+            fields = {where: rows.schema.field(column) for where, column in wanted.items() if column in names}
             problem = _problem(rows.schema.field(self.audio).type)
             refuse(
                 *(
                     (
                         not _is_kept(column),
-                        f"{where}: the column {wanted[where]!r} of {file} is {column.type}, not texts, numbers or "
-                        "dates; name another one under columns, or what is within it, such as texts.0",
+                        f"{where}: the column {column.name!r} of {file} is {column.type}, not texts, numbers or dates; "
+                        f"name another one under columns, or what is within it, such as {column.name}.0",
                     )
                     for where, column in fields.items()
-                    if column is not None
                 ),
                 (problem, f"audio: the column {self.audio!r} of {file} {problem}"),
             )
@@ -280,24 +279,6 @@ def _values_within(table: pa.Table, name: str, labels: dict[str, list[str]]) -> 
         return values
     found = (value if value is _UNREADABLE else find_value({top: value}, name) for value in values)
     return [None if value is ... else value for value in found]
-
-
-def _field_within(schema: pa.Schema, name: str) -> pa.Field | None:
-    """Return the column of a name, or what a path names within it; None if there is none."""
-    from pyarrow import types
-
-    top = _top(name, schema)
-    if top not in schema.names:
-        return None
-    field = schema.field(top)
-    for part in name.removeprefix(top).split(".")[1:]:
-        if types.is_struct(field.type) and field.type.get_field_index(part) >= 0:
-            field = field.type.field(part)
-        elif types.is_list(field.type) and part.isdecimal():
-            field = field.type.value_field
-        else:
-            return None
-    return field
 
 
 def _value(scalar: pa.Scalar) -> Any:

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 
 from sharmill.config import require
-from sharmill.errors import RejectRecord, refuse
+from sharmill.errors import RejectRecord, refuse, refuse_record
 from sharmill.files.location import Location
 from sharmill.registry import nearest
 from sharmill.sources import ColumnSource, Described, EncodedSource, LineSource, RawRecord, Unreadable
-from sharmill.sources.files import bad_file, check_text, open_input
+from sharmill.sources.files import bad_file, check_text, open_lines, refusing_damage
 from sharmill.sources.speakers import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
@@ -27,6 +27,12 @@ _QUOTED: Final = (
     'cells look as CSV quotes them, with "" in quotes, and are kept as they stand; set quotes of the source to true if '
     "the table was written so, or to false"
 )
+# Excel's first line, which says what is between the cells.
+_SEPARATOR: Final = re.compile(rb"(?:\xef\xbb\xbf)?sep=(.)\r?\n")
+# So many rows tell if all end in a delimiter.
+_FIRST_ROWS: Final = 20
+# That of Python's module is 128 KiB.
+csv.field_size_limit(_MAX_LINE_BYTES)
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{1,2})?")
 
 
@@ -53,6 +59,8 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
     ``malformed``."""
     audio: str | None = None
     """Template of ``audio_filepath`` over the columns, such as ``wavs/{id}.wav``; ``null`` takes the column itself."""
+    decimal: Literal[".", ","] = "."
+    """Decimal mark of numbers: ``","`` reads ``2,5``."""
     numbers: list[str] = field(default_factory=list)
     """Keys whose cells are numbers, beside ``duration`` and ``offset``: those of filters, such as ``cer``."""
 
@@ -76,9 +84,11 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         elif "audio_filepath" not in self.columns:
             wanted["audio_filepath"] = "audio_filepath"
         for file in self.files:
-            check_text(file, "table")
+            mark = _SEPARATOR.match(check_text(file, "table"))
+            is_other = mark is not None and mark[1] != self.delimiter.encode()
+            refuse((is_other, f"the first line of {file} says sep={mark and mark[1].decode()}; set delimiter to that"))
             names = self._names(file)
-            problem = _name_problem(names)
+            problem = _name_problem(names[:-1] if names[-1:] == [""] else names)
             refuse((problem, f"the first row of {file} {problem}"))
             other = Counter(mark for mark in "".join(names) if mark in ",;\t|").most_common(1)
             hint = f"; if {other[0][0]!r} is between the cells, say so with delimiter" if other else ""
@@ -110,6 +120,8 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         if len(row) != len(names):
             raise RejectRecord("malformed", f"the row has {len(row)} cells, and there are {len(names)} columns")
         cells = dict(zip(names, row, strict=True))
+        behind = cells.pop("", "").strip()
+        refuse_record((behind, "malformed", f"the row has {behind[:40]!r} behind its last column"))
         record = self.name_keys(cells)
         if self._audio is not None:
             try:
@@ -118,7 +130,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                 record.pop("audio_filepath", None)
         for key in ("duration", "offset", "channel", *self.numbers):
             if key in record:
-                record[key] = _number(record[key])
+                record[key] = _number(record[key], self.decimal)
         encoded = msgspec.json.encode(record)
         is_in_doubt = self.quotes is None and self.delimiter in _UNQUOTED
         num_quoted = sum(cell[:1] == '"' and '""' in cell for cell in row) if is_in_doubt else 0
@@ -134,12 +146,15 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         return lru_cache(maxsize=1)(self._read_names)
 
     def _read_names(self, file: Location) -> list[str]:
-        if self.header is not None:
-            return self.header
-        _, row = next(self._rows(file), (0, [""]))
+        """Return the names of the columns, and "" for what is behind a delimiter at the end of each row."""
+        rows = (row for _, row in self._rows(file))
+        row = next(rows, [""]) if self.header is None else self.header
         if isinstance(row, Unreadable):
             raise bad_file(file, "table", f"has a first row that cannot be read: {row.detail}")
-        return [name.strip() for name in row]
+        names = [name.strip() for name in row]
+        first = [row for row in itertools.islice(rows, _FIRST_ROWS) if isinstance(row, list)]
+        ends = {len(row) == len(names) + 1 and row[-1] == "" for row in first}
+        return [*names, ""] if ends == {True} else names
 
     def _rows(
         self, file: Location, begin: int = 0, num_columns: int | None = None
@@ -151,7 +166,9 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         """
         has_quotes = self.delimiter not in _UNQUOTED if self.quotes is None else self.quotes
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
-        with open_input(file, "table") as stream:
+        with open_lines(file, "table") as stream, refusing_damage(file, "table"):
+            if begin == 0 and (mark := _SEPARATOR.match(stream.readline(_MAX_LINE_BYTES))):
+                begin = len(mark[0])
             while True:
                 stream.seek(begin)
                 # Bytes that cannot be decoded become surrogates.
@@ -198,9 +215,11 @@ def _name_problem(names: list[str]) -> str | None:
     return f"must name every column, each by another name: {', '.join(names)}"
 
 
-def _number(cell: str) -> Any:
+def _number(cell: str, decimal: str) -> Any:
     """Return a cell as a number; None where it is empty, and the text itself where it is no number."""
     text = cell.strip()
+    if decimal == ",":  # a point stands between thousands
+        text = text.replace(".", " ").replace(",", ".")
     if not _NUMBER.fullmatch(text):
-        return text or None
+        return cell.strip() or None
     return float(text) if set(text) & set(".eE") else int(text)

@@ -107,7 +107,14 @@ def test_without_pyav_the_reject_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("m4a", 0.5), ("m4a in fragments", 0.6), ("webm", 0.5), ("wma 2", 0.5), ("mka of flac", 0.9)],
+    [
+        ("m4a", 0.5),
+        ("m4a in fragments", 0.6),
+        ("webm", 0.5),
+        ("wma 2", 0.5),
+        ("mka of flac", 0.9),
+        ("wav of g722", 0.5),
+    ],
 )
 def test_what_is_cut_off_is_rejected(name, share):
     data = encode(FORM[name])

@@ -1,6 +1,7 @@
 """WebDataset archives: which members make a sample, what its record has, and what becomes of bad ones."""
 
 import json
+import subprocess
 
 import pytest
 from support.sources import contents, read, tar_bytes, write_tar
@@ -65,6 +66,20 @@ RECORDS = [
 def test_records(members, keys, expected, tmp_path):
     write_tar(tmp_path / "a.tar", members)
     assert contents(source(tmp_path / "a.tar", **keys), tmp_path) == [expected | {"audio": b"1"}]
+
+
+@pytest.mark.parametrize(("format", "deep"), [("ustar", ""), ("gnu", "deep" * 30 + "/"), ("pax", "deep" * 30 + "/")])
+def test_hard_links_of_tar_have_the_bytes_of_their_files(format, deep, tmp_path):
+    (tmp_path / f"in/{deep}").mkdir(parents=True)
+    for name in ("a", "b"):
+        (tmp_path / f"in/{deep}{name}.txt").write_text(f"text {name}")
+    (tmp_path / f"in/{deep}a.flac").write_bytes(b"audio")
+    (tmp_path / f"in/{deep}b.flac").hardlink_to(tmp_path / f"in/{deep}a.flac")
+    command = ["tar", f"--format={format}", "--sort=name", "-C", tmp_path / "in", "-cf", tmp_path / "s.tar", "."]
+    subprocess.run(command, check=True)
+    for size in (1, 100):
+        found = contents(source(tmp_path / "s.tar"), tmp_path, size)
+        assert [(one["text"], one["audio"]) for one in found] == [("text a", b"audio"), ("text b", b"audio")]
 
 
 WHOLE = tar_bytes([("a.flac", b"a"), ("a.txt", b"t"), ("b.flac", b"b" * 600), ("b.txt", b"t")])

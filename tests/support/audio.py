@@ -103,6 +103,8 @@ FORMS = [
     Form("mov of 16 bits", "mov", "pcm_s16le", "pcm_s16le", error=4e-5),
     Form("mov of 24 bits", "mov", "pcm_s24le", "pcm_s24le", rate=96000, error=4e-5),
     Form("mka of flac", "matroska", "flac", "flac", rate=192000, error=4e-5),
+    Form("wav of g722", "wav", "g722", "g722"),
+    Form("wav of g726", "wav", "g726", "g726", rate=8000),
     Form("mka of floats", "matroska", "pcm_f32le", "pcm_f32le", error=4e-5),
 ]
 
@@ -117,8 +119,8 @@ def encode(form: Form, samples: np.ndarray | None = None) -> bytes:
     stream = io.BytesIO()
     with av.open(stream, "w", format=form.muxer, options=form.options) as out:
         track = out.add_stream(form.codec, rate=form.rate, layout=layout)
-        if form.codec.startswith("wma"):
-            track.bit_rate = 64000
+        if form.codec.startswith(("wma", "g726")):
+            track.bit_rate = 32000 if form.codec == "g726" else 64000
         frame = av.AudioFrame.from_ndarray(pcm.reshape(1, -1), format="s16", layout=layout)
         frame.sample_rate, frame.pts = form.rate, 0
         for packet in [*track.encode(frame), *track.encode(None)]:

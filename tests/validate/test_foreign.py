@@ -1,6 +1,7 @@
 """Shars of other tools: checked as far as they can be, with what cannot be checked said, and given an index."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -105,6 +106,16 @@ def test_a_gap_between_the_shards_is_found(flat, tmp_path):
     for name in ("cuts.000001.jsonl.gz", "recording.000001.tar", "target_codes.000001.tar"):
         (flat / name).unlink()
     assert found(check_dataset(flat, tmp_path / "run")) == [("index_gap", None, None)]
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_shards_that_are_numbered_from_five_have_no_gap(is_indexed, flat, tmp_path):
+    for path in list(flat.iterdir()):
+        path.rename(flat / re.sub(r"00000(\d)", lambda found: f"{int(found[1]) + 5:06d}", path.name))
+    if is_indexed:
+        list(rebuild_index(flat, []))
+    report = check_dataset(flat, tmp_path / "run")
+    assert (report.findings, report.checked["shards"], len(list(open_shar(flat, ["recording"])))) == ([], 3, 5)
 
 
 def test_an_index_makes_it_a_dataset_that_opens_and_validates(published, tmp_path):

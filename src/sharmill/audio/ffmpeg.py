@@ -1,4 +1,4 @@
-"""Decoding of what libsndfile does not read, or not all of: AAC, ALAC, WMA, WebM, AMR, shorten, MP2, some MP3 and Ogg.
+"""Decoding of what libsndfile does not read, or not all of: AAC, ALAC, WMA, WebM, AMR, shorten, some MP3, Ogg and WAV.
 
 FFmpeg (PyAV) gets the bytes of one file and the name of one demuxer, which was recognised by the first bytes: so it
 never guesses, and playlists and the like never reach it. It opens nothing else.
@@ -52,6 +52,7 @@ _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
     ("amr", 0, (b"#!AMR\n", b"#!AMR-WB\n")),
     ("caf", 0, (b"caff",)),
     ("nistsphere", 0, (b"NIST_1A\n",)),
+    ("wav", 8, (b"WAVEfmt ",)),
 )
 _ADTS_FRAMES: Final = 3
 # Of a SPHERE file: the bytes that have its header, and the channels that it may have.
@@ -68,6 +69,7 @@ _known: Final[dict[Hashable, AudioInfo]] = {}
 _OTHER_NAMES: Final = {
     **dict.fromkeys(("wmav1", "wmav2", "wmapro", "wmalossless", "wmavoice"), "wma"),
     **dict.fromkeys(("amr_nb", "amr_wb"), "amr"),
+    **{f"adpcm_{name}": name for name in ("g722", "g726")},
     "aac_latm": "aac",
     "shorten": "shn",
 }
@@ -78,6 +80,8 @@ _DECODERS: Final = (
     *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
+# Of telephony, in WAV; what else there is in WAV, libsndfile reads, or it is damaged.
+_WAV_DECODERS: Final = ("g722", "g723_1", "g726")
 
 
 def open_decoder(source: AudioBytes) -> Decoder:
@@ -177,7 +181,7 @@ class FfmpegDecoder(Decoder):
 
 def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContainer, av.AudioStream]":
     """Open a file; return it and its first audio stream."""
-    name = source.name
+    name, allowed = source.name, _WAV_DECODERS if demuxer == "wav" else _DECODERS
     try:
         import av
     except ImportError:
@@ -190,7 +194,7 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
             source.stream(),
             "r",
             format=demuxer,
-            options={"codec_whitelist": ",".join(_DECODERS)},
+            options={"codec_whitelist": ",".join(allowed)},
             metadata_errors="replace",
             io_open=_refuse,
         )
@@ -203,7 +207,7 @@ def _open(source: AudioBytes, demuxer: str) -> "tuple[av.container.InputContaine
         stream = container.streams.audio[0]
         context: Any = stream.codec_context
         codec = "one that FFmpeg does not know, or encrypted" if context is None else context.name
-        refuse_record((codec not in _DECODERS, "unreadable_audio", f"the audio codec of {name} is not read: {codec}"))
+        refuse_record((codec not in allowed, "unreadable_audio", f"the audio codec of {name} is not read: {codec}"))
         context.thread_count = 1
     except BaseException:
         container.close()
@@ -270,7 +274,7 @@ def _inspect(source: AudioBytes, demuxer: str) -> AudioInfo:
     container, stream = _open(source, demuxer)
     codec = stream.codec_context.codec.canonical_name
     # For other containers, FFmpeg estimates the duration from the size.
-    if demuxer in ("mov", "matroska", "nistsphere"):
+    if demuxer in ("mov", "matroska", "nistsphere", "wav"):
         if stream.duration is not None and stream.time_base is not None:
             claimed = float(stream.duration * stream.time_base)
         elif len(container.streams) == 1:

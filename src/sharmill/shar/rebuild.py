@@ -226,7 +226,9 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
                 "gaps; run the configuration again",
                 code="no_dataset",
             )
-        inferred.append("the numbers of the shards have gaps: the index counts them in their order, from 0")
+        inferred.append(
+            "the numbers of the shards have gaps or do not begin with 0: the index counts them in their order, from 0"
+        )
         found = [msgspec.structs.replace(shard, index=index) for index, shard in enumerate(found)]
     old = None
     if (directory / DATASET_FILE).is_file():

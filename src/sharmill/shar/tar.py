@@ -2,7 +2,7 @@
 
 Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers written carry no time and no owner.
 Shards are read strictly: anything but regular members in order up to an end marker is damage. Archives of others may
-have folders, links, devices and sparse files, which are passed over.
+have folders, symbolic links, devices and sparse files, which are passed over, and hard links to earlier members.
 """
 
 import errno
@@ -29,15 +29,17 @@ _WINDOW_BYTES: Final = 4096
 # Names and PAX records are short; a larger one is damage, or an attempt to fill the memory.
 _MAX_EXTENSION_BYTES: Final = 1 << 20
 _GNU_LONG_NAME: Final = b"L"
+_GNU_LONG_LINK: Final = b"K"
 _PAX_HEADER: Final = b"x"
 # Headers that describe the next one: in shards, and also long links of GNU's tar, PAX headers of Sun, and of all.
 _SHARD_EXTENSIONS: Final = (_GNU_LONG_NAME, _PAX_HEADER)
-_EXTENSIONS: Final = (*_SHARD_EXTENSIONS, b"K", b"X", b"g")
+_EXTENSIONS: Final = (*_SHARD_EXTENSIONS, _GNU_LONG_LINK, b"X", b"g")
 _SHARD_REGULAR: Final = (b"0", b"\0")
 _CONTIGUOUS: Final = b"7"
 _SPARSE: Final = b"S"
+_HARD_LINK: Final = b"1"
 # Links, devices, folders and FIFOs have no data, whatever their size says.
-_WITHOUT_DATA: Final = (b"1", b"2", b"3", b"4", b"5", b"6")
+_WITHOUT_DATA: Final = (_HARD_LINK, b"2", b"3", b"4", b"5", b"6")
 _PAX_LENGTH: Final = re.compile(rb"([0-9]{1,7}) ")
 _DECIMAL: Final = re.compile(rb"[0-9]{1,19}")
 _OCTAL: Final = re.compile(rb"[0-7]+")
@@ -146,20 +148,28 @@ class Window:
 Content = mmap.mmap | bytes | Window
 
 
-def walk(data: Content, begin: int = 0, end: int | None = None, *, strict: bool) -> Iterator[tuple[str, int, int, int]]:
+def walk(
+    data: Content, begin: int = 0, end: int | None = None, *, strict: bool, has_links: bool = True
+) -> Iterator[tuple[str, int, int, int]]:
     """Yield the regular members of an archive, as tuples of what a ``TarMember`` has, for they are many.
+
+    A hard link, which tar writes for the second name of a file, has the place of the bytes of that earlier member.
 
     Args:
         data: all bytes of the archive.
         begin: position of the first header of a member.
         end: position where the last member ends; None for all up to the end marker.
         strict: as shards are read: other kinds of members, bytes in the padding, and a wrong end marker are damage.
+        has_links: False passes over hard links.
 
     Raises:
         TarDamage: a header is damaged, the archive is cut off, or no member ends at ``end``. The bytes of a member
             have no checksum in a tar archive and are not looked at.
     """
     first, num_bytes = begin, len(data)
+    # The places of the members up to a header, by name; made if there is a link.
+    places: dict[str, tuple[int, int]] = {}
+    known = 0
     try:
         while end is None or first < end:
             header = data[first : first + BLOCK]
@@ -172,13 +182,13 @@ def walk(data: Content, begin: int = 0, end: int | None = None, *, strict: bool)
                 # As in ``has_right_checksum``.
                 and checksum == b"%06o" % (fixed_sum - 1 + (zlib.adler32(digits, zlib.adler32(name)) & 0xFFFF))
             ):
-                name, start, size, is_regular = name.rstrip(b"\0"), first + BLOCK, int(digits, 8), True
+                name, start, size, is_regular, link = name.rstrip(b"\0"), first + BLOCK, int(digits, 8), True, b""
             elif header == EMPTY:
                 if strict:
                     _check_end(data, first)
                 return
             else:
-                name, start, size, is_regular = _read_headers(data, first, strict=strict)
+                name, start, size, is_regular, link = _read_headers(data, first, strict=strict)
             text = name.decode("utf-8", "surrogateescape")
             behind = start + size
             if behind > num_bytes:
@@ -188,6 +198,12 @@ def walk(data: Content, begin: int = 0, end: int | None = None, *, strict: bool)
                 raise TarDamage(f"is damaged at byte {behind}: the padding of a member is not empty")
             if is_regular and (strict or not text.endswith("/")):
                 yield text, first, start, size
+            if link and has_links:
+                earlier = walk(data, known, first, strict=False, has_links=False)
+                places |= {name: (start, size) for name, _, start, size in earlier}
+                known = first
+                if place := places.get(link.decode("utf-8", "surrogateescape")):
+                    yield text, first, *place
             first = following
         if first != end:
             raise TarDamage("has no member that ends where its index says; write it anew with sharmill sidecars")
@@ -205,9 +221,13 @@ def _check_end(data: Content, position: int) -> None:
         raise TarDamage("has data after its end marker")
 
 
-def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes, int, int, bool]:
-    """Return the name of a member of any kind, where its bytes begin, their number, and True for a regular file."""
+def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes, int, int, bool, bytes]:
+    """Return the name of a member of any kind, where its bytes begin, their number, and True for a regular file.
+
+    Behind them is, of a hard link, the name of the earlier member.
+    """
     long_name: bytes | None = None
+    link: bytes | None = None
     pax: dict[bytes, bytes] = {}
     header = _take(data, position, BLOCK)
     while (kind := header[156:157]) in (_SHARD_EXTENSIONS if strict else _EXTENSIONS):
@@ -219,15 +239,17 @@ def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes,
             raise TarDamage(f"is damaged at byte {position}: the padding of a header extension is not empty")
         if kind == _GNU_LONG_NAME:
             long_name = extension[:size].rstrip(b"\0")
+        elif kind == _GNU_LONG_LINK:
+            link = extension[:size].rstrip(b"\0")
         elif kind == _PAX_HEADER:
             pax |= _parse_pax(extension[:size], position)
-            long_name = pax.get(b"path", long_name)
+            long_name, link = pax.get(b"path", long_name), pax.get(b"linkpath", link)
         position += BLOCK + len(extension)
         header = _take(data, position, BLOCK)
     if header == EMPTY:
         if strict:
             raise TarDamage(f"is damaged at byte {position}: a header extension has no member")
-        return b"", position, 0, False
+        return b"", position, 0, False, b""
     size = int(pax.get(b"size", _stored_size(header, position)))
     is_sparse = any(keyword.startswith(b"GNU.sparse.") for keyword in pax)
     is_regular = kind in _SHARD_REGULAR or (kind == _CONTIGUOUS and not strict)
@@ -238,7 +260,8 @@ def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes,
         size = 0
     elif kind == _SPARSE:
         start = _skip_sparse_map(data, header, start)
-    return long_name or _plain_name(header), start, size, is_regular and not is_sparse
+    link = (link or header[157:257].rstrip(b"\0")) if kind == _HARD_LINK else b""
+    return long_name or _plain_name(header), start, size, is_regular and not is_sparse, link
 
 
 def _take(data: Content, position: int, length: int) -> bytes:

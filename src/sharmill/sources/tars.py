@@ -1,7 +1,7 @@
 """Tar archives as inputs: NeMo's tarred datasets, archives of samples, as WebDataset has them, and WeNet's lists.
 
-Whatever an archive has beside regular files is passed over: folders, links, devices, sparse files. Of one that is cut
-off or damaged, the members before that place are used, and the place is told.
+Whatever an archive has beside files and hard links to them is passed over: folders, devices, sparse files. Of one that
+is cut off or damaged, the members before that place are used, and the place is told.
 """
 
 import itertools

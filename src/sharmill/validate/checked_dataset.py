@@ -94,7 +94,7 @@ def read_checked_dataset(directory: Location) -> CheckedDataset:
     is_own = dataset is not None and dataset.contract == "sharmill"
     causes = (
         (records is None, f"sizes and checksums of the files: there is no readable {SHARDS_FILE}"),
-        (records is None, "whether shards are missing at the end: nothing tells how many there should be"),
+        (records is None, "whether shards are missing at the begin or the end: nothing tells how many there should be"),
         (dataset is None, f"the limits of contexts, and totals: there is no readable {DATASET_FILE}"),
         (dataset is None, "the range of codes and their frames to the last one: no codec is recorded"),
         (is_remote(directory), "stray files: a URL is not listed"),
@@ -156,10 +156,12 @@ def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[
 def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
     """Yield where ``shards.jsonl`` and ``dataset.json`` disagree with each other, and files that belong to no shard."""
     yield from subject.findings
-    if [shard.index for shard in subject.shards] != list(range(len(subject.shards))):
+    # Other tools may begin with another number, as lhotse does with shard_offset.
+    first = subject.shards[0].index if subject.shards and not subject.is_own else 0
+    if [shard.index for shard in subject.shards] != list(range(first, first + len(subject.shards))):
         yield Finding(
             code="index_gap",
-            sentence="the indices do not run from 0 without gaps",
+            sentence=f"the indices do not run from {first} without gaps",
             file=SHARDS_FILE if subject.has_index else None,
         )
     if subject.dataset is not None:

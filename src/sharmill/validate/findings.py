@@ -64,7 +64,7 @@ CODES: Final[dict[str, FindingKind]] = {
     "stray_file": FindingKind("a file does not belong to the dataset", "look whose it is, then remove it"),
     "wrong_name": FindingKind("a file is not called as its field and shard ask for", _INDEX, (INDEX,)),
     "index_gap": FindingKind(
-        "the shard indices do not run from 0 without gaps",
+        "the shard indices have gaps, or in a dataset of sharmill's do not run from 0",
         "run CONFIG again if the shards were never written; else make the index again as for wrong_totals",
         (INDEX,),
     ),

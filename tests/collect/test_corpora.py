@@ -306,6 +306,13 @@ def test_arguments_of_a_recipe(options, names, tmp_path):
     assert files["m.dev-clean.json"][0]["text"] == "go"
 
 
+def test_librispeech_in_small_letters_as_nemos_script(tmp_path):
+    write_tree(tmp_path / "corpus", TREES["LibriSpeech"])
+    options = ("--from", "librispeech", "--recipe-option", "normalize_text=lower", "--splits", "dev-clean")
+    run_sharmill("manifest", tmp_path / "corpus", "-o", tmp_path / "m.json", *options)
+    assert [row["text"] for row in lines(tmp_path / "m.dev-clean.json")] == ["go", "do you"]
+
+
 def calls(count: int, *lines: str) -> Tree:
     """Return a tree of Fisher with so many calls, whose texts have these lines, and the heads of all."""
     tree, table = dict(ONE_FISHER), "CALL_ID,,,,,A,,,,,B\n"
@@ -324,6 +331,19 @@ def test_fisher_is_split_into_tenths_of_its_files(tmp_path):
         "m.train.json": [f"{number:02d}" for number in range(1, 17)],
         "m.validation.json": ["17", "18"], "m.test.json": ["19", "20"],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tree", "left_out", "missing"),
+    [(ONE_FISHER, "/doc/", "/LDC2004T19/doc"), (FISHER_OF_NEMO, "/doc/", "/LDC2004S13-Part1/fe_03_p1_transcripts/doc"),
+     (ONE_FISHER, "T19", "")],
+)  # fmt: skip
+def test_what_fisher_lacks_is_named_in_the_folder_of_the_user(tree, left_out, missing, tmp_path):
+    tree = {path: content for path, content in tree.items() if left_out not in path}
+    with raises(ConfigError, "bad_manifest", f"{tmp_path}/corpus{missing}") as caught:
+        make("fisher", tmp_path, tree)
+    assert f"{tmp_path}/corpus{missing}" in str(caught.value).partition(": ")[2]
+    assert "sharmill-fisher" not in str(caught.value)
 
 
 FISHER_TEXTS = (

@@ -92,7 +92,13 @@ def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, An
         if not found:
             raise ValueError(f"there is none of the folders {', '.join(name for row in _FISHER for name in row[:2])}")
         audio, texts = map(list, zip(*found, strict=True))
-        made = prepare_fisher_english(corpus, Path(scratch) / "out", audio, texts, absolute_paths=True)
+        try:
+            made = prepare_fisher_english(corpus, Path(scratch) / "out", audio, texts, absolute_paths=True)
+        except (AssertionError, OSError, ValueError) as error:
+            text = str(error)
+            for link in (*corpus.glob("*/*"), *corpus.iterdir()):
+                text = text.replace(f"{link}", os.path.realpath(link))
+            raise ValueError(text.replace(str(corpus), str(directory))) from error
         recordings = list(made["recordings"])
         for part in (part for recording in recordings for part in recording.sources):
             part.source = os.path.realpath(part.source)

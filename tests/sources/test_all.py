@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from support.project import config_for, put, raises, run_prepare, voice
-from support.sources import FORMS, pack
+from support.sources import FORMS, pack, write_tar
 from support.stores import AIStoreStandIn, S3Store
 
+from sharmill.audio.roots import AudioRoot
 from sharmill.errors import ConfigError
 from sharmill.registry import SOURCES
 from sharmill.sources import record_text
@@ -145,6 +146,36 @@ def test_compressed_texts_are_read_in_all_forms(form, end, make, tmp_path):
         path.write_bytes(pack(end, path.read_bytes()))
     prepared = run_prepare(config_for(tmp_path, [entry], prepare={"unit_records": 1}))
     assert (sorted(one.text for one in prepared.kept), prepared.rejects) == ([f"text {n}" for n in range(4)], [])
+
+
+# What differs, the name of the file, and that of a record.
+SPELLINGS = [
+    ("Unicode form (NFC or NFD)", "J\u00fcrgen.flac", "Ju\u0308rgen.flac"),
+    ("upper and lower case", "Anna.FLAC", "anna.flac"), ("upper and lower case", "Deep/anna.flac", "deep/anna.flac"),
+    ("kind of blanks", "anna\u202f4.flac", "anna 4.flac"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "there", "wanted"), SPELLINGS)
+@pytest.mark.parametrize("is_tarred", [False, True])
+def test_a_file_of_another_spelling_is_named_in_the_reject(is_tarred, what, there, wanted, tmp_path):
+    put(tmp_path / "audio" / there, voice(1.0), 16000)
+    lines = [json.dumps({"audio_filepath": name, "text": "x", "speaker": "a"}) for name in (there, wanted)]
+    (tmp_path / "m.json").write_text("\n".join(lines))
+    entry = {"manifest": str(tmp_path / "m.json"), "audio_root": str(tmp_path / "audio")}
+    if is_tarred:
+        path = write_tar(tmp_path / "a.tar", [(there, (tmp_path / "audio" / there).read_bytes())])
+        entry = {"type": "nemo_tarred", "manifest": entry["manifest"], "tars": str(path)}
+    (reject,) = run_prepare(config_for(tmp_path, [entry])).rejects
+    assert (reject["reason"], f"in {what}:" in reject["detail"]) == ("missing_audio", True), reject["detail"]
+
+
+def test_an_input_of_another_spelling_is_named_in_the_error(tmp_path):
+    (tmp_path / "M.json").write_text("{}")
+    with raises(ConfigError, "missing_input", "differs from 'm.json' in upper and lower case"):
+        source_of({"manifest": str(tmp_path / "m.json"), "audio_root": "a"}).check()
+    with raises(ConfigError, "missing_input", "differs from 'm.JSON' in upper and lower case"):
+        AudioRoot.of(tmp_path / "m.JSON").check()
 
 
 WITHIN = {

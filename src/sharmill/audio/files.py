@@ -28,8 +28,9 @@ from sharmill.audio.decoder import (
 from sharmill.audio.ffmpeg import open_decoder
 from sharmill.audio.flac import flac_header
 from sharmill.errors import RejectRecord
-from sharmill.files.location import Location, open_location
+from sharmill.files.location import Location, RemoteLocation, open_location
 from sharmill.files.regular import NotRegularError
+from sharmill.files.similar import describe_similar
 from sharmill.manifest import Channel, Member
 
 _NO_SUCH_FILE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
@@ -100,7 +101,8 @@ def open_audio(path: str | Location) -> BinaryIO:
     except OSError as error:
         if error.errno not in _NO_SUCH_FILE:
             raise
-        raise RejectRecord("missing_audio", f"{path}: {error.strerror}") from None
+        hint = "" if isinstance(path, RemoteLocation) else describe_similar(path)
+        raise RejectRecord("missing_audio", f"{path}: {error.strerror}{hint}") from None
 
 
 @contextmanager

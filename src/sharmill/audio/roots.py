@@ -22,6 +22,7 @@ from urllib.parse import quote, unquote
 from sharmill.errors import ConfigError, DeviceError, RejectRecord, refuse
 from sharmill.files.cache import Cache
 from sharmill.files.location import Location, RemoteLocation, is_url, local
+from sharmill.files.similar import describe_similar
 from sharmill.manifest import MAX_PATH, Segment
 
 # A part of a URL's path goes up whatever query or parameter is behind it.
@@ -137,7 +138,7 @@ class AudioRoot:
         where = "" if self.path.is_absolute() else f", which is relative to {Path.cwd()},"
         raise ConfigError(
             f"the audio root {self.path}{where} {fault}; correct audio_root, or run from the folder that it is "
-            "relative to",
+            f"relative to{describe_similar(self.path) if fault == 'does not exist' else ''}",
             code="missing_input",
         )
 

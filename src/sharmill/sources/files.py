@@ -41,6 +41,7 @@ from sharmill.files.location import (
     tell_version,
 )
 from sharmill.files.regular import NotRegularError, open_regular
+from sharmill.files.similar import describe_similar
 from sharmill.prefetch import prefetch
 from sharmill.registry import require_package
 
@@ -198,6 +199,7 @@ def _refused(path: Location, kind: str) -> Iterator[None]:
             remedy = f"the path is relative to {Path.cwd()}; run from its folder, or {remedy}"
         if re.search(r"[,({<[]|_OP_", path.name):
             remedy += "; several files are named by a list of paths, or as {0..63}, {1,3}, * or ? in one path"
+        remedy += describe_similar(path) if isinstance(path, Path) else ""
         raise ConfigError(f"cannot read the {kind} {path}: {reason}; {remedy}", code="missing_input") from error
 
 

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Final, Literal
 
@@ -23,6 +23,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.config import require
 from sharmill.errors import ConfigError, RejectRecord, refuse, refuse_record
 from sharmill.files.location import Location, is_remote, tell_version
+from sharmill.files.similar import Names
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
 from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk
@@ -113,9 +114,9 @@ class TarSource(ContainerSource):
             self.container(file)
 
 
-# The members of an archive by their clean names, None under a name that several have; and a sentence, if the archive
-# is damaged behind these members.
-MemberTable = tuple[dict[str, TarMember | None], str | None]
+# The members of an archive by their clean names, None under a name that several have; a sentence, if the archive is
+# damaged behind these members; and what makes the set of names.
+MemberTable = tuple[dict[str, TarMember | None], str | None, Callable[[], Names]]
 
 
 def read_table(path: Location) -> MemberTable:
@@ -125,13 +126,14 @@ def read_table(path: Location) -> MemberTable:
         RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
     """
     members: dict[str, TarMember | None] = {}
+    names = cache(lambda: Names(members))
     try:
         for member in walk_members(path):
             name = clean_name(member.name)
             members[name] = None if name in members else member
     except TarDamage as damage:
-        return members, _describe(path, damage)
-    return members, None
+        return members, _describe(path, damage), names
+    return members, None, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +231,7 @@ class NemoTarredSource(TarSource, NemoSource):
 
 def _find(table: MemberTable, name: str, file: Location) -> TarMember:
     """Return the member that a record names, which may be the n-th segment of one."""
-    members, damage = table
+    members, damage, names = table
     wanted = clean_name(name)
     # The n-th segment of a recording has -sub<n> behind the name of its member.
     segment = re.fullmatch(r"(.+)-sub[0-9]+(\.\w+)?", wanted)
@@ -242,7 +244,8 @@ def _find(table: MemberTable, name: str, file: Location) -> TarMember:
         raise RejectRecord("ambiguous_audio", f"the archive {file.name} has several members {wanted[:200]!r}")
     if damage:
         raise RejectRecord("unreadable_audio", f"there is no member {wanted[:200]!r}, and {damage}")
-    raise RejectRecord("missing_audio", f"the archive {file.name} has no member {wanted[:200]!r} that is a file")
+    hint = names().describe(wanted)
+    raise RejectRecord("missing_audio", f"the archive {file.name} has no member {wanted[:200]!r} that is a file{hint}")
 
 
 def _pair(manifests: Sequence[Location], tars: Sequence[Location], first: int) -> list[dict[int | None, int]]:

@@ -14,6 +14,7 @@ import lzma
 import math
 import os
 import re
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -342,59 +343,35 @@ def _compression(head: bytes) -> str | None:
 class _Unpacked(io.BufferedReader):
     """A compressed file as it is read, with a buffer, since reading lines of a GzipFile is slow."""
 
-    def __init__(self, stream: BinaryIO, name: str) -> None:
+    def __init__(self, packed: Any, stream: BinaryIO) -> None:
+        super().__init__(packed, 1 << 20)
         self._stream = stream
-        openers: dict[str, Callable[[Any], Any]] = {"gzip": lambda packed: gzip.GzipFile(fileobj=packed),
-                                                    "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile}  # fmt: skip
-        super().__init__(openers.get(name, _Zstd)(stream), 1 << 20)
 
     def close(self) -> None:
         super().close()
         self._stream.close()
 
 
-class _Zstd(io.RawIOBase):
-    """A file in zstd, which pyarrow unpacks; seeks backwards begin at its start, as those of GzipFile do."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        require_package("pyarrow")
-        self._file = stream.fileno()
-        self._rewind()
-
-    def _rewind(self) -> None:
-        import pyarrow
-
-        os.lseek(self._file, 0, os.SEEK_SET)
-        # Closed with what reads it.
-        self._packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(os.fdopen(os.dup(self._file), "rb")), "zstd")
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._packed.read(len(buffer))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        position += self._position if whence == os.SEEK_CUR else 0
-        if position < self._position:
-            self._rewind()
-        while self._position < position and self.readinto(bytearray(min(1 << 20, position - self._position))):
-            pass
-        return self._position
-
-
 def open_lines(path: Location, kind: str = "file") -> BinaryIO:
-    """Open a file of texts, plain or compressed; positions are those of the unpacked bytes."""
+    """Open a file of texts, plain or compressed; positions are those of the unpacked bytes.
+
+    pyarrow unpacks zstd, and cannot go to a position in it: such a file is unpacked into a temporary one (TMPDIR).
+    """
     stream = open_input(path, kind)
     name = _compression(cast("io.BufferedReader", stream).peek(8))
-    return cast("BinaryIO", _Unpacked(stream, name)) if name and name in _TEXTS else stream
+    if name == "zstd":
+        require_package("pyarrow")
+        import pyarrow
+
+        unpacked = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - the caller closes it
+        with refusing_damage(path, kind):
+            shutil.copyfileobj(pyarrow.CompressedInputStream(pyarrow.PythonFile(stream), "zstd"), unpacked)
+        unpacked.seek(0)
+        return unpacked
+    openers: dict[str | None, Callable[[Any], Any]] = {
+        "gzip": lambda packed: gzip.GzipFile(fileobj=packed), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
+    }  # fmt: skip
+    return cast("BinaryIO", _Unpacked(openers[name](stream), stream)) if name in openers else stream
 
 
 @contextmanager

@@ -376,7 +376,6 @@ WRONG_KEYS = [
     ("wenet_shards", {"audio_root": "/usr"}, "missing_input", ""),
     ("parquet", {"audio": "audoi"}, "unknown_key", "did you mean 'audio'"),
     ("parquet", {"columns": {"text": "sentences"}}, "unknown_key", "did you mean 'sentence'"),
-    ("parquet", {"columns": {"text": "sentences.0"}}, "unknown_key", "did you mean 'sentence'"),
     ("parquet", {"columns": {"text": "audio"}}, "bad_config_value", "not texts"),
     ("parquet", {"columns": {"audio_filepath": "sentence"}}, "bad_config_value", "audio names the column"),
     ("parquet", {"audio_root": "/usr"}, "bad_config_value", "audio root"),

@@ -126,16 +126,6 @@ class TestRecords:
             assert all(isinstance(raw, bytes) for raw in read(source))
 
     @pytest.mark.parametrize("form", FORMS)
-    def test_have_what_is_within_columns(self, form, tmp_path):
-        said = [{"en": ["Yes.", "yes"]}, {"en": ["No."]}, None]
-        rows = pa.table({"file": ["a", "b", "c"], "said": said, "speaker.id": [1, 2, 3]})
-        columns = {"text": "said.en.1", "speaker": "speaker.id"}
-        source = source_of(write(rows, tmp_path / "t", form), audio="file", audio_root="audio", columns=columns)
-        source.check()
-        found = [(row.get("text"), row["speaker"]) for row in texts(source)]
-        assert found == [("yes", 1), (None, 2), (None, 3)]
-
-    @pytest.mark.parametrize("form", FORMS)
     def test_of_plain_bytes(self, form, voices, tmp_path):
         rows = pa.table({"audio": [path.read_bytes() for path in voices], "audio_filepath": ["x"] * 7})
         found = read(source_of(write(rows, tmp_path / "t.bin", form)))

@@ -359,11 +359,9 @@ class ColumnSource(Source):
 
     def needed_keys(self) -> dict[str, tuple[str, str]]:
         """Return keys that some record must have, each with its name in the input and with what takes that."""
-        columns = {
-            key: (column, f"columns.{key} takes {column!r}")
-            for key, column in self.columns.items() if "." in column or not self.checks_columns
-        }  # fmt: skip
-        return columns | super().needed_keys()
+        columns = {} if self.checks_columns else self.columns
+        taken = {key: (column, f"columns.{key} takes {column!r}") for key, column in columns.items()}
+        return taken | super().needed_keys()
 
 
 def find_value(values: Any, path: str) -> Any:

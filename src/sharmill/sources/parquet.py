@@ -16,15 +16,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.files.location import Location, local
 from sharmill.manifest import Member
 from sharmill.registry import nearest, require_package
-from sharmill.sources import (
-    ColumnSource,
-    ContainerSource,
-    Described,
-    RawRecord,
-    RunSource,
-    Unreadable,
-    find_value,
-)
+from sharmill.sources import ColumnSource, ContainerSource, Described, RawRecord, RunSource, Unreadable
 from sharmill.sources.files import Digest, bad_file, read_ends, refuse_file
 
 if TYPE_CHECKING:
@@ -75,22 +67,19 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
             refuse_file(file, "parquet", (len(set(names)) < len(names), "has two columns of one name"))
             refuse(
                 *(
-                    (
-                        _top(column, rows.schema) not in names,
-                        f"{where}: {file} has no column {column!r}{nearest(column, names)}",
-                    )
+                    (column not in names, f"{where}: {file} has no column {column!r}{nearest(column, names)}")
                     for where, column in {"audio": self.audio, **named}.items()
                 ),
                 code="unknown_key",
             )
-            fields = {where: rows.schema.field(column) for where, column in wanted.items() if column in names}
+            fields = {where: rows.schema.field(column) for where, column in wanted.items()}
             problem = _problem(rows.schema.field(self.audio).type)
             refuse(
                 *(
                     (
                         not _is_kept(column),
                         f"{where}: the column {column.name!r} of {file} is {column.type}, not texts, numbers or dates; "
-                        f"name another one under columns, or what is within it, such as {column.name}.0",
+                        "name another one under columns",
                     )
                     for where, column in fields.items()
                 ),
@@ -166,11 +155,10 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
         if not keys:
             return [{} for _ in range(count)]
         try:
-            wanted = [name if key == _NAME else _top(name, schema) for key, name in keys.items()]
-            table = rows.read(group, list(dict.fromkeys(wanted)))[part]
+            table = rows.read(group, list(dict.fromkeys(keys.values())))[part]
         except UnreadableRows as error:
             return [f"{file.name}: {error}"] * count
-        columns = {key: _values_within(table, name, labels) for key, name in keys.items() if key != _NAME}
+        columns = {key: _values(table.column(name), labels.get(name)) for key, name in keys.items() if key != _NAME}
         if _NAME in keys:
             columns[_NAME] = _values(_field(table.column(self.audio), "path"))
         found: list[dict[str, Any] | str] = []
@@ -264,21 +252,6 @@ def _values(column: pa.ChunkedArray, names: list[str] | None = None) -> list[Any
         return values
     of_labels: dict[Any, Any] = {None: None, -1: None, **dict(enumerate(names))}
     return [of_labels.get(value, _UNREADABLE) for value in values]
-
-
-def _top(name: str, schema: pa.Schema) -> str:
-    """Return the column of a name, or of a path such as ``texts.0``."""
-    return name if name in schema.names else name.split(".", 1)[0]
-
-
-def _values_within(table: pa.Table, name: str, labels: dict[str, list[str]]) -> list[Any]:
-    """Return the values of a column, or those within it that a path names."""
-    top = _top(name, table.schema)
-    values = _values(table.column(top), labels.get(top))
-    if top == name:
-        return values
-    found = (value if value is _UNREADABLE else find_value({top: value}, name) for value in values)
-    return [None if value is ... else value for value in found]
 
 
 def _value(scalar: pa.Scalar) -> Any:

@@ -1,12 +1,13 @@
 """Reading of audio files: headers, whole files and parts of them, in every format, damaged and odd ones included."""
 
+from contextlib import suppress
 from functools import cache
 
 import numpy as np
 import pytest
 import soundfile as sf
 from hypothesis import given, settings, strategies as st
-from support.audio import FORMATS, FORMS, container, encode, read, reason_of, speech_like, write
+from support.audio import FORMATS, FORMS, container, encode, read, reason_of, recording, speech_like, write
 
 from sharmill.audio import files
 from sharmill.audio.decoder import AudioInfo
@@ -177,3 +178,15 @@ def test_damage_spoils_what_it_spoils_alone(tmp_path, name):
             with open_recording(path) as alone:
                 assert outcome(alone, start) == found[-1]
     assert {type(one) for one in found} == {bytes, tuple}
+
+
+def test_warnings_of_libmpg123_go_to_the_log_with_the_name(tmp_path, capfd, caplog):
+    data = recording("MP3", "MPEG_LAYER_III")
+    path = write(tmp_path / "a.mp3", data[: len(data) // 2] + bytes(500) + data[len(data) // 2 :])
+    with suppress(RejectRecord):
+        decode_bytes(path.read_bytes(), name="in memory")
+    probe(path)
+    logged = [record.getMessage() for record in caplog.records if record.name == "sharmill.audio.sndfile"]
+    assert {line.partition(": ")[0] for line in logged} == {"in memory", str(path)}
+    assert all("Xing" in line for line in logged)
+    assert capfd.readouterr().err == ""

@@ -4,8 +4,11 @@ Beside it what libsndfile does not tell: a header that states a wrong number of 
 ``ffmpeg.py`` decodes the rest.
 """
 
+import logging
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -19,6 +22,9 @@ from sharmill.audio.extent import STREAMED_BYTES, count_mpeg_samples
 from sharmill.audio.flac import decode_flac, has_another_flac, has_unstated_flac
 from sharmill.audio.ogg import OGG_BEGIN, is_intact, is_plain_ogg, page_bytes
 from sharmill.errors import RejectRecord
+from sharmill.files.messages import anonymous_file
+
+logger = logging.getLogger(__name__)
 
 # Our names where they are not libsndfile's format in lower case.
 _OTHER_NAMES: Final = {"OPUS": "opus", "WAVEX": "wav"}
@@ -31,6 +37,9 @@ _SHORTENED_CHUNK: Final = re.compile(
 )
 
 
+_MPEG: Final = re.compile(rb"ID3|\xff[\xe0-\xff]", re.DOTALL)
+
+
 class SndfileDecoder(Decoder):
     """An audio file that libsndfile has opened.
 
@@ -40,11 +49,12 @@ class SndfileDecoder(Decoder):
 
     def __init__(self, source: AudioBytes) -> None:
         self._source = source
+        self._is_mpeg = _MPEG.match(source.read(0, 3)) is not None
         # Not the path: libsndfile takes anything called .raw, .vox, .gsm or .au for audio.
         descriptor = source.descriptor
         if descriptor is not None:
             os.lseek(descriptor, 0, os.SEEK_SET)  # where another decoder has left it
-        with _rejecting(source.name):
+        with _rejecting(source.name, self._is_mpeg):
             sound = _ForwardSound(source.stream() if descriptor is None else descriptor, closefd=False)
         # Once: soundfile looks each up in its tables.
         num_samples, kind, subtype = sound.frames, sound.format, sound.subtype
@@ -78,7 +88,7 @@ class SndfileDecoder(Decoder):
 
     def seek(self, position: int) -> None:
         self._position = position
-        with _rejecting(self._source.name):
+        with _rejecting(self._source.name, self._is_mpeg):
             self._sound.seek(position)
         self._sought = True
 
@@ -89,7 +99,7 @@ class SndfileDecoder(Decoder):
         if self._whole is not None:
             found = self._whole[self._position : self._position + num_samples]
         else:
-            with _rejecting(self._source.name):
+            with _rejecting(self._source.name, self._is_mpeg):
                 found = self._sound.read(num_samples, dtype=self._dtype)
         self._position += len(found)
         return found
@@ -133,12 +143,35 @@ class _ForwardSound(sf.SoundFile):
 
 
 @contextmanager
-def _rejecting(name: str) -> Iterator[None]:
+def _rejecting(name: str, is_mpeg: bool) -> Iterator[None]:
     try:
-        yield
+        with _logging_warnings(name, is_mpeg):
+            yield
     except sf.LibsndfileError as error:
         # Not str(error), which may hold the address of an object.
         reason = error.error_string
         if reason.startswith(("Unspecified internal error", "File does not exist")):  # as libsndfile has it of MP3
             reason = "it is damaged, so that libsndfile cannot decode it"
         raise RejectRecord("unreadable_audio", f"{name}: {reason}") from None
+
+
+@contextmanager
+def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
+    """Log what libmpg123 writes to the standard error of the process, with the name of the file.
+
+    Threads beside the main one leave it where it goes, since they share the descriptor.
+    """
+    if not is_mpeg or sys.__stderr__ is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    terminal = os.dup(2)
+    with os.fdopen(anonymous_file(0), "rb") as heard:
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            heard.seek(0)
+            for line in heard:
+                logger.warning("%s: %s", name, line.decode("utf-8", "replace").strip())

@@ -34,6 +34,11 @@ TABLES = {
         [{"id": "LJ1", "raw": 'Said "no, 5.', "text": "said no five", "audio_filepath": "wavs/LJ1.wav"},
          {"id": "LJ2", "raw": "A", "text": "a", "audio_filepath": "wavs/LJ2.wav"}],
     ),
+    "MLS": (
+        "6892_10049_000000\ttext\n",
+        {"delimiter": "\t", "header": ["id", "text"], "audio": "{id[0]}/{id[1]}/{id}.opus"},
+        [{"id": "6892_10049_000000", "text": "text", "audio_filepath": "6892/10049/6892_10049_000000.opus"}],
+    ),
     "F5-TTS": (
         "audio_file|text\n/data/a.wav|Hello, you.\n",
         {"delimiter": "|", "columns": {"audio_filepath": "audio_file"}},

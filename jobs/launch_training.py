@@ -32,20 +32,9 @@ _SBATCH = _ROOT / "jobs" / "sbatch"
 
 def profile_options(cluster: ClusterProfile, nodes: int, ranks_per_node: int) -> list[str]:
     """Return the options of sbatch for one training job, whose ranks each have what the profile gives to one."""
-    ranks = cluster.gpu
-    values = {
-        "partition": ranks.partition,
-        "account": ranks.account or cluster.account,
-        "qos": ranks.qos or cluster.qos,
-        "gpus-per-node": ranks.gpus * ranks_per_node or None,
-        "cpus-per-task": ranks.cores * ranks_per_node,
-        "mem": f"{round(ranks.memory_gb * 1024) * ranks_per_node}M",
-        "time": ranks.timeout_min,
-        "signal": f"B:TERM@{cluster.signal_s}",
-        "nodes": nodes,
-        **ranks.extra,
-    }
-    return [f"--{name}={value}" for name, value in values.items() if value is not None]
+    values = cluster.options(cluster.gpu, ranks_per_node)
+    values |= {"nodes": nodes, "signal": f"B:TERM@{cluster.signal_s}"}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in values.items()]
 
 
 def submit(command: list[str]) -> str:
@@ -92,6 +81,9 @@ def launch(
     )
     config = None if script else load_typed(TrainConfig, config_path, overrides)
     chosen = [f"--nodes={nodes}"]
+    if not any(option.startswith("--mem") for option in sbatch_options):
+        # Where the script itself has it, sbatch refuses --mem-per-cpu.
+        chosen.append("--mem=64G")
     if profile:
         chosen = profile_options(load_typed(ClusterProfile, profile), nodes, ranks_per_node)
     for _ in range(num_jobs):

@@ -60,6 +60,44 @@ def test_datasets_share_the_ranks_that_run_at_once(make_config, call, tmp_path):
         assert re.findall(r"#SBATCH --array=0-1%(\d+)", out) == [str(at_once)] * 2
 
 
+@pytest.mark.parametrize(
+    ("ranks", "asked"),
+    [
+        ({}, ["--cpus-per-task=1", "--mem=4096M"]),
+        ({"memory_gb": None}, ["--cpus-per-task=1"]),
+        ({"memory_gb": None, "extra": {"mem-per-cpu": "4G"}}, ["--cpus-per-task=1", "--mem-per-cpu=4G"]),
+        ({"memory_gb": None, "extra": {"mem_per_cpu": "4G"}}, ["--cpus-per-task=1", "--mem-per-cpu=4G"]),
+        ({"memory_gb": None, "extra": {"mem": 0}}, ["--cpus-per-task=1", "--mem=0"]),
+        ({"gpus": 1}, ["--cpus-per-task=1", "--gpus-per-node=1", "--mem=4096M"]),
+        ({"gpus": 1, "extra": {"gres": "gpu:a100:1"}}, ["--cpus-per-task=1", "--gres=gpu:a100:1", "--mem=4096M"]),
+        ({"gpus": 1, "extra": {"gres": "tmp:5G"}}, ["--cpus-per-task=1", "--gpus-per-node=1", "--gres=tmp:5G",
+                                                     "--mem=4096M"]),
+        ({"extra": {"constraint": None, "wckey": None, "exclusive": False}}, ["--cpus-per-task=1", "--mem=4096M"]),
+        ({"extra": {"wckey": "speech", "exclusive": True, "exclude": ["n1", "n2"]}},
+         ["--cpus-per-task=1", "--exclude=n1,n2", "--exclusive", "--mem=4096M", "--wckey=speech"]),
+    ],
+)  # fmt: skip
+def test_sbatch_is_asked_for_what_the_profile_has(make_config, call, tmp_path, ranks, asked):
+    """By ranks and by advance jobs."""
+    profile = tmp_path / "profile.yaml"
+    profile.write_text(json.dumps({"cpu": ranks, "driver_units": 0}))
+    _, out, _ = call("submit", "prepare", make_config("a")[1], "--profile", profile, "--dry-run")
+    own = "array|comment|dependency|error|job-name|kill-on-invalid-dep|nodes|open-mode|output|requeue|signal|time"
+    shown = [
+        re.findall(rf"^#SBATCH (?!--(?:{own})\b)(--.*)$", script, re.MULTILINE) for script in out.split("#!/bin/bash")
+    ]
+    assert shown == [[], asked, asked, asked]
+
+
+def test_an_option_of_all_ranks_is_left_out_for_one_stage(make_config, call, tmp_path):
+    profile = tmp_path / "profile.yaml"
+    ranks = "memory_gb: null, extra: {constraint: a100, mem-per-cpu: 2G}"
+    own = "memory_gb: 3, extra: {constraint: null, mem_per_cpu: null}"
+    profile.write_text(f"cpu: {{{ranks}}}\nstages: {{prepare: {{{own}}}}}\ndriver_units: 0\n")
+    _, out, _ = call("submit", "prepare", make_config("a")[1], "--profile", profile, "--dry-run")
+    assert re.findall("--(?:mem|constraint).*", out) == ["--mem=3072M", *["--constraint=a100", "--mem-per-cpu=2G"] * 2]
+
+
 def test_json_of_what_would_be_submitted(make_config, call):
     (bad, path), (_, good) = make_config("a"), make_config("b")
     (bad_root := type(path)(bad.sources[0].audio_root)).rename(bad_root.with_name("moved"))

@@ -65,6 +65,24 @@ def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_pa
     assert {"--nodes=2", "--signal=B:TERM@45", "--exclusive"} <= asked
 
 
+def test_a_cluster_with_gres_and_memory_per_core_alone_is_asked_for_that(
+    config: Path, sbatch: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "profile.yaml"
+    extra = "{gres: 'gpu:a100:1,tmp:5G', mem_per_cpu: 4G, exclusive: true, constraint: null}"
+    profile.write_text(f"gpu: {{gpus: 1, cores: 8, memory_gb: null, extra: {extra}}}\n")
+    assert launch_training.main(["-n1", "--ranks-per-node", "4", "--profile", str(profile), str(config)]) == 0
+    asked = {
+        option for option in sbatch.read_text().split() if re.match("--(gpus|gres|mem|exclusive|constraint)", option)
+    }
+    assert asked == {"--gres=gpu:a100:4,tmp:5G", "--mem-per-cpu=4G", "--exclusive"}
+    assert launch_training.main(["-n1", "--sbatch=--mem-per-gpu=64G", str(config)]) == 0
+    assert "--mem=" not in sbatch.read_text()
+    assert "#SBATCH --mem" not in Path("jobs/sbatch/train.sbatch").read_text(), (
+        "sbatch takes no other option of memory then"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

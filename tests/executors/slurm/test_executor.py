@@ -413,6 +413,7 @@ def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path, mak
         (1, {"stages": {"driver": {"cores": 2, "memory_gb": 8}}}, 1),
         (4, {"stages": {"driver": {"cores": 2, "memory_gb": 7}}}, 1),
         (4, {"stages": {"driver": {"memory_gb": 3.9}}}, 0),
+        (8, {"cpu": RankProfile(memory_gb=None), "stages": {"driver": {"cores": 2}}}, 2),
         (4, {"cpu": RankProfile(cores=2), "stages": {"driver": {"cores": 1}}}, 0),
         (4, {"python": "/other/python"}, 0),
         (4, {"container_image": "image.sqsh"}, 0),

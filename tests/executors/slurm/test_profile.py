@@ -24,7 +24,7 @@ from sharmill.executors.slurm.profile import ClusterProfile
         ("max_parallel: 0", "bad_config_value", ["max_parallel"]),
         ("cpu: {extra: {array: 0-9}}", "bad_config_value", ["extra", "array"]),
         ("cpu: {extra: {time: 10}}", "bad_config_value", ["extra", "time", "timeout_min"]),
-        ("cpu: {extra: {mem: 4G}}", "bad_config_value", ["extra", "mem", "memory_gb"]),
+        ("cpu: {extra: {mem_per_cpu: 4G}}", "bad_config_value", ["extra", "mem-per-cpu", "memory_gb", "null"]),
         ("cpu: {extra: {ntasks: 2}}", "bad_config_value", ["extra", "ntasks", "one task"]),
         ("stages: {wirte: {cores: 2}}", "bad_config_value", ["'wirte'", "'write'"]),
         ("stages: {write: {core: 2}}", "bad_config_value", ["stages.write", "'core'", "'cores'"]),

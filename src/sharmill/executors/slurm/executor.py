@@ -284,7 +284,10 @@ class SlurmExecutor(Executor):
             # An advance job runs outside of containers: it has other packages, and so perhaps other bytes.
             return 0
         ranks, driver = self.ranks_of(stage), cluster.driver
-        workers = min(driver.cores // ranks.cores, int(driver.memory_gb / ranks.memory_gb))
+        workers = driver.cores // ranks.cores
+        if driver.memory_gb is not None and ranks.memory_gb is not None:
+            # Else it goes by the cores.
+            workers = min(workers, int(driver.memory_gb / ranks.memory_gb))
         hours = sum(unit.cost for unit in units) / 3600 if stage.cost_unit == "seconds of audio" else 0.0
         fits = len(units) <= cluster.driver_units * workers and hours <= cluster.driver_hours
         return min(workers, len(units)) if fits else 0
@@ -399,18 +402,12 @@ class SlurmExecutor(Executor):
         jobs = ":".join(dict.fromkeys(job.split("_")[0] for job in behind))
         values = {
             "job_name": name,
-            "partition": ranks.partition,
-            "account": ranks.account or cluster.account,
-            "qos": ranks.qos or cluster.qos,
-            "cpus_per_task": ranks.cores,
-            "gpus_per_node": ranks.gpus or None,
-            "mem": f"{round(ranks.memory_gb * 1024)}M",
             "time": ranks.timeout_min,
             "signal_delay_s": cluster.signal_s,
             # The folder that jobs begin in is not the first place to look for Python's own modules.
             "setup": ["export PYTHONSAFEPATH=1", *_checked_lines(cluster.setup)],
             "additional_parameters": {
-                "requeue": True, **ranks.extra, "comment": comment,
+                "requeue": True, **cluster.options(ranks), "comment": comment,
                 **({"kill-on-invalid-dep": "yes"} if role == "second" else {}),
             },
             "array_parallelism": self.max_parallel(stage) if is_rank else None,
@@ -422,7 +419,8 @@ class SlurmExecutor(Executor):
         }  # fmt: skip
         python = cluster.python if is_rank else None
         submitter = Submitter(self.run_dir.jobs, max_num_timeout=cluster.max_requeues, python=python)
-        submitter.update_parameters(**{key: value for key, value in values.items() if value is not None})
+        # Submitit has a wckey of its own, which a cluster that checks them refuses.
+        submitter.update_parameters(wckey=None, **{key: value for key, value in values.items() if value is not None})
         return submitter
 
     def advance(self, stage: str, token: str, had_ranks: bool) -> None:

@@ -1,5 +1,6 @@
 """Cluster profiles: what a rank needs on a given cluster, in one commented YAML file."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Final, Literal
 
@@ -9,6 +10,8 @@ from sharmill.config import Positive
 from sharmill.engine.stage import Resource
 from sharmill.registry import STAGES, nearest
 
+# One of them is all that a job may have.
+_MEMORY: Final = ("mem", "mem-per-cpu", "mem-per-gpu")
 # Options that would silently win over what the program counts on.
 _NOT_EXTRA = (
     dict.fromkeys(
@@ -17,7 +20,7 @@ _NOT_EXTRA = (
     )
     # Each task would do what one rank is to do.
     | dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu"), "a rank is one task on one node")
-    | dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), "set memory_gb")
+    | dict.fromkeys(_MEMORY, "set memory_gb, or set it to null")
     | {"time": "set timeout_min", "signal": "set signal_s of the profile", "cpus-per-task": "set cores"}
 )
 # Advance jobs, which may have values of their own as the stages may.
@@ -40,21 +43,26 @@ class RankProfile:
     """Most ranks of one stage, which are one array: no more than the ``MaxArraySize`` of the cluster allows. There are
     never more than units."""
     gpus: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
-    """GPUs of a rank: one, or none. Several GPUs of a node are so many ranks, as ``max_ranks`` allows."""
+    """GPUs of a rank: one, or none. Several GPUs of a node are so many ranks, as ``max_ranks`` allows. Not sent where
+    ``gres`` in ``extra`` asks for GPUs."""
     cores: Positive = 1
     """CPU cores of a rank."""
-    memory_gb: Annotated[float, msgspec.Meta(gt=0)] = 4.0
-    """Memory of a rank, in GB."""
+    memory_gb: Annotated[float, msgspec.Meta(gt=0)] | None = 4.0
+    """Memory of a rank, in GB. ``null`` leaves ``--mem`` out, for clusters that refuse it; ``extra`` may then have
+    ``mem-per-cpu`` or ``mem-per-gpu``."""
     timeout_min: Positive = 240
     """Time limit of a rank, in minutes. A rank that reaches it is requeued and goes on."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that models run on. With ``cuda``, a rank that finds no GPU ends with an error."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further sbatch options by their long names, such as ``{constraint: a100, exclude: "node[7-8]"}``."""
+    """Further sbatch options by their long names, such as ``{constraint: a100, exclude: "node[7-8]"}``. ``true`` is an
+    option without a value; ``null`` and ``false`` leave one out."""
 
     def __post_init__(self) -> None:
-        for name in self.extra:
-            if (remedy := _NOT_EXTRA.get(name.replace("_", "-"))) is not None:
+        object.__setattr__(self, "extra", by_long_name(self.extra))
+        for name, value in self.extra.items():
+            is_free = name in _MEMORY and (self.memory_gb is None or value is None)
+            if not is_free and (remedy := _NOT_EXTRA.get(name)) is not None:
                 raise ValueError(f"extra must not have {name}: {remedy}")
 
 
@@ -132,10 +140,50 @@ class ClusterProfile:
         """
         ranks = self.gpu if resource == "gpu" else self.cpu
         own = self.stages.get(kind, {})
-        extra = ranks.extra | own.get("extra", {})
+        extra = ranks.extra | by_long_name(own.get("extra", {}))
         return msgspec.convert(asdict(ranks) | own | {"extra": extra}, RankProfile, strict=False)
+
+    def options(self, ranks: RankProfile, count: int = 1) -> dict[str, Any]:
+        """Return sbatch's options for so many ranks on one node, by their long names; True is one without a value."""
+        values = {
+            "partition": ranks.partition,
+            "account": ranks.account or self.account,
+            "qos": ranks.qos or self.qos,
+            "cpus-per-task": ranks.cores * count,
+            "gpus-per-node": ranks.gpus * count or None,
+            "mem": None if ranks.memory_gb is None else f"{round(ranks.memory_gb * 1024) * count}M",
+            "time": ranks.timeout_min,
+            **ranks.extra,
+        }
+        values = {
+            name: ",".join(map(str, value)) if isinstance(value, list) else value
+            for name, value in values.items()
+            if value is not None and value is not False
+        }
+        gres = str(values.get("gres", "")).split(",")
+        if any(map(_is_of_gpus, gres)):
+            values.pop("gpus-per-node", None)
+            values["gres"] = ",".join(_multiply_gpus(one, count) for one in gres)
+        return values
 
     @property
     def driver(self) -> RankProfile:
         """The profile of advance jobs."""
         return self.for_stage(DRIVER, "cpu")
+
+
+def by_long_name(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sbatch options by their names as sbatch has them: ``mem_per_cpu`` is ``mem-per-cpu``."""
+    return {name.lstrip("-").replace("_", "-"): value for name, value in extra.items()}
+
+
+def _is_of_gpus(gres: str) -> bool:
+    return gres.split(":")[0] == "gpu"
+
+
+def _multiply_gpus(gres: str, count: int) -> str:
+    """Return a generic resource such as ``gpu:a100:1`` so many times; one that is no GPUs is that of a node."""
+    name, _, number = gres.rpartition(":")
+    if not _is_of_gpus(gres):
+        return gres
+    return f"{name}:{int(number) * count}" if number.isdecimal() else f"{gres}:{count}"

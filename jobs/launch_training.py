@@ -32,9 +32,7 @@ _SBATCH = _ROOT / "jobs" / "sbatch"
 
 def profile_options(cluster: ClusterProfile, nodes: int, ranks_per_node: int) -> list[str]:
     """Return the options of sbatch for one training job, whose ranks each have what the profile gives to one."""
-    values = cluster.options(cluster.gpu, ranks_per_node)
-    values |= {"nodes": nodes, "signal": f"B:TERM@{cluster.signal_s}"}
-    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in values.items()]
+    return [*cluster.arguments(cluster.gpu, ranks_per_node), f"--nodes={nodes}", f"--signal=B:TERM@{cluster.signal_s}"]
 
 
 def submit(command: list[str]) -> str:
@@ -50,7 +48,7 @@ def submit(command: list[str]) -> str:
         raise ConfigError("there is no sbatch here; are you on a SLURM cluster?", code="unsupported_system") from error
     except subprocess.SubprocessError as error:
         reason = " ".join(str(getattr(error, "stderr", None) or error).split())
-        raise ConfigError(f"sbatch refuses the job: {reason}", code="jobs_refused") from error
+        raise ConfigError(f"sbatch refuses the job: {reason}; {shlex.join(command)}", code="jobs_refused") from error
     return said.strip().split(";")[0]
 
 

@@ -83,6 +83,16 @@ def test_a_cluster_with_gres_and_memory_per_core_alone_is_asked_for_that(
     )
 
 
+def test_a_refusal_names_what_was_asked_for(
+    config: Path, sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\necho 'not available' >&2\nexit 1\n")
+    assert launch_training.main(["-n", "1", "--sbatch=--partition=big", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert "not available; sbatch --parsable --nodes=1 --mem=64G --partition=big " in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

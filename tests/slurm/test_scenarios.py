@@ -113,7 +113,7 @@ def test_ranks_in_an_image_of_apptainer(make_run, tmp_path, record_property):
 def test_what_slurm_refuses_leaves_no_job_behind(make_run):
     """The ranks are accepted, the advance job behind them is not."""
     run = make_run(units=8, profile=make_profile(stages={"driver": {"partition": "nowhere"}}))
-    with raises(FatalError, "jobs_refused", "invalid partition"):
+    with raises(FatalError, "jobs_refused", "invalid partition", "each advance job", "--partition=nowhere"):
         run.start()
     wait_until(lambda: queued_jobs(run.run_dir) == [])
 

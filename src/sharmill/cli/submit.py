@@ -87,13 +87,14 @@ def submit(
     if loaded.max_parallel_all is not None:
         # Each has an equal share of the ranks that run at once.
         loaded = replace(loaded, max_parallel_all=max(1, loaded.max_parallel_all // len(configs)))
-    options = ["--profile", str(Path(profile).absolute())] if profile else []
+    profile_file = str(Path(profile).absolute()) if profile else ""
+    options = ["--profile", profile_file] if profile else []
     runs = []
     for path, config in zip(paths, configs, strict=True):
         # As it can be typed anywhere: paths in configurations are relative to this folder.
         again = command_line("submit", *(names or ["all"]), str(Path(path).absolute()), *overrides, *options)
         run = DatasetRun(config, tuple(choose_stages(config, stages)))
-        runs.append((run, SlurmExecutor(run, loaded, again, restart=restart, take_over=take_over)))
+        runs.append((run, SlurmExecutor(run, loaded, again, profile_file, restart=restart, take_over=take_over)))
     if dry_run:
         pairs = [(run.name, (run, jobs)) for run, jobs in runs]
         return conclude(for_each(pairs, lambda pair: _show_submission(*pair, verbose=verbose)))

@@ -73,6 +73,26 @@ def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, submit, 
     assert capfd.readouterr().err == ""
 
 
+NOT_AVAILABLE = "Requested node configuration is not available"
+RANK = "each rank of toy asks for --cpus-per-task=1 --mem=4096M --time=240, from"
+DRIVER = "each advance job (stages.driver) asks for --cpus-per-task=1 --mem=4096M --time=240, from"
+
+
+@pytest.mark.parametrize(
+    ("units", "profile_file", "told"),
+    [
+        (8, "", f"{RANK} the defaults: give a profile of this cluster by --profile"),
+        (8, "/home/bob/mine.yaml", f"{RANK} /home/bob/mine.yaml"),
+        (1, "/home/bob/mine.yaml", f"{DRIVER} /home/bob/mine.yaml"),
+    ],
+)
+def test_a_refusal_names_what_was_asked_for_and_the_profile(cluster, tmp_path, units, profile_file, told):
+    cluster.script("sbatch", "", fails=9, says=f"Batch job submission failed: {NOT_AVAILABLE}")
+    run = ToyRun(ToyDataset(ToyStage(tmp_path, units=units)), ClusterProfile(), profile_file=profile_file)
+    with raises(FatalError, "jobs_refused", f"{NOT_AVAILABLE}; {told}"):
+        run.start()
+
+
 @pytest.mark.parametrize("others", ["may write", "own it"])
 def test_where_others_can_put_pickled_jobs_none_are_submitted(cluster, submit, tmp_path, monkeypatch, others):
     jobs = ToyStage(tmp_path).run_dir.jobs

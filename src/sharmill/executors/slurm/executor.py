@@ -136,6 +136,7 @@ class SlurmExecutor(Executor):
     All nodes share the file system of the run directory.
 
     Attributes:
+        profile_file: of which the profile was read, "" if it has the defaults.
         take_over: the user says that no jobs are left on another cluster.
         patience: how many seconds to go on trying where SLURM does not answer or takes no more jobs.
         role: of the job that this process is, None where it is none.
@@ -146,6 +147,7 @@ class SlurmExecutor(Executor):
     dataset: Dataset
     profile: ClusterProfile
     command: str = ""
+    profile_file: str = ""
     restart: bool = False
     take_over: bool = False
     patience: float = queue.PATIENCE_SECONDS
@@ -336,26 +338,29 @@ class SlurmExecutor(Executor):
             try:
                 if numbers:
                     tasks = [RankTask(stage, number, self.ranks_of(stage)) for number in numbers]
-                    jobs += self._sbatch(self._submitter(stage, "rank"), tasks)
+                    jobs += self._sbatch(tasks, stage, "rank")
                     message += f" (job {', '.join(queue.parent_ids(jobs))})"
                 if not is_advanced:
                     advance = partial(replace(job, role="advance").advance, *told)
-                    jobs += self._sbatch(self._submitter(stage, "advance", [*behind, *jobs]), [advance])
+                    jobs += self._sbatch([advance], stage, "advance", [*behind, *jobs])
                     message += f", then advance job {jobs[-1]}"
                     second = partial(replace(job, role="second").advance, *told)
-                    self._sbatch(self._submitter(stage, "second", jobs[-1:]), [second])
+                    self._sbatch([second], stage, "second", jobs[-1:])
             except BaseException:
                 # The work of ranks would be lost if no advance job followed.
                 queue.scancel(queue.parent_ids(jobs))
                 raise
         return StageResult(submitted=Submitted(message, [*behind, *jobs]))
 
-    def _sbatch(self, submitter: Any, tasks: Sequence[Callable[[], Any]]) -> list[str]:
+    def _sbatch(
+        self, tasks: Sequence[Callable[[], Any]], stage: StageRun, role: queue.Role, behind: Sequence[str] = ()
+    ) -> list[str]:
         """Submit a job, or an array, and return its number, or those of its tasks."""
         from submitit.core.utils import FailedJobError
 
         # The pickled tasks have the configuration with all that the environment gave it.
         make_private_folder(self.run_dir.jobs)
+        submitter = self._submitter(stage, role, behind)
 
         def submit() -> list[str]:
             # The error has all that submitit prints of sbatch's message.
@@ -372,7 +377,15 @@ class SlurmExecutor(Executor):
             said = one_line(error, None)
             if re.match(_MAY_PASS, said):
                 raise queue.SlurmSilent(f"SLURM takes no jobs at present: {said}") from error
-            raise FatalError(f"SLURM refuses the jobs: {said}", code="jobs_refused") from error
+            asks = f"each rank of {stage.name} asks" if role == "rank" else "each advance job (stages.driver) asks"
+            asked = " ".join(self.profile.arguments(self._profile_of(stage, role)))
+            source = self.profile_file or "the defaults: give a profile of this cluster by --profile"
+            raise FatalError(
+                f"SLURM refuses the jobs: {said}; {asks} for {asked}, from {source}", code="jobs_refused"
+            ) from error
+
+    def _profile_of(self, stage: StageRun, role: queue.Role) -> RankProfile:
+        return self.ranks_of(stage) if role == "rank" else self.profile.driver
 
     def _submitter(self, stage: StageRun, role: queue.Role, behind: Sequence[str] = ()) -> Any:
         """Return submitit's executor for an array of ranks, or for an advance job behind others."""
@@ -386,7 +399,7 @@ class SlurmExecutor(Executor):
                 return 1
 
         cluster, is_rank = self.profile, role == "rank"
-        ranks = self.ranks_of(stage) if is_rank else cluster.driver
+        ranks = self._profile_of(stage, role)
         comment = " ".join([*filter(None, [ranks.extra.get("comment")]), job_comment(self.run_dir, role)])
         name = "-".join([self.dataset.name, stage.name.replace("/", "-"), *([] if is_rank else [role])])
         container: dict[str, Any] = {}

@@ -166,6 +166,11 @@ class ClusterProfile:
             values["gres"] = ",".join(_multiply_gpus(one, count) for one in gres)
         return values
 
+    def arguments(self, ranks: RankProfile, count: int = 1) -> list[str]:
+        """Return ``options`` as a command line has them."""
+        options = self.options(ranks, count)
+        return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
+
     @property
     def driver(self) -> RankProfile:
         """The profile of advance jobs."""

@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DatasetResult:
-    """The results of a run over one dataset."""
+    """The results of a run over one dataset; ``left`` are the steps of the dataset that are not done."""
 
     config: Config
     stages: list[tuple[StageRun, StageResult]]
+    left: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -64,7 +65,11 @@ class DatasetResult:
                 code="units_failed",
             )
         out = [sentence for stage, _ in self.stages for sentence in read_attempts(stage).describe_out()]
-        done = "; on the way: ".join(["all stages are done" if self.stages else "there is no stage to run", *out])
+        done = "all stages are done" if self.stages else "there is no stage to run"
+        if self.left and self.stages:
+            asked = ", ".join(dict.fromkeys(step_of(stage.kind) for stage, _ in self.stages))
+            done = f"{asked} done, as asked for; left: {', '.join(self.left)}"
+        done = "; on the way: ".join([done, *out])
         return RunOutcome(state="done", message="; ".join(filter(None, [done, appended])), findings=self.num_errors)
 
     @property
@@ -208,7 +213,8 @@ def run_dataset(
                     run_dir.note_outcome(RunOutcome.from_error(error))
                 _merge_rejects(config)
             raise
-        result = DatasetResult(config, results)
+        left = dict.fromkeys(step_of(stage.kind) for stage in _unfinished(config, choose_stages(config), restart=False))
+        result = DatasetResult(config, results, list(left))
         # Others may go on to stages that were not named here.
         request = run_dir.read_request() or request
         if executor.waits and not (result.ok and _unfinished(config, request.stages, restart=False)):

@@ -50,6 +50,41 @@ def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(mak
     assert names == ["write", "encode.segments", "encode/b", "encode.shards/b", "validate"]
 
 
+def test_the_end_of_some_stages_names_what_is_done_and_what_is_left(make_config, call):
+    """A second run, which has nothing to do, says the same; submit and status show what a run has noted."""
+    config, path = make_config("a")
+    told = []
+    for names in (["prepare"], ["prepare", "write"], ["prepare"], []):
+        call("run", path, *names, "encode.codecs=[]")
+        told.append(re.search("run: done since .{19}: (.*)", call("status", config.run_dir)[1])[1])
+    assert told == [
+        "prepare done, as asked for; left: write, validate",
+        "prepare, write done, as asked for; left: validate",
+        "prepare done, as asked for; left: validate",
+        "all stages are done",
+    ]
+
+
+def test_dry_run_of_a_restart_shows_jobs_for_what_is_done_and_changes_nothing(make_config, call, tmp_path):
+    path = make_config("a")[1]
+    call("run", path, "prepare", "write")
+    for stage in ("prepare", "write"):
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        _, out, _ = call("submit", stage, path, "--dry-run")
+        assert "no unit is left to be submitted" in out
+        _, out, _ = call("submit", stage, path, "--restart", "--dry-run")
+        assert f"small, {stage}: 1 units in the advance job itself" in out
+        assert out.count("#!/bin/bash") == 2
+        assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("cluster", ["local", "debug"])
+def test_dry_run_without_slurm_is_refused_and_runs_nothing(make_config, call, tmp_path, cluster):
+    status, _, error = call("submit", "prepare", make_config("a")[1], "--cluster", cluster, "--dry-run")
+    assert (status, "sharmill plan CONFIG" in error) == (2, True)
+    assert not (tmp_path / "a/run").exists()
+
+
 def test_datasets_share_the_ranks_that_run_at_once(make_config, call, tmp_path):
     profile = tmp_path / "profile.yaml"
     configs = [make_config(name)[1] for name in ("a", "b")]

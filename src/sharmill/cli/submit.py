@@ -67,7 +67,14 @@ def submit(
     """
     paths, overrides, names = split_arguments(arguments)
     stages = None if names == ["all"] else resolve_stages(names)
-    refuse((not names, "name a stage, or 'all'"), code="bad_usage")
+    refuse(
+        (not names, "name a stage, or 'all'"),
+        (
+            dry_run and cluster != "slurm",
+            "--dry-run shows jobs of SLURM; sharmill plan CONFIG shows what is left to do here",
+        ),
+        code="bad_usage",
+    )
     if cluster == "debug":
         overrides.append("executor.workers=1")
     configs = [load_config(path, overrides) for path in paths]
@@ -116,7 +123,7 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> 
         say(f"{config.name}: once all stages are done, its shards are appended to {config.append_to}")
     left: list[tuple[StageRun, list[Unit]]] = []
     for stage in run.make_stages():
-        units, done = read_or_preview_units(stage) if not left else ([], {})
+        units, done = read_or_preview_units(stage, anew=jobs.restart) if not left else ([], {})
         missing = [unit for unit in units if unit.index not in done]
         if missing or left:
             left.append((stage, missing))

@@ -282,15 +282,18 @@ def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: b
     return next((state for state, is_so in holds.items() if is_so), "stopped")
 
 
-def read_or_preview_units(stage: StageRun) -> tuple[list[Unit], dict[int, Commit]]:
+def read_or_preview_units(stage: StageRun, *, anew: bool = False) -> tuple[list[Unit], dict[int, Commit]]:
     """Return the units of a stage and the commits of those that are done. Without a frozen plan they are planned aside.
+
+    Args:
+        anew: the stage is to begin anew, whatever is done of it.
 
     Raises:
         ConfigError: it cannot be planned, as long as the stage before it is not finished.
     """
     require_own_output(stage)
     stage.declaration.identity(stage)
-    if stage.dir.units.exists():
+    if stage.dir.units.exists() and not anew:
         units = stage.dir.read_units()
         return units, read_ledger(stage.dir, units)
     with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:

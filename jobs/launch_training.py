@@ -9,6 +9,11 @@ data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the
 
 With `--script` the jobs run that script of NeMo, whose configuration CONFIG is (`jobs/sbatch/nemo.sbatch`). In NeMo's
 loader each job begins the data anew, so each has a random seed of its own.
+
+python jobs/launch_training.py -n 8 my.sub [key=value ...]
+
+CONFIG may be a script of sbatch, as the page of NeMo has one. It says by itself what it asks for; its arguments are a
+random seed, another one in each job, and what stands behind it.
 """
 
 import json
@@ -55,7 +60,7 @@ def submit(command: list[str]) -> str:
 @click.command()
 @click.option("-n", "--num-jobs", type=int, required=True, help="How many jobs, one after the other.")
 @click.option("--profile", help="The cluster profile, whose gpu part says what a rank gets.")
-@click.option("--nodes", default=1, show_default=True, help="Nodes per job.")
+@click.option("--nodes", type=int, help="Nodes per job.  [default: 1]")
 @click.option("--ranks-per-node", default=1, show_default=True, metavar="N", help="GPUs per node, with --profile.")
 @click.option("--after", help="The number of a job that the first one waits for.")
 @click.option("--sbatch", "sbatch_options", multiple=True, metavar="OPTION", help="A further option of sbatch.")
@@ -64,30 +69,43 @@ def submit(command: list[str]) -> str:
 @click.argument("config_path", metavar="CONFIG")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def launch(
-    num_jobs: int, profile: str | None, nodes: int, ranks_per_node: int, after: str | None,
+    num_jobs: int, profile: str | None, nodes: int | None, ranks_per_node: int, after: str | None,
     sbatch_options: tuple[str, ...], script: str | None, dry_run: bool, config_path: str, overrides: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Submit N consecutive SLURM jobs of one training, each behind the one before."""
+    """Submit N consecutive SLURM jobs of one training, each behind the one before.
+
+    CONFIG may be a script of sbatch, which gets a random seed and KEY=VALUE as its arguments.
+    """
+    is_own = Path(config_path).is_file() and Path(config_path).read_bytes().startswith(b"#!")
     has_shard_seed = any(override.partition("=")[0] == "shard_seed" for override in overrides)
     missing = [path for path in (script, config_path) if script and not Path(path).is_file()]
     refuse(
-        (min(num_jobs, nodes, ranks_per_node) < 1, "-n, --nodes and --ranks-per-node must be at least 1"),
-        (Path.cwd() != _ROOT, f"the jobs begin in the folder of this command: give it in {_ROOT}"),
+        (
+            min(num_jobs, ranks_per_node, 1 if nodes is None else nodes) < 1,
+            "-n, --nodes and --ranks-per-node must be at least 1",
+        ),
+        (
+            is_own and (profile or nodes or script or ranks_per_node > 1),
+            f"{config_path} says by itself what it asks for: give it no options but -n, --after and --sbatch",
+        ),
+        (not is_own and Path.cwd() != _ROOT, f"the jobs begin in the folder of this command: give it in {_ROOT}"),
         (has_shard_seed, "the jobs read with shard_seed=randomized: leave out shard_seed="),
         (missing, f"there is no {', '.join(missing)}: give a training script of NeMo, and its configuration"),
         (ranks_per_node > 1 and not profile, "--ranks-per-node multiplies what a profile gives: add --profile"),
     )
-    config = None if script else load_typed(TrainConfig, config_path, overrides)
-    chosen = [f"--nodes={nodes}"]
-    if not any(option.startswith("--mem") for option in sbatch_options):
+    config = None if script or is_own else load_typed(TrainConfig, config_path, overrides)
+    chosen = [] if is_own else [f"--nodes={nodes or 1}"]
+    if not is_own and not any(option.startswith("--mem") for option in sbatch_options):
         # Where the script itself has it, sbatch refuses --mem-per-cpu.
         chosen.append("--mem=64G")
     if profile:
-        chosen = profile_options(load_typed(ClusterProfile, profile), nodes, ranks_per_node)
+        chosen = profile_options(load_typed(ClusterProfile, profile), nodes or 1, ranks_per_node)
     for _ in range(num_jobs):
         behind = [f"--dependency=afterany:{after}"] if after else []
         command = ["sbatch", "--parsable", *chosen, *sbatch_options, *behind]
-        if script:
+        if is_own:
+            command += [config_path, str(secrets.randbits(31)), *overrides]
+        elif script:
             command += [str(_SBATCH / "nemo.sbatch"), str(secrets.randbits(31)), script, config_path, *overrides]
         else:
             command += [str(_SBATCH / "train.sbatch"), config_path, *overrides, "shard_seed=randomized"]

@@ -54,6 +54,22 @@ def test_jobs_of_a_script_of_nemo_have_a_seed_each(
     assert "job 103, after 102" in capsys.readouterr().out
 
 
+def test_an_own_script_gets_a_seed_and_the_overrides_and_else_asks_by_itself(
+    sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.sub").write_text("#!/bin/bash\n#SBATCH --nodes=4\n")
+    arguments = ["-n2", "--sbatch=--account=lab", "my.sub", "trainer.max_steps=5", "data.train_ds.num_workers=1"]
+    assert launch_training.main(arguments) == 0
+    first, second = sbatch.read_text().splitlines()
+    told = r"--parsable --account=lab{} my.sub (\d+) trainer.max_steps=5 data.train_ds.num_workers=1"
+    seeds = {
+        re.fullmatch(told.format(""), first)[1],
+        re.fullmatch(told.format(" --dependency=afterany:101"), second)[1],
+    }
+    assert len(seeds) == 2
+
+
 def test_the_profile_says_what_a_job_asks_for(config: Path, sbatch: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.yaml"
     profile.write_text("account: lab\nsignal_s: 45\ngpu: {partition: big, gpus: 1, cores: 8, memory_gb: 10}\n")
@@ -100,6 +116,8 @@ def test_a_refusal_names_what_was_asked_for(
         (["-n", "0", "{config}"], "-n"),
         (["-n", "1", "{config}", "max_stepz=1"], "max_steps"),
         (["-n", "1", "--script", "salm_trein.py", "{config}"], "no salm_trein.py"),
+        (["-n", "1", "--nodes", "0", "{config}"], "--nodes"),
+        (["-n", "1", "--nodes", "2", "jobs/sbatch/ray.sbatch"], "by itself"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(

@@ -272,6 +272,15 @@ class DeviceError(FatalError):
 _FURTHER_LINE: Final = re.compile(r"\n(?!  |\n|$)")
 # Sentences of CUDA, its driver and its libraries; since torch 2.8 in an AcceleratorError, before in a RuntimeError.
 _OF_DEVICE: Final = re.compile(r"(CUDA|HIP)( driver)? error|cuDNN error|cuFFT error|CU(DNN|BLAS|SOLVER|SPARSE)_STATUS_")
+# cuDNN finds no algorithm whose workspace fits, cuFFT no place for its own, and oneDNN none for its code: each says the
+# same where it has nothing that computes this on the device.
+_OF_MEMORY_OR_LIBRARIES: Final = (
+    "nable to find an engine",
+    "nable to find a valid cuDNN algorithm",
+    "CUFFT_INTERNAL_ERROR",
+    "could not create a primitive",
+    "could not execute a primitive",
+)
 # Messages that say that memory is short. A device works on after them, so that none is an error of a device; those of
 # the second part never come from one.
 _OF_MEMORY: Final = (
@@ -280,10 +289,7 @@ _OF_MEMORY: Final = (
     # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE.
     "_ALLOC_FAILED",
     "_ALLOCATION_FAILED",
-    # cuDNN finds no algorithm whose workspace fits, and cuFFT no place for its own.
-    "nable to find an engine",
-    "nable to find a valid cuDNN algorithm",
-    "CUFFT_INTERNAL_ERROR",
+    *_OF_MEMORY_OR_LIBRARIES,
     # The CPU: torch, C++ on its way down, the system's loader and kernel.
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -291,10 +297,7 @@ _OF_MEMORY: Final = (
     "failed to map segment from shared object",
     "cannot map zero-fill pages",
     "Cannot allocate memory",
-    # oneDNN says no more when it gets no memory for its code or its workspace.
-    "could not create a primitive",
     "could not create a memory",
-    "could not execute a primitive",
 )
 
 
@@ -336,6 +339,18 @@ def describe_error(error: SharmillError) -> str:
 def mentions_memory(text: str) -> bool:
     """Return True if a message, or the last output of a process, says that memory was lacking."""
     return any(message in text for message in _OF_MEMORY)
+
+
+def other_reason(error: BaseException | None) -> str:
+    """Return, as the end of a sentence, what an error of memory may be about instead; "" where it is about memory."""
+    while error is not None:
+        if any(message in str(error) for message in _OF_MEMORY_OR_LIBRARIES):
+            return (
+                "; or the libraries here cannot compute it at any length, and say so in the same words: then the "
+                "versions of torch, its libraries and the driver do not fit"
+            )
+        error = error.__cause__
+    return ""
 
 
 def is_device_error(error: BaseException) -> bool:

@@ -70,6 +70,25 @@ def test_where_nothing_fits_the_stage_stops_and_says_what_to_set(make_config, er
         encode(make_config(*[1.0] * 6), SmallDevice(16000, error), unit_seconds=2.0)
 
 
+ENGINE = RuntimeError("GET was unable to find an engine to execute this computation")
+
+
+@pytest.mark.parametrize(
+    ("error", "durations", "unit_seconds"),
+    [(ENGINE, [1.0] * 6, 2.0), (ENGINE, [0.4] * 5 + [4.0], 4.0), (LACK, [1.0] * 6, 2.0)],
+)
+def test_what_may_be_a_fault_of_libraries_is_not_told_as_one_of_memory_alone(
+    make_config, error, durations, unit_seconds
+):
+    try:
+        result = encode(make_config(*durations), SmallDevice(16000, error), unit_seconds=unit_seconds)
+        told = str(result.failures)
+    except FatalError as fatal:
+        told = str(fatal)
+    assert "fit in the memory of the device" in told
+    assert ("or the libraries here cannot compute it at any length" in told) == (error is ENGINE)
+
+
 def test_a_segment_alone_in_a_batch_is_not_told_to_use_smaller_ones(make_config):
     (failure,) = encode(
         make_config(*[0.4] * 5, 4.0), SmallDevice(40000), unit_seconds=4.0, batch_seconds=10.0

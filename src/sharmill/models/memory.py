@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, mentions_memory, one_line
+from sharmill.errors import ConfigError, FatalError, RejectRecord, UnitFailed, mentions_memory, one_line, other_reason
 from sharmill.models import Codec, SpeakerEncoder
 from sharmill.models.batches import Batch, plan_batches
 from sharmill.models.device import fit_batch_seconds
@@ -103,9 +103,10 @@ class MemoryGuard:
             if not is_out_of_memory(error):
                 raise
             self._left_over = True
+            other = other_reason(error)
             if is_long:
                 raise RejectRecord(
-                    "too_long_for_device", f"its {seconds:.0f} s do not fit in the memory of the device at once"
+                    "too_long_for_device", f"its {seconds:.0f} s do not fit in the memory of the device at once{other}"
                 ) from error
             self._failed_alike += 1
             kind = UnitFailed if self._proven or self._failed_alike < _UNITS_ALIKE else FatalError
@@ -120,7 +121,7 @@ class MemoryGuard:
                     f"a batch of {num_rows} rows and {seconds:.0f} s does not fit in the memory of the device: "
                     f"lower {self.key} below {seconds:.0f}, with --restart {self.key.partition('.')[0]}"
                 )
-            raise kind(f"{self.model}: {why} ({one_line(error)})", code="out_of_memory") from error
+            raise kind(f"{self.model}: {why}{other} ({one_line(error)})", code="out_of_memory") from error
 
     def unit_done(self) -> None:
         """Note that all batches of a unit had enough memory: what fails later is the fault of that unit alone."""

@@ -19,6 +19,7 @@ from support.toy_cluster import (
 )
 from support.toy_stage import wait_until
 
+from sharmill.engine.launch import read_attempts
 from sharmill.errors import FatalError
 from sharmill.executors.slurm.executor import wait_for_end
 from sharmill.executors.slurm.queue import queued_jobs
@@ -93,6 +94,25 @@ def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property
     wait_until(lambda: any(restarts(rank) for rank in ranks), 300)
     run.stage.mark("hurry")
     finish(run, tmp_path, record_property, len(ranks))
+
+
+def test_a_package_that_all_ranks_lack_ends_the_run_in_its_first_round(make_run):
+    """And the advance job waits for nothing, since each rank has told its end."""
+    run = make_run(units=6, setup_does="absent", seconds_until_seen=60.0)
+    run.start()
+    end = wait_for_end(run.run_dir)
+    assert (end.code, "the package nemo is not installed" in end.message) == ("missing_package", True)
+    assert len(list(run.run_dir.jobs.glob("*_submission.sh"))) == 3
+    assert "cannot be seen here" not in run.run_dir.advance_log.read_text()
+
+
+def test_a_unit_that_kills_its_ranks_ends_the_run_before_a_lease_is_over(make_run):
+    run = make_run(units=12, behaviour={5: "kill"}, profile=make_profile(max_ranks=3))
+    run.start()
+    assert wait_for_end(run.run_dir).code == "units_failed"
+    noted = run.stage.in_run.with_plan(run.stage.dir.read_token())
+    last = read_attempts(noted).failures(5)[-1].time
+    assert run.stage.ranks.state.stat().st_mtime - last < noted.options.lease_seconds - 5
 
 
 def test_ranks_in_an_image_of_apptainer(make_run, tmp_path, record_property):

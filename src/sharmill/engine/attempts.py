@@ -142,6 +142,17 @@ class Attempts:
         """Return the slots that are out by their own failures, and the last error of each."""
         return {slot: self._since(slot)[-1] for slot in sorted(self._failures) if self._is_bad(slot)}
 
+    def error_of_all(self, num_ranks: int) -> SharmillError | None:
+        """Return the error with which so many ranks, or more, could not begin; None if one has, or ended otherwise.
+
+        A lone rank may have been on a bad host.
+        """
+        last = list(self.slots_out().values())
+        kinds = {(note.unit, note.code) for note in last}
+        if self._done or len(last) < max(2, num_ranks) or len(kinds) > 1 or last[0].unit != SETUP or not last[0].code:
+            return None
+        return last[0].as_error()
+
     def _since(self, slot: str) -> list[Note]:
         """Return what has failed in a slot since it was last done with a unit, in order."""
         done = self._done.get(slot, 0.0)

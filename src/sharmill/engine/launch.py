@@ -12,7 +12,7 @@ from sharmill.engine.attempts import Attempts, Claim, Note
 from sharmill.engine.balance import pack
 from sharmill.engine.fence import is_current
 from sharmill.engine.plan import ledger_records
-from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgress, read_progress
+from sharmill.engine.progress import BEATS_PER_LEASE, ProgressWriter, RankProgress, list_heartbeats, read_progress
 from sharmill.engine.run_dir import RunDir, StageDir
 from sharmill.engine.stage import RunOptions, StageRun
 from sharmill.engine.state import State
@@ -140,6 +140,20 @@ def end_attempts(stage: StageRun, missing: Container[int]) -> Attempts:
             log.append(note)
             attempts.add(note)
     return attempts
+
+
+def has_seen_ends(stage: StageRun) -> bool:
+    """Return True if all ranks that have begun have told their end, and all that they had noted by then is seen here.
+
+    Of one that was killed together with its supervisor nobody tells that.
+    """
+    # It brings the names of others up to date.
+    time_of_folder(stage.ranks.progress)
+    ends = list_heartbeats(stage.ranks.progress).values()
+    logs = [(end, stage.ranks.log(end.owner)) for end in ends]
+    return bool(logs) and all(
+        end.has_ended and (path.stat().st_size if path.exists() else 0) >= end.size for end, path in logs
+    )
 
 
 def latest_claims(stage: StageRun) -> dict[int, int]:

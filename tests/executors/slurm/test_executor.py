@@ -6,6 +6,7 @@ note of an end, and small stages, which they do themselves.
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import time
 from contextlib import nullcontext, suppress
@@ -24,8 +25,9 @@ from sharmill.engine.launch import begin_launch, read_attempts, read_claim
 from sharmill.engine.plan import read_or_make_plan
 from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
+from sharmill.engine.unit import Commit
 from sharmill.errors import ConfigError, FatalError
-from sharmill.executors.slurm.executor import SlurmExecutor, find_reason, job_comment
+from sharmill.executors.slurm.executor import RankTask, SlurmExecutor, find_reason, job_comment
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
 from sharmill.executors.slurm.queue import SlurmSilent, require_no_jobs
 from sharmill.executors.supervisor import Device, supervise_rank
@@ -150,6 +152,34 @@ def _supervise(stage):
         supervise_rank(stage, Device("cpu"), 0, job_seconds=0.1)
 
 
+def _leave(stage):
+    with ended_by_sigterm():
+        RankTask(stage, 0, RankProfile()).checkpoint()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(3)
+
+
+def test_a_second_signal_does_not_keep_a_rank_that_has_to_leave_from_its_requeue(tmp_path):
+    """SLURM sends both at once where it preempts without a grace time, or a time limit was set that is over."""
+    job = multiprocessing.get_context("spawn").Process(target=_leave, args=(ToyStage(tmp_path).in_run,))
+    job.start()
+    job.join()
+    assert job.exitcode == 3
+
+
+def test_a_bad_unit_waits_for_no_other_rank_where_all_are_there(tmp_path):
+    """Ranks that wait in the queue could do it on another host: for them it is kept."""
+    stage = ToyStage(tmp_path, units=3, behaviour={1: "raise"})
+    planned, units = read_or_make_plan(stage.in_run)
+    make_fence(planned)
+    begin_launch(planned, units, 1, join_seconds=600.0)
+    job = multiprocessing.get_context("spawn").Process(target=_supervise, args=(planned,))
+    job.start()
+    job.join(60.0)
+    assert job.exitcode == 0
+    assert stage.attempts()[1] == 3
+
+
 @pytest.mark.parametrize("does", ["wait:never", "hold_gil"])
 def test_a_unit_that_hangs_past_the_time_of_its_job_fails_with_what_ends_it(tmp_path, does):
     stage = ToyStage(tmp_path, units=1, behaviour={0: does})
@@ -244,6 +274,36 @@ class TestSetupLines:
                 job.advance("toy", stage.dir.read_token(), True)
         end = stage.run_dir.read_outcome()
         assert (end.code, reason[1] in end.message) == (reason[0], True), end
+
+    @pytest.mark.parametrize(
+        ("num_told", "done", "rounds"),
+        [(2, False, 1), (1, False, 3), (2, True, 4)],
+        ids=["all", "one", "one unit done"],
+    )
+    def test_what_all_ranks_of_a_round_lack_ends_the_run_at_once(
+        self, cluster, submit, tmp_path, monkeypatch, num_told, done, rounds
+    ):
+        cluster.script("sbatch", "echo Submitted batch job 7")
+        stage = ToyStage(tmp_path, units=8)
+        submit()
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=stage.run_dir.read_request())
+        planned = stage.in_run.with_plan(stage.dir.read_token())
+        attempts = read_attempts(planned)
+        log = RecordLog(stage.ranks.log("first"))
+        if done:
+            log.append(Commit(token=planned.token, index=0, id=stage.dir.read_units()[0].id, files=[], num_in=3,
+                              num_out=3, rejects={}, stats={}, seconds=1.0, rank=0, slot="node0/rank 0",
+                              launch=attempts.launch, time=1.0))  # fmt: skip
+        for number in range(num_told):
+            message = f"on node{number}, the package nemo is not installed"
+            log.append(Note(kind="failed", slot=f"node{number}/rank {number}", launch=attempts.launch,
+                            message=message, code="missing_package"))  # fmt: skip
+        for number in range(rounds):
+            assert stage.run_dir.read_outcome() is None
+            with raises(FatalError, "missing_package", "nemo") if number == rounds - 1 else nullcontext():
+                job.advance("toy", stage.dir.read_token(), True)
+        assert stage.run_dir.read_outcome().code == "missing_package"
 
 
 # As in a job, which submitit starts: importing it closes log files.

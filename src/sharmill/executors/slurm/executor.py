@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,15 @@ from sharmill.config.loading import check_one_line
 from sharmill.engine.attempts import MAX_FAILURES, Attempts
 from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
 from sharmill.engine.fence import is_current, refuse_copy, release, superseded, wait_for_plan
-from sharmill.engine.launch import Launch, begin_launch, end_attempts, find_live, find_workers, read_attempts
+from sharmill.engine.launch import (
+    Launch,
+    begin_launch,
+    end_attempts,
+    find_live,
+    find_workers,
+    has_seen_ends,
+    read_attempts,
+)
 from sharmill.engine.lead import Leader
 from sharmill.engine.plan import find_outstanding, has_output, read_ledger
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
@@ -126,6 +135,8 @@ class RankTask:
         from submitit.helpers import DelayedSubmission
 
         log.warning("rank %d is told to leave", self.number)
+        # SLURM may send it at once where it preempts, or where the time is over: the requeue comes first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return DelayedSubmission(self)
 
 
@@ -263,7 +274,10 @@ class SlurmExecutor(Executor):
 
     def _require_progress(self, stage: StageRun, attempts: Attempts) -> None:
         """Raise FatalError where ranks end again and again without doing anything: nothing would ever end that."""
-        before = load_record(stage.ranks.launch, Launch).begun
+        launch = load_record(stage.ranks.launch, Launch)
+        if (error := attempts.error_of_all(len(launch.bins))) is not None:
+            raise error
+        before = launch.begun
         if len(before) < MAX_FAILURES or set(before[-MAX_FAILURES:]) != {attempts.num_ended}:
             return
         if attempts.slots_out():
@@ -580,7 +594,9 @@ def _is_finished(stage: StageRun) -> bool:
 
 
 def _have_ranks_ended(stage: StageRun) -> bool:
-    """Return True if each unit is done, or given up: of ranks that were killed nothing more is to be seen."""
+    """Return True if nothing more is to be seen of ranks: all have told their end, or each unit is done or given up."""
+    if has_seen_ends(stage):
+        return True
     attempts = read_attempts(stage)
     units = stage.dir.read_units()
     _, missing = find_outstanding(stage, units, read_ledger(stage.dir, units), check=units)

@@ -275,6 +275,24 @@ class TestSetupLines:
         end = stage.run_dir.read_outcome()
         assert (end.code, reason[1] in end.message) == (reason[0], True), end
 
+    @pytest.mark.parametrize(("logs", "rounds"), [(2, 1), (1, 3)])
+    def test_what_no_rank_of_a_round_finds_to_begin_with_ends_the_run_at_once(
+        self, cluster, submit, tmp_path, monkeypatch, logs, rounds
+    ):
+        """As where ``python`` of the profile names an interpreter without packages."""
+        cluster.script("sbatch", "echo Submitted batch job 7")
+        stage = ToyStage(tmp_path, units=8)
+        submit()
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=stage.run_dir.read_request())
+        for number in range(rounds):
+            assert stage.run_dir.read_outcome() is None
+            for rank in range(logs):
+                (stage.run_dir.jobs / f"7_{rank}_0_log.err").write_text("No module named 'submitit'\n")
+            code = "missing_package" if rounds == 1 else "no_ranks"
+            with raises(FatalError, code, "submitit is not") if number == rounds - 1 else nullcontext():
+                job.advance("toy", stage.dir.read_token(), True)
+
     @pytest.mark.parametrize(
         ("num_told", "done", "rounds"),
         [(2, False, 1), (1, False, 3), (2, True, 4)],

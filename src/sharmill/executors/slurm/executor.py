@@ -15,7 +15,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,6 +63,7 @@ _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communi
 # A controller that is away, or limits on jobs in the queue, are waited for as long as this: by one advance job after
 # the other, since each has a time limit.
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
+_MOST_LOGS = 50
 _SETUP_FAILED = "sharmill: the setup line failed with status "
 _NO_MODULE = re.compile(r"No module named '([\w.]+)'")
 _SAYS_WHY = re.compile(
@@ -277,12 +278,17 @@ class SlurmExecutor(Executor):
         launch = load_record(stage.ranks.launch, Launch)
         if (error := attempts.error_of_all(len(launch.bins))) is not None:
             raise error
+        begun = stage.ranks.launch.stat().st_mtime
+        # Ranks that cannot even begin note nothing.
+        lacking = find_missing_module(self.run_dir.jobs, begun, len(launch.bins)) if not attempts.num_ended else ""
+        if lacking:
+            raise FatalError(f"{stage.name}: no rank can begin: {lacking}", code="missing_package")
         before = launch.begun
         if len(before) < MAX_FAILURES or set(before[-MAX_FAILURES:]) != {attempts.num_ended}:
             return
         if attempts.slots_out():
             raise attempts.all_out_error(stage.name, stage.dir.logs)
-        reason = find_reason(self.run_dir.jobs, stage.ranks.launch.stat().st_mtime)
+        reason = find_reason(self.run_dir.jobs, begun)
         raise FatalError(
             f"{stage.name}: the ranks ended {MAX_FAILURES} times without doing a unit: "
             f"{reason or f'see the logs in {self.run_dir.jobs} and {stage.dir.logs}'}",
@@ -633,12 +639,7 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
 
     Logs of before ``since``, by the clock of the file system, are of other rounds and stages.
     """
-    by_age = sorted(((path.stat().st_mtime, path) for path in jobs.glob("*_log.err")), reverse=True)
-    for path in [path for written, path in by_age if written >= since][:50]:
-        try:
-            text = read_stored(path).decode(errors="replace")
-        except (OSError, SharmillError):
-            continue  # the log of another job may say it
+    for path, text in _read_logs(jobs, since):
         if missing := _NO_MODULE.search(text):
             return f"{describe_missing(missing[1])}; {path}"
         if said := [line.rstrip() for line in text.splitlines() if _SAYS_WHY.match(line)]:
@@ -646,3 +647,21 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
             named = [line for line in said[1:] if line.startswith(_SETUP_FAILED)]
             return f"{' | '.join([said[0], *named])[:300]}; {path}"
     return ""
+
+
+def find_missing_module(jobs: Path, since: float, num_ranks: int) -> str:
+    """Return a sentence about a module that, by their logs, all of several ranks lack to begin; "" if there is none."""
+    lacking = {path: found[1] for path, text in _read_logs(jobs, since) if (found := _NO_MODULE.search(text))}
+    if len(lacking) < max(2, min(num_ranks, _MOST_LOGS)) or len(set(lacking.values())) > 1:
+        return ""
+    path, module = next(iter(lacking.items()))
+    return f"{describe_missing(module)}; {path}"
+
+
+def _read_logs(jobs: Path, since: float) -> Iterator[tuple[Path, str]]:
+    """Yield the logs of jobs that were written since a time, some of the newest, those first."""
+    by_age = sorted(((path.stat().st_mtime, path) for path in jobs.glob("*_log.err")), reverse=True)
+    for path in [path for written, path in by_age if written >= since][:_MOST_LOGS]:
+        # The log of another job may say it.
+        with suppress(OSError, SharmillError):
+            yield path, read_stored(path).decode(errors="replace")

@@ -65,7 +65,7 @@ def test_the_end_of_some_stages_names_what_is_done_and_what_is_left(make_config,
     ]
 
 
-def test_dry_run_of_a_restart_shows_jobs_for_what_is_done_and_changes_nothing(make_config, call, tmp_path):
+def test_dry_run_of_a_restart_shows_its_jobs_and_changes_nothing(make_config, call, tmp_path):
     path = make_config("a")[1]
     call("run", path, "prepare", "write")
     for stage in ("prepare", "write"):

@@ -77,9 +77,7 @@ ENGINE = RuntimeError("GET was unable to find an engine to execute this computat
     ("error", "durations", "unit_seconds"),
     [(ENGINE, [1.0] * 6, 2.0), (ENGINE, [0.4] * 5 + [4.0], 4.0), (LACK, [1.0] * 6, 2.0)],
 )
-def test_what_may_be_a_fault_of_libraries_is_not_told_as_one_of_memory_alone(
-    make_config, error, durations, unit_seconds
-):
+def test_what_may_be_a_fault_of_libraries_is_told_as_that_too(make_config, error, durations, unit_seconds):
     try:
         result = encode(make_config(*durations), SmallDevice(16000, error), unit_seconds=unit_seconds)
         told = str(result.failures)

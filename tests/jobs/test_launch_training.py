@@ -54,7 +54,7 @@ def test_jobs_of_a_script_of_nemo_have_a_seed_each(
     assert "job 103, after 102" in capsys.readouterr().out
 
 
-def test_an_own_script_gets_a_seed_and_the_overrides_and_else_asks_by_itself(
+def test_an_own_script_gets_a_seed_and_the_overrides(
     sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

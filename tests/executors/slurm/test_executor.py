@@ -159,7 +159,7 @@ def _leave(stage):
         os._exit(3)
 
 
-def test_a_second_signal_does_not_keep_a_rank_that_has_to_leave_from_its_requeue(tmp_path):
+def test_a_second_signal_keeps_no_rank_from_its_requeue(tmp_path):
     """SLURM sends both at once where it preempts without a grace time, or a time limit was set that is over."""
     job = multiprocessing.get_context("spawn").Process(target=_leave, args=(ToyStage(tmp_path).in_run,))
     job.start()

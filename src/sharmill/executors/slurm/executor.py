@@ -295,9 +295,9 @@ class SlurmExecutor(Executor):
             code="no_ranks",
         )
 
-    def ranks_of(self, stage: StageRun) -> RankProfile:
-        """Return the profile of a stage's ranks."""
-        return self.profile.for_stage(stage.kind, stage.resource)
+    def ranks_of(self, stage: StageRun, role: queue.Role = "rank") -> RankProfile:
+        """Return the profile of a stage's ranks, or of the jobs behind them."""
+        return self.profile.for_stage(stage.kind, stage.resource) if role == "rank" else self.profile.driver
 
     def workers_in_job(self, stage: StageRun, units: Sequence[Unit]) -> int:
         """Return the number of workers with which an advance job does a stage itself, or 0 where ranks are to do it."""
@@ -398,14 +398,11 @@ class SlurmExecutor(Executor):
             if re.match(_MAY_PASS, said):
                 raise queue.SlurmSilent(f"SLURM takes no jobs at present: {said}") from error
             asks = f"each rank of {stage.name} asks" if role == "rank" else "each advance job (stages.driver) asks"
-            asked = " ".join(self.profile.arguments(self._profile_of(stage, role)))
+            asked = " ".join(self.profile.arguments(self.ranks_of(stage, role)))
             source = self.profile_file or "the defaults: give a profile of this cluster by --profile"
             raise FatalError(
                 f"SLURM refuses the jobs: {said}; {asks} for {asked}, from {source}", code="jobs_refused"
             ) from error
-
-    def _profile_of(self, stage: StageRun, role: queue.Role) -> RankProfile:
-        return self.ranks_of(stage) if role == "rank" else self.profile.driver
 
     def _submitter(self, stage: StageRun, role: queue.Role, behind: Sequence[str] = ()) -> Any:
         """Return submitit's executor for an array of ranks, or for an advance job behind others."""
@@ -419,7 +416,7 @@ class SlurmExecutor(Executor):
                 return 1
 
         cluster, is_rank = self.profile, role == "rank"
-        ranks = self._profile_of(stage, role)
+        ranks = self.ranks_of(stage, role)
         comment = " ".join([*filter(None, [ranks.extra.get("comment")]), job_comment(self.run_dir, role)])
         name = "-".join([self.dataset.name, stage.name.replace("/", "-"), *([] if is_rank else [role])])
         container: dict[str, Any] = {}
@@ -484,7 +481,7 @@ class SlurmExecutor(Executor):
                 log.exception("job %s ends", os.environ.get("SLURM_JOB_ID"))
                 code = error.code if isinstance(error, SharmillError) else ""
                 may_pass = isinstance(error, queue.SlurmSilent)
-                if code == "cancelled" or (may_pass and self._is_requeued()):
+                if code == "cancelled" or (may_pass and is_requeued(self.patience)):
                     return
                 is_left_to_second = self.role == "advance" and (may_pass or not code)
                 # The process that has taken the run directory over notes what becomes of the run.
@@ -494,17 +491,6 @@ class SlurmExecutor(Executor):
             log.info("%s", outcome.message)
         if isinstance(outcome, RunOutcome) and outcome.state == "failed":
             raise FatalError(outcome.message, code=outcome.code)
-
-    def _is_requeued(self) -> bool:
-        """Have this job wait on in the queue; return False where that has gone on for half a day, or SLURM does not."""
-        waited = self.patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
-        if waited < _MOST_PATIENCE_SECONDS:
-            with suppress(queue.SlurmSilent):
-                queue.ask(
-                    ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], max(self.patience, queue.PATIENCE_SECONDS)
-                )
-                return True
-        return False
 
     def require_current(self) -> None:
         """Raise FatalError if the run has ended, or another one has begun in its place."""
@@ -552,6 +538,20 @@ class SlurmExecutor(Executor):
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             said = getattr(error, "stderr", None) or b""
             log.warning("notify: %s %s", error, said.decode(errors="replace"))
+
+
+def is_requeued(patience: float) -> bool:
+    """Have this job wait on in the queue; return False where that has gone on for half a day, or SLURM does not.
+
+    Args:
+        patience: how many seconds it has waited by itself.
+    """
+    waited = patience * (1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    if waited < _MOST_PATIENCE_SECONDS:
+        with suppress(queue.SlurmSilent):
+            queue.ask(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], max(patience, queue.PATIENCE_SECONDS))
+            return True
+    return False
 
 
 def job_comment(run_dir: RunDir, role: queue.Role) -> str:

@@ -9,7 +9,7 @@ over the others FSDP2 divides parameters, gradients and optimizer.
 It goes on from the newest checkpoint of ``out_dir``, on as many ranks and workers, in whatever layout, as there are
 then: model, optimizer, seed and the place in the data, so that every utterance comes once per epoch whatever the
 interruptions. On SIGTERM it saves a checkpoint and leaves; the exit status is 0 when it left in good order, finished or
-not.
+not. If no batch comes soon after SIGTERM, it ends with an error, and the checkpoint before it stays the newest one.
 
 A step is made of ``batches_per_step`` batches of all ranks, and each of their tokens has the same weight: with
 ``canonical`` in the settings of the loader, a training on four ranks is that on one.
@@ -39,9 +39,12 @@ from train_world import Checkpoints, World, alone_in, world_of
 
 from sharmill.config import load_typed
 from sharmill.engine.curves import Curves
-from sharmill.errors import ConfigError, SharmillError, refuse
+from sharmill.errors import ConfigError, FatalError, SharmillError, refuse
 from sharmill.files.atomic import write_atomic
 from sharmill.registry import require_package
+
+# Launchers kill a rank 30 seconds after SIGTERM; a rank that waits for data for this long cannot save before that.
+_SECONDS_TO_LEAVE = 15.0
 
 
 class ProgressLines:
@@ -168,8 +171,13 @@ class Training:
         return record["seed"]
 
     def run(self) -> None:
-        """Train until ``max_steps`` are done, or until it is told to leave."""
+        """Train until ``max_steps`` are done, or until it is told to leave.
+
+        Raises:
+            FatalError: no batch came for ``data_timeout`` seconds, or soon after the training was told to leave.
+        """
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
         try:
             self._run_steps(iter(self.data))
         finally:
@@ -188,7 +196,7 @@ class Training:
             progress = ProgressLines(self.config.max_steps, self.config.progress_seconds)
             while self.step < self.config.max_steps:
                 started = time.perf_counter()
-                drawn = [next(batches) for _ in range(self.batches_of_rank)]
+                drawn = self._draw(batches)
                 waited = time.perf_counter() - started
                 losses = self._train(drawn)
                 if self.world.device.type == "cuda":
@@ -213,6 +221,15 @@ class Training:
                     break
                 if self.config.validation is not None and self.step % self.config.validate_every == 0:
                     self._validate(drawn[-1])
+
+    def _draw(self, batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return this rank's batches of a step; SIGALRM ends a wait that takes too long."""
+        limit = self.config.data_timeout
+        signal.setitimer(signal.ITIMER_REAL, min(limit, _SECONDS_TO_LEAVE) if self.leave else limit)
+        try:
+            return [next(batches) for _ in range(self.batches_of_rank)]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _train(self, batches: list[dict[str, Any]]) -> Losses:
         """Make a step of the batches of all ranks, in which each token, and each code, has the same weight."""
@@ -309,6 +326,17 @@ class Training:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self.leave = True
+        # The timer runs only while this rank waits for data.
+        if (left := signal.getitimer(signal.ITIMER_REAL)[0]) > 0:
+            signal.setitimer(signal.ITIMER_REAL, min(left, _SECONDS_TO_LEAVE))
+
+    def _on_alarm(self, number: int, frame: object) -> None:
+        waited = "soon after SIGTERM" if self.leave else f"in data_timeout: {self.config.data_timeout:g} seconds"
+        raise FatalError(
+            f"rank {self.world.rank} got no batch {waited}, at step {self.step}: look for errors of the processes that "
+            "read, above, and at the disk or network that the data come from; start it again to go on from the newest "
+            "checkpoint"
+        )
 
 
 def main(arguments: list[str]) -> int:

@@ -64,6 +64,8 @@ class TrainConfig:
     """Steps between validations."""
     num_workers: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Processes that read data, per rank. With ``loader`` the ``num_workers`` of its settings count."""
+    data_timeout: Above0 = 1800.0
+    """Seconds that a rank waits for the batches of a step before it ends with an error."""
     order_seed: int = 0
     """Seed of the order of the data; one for the whole training."""
     seed: int | None = None

@@ -133,6 +133,7 @@ VERSIONS = defaultdict(lambda: "1.0", torch="1.0", torchaudio="2.0", lhotse="abs
 LACKING = [
     ("shutil.which", {"return_value": None}, "SLURM", "none here"),
     ("os.statvfs", {"return_value": SPACE}, "free space", "make room"),
+    ("os.statvfs", {"return_value": SPACE}, "shared memory", "--shm-size"),
     ("os.statvfs", {"return_value": SPACE}, "free inodes", "small files"),
     ("FolderLock", {"side_effect": OSError("no locks available")}, "file system", "choose a folder"),
     ("versions", {"return_value": VERSIONS}, "lhotse", "pip install lhotse"),

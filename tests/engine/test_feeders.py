@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.project import TESTS
+from support.shared_memory import run_with_shm
 from support.toy_stage import is_running, session_members, wait_until
 from support.work import Decoder
 
@@ -332,7 +333,6 @@ def test_too_few_processes_are_told_in_one_line(monkeypatch):
         Feeders(Decoder(), 1, weigh=lambda task: 1.0, ahead=1.0)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 @pytest.mark.parametrize("options", ["size=1m", "ro"])
 def test_a_small_or_useless_dev_shm_is_no_hindrance(tmp_path, options):
     program = tmp_path / "feed.py"
@@ -342,8 +342,5 @@ def test_a_small_or_useless_dev_shm_is_no_hindrance(tmp_path, options):
         "feeders = Feeders(Decoder(), 2, weigh=lambda task: 50.0, ahead=500.0)\n"
         "print(sum(len(found[0]) for (found,) in feeders.feed([('array', 10**7)] * 12)))\nfeeders.close()\n"
     )
-    mount = f"mount -t tmpfs -o {options} tmpfs /dev/shm && exec {sys.executable} {program}"
-    done = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True, check=False, timeout=90)
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("this machine allows no mounts")
+    done = run_with_shm(options, program)
     assert done.stdout == f"{12 * 10**7}\n", done.stderr

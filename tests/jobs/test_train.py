@@ -124,6 +124,27 @@ def test_an_error_ends_it_at_once(example, speech: Path, tmp_path: Path, where: 
     assert (str(checkpoints) if where == "in a step" else "codes.0000") in printed
 
 
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [("data_timeout=6", "got no batch in data_timeout: 6 seconds"), ("seed=1", "got no batch soon after SIGTERM")],
+)
+def test_a_wait_for_data_that_do_not_come_has_an_end(example, override: str, told: str) -> None:
+    waiting = example("waiting", max_steps=100_000, checkpoint_every=3)
+    process = waiting.start(override, ranks=1)
+    wait_for(lambda: waiting.saved_step() >= 3, process)
+    (rank,) = rank_pids(process)
+    for pid in child_pids(rank):
+        os.kill(pid, signal.SIGSTOP)
+    if "SIGTERM" in told:
+        # It trains on what was read ahead first.
+        counts: list[int] = []
+        wait_for(lambda: counts.append(len(waiting.steps(0))) or counts[-1:] * 100 == counts[-100:], process)
+        os.kill(rank, signal.SIGTERM)
+    printed, _ = process.communicate(timeout=LIMIT_SECONDS)
+    assert told in printed
+    assert process.returncode != 0
+
+
 TOLERANCE = 1e-4
 MODEL = ModelConfig(dim=16, num_layers=2, num_heads=2)
 

@@ -6,6 +6,7 @@ Training that is killed, and goes on with other ranks and workers: ``tests/jobs/
 import pytest
 from lhotse.dataset import DynamicBucketingSampler
 from support.project import make_bare_dataset, numbers, raises
+from support.shared_memory import run_with_shm
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from sharmill.errors import ConfigError
@@ -91,3 +92,44 @@ def marking_reader(dataset):
 def test_what_is_no_state_of_a_loader_is_refused(state):
     with raises(ConfigError, "wrong_state", "StatefulDataLoader"):
         merge_loader_states([state])
+
+
+LOOP = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from sharmill.shar import open_shar
+from sharmill.shar.reading.loading import ResumableDataset
+from sharmill.training import Chain, get_dataloader
+
+class Large(torch.utils.data.Dataset):
+    def __getitem__(self, cuts):
+        return {"audio": [torch.zeros(1 << 20)]}
+
+def nemo(**options):
+    entry = {"type": "sharmill", "dataset": sys.argv[1], "fields": []}
+    settings = {"input_cfg": [entry], "batch_size": 2, "num_workers": 1, "shard_seed": 0, "shuffle": True}
+    return get_dataloader(settings, 0, 1, dataset=Large(), **options)
+
+cuts = open_shar(sys.argv[1], [], infinite=True)
+LOADERS = {
+    "our reader": lambda: DataLoader(ResumableDataset(cuts, finish=Large().__getitem__), None, num_workers=1),
+    "a chain": lambda: DataLoader(Chain(range(9)).map(Large().__getitem__), None, num_workers=1),
+    "NeMo's loader": nemo,
+    "NeMo's loader with states": lambda: nemo(resumable=True),
+}
+print(len(next(iter(LOADERS[sys.argv[2]]()))))
+"""
+
+
+@pytest.mark.parametrize(
+    "loader",
+    ["our reader", "a chain", *(pytest.param(f"NeMo's loader{more}", marks=pytest.mark.slow) for more in
+                                ("", " with states"))],
+)  # fmt: skip
+def test_a_batch_that_does_not_fit_into_dev_shm_is_an_error(dataset, tmp_path, loader):
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    done = run_with_shm("size=1m", program, dataset, loader)
+    assert done.returncode == 1
+    assert "FatalError: /dev/shm has no room for a batch: give the container more" in done.stderr

@@ -194,10 +194,10 @@ def verify_resume(
 def doctor(settings: str | None, folder: Path, ranks: int, num_batches: int, tokenizer: str | None) -> int:
     """Examine this machine, or a training's settings.
 
-    Without settings: versions, GPUs, the file system (locks, rename, free space and inodes), SLURM and Ray as found,
-    and what to do about each thing that is off; exit status 3 if there is one. With the settings of a training: who
-    reads what, whether it can be resumed, epochs, padding, and lines that begin with "advice:" or "error:"; exit status
-    2 if there is an error. Nothing is trained.
+    Without settings: versions, shared memory, GPUs, the file system (locks, rename, free space and inodes), SLURM and
+    Ray as found, and what to do about each thing that is off; exit status 3 if there is one. With the settings of a
+    training: who reads what, whether it can be resumed, epochs, padding, and lines that begin with "advice:" or
+    "error:"; exit status 2 if there is an error. Nothing is trained.
     """
     if settings is None:
         checks = list(examine_machine(folder))

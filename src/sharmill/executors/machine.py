@@ -16,6 +16,7 @@ from sharmill.files.atomic import write_atomic
 from sharmill.files.locks import FolderLock
 from sharmill.registry import CODECS, ENCODERS, EXECUTORS
 
+_SHARED_MEMORY: Final = "/dev/shm"
 # Packages that every run needs.
 _NEEDED: Final = ("torch", "torchaudio", "lhotse", "numpy", "soundfile")
 
@@ -37,6 +38,7 @@ def examine_machine(folder: Path) -> Iterator[Check]:
     # A dataset may need none of them.
     yield Check("optional", ", ".join(f"{package} {found[package]}" for package in optional))
     yield Check("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all")
+    yield _examine_shared_memory()
     yield _examine_gpus()
     yield from _examine_folder(folder)
     yield _examine_slurm()
@@ -45,6 +47,23 @@ def examine_machine(folder: Path) -> Iterator[Check]:
             yield from EXECUTORS.load_class(name).examine()
         except ConfigError as error:
             yield Check(f"executor {name}", "cannot be used", str(error))
+
+
+def _examine_shared_memory() -> Check:
+    """Return what is free where workers of torch's loaders put their batches."""
+    try:
+        space = os.statvfs(_SHARED_MEMORY)
+    except OSError as error:
+        free, found = 0, f"{_SHARED_MEMORY} cannot be used: {error.strerror}"
+    else:
+        free = space.f_bavail * space.f_frsize
+        found = f"{free / 1e9:,.2f} GB free in {_SHARED_MEMORY}"
+    return Check(
+        "shared memory",
+        found,
+        "" if free >= 1e9 else "workers of a training's loader need more: start the container with docker run "
+        "--shm-size=8g, or mount a larger tmpfs there",
+    )  # fmt: skip
 
 
 def _examine_gpus() -> Check:

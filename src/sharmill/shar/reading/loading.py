@@ -1,15 +1,18 @@
 """Readers in torchdata's StatefulDataLoader, and its states for other numbers of ranks and workers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lhotse import CutSet
 from lhotse.cut import Cut
+from torch.utils._pytree import tree_leaves
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
+
+Batch = TypeVar("Batch")
 
 
 class ResumableDataset(torch.utils.data.IterableDataset):
@@ -66,7 +69,7 @@ class ResumableDataset(torch.utils.data.IterableDataset):
                     code="inexact_state",
                 )
             self._reader.mark_consumed(consumed)
-            yield made if self._finish is None else self._finish(made)
+            yield share_tensors(made if self._finish is None else self._finish(made))
         self._reader.end_pass()
 
     def set_epoch(self, epoch: int) -> None:
@@ -80,6 +83,29 @@ class ResumableDataset(torch.utils.data.IterableDataset):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state of this part, or merged states, before iterating."""
         self._reader.load_state_dict(state)
+
+
+def share_tensors(batch: Batch) -> Batch:
+    """Return a batch; in a worker of a loader, its tensors are in shared memory then.
+
+    Otherwise a thread of torch puts them there later. Its errors are only printed, and the loader waits for ever.
+
+    Raises:
+        FatalError: /dev/shm is too small.
+    """
+    if torch.utils.data.get_worker_info() is not None:
+        for tensor in tree_leaves(batch):
+            if not torch.is_tensor(tensor) or tensor.layout is not torch.strided:
+                continue
+            try:
+                tensor.share_memory_()
+            except RuntimeError as error:
+                raise FatalError(
+                    "/dev/shm has no room for a batch: give the container more shared memory (docker run "
+                    "--shm-size=8g), make batches smaller, or set num_workers to 0",
+                    code="disk",
+                ) from error
+    return batch
 
 
 def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

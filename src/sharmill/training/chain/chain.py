@@ -25,7 +25,7 @@ from sharmill.errors import ConfigError, DamagedShard, FatalError, SharmillError
 from sharmill.shar.fields import POSITION
 from sharmill.shar.reading.epoch_reader import ReadOptions
 from sharmill.shar.reading.iteration import SharReader
-from sharmill.shar.reading.loading import load_states
+from sharmill.shar.reading.loading import load_states, share_tensors
 from sharmill.shar.reading.shard_source import ShardSource
 from sharmill.training.chain.sources import Example, Items
 from sharmill.training.parallel import at_least, parallel_map
@@ -460,7 +460,7 @@ class Chain(torch.utils.data.IterableDataset):
         with closing(self._open()) as examples:
             for example in examples:
                 consume(example)
-                yield example.value
+                yield share_tensors(example.value)
         for source in self._sources:
             source.leave()
 

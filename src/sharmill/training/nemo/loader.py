@@ -25,7 +25,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.registry import require_package
 from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES
 from sharmill.shar.index import read_dataset
-from sharmill.shar.reading.loading import dataset_states, load_states
+from sharmill.shar.reading.loading import dataset_states, load_states, share_tensors
 from sharmill.shar.reading.state import merge_states
 from sharmill.training.codes import CodecForm
 from sharmill.training.nemo.entries import Settings, entry_directory, is_divided, is_divisible, type_of
@@ -99,15 +99,15 @@ def _require_exact(sections: Sequence[Settings], *, in_turn: bool) -> None:
 
 
 class CountingDataset(torch.utils.data.Dataset):
-    """The batches of another dataset class; the cuts in them are marked as consumed."""
+    """The batches of another dataset class; the cuts in them are marked as consumed if there are sources to mark."""
 
     def __init__(self, dataset: Dataset[Any], sources: Sequence[PartitionedCuts]) -> None:
         self._dataset, self._sources = dataset, sources
 
     def __getitem__(self, examples: Any) -> Any:
-        for example in examples:
+        for example in examples if self._sources else ():
             mark_consumed(self._sources, example)
-        return self._dataset[examples]
+        return share_tensors(self._dataset[examples])
 
 
 class ResumableBatches(torch.utils.data.IterableDataset):
@@ -245,7 +245,7 @@ def _make_loader(
     options = [SamplerOptions.take(section, tokenizer, rank, world_size) for section in sections]
     in_turn = settings.pop("bucketing_strategy", None)  # at the top of a multi_config
     with collect_sources() as ours:
-        counting = CountingDataset(dataset, ours) if resumable else dataset
+        counting = CountingDataset(dataset, ours if resumable else ())
         try:
             source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
         except AssertionError as error:  # NeMo and lhotse assert what they want of settings

@@ -4,6 +4,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
 from unittest.mock import Mock
 
 import pytest
@@ -39,6 +42,23 @@ def test_a_node_is_started_again_until_it_is_told_to_end(tmp_path, monkeypatch, 
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+@contextmanager
+def listening(answer: bytes) -> Iterator[str]:
+    """An address where whoever connects and says something gets this answer; a frame of settings is that of gRPC."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    with server.accept()[0] as taken:
+                        taken.recv(100)
+                        taken.sendall(answer)
+
+        Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.fixture
 def join(monkeypatch):
     """Returns a function: what Ray answers to each try, an address -> Ray, which was asked."""
@@ -50,8 +70,7 @@ def join(monkeypatch):
         connect(address or listener)
         return ray
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        listener = f"127.0.0.1:{server.getsockname()[1]}"
+    with listening(bytes(3) + b"\4" + bytes(5)) as listener:
         yield join
 
 
@@ -59,6 +78,21 @@ def join(monkeypatch):
 def test_a_cluster_that_never_answers_is_named(join, errors):
     with raises(ConfigError, "no_cluster", "no Ray cluster at 127.0.0.1:", str(errors[0])):
         join(errors)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+@pytest.mark.parametrize("variable", ["RAY_ADDRESS", "executor.address"])
+@pytest.mark.parametrize(
+    ("answer", "told"), [(b"HTTP/1.1 400 Bad Request", "another service listens there"), (None, "Connection refused")]
+)
+def test_an_address_without_a_cluster_is_never_left_to_ray(join, monkeypatch, scheme, variable, answer, told):
+    with listening(answer or b"") as address:
+        # Port 1 of this machine is nobody's.
+        address = scheme + (address if answer else "127.0.0.1:1")
+        monkeypatch.setenv("RAY_ADDRESS", address if variable == "RAY_ADDRESS" else "")
+        with raises(ConfigError, "no_cluster", f"no Ray cluster at {address}", told):
+            join([SystemExit("Ray ends the process")], "auto" if variable == "RAY_ADDRESS" else address)
 
 
 def test_without_ray_the_message_names_the_package(monkeypatch):

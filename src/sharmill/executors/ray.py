@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tenacity import (
     Retrying,
@@ -42,6 +42,11 @@ from sharmill.files.regular import open_regular
 from sharmill.files.staging import remove_dead_attempts, token_staging
 
 log = logging.getLogger(__name__)
+
+# A client of gRPC begins with the preface of HTTP/2 and a frame of settings. A server answers with a frame of its own
+# settings, whose fourth byte is its type.
+_HTTP2_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_HTTP2_SETTINGS: Final = b"\4"
 
 
 def _import_ray() -> Any:
@@ -308,10 +313,7 @@ def connect(address: str) -> None:
     try:
         if address == "auto":
             address = os.environ.get("RAY_ADDRESS") or _read_address()
-        host, _, port = address.rpartition(":")
-        if port.isdecimal() and "://" not in address:
-            # Ray itself goes on trying for minutes.
-            socket.create_connection((host.strip("[]"), int(port)), timeout=20).close()
+        _probe(address)
         retrying(ray.init, address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         where = "no Ray cluster is running here" if address == "auto" else f"there is no Ray cluster at {address}"
@@ -324,6 +326,22 @@ def connect(address: str) -> None:
         # Ray installs its own, which would turn a clean end into exit status 15.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
+
+
+def _probe(address: str) -> None:
+    """Look for a cluster where an address names a host and a port; Ray would try for minutes, and end this process.
+
+    Raises:
+        OSError: nothing there answers as gRPC does, which all parts of a cluster speak.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal() or "://" in host:
+        return
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=20) as probe:
+        if os.environ.get("RAY_USE_TLS", "0") == "0":
+            probe.sendall(_HTTP2_HELLO)
+            if probe.recv(9)[3:4] != _HTTP2_SETTINGS:
+                raise OSError("another service listens there")
 
 
 def _read_address() -> str:

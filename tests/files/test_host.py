@@ -1,4 +1,8 @@
-"""The cores of this host that a process may use."""
+"""The cores of this host that a process may use, and users whom it does not know."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -40,3 +44,16 @@ def test_cores_of_a_rank_are_its_share_of_them(tmp_path):
     assert usable_cores(tmp_path, tmp_path) == 3
     limit_cores(30)
     assert usable_cores(tmp_path, tmp_path) == 8
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize("home", [[], ["HOME=/"]])
+def test_a_user_without_name_and_home_can_import_all(home):
+    """As in `docker run -u 12345`: pages, batches and models need libraries that look both up."""
+    reads_all = "+dac_read_search"  # this Python may be in a folder of root's
+    user = ["setpriv", "--reuid=12345", "--clear-groups", f"--inh-caps={reads_all}", f"--ambient-caps={reads_all}"]
+    bare = [f"--unset={name}" for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME")]
+    program = "import sharmill, lhotse, torch._dynamo; from sharmill.files.host import user_name; print(user_name())"
+    command = [*user, "env", *bare, *home, sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.stdout == "user12345\n", done.stderr

@@ -25,11 +25,8 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def user_name() -> str:
-    """Return the name of the user of this process."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return f"user {os.getuid()}"  # without an entry in the list of users, as in containers
+    """Return the name of the user of this process; the package itself gives one to a user without."""
+    return getpass.getuser()
 
 
 def limit_cores(number: int) -> None:

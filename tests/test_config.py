@@ -154,7 +154,7 @@ REFUSED_OVERRIDES = [
     ("name=-x", "bad_config_value", ["name '-x' must start with a letter or digit"]),
     ("run_dir=''", "bad_config_value", ["run_dir must not be empty"]),
     ("dataset_dir=' '", "bad_config_value", ["dataset_dir must not be empty"]),
-    ("sources=[]", "bad_config_value", ["sources must name at least one manifest"]),
+    ("write.num_shards=4; write.shard_size=9", "bad_config_value", ["shard_size (9)", "num_shards (4)"]),
     ("sources.0.manifest=''", "bad_config_value", ["sources[0]: manifest must not be empty"]),
     ("sources.0.audio_root=''", "bad_config_value", ["sources[0]: audio_root must not be empty"]),
     ("prepare.min_duration=-1", "bad_config_value", ["prepare.min_duration is ", "a finite number of at least 0"]),
@@ -379,10 +379,15 @@ def test_match_null_leaves_the_stage_match_out(overrides, write):
         ("write: {num_shards: 7}", (None, 7, None)),
         ("write: {shard_seconds: 3600}", (None, None, 3600.0)),
         ("write: {shard_size: null, num_shards: 7}", (None, 7, None)),
+        # A key of the command line replaces that of the file.
+        ("write: {shard_size: 7} write.num_shards=4", (None, 4, None)),
+        ("write: {num_shards: 7} write.shard_seconds=4", (None, None, 4.0)),
+        ("write: {num_shards: 7} write.shard_size=~", (None, 7, None)),
     ],
 )
 def test_one_key_says_how_large_shards_are(text, size, write):
-    found = load_config(write(text)).sections["write"]
+    text, *overrides = text.split(" write.")
+    found = load_config(write(text), [f"write.{one}" for one in overrides]).sections["write"]
     assert (found.shard_size, found.num_shards, found.shard_seconds) == size
 
 

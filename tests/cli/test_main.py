@@ -65,6 +65,8 @@ def error_line(call):
         (["run", "{good}", "sources.0.audio_root=/no/such/root"], ["/no/such/root"]),
         (["run", "{good}", "sources.0.audio_root=/etc/passwd"], ["/etc/passwd is not a folder"]),
         (["run", "{good}", "match.contexts_from_dataset=true"], ["needs append_to"]),
+        (["run", "{good}", "sources=[]"], ["prepare needs sources", "name at least one manifest"]),
+        (["run", "{good}", "prepare", "sources=[]"], ["prepare needs sources"]),
         (["run", "{good}", "prepare.filters.cer=low"], ["prepare.filters.cer", "'low'"]),
         (["run", "{good}", "speaker_key=librispech"], ["librispech", "librispeech"]),
         (["run", "{good}", "match.encoder=resemblizer"], ["resemblizer", "resemblyzer"]),

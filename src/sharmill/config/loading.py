@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -157,6 +157,8 @@ def _read_merged(
             _require_entry(plain, key, f"{path}: {override}")
             new, is_list = _parse_override(key, text), OmegaConf.is_list(OmegaConf.select(config, key))
             OmegaConf.update(config, key, new, merge=isinstance(new, dict) and not is_list)
+        for key in _replaced_keys(override.partition("=")[::2] for override in overrides):
+            OmegaConf.update(config, key, None)
         values = OmegaConf.to_container(config)
         if for_display:
             values, references = References.unresolved(values)
@@ -185,6 +187,16 @@ def _read_merged(
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys to values", code="bad_config_file")
     return cast("dict[str, Any]", values), references
+
+
+def _replaced_keys(overrides: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the keys of a file that are alternatives of a key that an override gives."""
+    given = dict(overrides)
+    for key, text in given.items():
+        name, _, own = key.partition(".")
+        section = STAGES.load_class(name).section if name in STAGES.own else None
+        if section is not None and own in section.alternatives and _parse_override(key, text) is not None:
+            yield from {f"{name}.{other}" for other in section.alternatives} - given.keys()
 
 
 def _require_entry(values: Any, key: str, origin: str) -> None:

@@ -48,11 +48,13 @@ class StageSection:
         presence: ``always``; ``unless_null``, which leaves the stage out; or ``if_given``, one or a list of them.
         without: what is made where the key is null, if it may be.
         makes_contexts: with this section, a dataset has contexts.
+        alternatives: keys of which only one can be given. One on the command line replaces that of the file.
     """
 
     presence: ClassVar[Presence] = "if_given"
     without: ClassVar[str] = "a dataset without the stage"
     makes_contexts: ClassVar[bool] = False
+    alternatives: ClassVar[Sequence[str]] = ()
 
     def items(self, kind: str) -> Sequence[Any]:
         """Return the settings of each stage of a kind that these keys make: themselves, or the items of a list in them.
@@ -224,8 +226,9 @@ class Config:
     """Run directory: plans, ledgers, logs, progress, rejects and intermediate manifests."""
     dataset_dir: str
     """Dataset directory: the finished Shar. Neither directory may lie within the other."""
-    sources: list[Any]
-    """Inputs, in order. ``type`` names the kind of each; the other keys belong to the kind."""
+    sources: list[Any] = field(default_factory=list)
+    """Inputs, in order. ``type`` names the kind of each; the other keys belong to the kind. Only ``prepare`` needs
+    them: ``encode`` and ``validate`` of a Shar that is there do without."""
     speaker_key: str = "speaker"
     """Rule that makes speaker groups: a preset (``speaker``, ``librispeech``, ``libritts``,
     ``librittsDevClean``, ``hifitts``, ``hifitts2``, ``nvyt2505``, ``rivaLindyRodney``, ``rivaEmmaMeganSeanTom``,
@@ -260,10 +263,9 @@ class Config:
         require(bool(self.run_dir.strip()), "run_dir must not be empty")
         require(bool(self.dataset_dir.strip()), "dataset_dir must not be empty")
         require(self.append_to is None or bool(self.append_to.strip()), "append_to must not be empty")
-        require(bool(self.sources), "sources must name at least one manifest")
         object.__setattr__(self, "sources", [source.with_cache(self.cache) for source in self.sources])
         # An id that is kept may look like one that is made of a path.
-        require(len({source.keeps_ids for source in self.sources}) == 1,
+        require(len({source.keeps_ids for source in self.sources}) <= 1,
                 "keep_ids must be the same for all sources; those without the key keep no ids")  # fmt: skip
 
     def items(self, kind: type[Item]) -> list[Item]:

@@ -18,7 +18,7 @@ from sharmill.audio.roots import AudioRoots
 from sharmill.config import Config
 from sharmill.engine.stage import Advance, Processor, Stage, StageRun, identify_folder, versions
 from sharmill.engine.unit import Output, Totals, Unit, add_up, make_unit
-from sharmill.errors import RejectRecord
+from sharmill.errors import RejectRecord, refuse
 from sharmill.files.arrays import load_array_and_rest, save_array
 from sharmill.files.atomic import open_atomic, write_atomic
 from sharmill.files.clients import FETCHES_AT_ONCE
@@ -178,8 +178,13 @@ def _lines(run: StageRun) -> Iterator[bytes]:
             yield from part
 
 
+def _require_sources(sources: Sequence[Source]) -> None:
+    refuse((not sources, "prepare needs sources: name at least one manifest or other input"), code="missing_key")
+
+
 def pieces_of(config: Config) -> Iterator[tuple[int, Piece]]:
-    """Yield the pieces of all sources, each with the number of its source."""
+    """Yield the pieces of all sources, each with the number of its source; raise ConfigError if there are none."""
+    _require_sources(config.sources)
     for number, source in enumerate(config.sources):
         yield from ((number, piece) for piece in source.pieces(config.section(PrepareConfig).unit_records))
 
@@ -209,6 +214,7 @@ class PrepareInput:
     roots: AudioRoots
 
     def check(self) -> None:
+        _require_sources(self.sources)
         for source in self.sources:
             AudioRoots.of([source.audio_root]).check()
             source.check()

@@ -1,6 +1,7 @@
 """Keys of the stage ``write``."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -16,10 +17,11 @@ class WriteConfig(StageSection):
     """Form of the shards: their size, their order and the format of their audio."""
 
     presence: ClassVar[Presence] = "always"
+    alternatives: ClassVar[Sequence[str]] = ("shard_size", "num_shards", "shard_seconds")
 
     shard_size: Positive | None = None
     """Number of cuts in one shard; 1000 where neither this nor one of the next two keys is given. Only one can be
-    given: ``write.shard_size=null write.num_shards=64`` replaces that of the file."""
+    given; one on the command line replaces that of the file."""
     num_shards: Positive | None = None
     """Number of shards. Their numbers of cuts differ by one at most; there are never more shards than cuts."""
     shard_seconds: float | None = None
@@ -40,8 +42,7 @@ class WriteConfig(StageSection):
     """Seed of ``order: shuffle``."""
 
     def __post_init__(self) -> None:
-        names = ("shard_size", "num_shards", "shard_seconds")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in self.alternatives if (value := getattr(self, name)) is not None}
         is_usable = self.shard_seconds is None or 0 < self.shard_seconds < math.inf
         require(is_usable, "shard_seconds must be a positive number")
         named = " and ".join(f"{name} ({value:g})" for name, value in given.items())

@@ -36,5 +36,7 @@ def main(manifest: str, audio_root: str, output: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     # Ranks are processes that import this file again, so that work must stand below this line.
     sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

@@ -88,6 +88,8 @@ def main(manifest: Path, output: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     try:
         sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
     except ConfigError as error:

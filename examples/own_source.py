@@ -72,4 +72,6 @@ def main(audio_root: str, output: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))

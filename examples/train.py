@@ -7,6 +7,7 @@ training with several ranks, mixed data and SLURM.
 """
 
 import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import torch
 from lhotse.dataset import DynamicCutSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from sharmill.files.atomic import open_atomic, remove_temp_files
 from sharmill.shar import open_shar
 from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 from sharmill.training import ContextSpeechDataset
@@ -63,12 +63,16 @@ def main(dataset: str, checkpoint: Path, steps: int) -> None:
         optimizer.step()
         print(f"{loss.item():.3f} {' '.join(batch['ids'])}")
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": loader.state_dict()}
-    # What a run that was killed had begun to save.
-    remove_temp_files(checkpoint.absolute().parent, {checkpoint.name})
     # The checkpoint before stays whole until this one is.
-    with open_atomic(checkpoint) as stream:
+    part = checkpoint.with_name(f"{checkpoint.name}.part")
+    with part.open("wb") as stream:
         torch.save(state, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(checkpoint)
 
 
 if __name__ == "__main__":
+    if not 3 <= len(sys.argv) <= 4:
+        sys.exit(__doc__)
     main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 20)

@@ -335,7 +335,8 @@ class Training:
         raise FatalError(
             f"rank {self.world.rank} got no batch {waited}, at step {self.step}: look for errors of the processes that "
             "read, above, and at the disk or network that the data come from; start it again to go on from the newest "
-            "checkpoint"
+            "checkpoint",
+            code="step_failed",
         )
 
 

@@ -23,7 +23,8 @@ def main(dataset: str) -> int:
         with run_alone(stage, RunDir(Path(scratch) / "run"), listener=PrintProgress(), resumes=False) as (run, _):
             report = read_report(run.product("validate/report"))
     for finding in report.findings:
-        print(f"{finding['code']}: {finding['sentence']}")
+        shard = "" if finding["shard"] is None else f"shard {finding['shard']}, "
+        print(f"{finding['code']}: {shard}{finding['where']}: {finding['sentence']}")
     return 3 if report.errors else 0
 
 

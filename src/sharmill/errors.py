@@ -306,6 +306,11 @@ def one_line(error: BaseException, limit: int | None = 200) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:limit]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 unit``, ``2 units``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def printable(text: str) -> str:
     """Return text as it may be shown or logged: names in it come from manifests, datasets and folders of others.
 
@@ -317,8 +322,8 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """Return text as ``printable`` does, line breaks replaced."""
-    return printable(text.replace("\n", "\N{REPLACEMENT CHARACTER}"))
+    """Return text as ``printable`` does, with spaces for line breaks."""
+    return printable(text.replace("\n", " "))
 
 
 class PrintableFormatter(logging.Formatter):

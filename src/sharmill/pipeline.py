@@ -21,7 +21,7 @@ from sharmill.engine.run import locked, merge_files, reserved, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.stage import ChecksConfig, StageRun, step_of
 from sharmill.engine.unit import Unit
-from sharmill.errors import ConfigError, FatalError, SharmillError
+from sharmill.errors import ConfigError, FatalError, SharmillError, counted
 from sharmill.executors.local import ConfiguredExecutor
 from sharmill.executors.slurm.queue import require_no_jobs
 from sharmill.files.atomic import remove, require_writable, write_atomic
@@ -60,7 +60,7 @@ class DatasetResult:
             named = "; ".join(f"unit {error.index}: {error.message}" for error in list(result.failures.values())[:3])
             return RunOutcome(
                 state="failed",
-                message=f"{stage.name}: {len(result.failures)} units failed ({named}); "
+                message=f"{stage.name}: {counted(len(result.failures), 'unit')} failed ({named}); "
                 f"tracebacks: {stage.dir.failures}",
                 code="units_failed",
             )

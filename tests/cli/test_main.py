@@ -65,6 +65,10 @@ def error_line(call):
         (["run", "{good}", "sources.0.audio_root=/no/such/root"], ["/no/such/root"]),
         (["run", "{good}", "sources.0.audio_root=/etc/passwd"], ["/etc/passwd is not a folder"]),
         (["run", "{good}", "match.contexts_from_dataset=true"], ["needs append_to"]),
+        (
+            ["run", "{good}", "sources=[{{type: lhotse_shar, shar: /no/shar}}]"],
+            ["the Shar /no/shar", "correct shar in"],
+        ),
         (["run", "{good}", "sources=[]"], ["prepare needs sources", "name at least one manifest"]),
         (["run", "{good}", "prepare", "sources=[]"], ["prepare needs sources"]),
         (["run", "{good}", "prepare.filters.cer=low"], ["prepare.filters.cer", "'low'"]),

@@ -40,7 +40,7 @@ def test_every_job_that_is_known_now_is_shown_and_a_line_of_each_later_stage(mak
     arguments = (make_config("a")[1], "encode.codecs=[{name: b, model: builtin}]", "--profile", profile)
     status, out, _ = call("submit", "all", *arguments, "--dry-run")
     assert status == 0
-    assert "prepare: 1 units (2 records) on 1 cpu ranks; at most 1 run at once" in " ".join(out.split())
+    assert "prepare: 1 unit (2 records) on 1 cpu rank; at most 1 run at once" in " ".join(out.split())
     assert re.findall("--dependency=.*", out) == ["--dependency=afterany:RANKS", "--dependency=afternotok:ADVANCE"]
     assert out.count("#!/bin/bash") == 3
     later = r", (\S+), later: at most (\d+ \w+) ranks"
@@ -142,7 +142,7 @@ def test_json_of_what_would_be_submitted(make_config, call):
     assert (first["name"], first["code"]) == (bad.name, "missing_input")
     assert second["stage"] == "prepare"
     assert [script.startswith("#!/bin/bash") for script in second["scripts"]] == [True, True]
-    assert second["balance"][0] == "1 units in the advance job itself, on 1 workers"
+    assert second["balance"][0] == "1 unit, which the advance job itself does, on 1 worker"
 
 
 def test_json_of_runs_has_their_state_or_their_error(make_config, call, monkeypatch):

@@ -76,11 +76,19 @@ def test_the_recipes_one_by_one_with_a_codec_of_ones_own(speech, config, monkeyp
     run("pipelines/validate_shards.py", speech / "dataset")
     run("pipelines/build_dataset.py", config)
     (speech / "dataset/cuts/cuts.000000.jsonl.gz").unlink()
-    assert "missing" in run("pipelines/validate_shards.py", speech / "dataset", status=3)
+    printed = run("pipelines/validate_shards.py", speech / "dataset", status=3)
+    assert re.search(r"missing_file: shard 0, cuts/cuts\.000000\.jsonl\.gz.*: ", printed)
 
 
 def test_a_recipe_names_what_is_wrong_with_the_configuration(config):
     assert "min_duration" in run("pipelines/prepare_manifest.py", config, "prepare.min_duration=-1", status=2)
+
+
+@pytest.mark.parametrize(
+    "name", ["build_dataset", "conversations", "own_codec", "own_source", "read_with_lhotse", "train"]
+)
+def test_an_example_without_arguments_says_how_it_is_called(name):
+    assert f"\npython examples/{name}.py " in run(f"examples/{name}.py", status=1)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from sharmill.engine.progress import RankProgress
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Commit, Unit
 from sharmill.engine.view import StageView, view_stage
+from sharmill.errors import counted
 
 _SECONDS_BETWEEN_VIEWS = 1.0
 
@@ -74,7 +75,7 @@ class ProgressListener(Listener):
         if len(done) < len(units):
             resumed = f", {len(done)} done before" if done else ""
             amount = describe_cost(view.cost, records=view.cost_unit == "records")
-            self._say(f"{stage.name}{self._place()}: {_count(len(units), 'unit')}, {amount}{resumed}")
+            self._say(f"{stage.name}{self._place()}: {counted(len(units), 'unit')}, {amount}{resumed}")
             if stage.resource == "gpu":
                 self._say(f"{stage.name}: loading the model")
 
@@ -157,8 +158,8 @@ class ProgressListener(Listener):
         """Return the state of the current stage as one line."""
         view, words = self._views[-1]
         parts = [
-            f"{view.units_done}/{_count(view.units, 'unit')}", describe_amount(view), describe_rate(view),
-            _count(view.num_rejects, "reject"), words, run_left,
+            f"{view.units_done}/{counted(view.units, 'unit')}", describe_amount(view), describe_rate(view),
+            counted(view.num_rejects, "reject"), words, run_left,
         ]  # fmt: skip
         return f"{view.name}{place}: {', '.join(filter(None, parts))}"
 
@@ -176,7 +177,3 @@ def describe_amount(view: StageView, *, wide: bool = True) -> str:
 def describe_rate(view: StageView) -> str:
     """Return how much faster than real time audio is processed, or an empty string."""
     return f"{view.rate:.0f} x real time" if view.rate and view.cost_unit != "records" else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

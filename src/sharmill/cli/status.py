@@ -37,7 +37,7 @@ from sharmill.engine.run import locked
 from sharmill.engine.run_dir import RunDir, RunOutcome
 from sharmill.engine.stage import StageRun
 from sharmill.engine.view import Pace, StageReader, StageView, views_of_steps
-from sharmill.errors import ConfigError, FatalError, SharmillError, describe_error, refuse
+from sharmill.errors import ConfigError, FatalError, SharmillError, counted, describe_error, refuse
 from sharmill.executors.slurm.queue import SECONDS_TO_CANCEL, QueuedJob, cancel_jobs, queued_jobs, waits_for_jobs
 from sharmill.files.host import SLURM_JOB, user_name
 from sharmill.files.locks import lock_owner
@@ -242,7 +242,7 @@ def _print_status(run: RunView, gpu_hour: float | None, *, verbose: bool) -> Non
         for error in failures[:5]:
             say(f"{stage.name} unit {error.index} failed: {error.message}", style="red")
         if failures:
-            say(f"{stage.name}: {len(failures)} units failed; tracebacks: {stage.dir.failures}", style="red")
+            say(f"{stage.name}: {counted(len(failures), 'unit')} failed; tracebacks: {stage.dir.failures}", style="red")
     if run.end is not None:
         path = RunDir(run.path).outcome
         since = f" since {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M:%S}" if path.exists() else ""

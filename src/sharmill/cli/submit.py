@@ -38,7 +38,7 @@ from sharmill.engine.run_dir import RunOutcome
 from sharmill.engine.stage import StageRun, is_main
 from sharmill.engine.unit import Unit
 from sharmill.engine.view import read_or_preview_units
-from sharmill.errors import refuse
+from sharmill.errors import counted, refuse
 from sharmill.executors.slurm.executor import SlurmExecutor, wait_for_end
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.pipeline import DatasetRun, check_config, take_back
@@ -136,8 +136,8 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> 
     later = []
     for following in [stage for stage, _ in behind if verbose or is_main(stage.kind)]:
         may_be_own = following.resource == "cpu" and jobs.profile.driver_units
-        own = ", or few units in the advance job itself" if may_be_own else ""
-        most = f"at most {jobs.ranks_of(following).max_ranks} {following.resource} ranks"
+        own = ", or no rank if the advance job itself does it" if may_be_own else ""
+        most = f"at most {counted(jobs.ranks_of(following).max_ranks, f'{following.resource} rank')}"
         later.append(f"{following.key if verbose else following.name}, later: {most}{own}")
     scripts = jobs.scripts(stage, num_ranks)
     say_all(f"{config.name}, {stage.name}: {line}" for line in balance)
@@ -152,14 +152,15 @@ def _describe_balance(stage: StageRun, units: Sequence[Unit], jobs: SlurmExecuto
     behind = "the job behind it, which runs only if that fails (afternotok)"
     if not num_ranks:
         return [
-            f"{len(units)} units in the advance job itself, on {jobs.workers_in_job(stage, units)} workers",
+            f"{counted(len(units), 'unit')}, which the advance job itself does, on "
+            f"{counted(jobs.workers_in_job(stage, units), 'worker')}",
             f"then {behind}",
         ]
     loads = [sum(unit.cost for unit in part) for part in pack_units(units, num_ranks)]
     balance = f", balance {sum(loads) / len(loads) / max(loads):.0%}" if max(loads) else ""
     cost = describe_cost(sum(loads), records=stage.cost_unit == "records")
     return [
-        f"{len(units)} units ({cost}) on {num_ranks} {stage.resource} ranks; at most "
+        f"{counted(len(units), 'unit')} ({cost}) on {counted(num_ranks, f'{stage.resource} rank')}; at most "
         f"{min(jobs.max_parallel(stage), num_ranks)} run at once",
         f"{min(loads):.1f} to {max(loads):.1f} {stage.cost_unit} per rank{balance}",
         f"then the advance job, once the ranks have ended (afterany), then {behind}",

@@ -216,8 +216,9 @@ class PrepareInput:
     def check(self) -> None:
         _require_sources(self.sources)
         for source in self.sources:
-            AudioRoots.of([source.audio_root]).check()
+            # A source knows its own keys, of which audio_root may be another name.
             source.check()
+            AudioRoots.of([source.audio_root]).check()
             source.check_keys()
 
     def check_node(self) -> None:

@@ -478,7 +478,7 @@ def make_job(cluster, monkeypatch):
 def test_is_left_to_an_advance_job_that_waits_for_nothing(cluster, tmp_path, make_job, role):
     """By who submits, and by a second job, which has none behind it."""
     stage = ToyStage(tmp_path, units=4)
-    message = "toy: 4 units in the advance job itself, then advance job 1"
+    message = "toy: 4 units, which need no ranks, then advance job 1"
     if role is None:
         assert ToyRun(ToyDataset(stage), ClusterProfile(), patience=0.2).start() == Submitted(message, ["1"])
     else:

@@ -56,7 +56,7 @@ def test_a_process_that_dies_for_memory_is_replaced():
     ("step", "names"),
     [
         ("is_wrong", ["a batch of 4 of 2, 0.50 GiB of cpu", "Traceback", "ValueError: the shapes do not match"]),
-        ("aborts", ["a batch of 1 of 2", "SIGABRT\nthe assertion that failed"]),
+        ("aborts", ["a batch of 1 of 2", "SIGABRT", "\n  the assertion that failed"]),
         ("gets_a_real_time_signal", [f"signal {signal.SIGRTMIN + 3}"]),
         ("exits", ["exit status 3"]),
         ("tells_its_device", ["called with 1 2.0 None cpu"]),
@@ -134,6 +134,7 @@ def test_a_file_without_closed_bins_is_refused(tmp_path, text, code, names):
         (["--bins", "no/such.yaml"], ["no/such.yaml"]),
         (["--memory", "8 apples"], ["8 apples"]),
         (["--memory", "0GiB"], ["no memory at all"]),
+        (["--memory", "2"], ["'2' is 2 bytes", "2GiB"]),
         (["--memory", "900TiB"], ["available"]),
         (["--memory-share", "0"], ["--memory-share"]),
         (["--memory-share", "1.0"], ["--memory-share", "0<x<1"]),

@@ -43,7 +43,7 @@ from sharmill.engine.plan import find_outstanding, has_output, read_ledger
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.stage import StageRun
 from sharmill.engine.unit import Unit
-from sharmill.errors import ConfigError, FatalError, SharmillError, one_line
+from sharmill.errors import ConfigError, FatalError, SharmillError, counted, one_line
 from sharmill.executors.local import LocalExecutor
 from sharmill.executors.slurm import queue
 from sharmill.executors.slurm.profile import ClusterProfile, RankProfile
@@ -254,10 +254,11 @@ class SlurmExecutor(Executor):
                 goes_on=goes_on,
                 joins=joins,
             )
-            message = f"{stage.name}: {len(left)} units on {len(numbers)} {'more ' if joins else ''}ranks"
+            ranks = counted(len(numbers), "more rank" if joins else "rank")
+            message = f"{stage.name}: {counted(len(left), 'unit')} on {ranks}"
             return self._submit(stage, message, numbers, is_advanced=is_advanced)
         if self.role != "advance":
-            return self._submit(stage, f"{stage.name}: {len(left)} units in the advance job itself")
+            return self._submit(stage, f"{stage.name}: {counted(len(left), 'unit')}, which need no ranks")
         log.info("%s: %d units are done here, on %d workers", stage.name, len(left), workers)
         limit_cores(self.profile.driver.cores)
         return LocalExecutor(workers, device="cpu").run(stage, left, listener, unlocked)

@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from sharmill.errors import ConfigError, FatalError, SharmillError, mentions_memory, refuse
+from sharmill.errors import ConfigError, FatalError, SharmillError, counted, mentions_memory, refuse
 from sharmill.files.host import group_limits
 from sharmill.models.memory import is_out_of_memory
 from sharmill.registry import require_package
@@ -199,7 +199,10 @@ class StepProcess(AbstractContextManager["StepProcess"]):
         return detail if kind == "out_of_memory" else None
 
     def _failure(self, doing: str, why: str) -> FatalError:
-        return FatalError(f"the step {self._step} failed ({doing}, {self._budget}): {why}", code="step_failed")
+        first, *rest = why.splitlines() or [""]
+        return FatalError(
+            f"the step {self._step} failed ({doing}, {self._budget}): {first}", code="step_failed", details=rest
+        )
 
     def _end(self) -> None:
         if self._child is not None:
@@ -267,7 +270,10 @@ def parse_memory(text: str) -> int:
     number, unit = found.groups() if found else ("", "none")
     refuse((unit.upper() not in _UNITS, f"{text!r} is no size of memory; write it like 8GiB or 500MB"))
     size = int(float(number) * _UNITS[unit.upper()])
-    refuse((size <= 0, f"{text!r} is no memory at all"))
+    refuse(
+        (size <= 0, f"{text!r} is no memory at all"),
+        (size < 1 << 20, f"{text!r} is {counted(size, 'byte')}; write it with a larger unit, as in {number}GiB"),
+    )
     return size
 
 

@@ -199,7 +199,9 @@ class _Listed(WenetSource):
 
     def remote(self, text: str) -> Location | None:
         """Return what a line names as a URL or by a command; None for a path."""
-        is_command = self.allow_pipe and (text.startswith("pipe:") or text.rstrip().endswith("|"))
+        is_command = text.startswith("pipe:") or text.rstrip().endswith("|")
+        if is_command and not self.allow_pipe:
+            raise RejectRecord("outside_root", f"{text!r} names a command, which runs only with allow_pipe=True")
         anywhere = self.audio_root is None and is_url(text)
         return RemoteLocation(text, self.cache) if is_command or anywhere else None
 

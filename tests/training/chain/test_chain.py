@@ -549,3 +549,13 @@ def test_the_whole_chain_gives_each_utterance_once_on_two_ranks(tmp_path, kind, 
             assert len(lengths) == 1 or lengths[0] * len(lengths) <= 300
             assert batch["target"].shape == (len(lengths), 2)
     assert Counter(found) == Counter(str(number) for number in range(4, 16))
+
+
+@pytest.mark.parametrize("command", ["pipe:cat a.wav", "cat a.wav |"])
+@pytest.mark.parametrize("root", [None, "."])
+def test_a_command_that_may_not_run_names_allow_pipe(tmp_path, command, root):
+    with raises(DamagedShard, "damaged_shard", "names a command, which runs only with allow_pipe=True"):
+        list(Chain(raw(tmp_path, [GOOD | {"wav": command}], audio_root=root)))
+    write_tar(tmp_path / "one.tar", [("a.wav", VOICE), ("a.txt", b"text")])
+    with raises(DamagedShard, "damaged_shard", "names a command, which runs only with allow_pipe=True"):
+        list(Chain(shards(tmp_path, [command, tmp_path / "one.tar"], root=root and tmp_path)))

@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from functools import lru_cache, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,16 +33,13 @@ from sharmill.errors import FatalError, RejectRecord, UnitFailed
 from sharmill.files.staging import Staging
 from sharmill.manifest import Reject
 from sharmill.models import Codec
-from sharmill.models.batches import PIECE_SECONDS, Batch, Pieces, find_pieces, plan_batches
+from sharmill.models.batches import PIECE_SECONDS, Batch, find_pieces, plan_batches
 from sharmill.models.device import DeviceClock, fit_batch_seconds
 from sharmill.models.memory import ELSEWHERE, MemoryGuard, require_room
 from sharmill.shar.arrays import codes_dtype
 from sharmill.shar.index import CodecRecord
 from sharmill.shar.places import hash_segment
 from sharmill.shar.tar import open_field
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Segments that a message names at most.
 _MOST_NAMED: Final = 3
@@ -177,7 +174,7 @@ class EncodeProcessor(AheadProcessor[_Begun]):
         Raises:
             UnitFailed: a segment takes more memory than there is.
         """
-        segments = self._segments_of(unit)
+        segments = self._segments[unit.params["start"] : unit.params["stop"]]
         seconds = seconds_of(segments["place"])
         number = int(np.count_nonzero(seconds > self._most_seconds))
         if number:
@@ -239,9 +236,6 @@ class EncodeProcessor(AheadProcessor[_Begun]):
     def _count_frames(self, segment: StoredSegment) -> int:
         rate, size = self._codec.sampling_rate, self._codec.samples_per_frame
         return -(-resampled_length(segment.num_samples, segment.sampling_rate, rate) // size)
-
-    def _segments_of(self, unit: Unit) -> np.ndarray:
-        return self._segments[unit.params["start"] : unit.params["stop"]]
 
     def _find(self, segments: np.ndarray) -> list[StoredSegment]:
         """Return where the audio of segments lies."""
@@ -373,20 +367,25 @@ class EncodeProcessor(AheadProcessor[_Begun]):
 
         That raises RejectRecord for one segment that is too long, and as ``_finish``.
         """
-        if self._pieces is not None and self._is_cut(batch.num_frames):
-            run = partial(self._run_pieces, self._pieces, to_float(samples[0]))
+        codec, pinned = self._codec, self._device == "cuda"
+        pieces = self._pieces if self._is_cut(batch.num_frames) else None
+        if pieces is not None:
+            num_rows = pieces.rows(self._max_frames)
+            seconds, is_least, is_long = num_rows * PIECE_SECONDS, num_rows == 1, False
+            whole = to_float(samples[0])
+
+            def encode() -> np.ndarray:
+                return pieces.encode(codec, whole, self._max_frames, pinned=pinned)[None]
         else:
-            pinned = self._device == "cuda"
-            run = partial(self._run, batch, *batch.fill(samples, self._codec.samples_per_frame, pinned=pinned))
+            audio, num_samples = batch.fill(samples, codec.samples_per_frame, pinned=pinned)
+            num_rows, seconds, is_least = batch.num_rows, audio.numel() / codec.sampling_rate, False
+            is_long = len(batch.items) == 1 and seconds > self._batch_seconds
+
+            def encode() -> np.ndarray:
+                return codec.encode(audio, num_samples).numpy()
+
+        def run() -> np.ndarray:
+            with self._guard.batch(seconds, num_rows, is_long=is_long, is_least=is_least), self._clock.running():
+                return encode()
+
         return run if self._thread is None else self._thread.submit(run).result
-
-    def _run_pieces(self, pieces: Pieces, samples: np.ndarray) -> np.ndarray:
-        rows = pieces.rows(self._max_frames)
-        with self._guard.batch(rows * PIECE_SECONDS, rows, is_least=rows == 1), self._clock.running():
-            return pieces.encode(self._codec, samples, self._max_frames, pinned=self._device == "cuda")[None]
-
-    def _run(self, batch: Batch, audio: "Tensor", num_samples: "Tensor") -> np.ndarray:
-        seconds = audio.numel() / self._codec.sampling_rate
-        is_long = len(batch.items) == 1 and seconds > self._batch_seconds
-        with self._guard.batch(seconds, batch.num_rows, is_long=is_long), self._clock.running():
-            return self._codec.encode(audio, num_samples).numpy()

@@ -126,7 +126,7 @@ class Items(ShardSource):
         return self._count
 
     def _begin(self) -> Iterable[Any]:
-        return self._items() if self._is_function else self._items  # type: ignore[no-any-return]
+        return self._items() if self._is_function else self._items
 
     def open(self, shard: int, epoch: int) -> _Shard:
         if isinstance(self._items, Sequence):

@@ -191,7 +191,7 @@ class _ExampleSource(ShardSource):
         """Return the lines of NeMo's manifest for a shard."""
         files, tarred = self._shards[shard], self._tarred
         if tarred is not None and len(tarred.paths) == 1:
-            return tarred.shard_id_to_manifest[files["shard"]]  # type: ignore[no-any-return]
+            return tarred.shard_id_to_manifest[files["shard"]]
         return LazyJsonlIterator(copied(next(texts_in(files)) if tarred is None else tarred.paths[shard]))
 
     def open(self, shard: int, epoch: int) -> "_ExampleShard":

@@ -7,8 +7,9 @@ Every job goes on from the newest checkpoint, with the training's one seed. They
 data-parallel ranks then differ, tensor-parallel ranks agree. The numbers of the jobs are printed and noted in
 `jobs.jsonl` of the training's `out_dir`. Once `max_steps` are done, the jobs that are left end at once.
 
-With `--script` the jobs run that script of NeMo, whose configuration CONFIG is (`jobs/sbatch/nemo.sbatch`). In NeMo's
-loader each job begins the data anew, so each has a random seed of its own.
+With `--script` the jobs run that script of NeMo, whose configuration CONFIG is (`jobs/sbatch/nemo.sbatch`), each with a
+random seed of its own. With `resumable: true` in `data.train_ds` they continue in the data too, in the order of a
+number in `shard_seed`; otherwise each job begins the data from scratch.
 
 python jobs/launch_training.py -n 8 my.sub [key=value ...]
 
@@ -24,12 +25,14 @@ import sys
 from pathlib import Path
 
 import click
+from omegaconf import OmegaConf
 from train_config import TrainConfig
 
 from sharmill.config import load_typed
 from sharmill.errors import ConfigError, refuse
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.executors.slurm.queue import outside_own_job
+from sharmill.training.nemo.settings import read_yaml
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SBATCH = _ROOT / "jobs" / "sbatch"
@@ -55,6 +58,16 @@ def submit(command: list[str]) -> str:
         reason = " ".join(str(getattr(error, "stderr", None) or error).split())
         raise ConfigError(f"sbatch refuses the job: {reason}; {shlex.join(command)}", code="jobs_refused") from error
     return said.strip().split(";")[0]
+
+
+def check_order(config_path: str, overrides: tuple[str, ...]) -> None:
+    """Raise ConfigError if jobs that have a seed each are to continue in an order that follows from the seed."""
+    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    config = read_yaml(config_path)
+    keys = ("data.train_ds.resumable", "data.train_ds.shard_seed")
+    resumable, shard_seed = (str(given.get(key, OmegaConf.select(config, key))) for key in keys)
+    unordered = resumable.lower() == "true" and not shard_seed.isdecimal()
+    refuse((unordered, f"shard_seed: {shard_seed} with resumable: true, but each job has another seed: give a number"))
 
 
 @click.command()
@@ -94,6 +107,8 @@ def launch(
         (ranks_per_node > 1 and not profile, "--ranks-per-node multiplies what a profile gives: add --profile"),
     )
     config = None if script or is_own else load_typed(TrainConfig, config_path, overrides)
+    if script:
+        check_order(config_path, overrides)
     chosen = [] if is_own else [f"--nodes={nodes or 1}"]
     if not is_own and not any(option.startswith("--mem") for option in sbatch_options):
         # Where the script itself has it, sbatch refuses --mem-per-cpu.

@@ -4,7 +4,7 @@ torchrun --nproc_per_node=8 jobs/nemo_script.py NeMo/examples/speechlm2/salm_tra
     --config-path=$PWD/configs/training --config-name=salm [key=value ...]
 
 The arguments behind the script are its own. `type: sharmill` works in its data, and with the extra `speechlm2`
-`tensor_parallel_size` in `trainer.strategy` of a SALM.
+`resumable: true` in `data.train_ds`, and `tensor_parallel_size` in `trainer.strategy` of a SALM.
 """
 
 import runpy
@@ -16,6 +16,7 @@ import sharmill.training.nemo.input_type
 
 if find_spec("peft"):
     # NeMo's models of this collection cannot be imported without it.
+    import sharmill.training.nemo.datamodule
     import sharmill.training.nemo.tensor_parallel  # noqa: F401
 
 if __name__ == "__main__":

@@ -41,12 +41,13 @@ def test_each_job_waits_for_the_one_before(
     assert "job 103, after 102" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["salm"])
 def test_jobs_of_a_script_of_nemo_have_a_seed_each(
-    sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    script = tmp_path / "salm_train.py"
+    script = tmp_path / f"{name}_train.py"
     script.touch()
-    arguments = ["-n", "3", "--script", str(script), "configs/training/salm.yaml", "trainer.max_steps=5"]
+    arguments = ["-n", "3", "--script", str(script), f"configs/training/{name}.yaml", "trainer.max_steps=5"]
     assert launch_training.main(arguments) == 0
     lines = [line.partition("jobs/sbatch/nemo.sbatch ")[2].split() for line in sbatch.read_text().splitlines()]
     assert [line[1:] for line in lines] == [arguments[3:]] * 3
@@ -118,6 +119,17 @@ def test_a_refusal_names_what_was_asked_for(
         (["-n", "1", "--script", "salm_trein.py", "{config}"], "no salm_trein.py"),
         (["-n", "1", "--nodes", "0", "{config}"], "--nodes"),
         (["-n", "1", "--nodes", "2", "jobs/sbatch/ray.sbatch"], "by itself"),
+        (
+            [
+                "-n",
+                "2",
+                "--script",
+                "jobs/train.py",
+                "configs/training/salm.yaml",
+                "data.train_ds.shard_seed=randomized",
+            ],
+            "shard_seed: randomized with resumable: true, but each job has another seed: give a number",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(

@@ -79,6 +79,7 @@ def test_the_doctor_knows_parts_epochs_and_padding(corpora, tmp_path):
         ),
         ({}, 16, 0, ["advice: 16 readers (ranks x workers) have 1.4 of 23 examples each, and a batch has 2.0"]),
         ({"force_finite": True, "batch_size": 1}, 5, 2, ["error: the ranks have 4 to 5 batches"]),
+        ({"resumable": True}, 1, 0, ["can be resumed exactly"]),
         ({"perturb_speed": True}, 1, 2, ["error: perturb_speed changes 2 of 3 examples, and codes cannot follow"]),
     ],
 )  # fmt: skip

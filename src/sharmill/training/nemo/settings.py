@@ -133,6 +133,7 @@ def read_train_settings(path: str | Path, section: str = "train_ds") -> Settings
                 loaded = found
                 break
     settings = resolve_settings(loaded, str(path))  # type: ignore[arg-type]
+    settings.pop("resumable", None)  # is for sharmill.training.nemo.datamodule
     named = set().union(*sections_of(settings))
     refuse(
         (named.isdisjoint({"input_cfg", "manifest_filepath", "shar_path", "cuts_path"}),

@@ -1,0 +1,118 @@
+"""NeMo's DataModule with an exact place in the training data, in Lightning's checkpoints.
+
+Importing this module gives the class to NeMo's own scripts, under NeMo's name for it.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from nemo.collections import speechlm2
+from nemo.collections.common.data.fallback import FallbackDataset
+from omegaconf import open_dict
+
+from sharmill.training.nemo.loader import get_dataloader, merge_data_states
+
+log = logging.getLogger(__name__)
+
+
+class _Batches:
+    """The batches of a loader without end, over all of Lightning's epochs.
+
+    Lightning fetches a batch ahead, and drops it at the end of its epoch: such a batch comes again.
+
+    Attributes:
+        states: of the loader, before and after the batch that the trainer took last.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader, self._batches = loader, iter(loader)
+        self._fetched: deque[tuple[Any, dict[str, Any]]] = deque()
+        self.states: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [batch for batch, _ in self._fetched]
+        for batch in self._batches:
+            self._fetched.append((batch, self._loader.state_dict()))
+            yield batch
+
+    def take(self) -> None:
+        """Note that the trainer took the oldest of the batches that it fetched."""
+        self.states = (self.states[1], self._fetched.popleft()[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: Lightning would save the state of rank 0 alone, with the batches that it fetched ahead."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing. Lightning demands this method for checkpoints of NeMo's DataModule, whose loader has it."""
+
+
+class DataModule(speechlm2.DataModule):  # type: ignore[misc]
+    """NeMo's DataModule. With ``resumable: true`` in ``train_ds``, checkpoints have the place in the training data.
+
+    A training then continues with the examples that are left of the epoch, also on another number of ranks or workers,
+    from whichever checkpoint Lightning or NeMo saved. Without the key the class is NeMo's.
+
+    Raises:
+        ConfigError: when training begins: there is no exact place in such data, or it is that of other data.
+    """
+
+    def __init__(self, cfg: Any, tokenizer: Any, dataset: Any) -> None:
+        super().__init__(cfg, tokenizer, dataset)
+        self._resumable = False
+        self._batches: _Batches | None = None
+        self._restored: dict[str, Any] = {}
+        with open_dict(self.cfg):
+            if "train_ds" in self.cfg:
+                self._resumable = self.cfg.train_ds.pop("resumable", False)
+
+    def train_dataloader(self) -> Any:
+        """Return the batches of this rank, from the place that a checkpoint has."""
+        if not self._resumable:
+            return super().train_dataloader()
+        state = self.state_dict()
+        if not state and self.trainer.global_step > 0:
+            log.warning("the checkpoint was saved without resumable: true, and the training data begin from scratch")
+        self._batches = _Batches(
+            get_dataloader(
+                self.cfg.train_ds,
+                self._get_dp_rank(),
+                self._get_world_size(),
+                self.tokenizer,
+                dataset=FallbackDataset(self.dataset),
+                device_mesh=self._get_device_mesh(),
+                resumable=True,
+                state=state or None,
+            )
+        )
+        return self._batches
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Count a training batch, which the trainer is about to train on, and return it as it is."""
+        if self._batches is not None and self.trainer.training:
+            self._batches.take()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the training data, of all ranks together; all of them must call it."""
+        if self._batches is None:
+            return self._restored
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        own = self._batches.states[progress.ready == progress.processed]
+        states = [(self._get_dp_rank(), own)]
+        if dist.is_initialized():
+            states *= dist.get_world_size()
+            dist.all_gather_object(states, states[0])
+        # Tensor-parallel ranks have the same state, or none if they get the batches of another rank.
+        by_rank = {rank: state for rank, state in states if state}
+        return merge_data_states(list(by_rank.values())) if by_rank else self._restored
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the place in the training data that a checkpoint has."""
+        self._restored = dict(state_dict)
+
+
+speechlm2.DataModule = speechlm2.data.DataModule = DataModule

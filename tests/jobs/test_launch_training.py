@@ -41,7 +41,7 @@ def test_each_job_waits_for_the_one_before(
     assert "job 103, after 102" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["salm"])
+@pytest.mark.parametrize("name", ["salm", "s2s_duplex"])
 def test_jobs_of_a_script_of_nemo_have_a_seed_each(
     sbatch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

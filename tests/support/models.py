@@ -295,6 +295,7 @@ def _save_recognizer(path: Path, **changes: int) -> Path:
     striding = {"subsampling": "dw_striding", "subsampling_factor": 8, "subsampling_conv_channels": 8}
     encoder = _conformer(feat_in=16, **striding, **changes)
     config = {
+        "sample_rate": 16000,
         "preprocessor": {"_target_": f"{ASR}.AudioToMelSpectrogramPreprocessor", "features": 16, "sample_rate": 16000},
         "encoder": encoder,
         "decoder": {

@@ -30,6 +30,9 @@ pytestmark = pytest.mark.slow
 
 STEPS = 20
 NUM_CUTS = 8
+# Of the norm of gradients: below that of every step. Adam would hardly notice it.
+CLIP = 0.1
+SGD = {"optimizer": {"_target_": "torch.optim.SGD", "lr": 1.0}}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def sides_data(conversations):
     return {"input_cfg": [{"type": "sharmill", "dataset": str(conversations)}]}
 
 
-def settings_of(models, data, *, data_parallel=2, tensor_parallel=1):
+def settings_of(models, data, *, data_parallel=2, tensor_parallel=1, **trainer):
     common = {"sample_rate": 16000, "batch_size": 2, "seed": 1, "shard_seed": "randomized", "num_workers": 1}
     common |= {"shuffle": True, "shuffle_buffer_size": 1}
     strategy = {"_target_": "lightning.pytorch.strategies.ModelParallelStrategy"}
@@ -83,7 +86,7 @@ def settings_of(models, data, *, data_parallel=2, tensor_parallel=1):
             "devices": data_parallel * tensor_parallel, "accelerator": "cpu", "strategy": strategy,
             "max_steps": STEPS, "logger": False,
             "enable_checkpointing": False, "enable_progress_bar": False, "use_distributed_sampler": False,
-            "limit_val_batches": 0,
+            "limit_val_batches": 0, **trainer,
         },
     }  # fmt: skip
 
@@ -108,7 +111,10 @@ def found(speech, conversations, models, tmp_path_factory):
     An LLM with one head of keys and values cannot be shared, nor one with adapters.
     """
     folder = tmp_path_factory.mktemp("ranks")
-    tensor = settings_of(models, salm_data(speech), data_parallel=1, tensor_parallel=2)
+    tensor = {
+        kind: settings_of(models, data, data_parallel=1, tensor_parallel=2, gradient_clip_val=CLIP)
+        for kind, data in (("salm", salm_data(speech)), ("duplex", sides_data(conversations)))
+    }
     adapters = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]}
     lora = {"lora": adapters, "prevent_freeze_params": []}
     heads = {"pretrained_llm": str(save_llm(folder / "one_head", num_key_value_heads=1))}
@@ -116,10 +122,11 @@ def found(speech, conversations, models, tmp_path_factory):
         "salm": settings_of(models, salm_data(speech)),
         "duplex": settings_of(models, duplex_data(speech)),
         "duplex-sides": settings_of(models, sides_data(conversations)),
-        "salm-tensor": tensor,
-        "salm-lora": tensor | {"model": tensor["model"] | lora},
-        "salm-heads": tensor | {"model": tensor["model"] | heads},
     }
+    for kind, settings in tensor.items():
+        trainings[f"{kind}-tensor"] = settings | {"model": settings["model"] | SGD}
+        trainings[f"{kind}-lora"] = settings | {"model": settings["model"] | lora}
+        trainings[f"{kind}-heads"] = settings | {"model": settings["model"] | heads}
     return results_of(trainings, 2, folder)
 
 
@@ -141,28 +148,73 @@ def test_conversations_are_divided_among_the_ranks(found):
     assert len(first[0] | first[1]) == NUM_CUTS
 
 
-def test_two_tensor_parallel_ranks_train_as_one_process(found, speech, models, tmp_path):
-    alone = {"salm": settings_of(models, salm_data(speech), data_parallel=1)}
-    (one,) = results_of(alone, 1, tmp_path)
-    expected = [step["loss"] for step in one["salm"]["steps"]]
-    assert expected[-1] < 0.9 * expected[0]
+@pytest.fixture(scope="module")
+def alone(speech, conversations, models, tmp_path_factory):
+    """The results of one process, whose gradients are clipped, and of one where they are not."""
+    trainings = {}
+    for kind, data in (("salm", salm_data(speech)), ("duplex", sides_data(conversations))):
+        for clip in (CLIP, None):
+            settings = settings_of(models, data, data_parallel=1, gradient_clip_val=clip)
+            trainings[f"{kind}-{clip}"] = settings | {"model": settings["model"] | SGD}
+    (one,) = results_of(trainings, 1, tmp_path_factory.mktemp("alone"))
+    return {name: [step["loss"] for step in training["steps"]] for name, training in one.items()}
+
+
+@pytest.mark.parametrize("kind", ["salm", "duplex"])
+def test_two_tensor_parallel_ranks_train_as_one_process(found, alone, kind):
+    expected = alone[f"{kind}-{CLIP}"]
+    assert expected[-1] < expected[0]
+    assert expected[1:] != pytest.approx(alone[f"{kind}-None"][1:], rel=1e-2), "clipping changes the steps"
     for rank in found:
-        assert [step["loss"] for step in rank["salm-tensor"]["steps"]] == pytest.approx(expected, rel=1e-4)
-        assert "DTensor" in rank["salm-tensor"]["sharded"]
+        assert "error" not in rank[f"{kind}-tensor"], rank[f"{kind}-tensor"]["error"]
+        assert [step["loss"] for step in rank[f"{kind}-tensor"]["steps"]] == pytest.approx(expected, rel=1e-4)
+        assert "DTensor" in rank[f"{kind}-tensor"]["sharded"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
-    [("lora", "with model.lora"), ("heads", "4 attention heads and 1 for keys and values: choose a divisor")],
+    ("name", "words"),
+    [
+        ("salm-lora", "2 ranks cannot share the LLM of type llama with model.lora: set tensor_parallel_size: 1"),
+        ("salm-heads", "4 attention heads and 1 for keys and values: choose a divisor of both"),
+        ("duplex-lora", "no adapters into the LLM of a DuplexS2SModel; leave out model.lora"),
+        ("duplex-heads", "4 attention heads and 1 for keys and values: choose a divisor of both"),
+    ],
 )
-def test_an_llm_that_cannot_be_shared_is_refused(found, kind, words):
+def test_an_llm_that_cannot_be_shared_is_refused(found, name, words):
     for rank in found:
-        error = rank[f"salm-{kind}"]["error"]
-        assert error.startswith("ConfigError: tensor_parallel_size: 2 ranks cannot share the LLM of type llama")
-        assert words in error
+        assert rank[name]["error"].startswith("ConfigError: ")
+        assert words in rank[name]["error"]
 
 
-def test_a_training_script_of_nemo_runs_in_jobs_and_goes_on(speech, models, tmp_path):
+@pytest.fixture
+def changes(speech, conversations, models):
+    """What the models of the tests need of the shipped configurations, by their names."""
+    adapter = "model.perception.modality_adapter"
+    datasets = {
+        "salm": {"input_cfg.0.input_cfg.0.dataset": speech}, "s2s_duplex": {"input_cfg.0.dataset": conversations}
+    }  # fmt: skip
+    common = {
+        "model.pretrained_llm": models["pretrained_llm"], "model.pretrained_asr": models["pretrained_asr"],
+        f"{adapter}.d_model": HIDDEN, "trainer.accelerator": "cpu", "trainer.precision": "32-true",
+        "trainer.limit_train_batches": 2, "trainer.limit_val_batches": 1, "data.train_ds.batch_size": 2,
+        "+data.train_ds.shuffle_buffer_size": 1, "+exp_manager.seconds_to_sleep": 0,
+    }  # fmt: skip
+    own = {
+        "salm": {"model.prompt_format": "llama2", "model.perception.output_dim": HIDDEN},
+        "s2s_duplex": {
+            "model.pretrained_audio_codec": models["pretrained_audio_codec"],
+            "model.scoring_asr": models["pretrained_asr"], f"{adapter}.feat_in": HIDDEN, f"{adapter}.n_heads": 2,
+            "data.target_sample_rate": 16000,
+        },
+    }  # fmt: skip
+    for name, data in datasets.items():
+        for key, dataset in data.items():
+            own[name] |= {f"data.train_ds.{key}": dataset, f"data.validation_ds.datasets.heldout.{key}": dataset}
+    return {name: common | changes for name, changes in own.items()}
+
+
+@pytest.mark.parametrize("name", ["salm", "s2s_duplex"])
+def test_a_training_script_of_nemo_runs_in_jobs_and_goes_on(changes, tmp_path, name):
     """The batch script with our configuration, on a stand-in for srun that runs the command here."""
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir()
@@ -170,24 +222,17 @@ def test_a_training_script_of_nemo_runs_in_jobs_and_goes_on(speech, models, tmp_
     srun.chmod(0o755)
     slurm = {"SLURM_JOB_NUM_NODES": "1", "SLURM_CPUS_PER_TASK": "1", "SLURM_JOB_ID": "1", "RANKS": "2"}
     path = f"{srun.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    data = "input_cfg.0.input_cfg.0.dataset"
-    settings = {
-        "model.pretrained_llm": models["pretrained_llm"], "model.pretrained_asr": models["pretrained_asr"],
-        "model.prompt_format": "llama2", "model.perception.output_dim": HIDDEN,
-        "model.perception.modality_adapter.d_model": HIDDEN, "trainer.accelerator": "cpu",
-        "trainer.precision": "32-true", "trainer.limit_train_batches": 2, "data.train_ds.batch_size": 2,
-        f"data.train_ds.{data}": speech, f"data.validation_ds.datasets.heldout.{data}": speech,
-        "exp_manager.explicit_log_dir": tmp_path / "log", "+exp_manager.seconds_to_sleep": 0,
-    }  # fmt: skip
     for seed, steps in ((17, 2), (18, 4)):
-        changes = [f"{key}={value}" for key, value in {**settings, "trainer.max_steps": steps}.items()]
-        script = ["tests/support/salm_train.py", "configs/training/salm.yaml", *changes]
+        own = {"exp_manager.explicit_log_dir": tmp_path / "log", "trainer.max_steps": steps}
+        values = [f"{key}={value}" for key, value in (changes[name] | own).items()]
+        script = [f"tests/support/{name}_train.py", f"configs/training/{name}.yaml", *values]
         printed = subprocess.run(
-            ["bash", "jobs/sbatch/nemo.sbatch", str(seed), *script], check=True, stdout=subprocess.PIPE, text=True,
+            ["bash", "jobs/sbatch/nemo.sbatch", str(seed), *script], check=False, stdout=subprocess.PIPE, text=True,
             stderr=subprocess.STDOUT, cwd=REPOSITORY, env=os.environ | slurm | {"PATH": path, "OMP_NUM_THREADS": "1"},
         ).stdout  # fmt: skip
+        assert f"`max_steps={steps}` reached" in printed, printed
         config = yaml.safe_load((tmp_path / "log/exp_config.yaml").read_text())
-        assert config["exp_manager"]["name"] == "salm"
-        assert [config["data"][name]["seed"] for name in ("train_ds", "validation_ds")] == [seed, seed]
-        assert f"`max_steps={steps}` reached" in printed
+        assert config["exp_manager"]["name"] == name
+        assert [config["data"][one]["seed"] for one in ("train_ds", "validation_ds")] == [seed, seed]
     assert f"Restored all states from the checkpoint at {tmp_path}/log/checkpoints/step=2-last.ckpt" in printed
+    assert "begin from scratch" not in printed

@@ -1,32 +1,75 @@
-"""Tensor parallelism for NeMo's SALM by Hugging Face's plan; importing this module gives it to the class.
+"""Tensor parallelism for NeMo's SALM and DuplexS2SModel by Hugging Face's plan; importing this module gives it to them.
 
-The plan of NeMo 3.0.0 does not fit the layers of transformers 5. Hugging Face has one for each architecture of LLMs.
+The plans of NeMo 3.0.0 do not fit the layers of transformers 5. Hugging Face has one for each architecture of LLMs.
 """
 
 import re
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, Final
 
-from nemo.collections.speechlm2 import SALM
+import torch
+from nemo.collections.speechlm2 import SALM, DuplexS2SModel
+from nemo.collections.speechlm2.models import duplex_s2s_model
 from peft import PeftModel
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from sharmill.errors import refuse
 
-_configure_model = SALM.configure_model
+_CONFIGURE: Final = {kind: kind.configure_model for kind in (SALM, DuplexS2SModel)}
 
 
-def divide_llm(model: SALM) -> None:
+def divide_llm(model: SALM | DuplexS2SModel) -> None:
     """Divide the LLM's layers along ``tensor_parallel``, and what is left of the model along ``data_parallel``.
 
     Raises:
         ConfigError: the LLM cannot be divided so.
     """
-    mesh, llm = model.device_mesh, model.llm
-    num_ranks = 1 if mesh is None else mesh["tensor_parallel"].size()
-    if num_ranks == 1:
-        _configure_model(model)
+    mesh = model.device_mesh
+    if _is_divided(model):
+        _divide_layers(model.llm, mesh["tensor_parallel"], model.embed_tokens)
+        # NeMo divides the rest, as if there were no tensor parallelism.
+        model._device_mesh = {
+            "tensor_parallel": SimpleNamespace(size=lambda: 1),
+            "data_parallel": mesh["data_parallel"],
+        }
+    next(configure for kind, configure in _CONFIGURE.items() if isinstance(model, kind))(model)
+    model._device_mesh = mesh
+
+
+def clip_gradients(
+    model: SALM | DuplexS2SModel,
+    optimizer: Any,
+    gradient_clip_val: float | None = None,
+    gradient_clip_algorithm: str | None = None,
+) -> None:
+    """Clip gradients by their norm, of which some are divided among ranks and others not; torch takes no mixture."""
+    if not _is_divided(model) or not gradient_clip_val or gradient_clip_algorithm == "value":
+        model.clip_gradients(
+            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+        )
         return
-    config = llm.config
+    by_mesh = defaultdict(list)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter)
+    norms = [get_total_norm([one.grad for one in some], foreach=False) for some in by_mesh.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    for some in by_mesh.values():
+        clip_grads_with_norm_(some, gradient_clip_val, total, foreach=False)
+
+
+def _is_divided(model: SALM | DuplexS2SModel) -> bool:
+    return model.device_mesh is not None and model.device_mesh["tensor_parallel"].size() > 1
+
+
+def _divide_layers(llm: Any, mesh: DeviceMesh, embedding: torch.nn.Embedding) -> None:
+    num_ranks, config = mesh.size(), llm.config
     what = f"tensor_parallel_size: {num_ranks} ranks cannot share the LLM of type {config.model_type}"
     heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)]
     refuse(
@@ -37,7 +80,7 @@ def divide_llm(model: SALM) -> None:
         code="split_wrong",
     )  # fmt: skip
     plan = dict(llm.tp_plan)
-    if llm.lm_head.weight is model.embed_tokens.weight:
+    if hasattr(llm, "lm_head") and llm.lm_head.weight is embedding.weight:
         plan.pop("lm_head", None)  # the embedding is not divided
     rules = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in llm.named_modules()}
     styles = {name: plan[rule] for name, rule in rules.items() if rule in plan}
@@ -46,10 +89,15 @@ def divide_llm(model: SALM) -> None:
         for name, style in styles.items()
         for parameter, _ in llm.get_submodule(name).named_parameters(recurse=False)
     }
-    apply_tensor_parallelism(llm, mesh["tensor_parallel"], styles)
-    if mesh["data_parallel"].size() > 1:
-        for module in (*llm.model.layers, model.embed_tokens, llm.lm_head, llm, model.perception):
-            fully_shard(module, mesh=mesh["data_parallel"])
+    apply_tensor_parallelism(llm, mesh, styles)
 
 
-SALM.configure_model = divide_llm
+def refuse_adapters(model: DuplexS2SModel) -> None:
+    """Raise ConfigError if adapters are asked for: NeMo 3.0.0 looks for the LLM's layers where a SALM has them."""
+    unsupported = "model.lora: NeMo 3.0.0 puts no adapters into the LLM of a DuplexS2SModel; leave out model.lora"
+    refuse(("lora" in model.cfg, unsupported))
+
+
+duplex_s2s_model.maybe_install_lora = refuse_adapters
+for _kind in _CONFIGURE:
+    _kind.configure_model, _kind.configure_gradient_clipping = divide_llm, clip_gradients

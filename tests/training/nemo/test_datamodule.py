@@ -5,18 +5,71 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 from support.models import HIDDEN, save_models
 from support.project import REPOSITORY, Project
 
 from sharmill.models.nemo_models import quiet_nemo
+from sharmill.training.codes import epoch_of
 
 pytest.importorskip("peft")
-pytestmark = pytest.mark.slow
-
 NUM_CUTS = 12
 LIMIT_SECONDS = 300
+
+
+def fit(dataset, folder, *, num_steps, fail_at=None):
+    """Train in pseudo-epochs of four batches, from the checkpoint of a step that failed; return epochs and ids."""
+    import torch
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
+    from omegaconf import OmegaConf
+
+    from sharmill.training.nemo.datamodule import DataModule
+
+    seen = []
+
+    class Ids(torch.utils.data.Dataset):
+        def __getitem__(self, cuts):
+            return [(epoch_of(cut), cut.id) for cut in cuts]
+
+    class Model(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def training_step(self, ids, number):
+            if len(seen) == fail_at:
+                raise RuntimeError("step")
+            seen.extend(map(tuple, ids))
+            return self.weight.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    entry = {"type": "sharmill", "dataset": str(dataset), "fields": ["target_codes"]}
+    settings = {"input_cfg": [entry], "batch_size": 1, "shuffle": True, "shard_seed": 1, "shuffle_buffer_size": 2}
+    trainer = Trainer(
+        max_steps=num_steps, limit_train_batches=4, accelerator="cpu", devices=1, use_distributed_sampler=False,
+        logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=[OnExceptionCheckpoint(folder)],
+    )  # fmt: skip
+    last = folder / "on_exception.ckpt"
+    data = OmegaConf.create({"train_ds": settings | {"num_workers": 1, "resumable": True}})
+    with suppress(RuntimeError):
+        trainer.fit(Model(), DataModule(data, None, Ids()), ckpt_path=last if last.exists() else None)
+    return seen
+
+
+def test_a_step_that_failed_comes_again_and_no_fetched_batch_is_lost(corpora, tmp_path):
+    """Lightning fetches a batch ahead, at the ends of its epochs too."""
+    before = fit(corpora.large, tmp_path, num_steps=99, fail_at=6)
+    after = fit(corpora.large, tmp_path, num_steps=30)
+    assert len(before) == 6
+    seen = Counter(before + after)
+    assert set(seen.values()) == {1}
+    assert sum(epoch == 0 for epoch, _ in seen) == 23
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +125,7 @@ def train(speech, models, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_every_example_comes_once_per_epoch_after_two_kills(train):
     """The steps after the newest checkpoint are undone by a kill: 4 is the end of an epoch of Lightning, 9 a third."""
     kept = []
@@ -84,6 +138,7 @@ def test_every_example_comes_once_per_epoch_after_two_kills(train):
     assert [sum(epoch == number for epoch, _ in seen) for number in range(3)] == [NUM_CUTS] * 3
 
 
+@pytest.mark.slow
 def test_another_order_of_the_data_is_refused_and_none_is_told(train):
     fresh = {"data.train_ds.resumable": False}
     train(1, 3, changes=fresh)

@@ -19,8 +19,8 @@ NUM_CUTS = 12
 LIMIT_SECONDS = 300
 
 
-def fit(dataset, folder, *, num_steps, fail_at=None):
-    """Train in pseudo-epochs of four batches, from the checkpoint of a step that failed; return epochs and ids."""
+def fit(dataset, folder, limit, *, num_steps, fail_at=None):
+    """Train in pseudo-epochs of ``limit`` batches, from the checkpoint of a step that failed; return epochs and ids."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -51,7 +51,7 @@ def fit(dataset, folder, *, num_steps, fail_at=None):
     entry = {"type": "sharmill", "dataset": str(dataset), "fields": ["target_codes"]}
     settings = {"input_cfg": [entry], "batch_size": 1, "shuffle": True, "shard_seed": 1, "shuffle_buffer_size": 2}
     trainer = Trainer(
-        max_steps=num_steps, limit_train_batches=4, accelerator="cpu", devices=1, use_distributed_sampler=False,
+        max_steps=num_steps, limit_train_batches=limit, accelerator="cpu", devices=1, use_distributed_sampler=False,
         logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         callbacks=[OnExceptionCheckpoint(folder)],
     )  # fmt: skip
@@ -62,10 +62,11 @@ def fit(dataset, folder, *, num_steps, fail_at=None):
     return seen
 
 
-def test_a_step_that_failed_comes_again_and_no_fetched_batch_is_lost(corpora, tmp_path):
-    """Lightning fetches a batch ahead, at the ends of its epochs too."""
-    before = fit(corpora.large, tmp_path, num_steps=99, fail_at=6)
-    after = fit(corpora.large, tmp_path, num_steps=30)
+@pytest.mark.parametrize("limit", [4, None])
+def test_a_step_that_failed_comes_again(corpora, tmp_path, limit):
+    """Without a limit Lightning fetches a batch ahead."""
+    before = fit(corpora.large, tmp_path, limit, num_steps=99, fail_at=6)
+    after = fit(corpora.large, tmp_path, limit, num_steps=30)
     assert len(before) == 6
     seen = Counter(before + after)
     assert set(seen.values()) == {1}

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 class _Batches:
     """The batches of a loader without end, over all of Lightning's epochs.
 
-    Lightning fetches a batch ahead, and drops it at the end of its epoch: such a batch comes again.
+    Lightning may fetch a batch ahead. If it iterates from the beginning then, that batch comes again.
 
     Attributes:
         states: of the loader, before and after the batch that the trainer took last.

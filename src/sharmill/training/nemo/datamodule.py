@@ -50,7 +50,7 @@ class _Batches:
         """Do nothing. Lightning demands this method for checkpoints of NeMo's DataModule, whose loader has it."""
 
 
-class DataModule(speechlm2.DataModule):  # type: ignore[misc]
+class DataModule(speechlm2.DataModule):
     """NeMo's DataModule. With ``resumable: true`` in ``train_ds``, checkpoints have the place in the training data.
 
     A training then continues with the examples that are left of the epoch, also on another number of ranks or workers,

@@ -73,7 +73,7 @@ def test_dry_run_of_a_restart_shows_its_jobs_and_changes_nothing(make_config, ca
         _, out, _ = call("submit", stage, path, "--dry-run")
         assert "no unit is left to be submitted" in out
         _, out, _ = call("submit", stage, path, "--restart", "--dry-run")
-        assert f"small, {stage}: 1 units in the advance job itself" in out
+        assert f"small, {stage}: 1 unit, which the advance job itself does" in out
         assert out.count("#!/bin/bash") == 2
         assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 

@@ -1,6 +1,7 @@
 """Codecs that find no memory, and segments that are too long for a device: cut where that gives the same codes."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -106,6 +107,28 @@ def test_a_segment_too_long_for_the_device_costs_its_unit_alone(make_config):
     larger = SmallDevice(80000)
     assert encode(config, larger, unit_seconds=2.0, batch_seconds=2.0).ok
     assert [max(batch) for batch in larger.batches] == [64000]
+
+
+class FullOnce(ToyCodec):
+    """A codec on a device that is full in the first batch, and in each while what that one has allocated is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: weakref.ref | None = None
+
+    def encode(self, audio: torch.Tensor, num_samples: torch.Tensor) -> Any:
+        allocated = audio * 2
+        if self.kept is None:
+            self.kept = weakref.ref(allocated)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        if self.kept() is not None:
+            raise LACK
+        return super().encode(audio, num_samples)
+
+
+def test_what_a_batch_without_room_has_allocated_is_free_for_the_next(make_config):
+    result = encode(make_config(*[1.0] * 6, 0.5), FullOnce(), unit_seconds=4.0, batch_seconds=2.0)
+    assert result.ok
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import gc
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,8 +91,7 @@ class MemoryGuard:
             FatalError: it is not the first one, and no unit has been done yet.
         """
         if self._left_over:
-            # So that this batch finds the memory that the one that failed has found. Not where it failed: there, its
-            # traceback still holds the tensors.
+            # So that this batch finds the memory that the one that failed has found.
             gc.collect()
             torch = sys.modules.get("torch")
             if torch is not None and torch.cuda.is_initialized():
@@ -102,6 +102,8 @@ class MemoryGuard:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            # The tensors of the batch would live in the frames of its traceback for as long as anybody has the error.
+            traceback.clear_frames(error.__traceback__)
             self._left_over = True
             other = other_reason(error)
             if is_long:

@@ -102,9 +102,9 @@ def test_a_demo_replaces_only_what_it_made(tmp_path, call, change):
         "arguments": {"version": 2, "num_voices": 12, "utterances_per_voice": 20, "seed": 42},
         "totals": {"num_records": 254, "num_bad_records": 14, "audio_seconds": 1191.006},
     }))  # fmt: skip
-    # Without its audio, no stage begins.
+    # Without its manifest, no stage begins.
     for overrides in ([], ["write.shard_size=20"], []):
-        assert "audio root" in call("demo", tmp_path, *overrides)[2]
+        assert "cannot read the manifest" in call("demo", tmp_path, *overrides)[2]
     change(tmp_path)
     before = digests(tmp_path)
     assert (call("demo", tmp_path)[0], digests(tmp_path)) == (2, before)

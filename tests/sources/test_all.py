@@ -158,7 +158,8 @@ SPELLINGS = [
 
 @pytest.mark.parametrize(("what", "there", "wanted"), SPELLINGS)
 @pytest.mark.parametrize("is_tarred", [False, True])
-def test_a_file_of_another_spelling_is_named_in_the_reject(is_tarred, what, there, wanted, tmp_path):
+def test_a_file_of_another_spelling_is_named_in_the_reject(is_tarred, what, there, wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr("sharmill.files.similar.listed", {})  # other tests of this process may have listed many
     put(tmp_path / "audio" / there, voice(1.0), 16000)
     lines = [json.dumps({"audio_filepath": name, "text": "x", "speaker": "a"}) for name in (there, wanted)]
     (tmp_path / "m.json").write_text("\n".join(lines))
@@ -170,7 +171,8 @@ def test_a_file_of_another_spelling_is_named_in_the_reject(is_tarred, what, ther
     assert (reject["reason"], f"in {what}:" in reject["detail"]) == ("missing_audio", True), reject["detail"]
 
 
-def test_an_input_of_another_spelling_is_named_in_the_error(tmp_path):
+def test_an_input_of_another_spelling_is_named_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("sharmill.files.similar.listed", {})
     (tmp_path / "M.json").write_text("{}")
     with raises(ConfigError, "missing_input", "differs from 'm.json' in upper and lower case"):
         source_of({"manifest": str(tmp_path / "m.json"), "audio_root": "a"}).check()

@@ -1,15 +1,20 @@
 """Names that are alike to the eye: they differ in the Unicode form, as on macOS, in capitals or in kinds of blanks."""
 
+import os
 import re
 import unicodedata
 from collections.abc import Iterable
-from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 _DIFFERENCES: Final = ("Unicode form (NFC or NFD)", "upper and lower case", "kind of blanks")
+# A process lists no more folders than these, no names beyond these in one, and no folder once it has so many names in
+# all: each missing file may be in another folder, and on a shared disk a listing of many names takes many requests.
+_MOST_FOLDERS: Final = 64
+_MOST_NAMES: Final = 200_000
 
 
 class Names:
@@ -18,6 +23,9 @@ class Names:
     def __init__(self, names: Iterable[str]) -> None:
         hashes = np.fromiter((hash(form) for name in names for form in _fold(name)), np.int64)
         self._hashes = np.sort(hashes.reshape(-1, len(_DIFFERENCES)), axis=0)
+
+    def __len__(self) -> int:
+        return len(self._hashes)
 
     def describe(self, wanted: str) -> str:
         """Return the end of a sentence about a missing name, if another name is alike; else an empty text.
@@ -37,17 +45,33 @@ def _fold(name: str) -> tuple[str, str, str]:
     return composed, composed.casefold(), re.sub(r"[\s\u200b\ufeff]+", " ", composed.casefold())
 
 
-@lru_cache(maxsize=4)
+listed: Final[dict[Path, Names]] = {}
+"""The folders that this process has listed; a large one has no names."""
+
+
 def _list(folder: Path) -> Names:
-    return Names(path.name for path in folder.iterdir())
+    """Return the names in a folder; none if listing it would take too many requests."""
+    if folder not in listed:
+        if len(listed) >= _MOST_FOLDERS or sum(map(len, listed.values())) > _MOST_NAMES:
+            return Names(())
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES + 1)]
+        listed[folder] = Names(names if len(names) <= _MOST_NAMES else ())
+    return listed[folder]
 
 
 def describe_similar(path: str | Path) -> str:
-    """Return the end of a sentence about a missing file, if it or a folder of its path has another spelling there."""
+    """Return the end of a sentence about a missing file, if it or a folder of its path has another spelling there.
+
+    Also if one of them is a link to what is missing.
+    """
     missing = Path(path)
     try:
         while not missing.parent.exists():
             missing = missing.parent
-        return _list(missing.parent).describe(missing.name)
+        if not os.path.lexists(missing):
+            return _list(missing.parent).describe(missing.name)
+        target = os.path.realpath(missing)
+        return "" if os.path.lexists(target) else f"; {missing} is a link to {target}, which is missing"
     except OSError:  # it may not be listed
         return ""

@@ -1,7 +1,12 @@
 """Reading of audio files: headers, whole files and parts of them, in every format, damaged and odd ones included."""
 
+import os
+import resource
+import subprocess
+import sys
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,3 +195,67 @@ def test_warnings_of_libmpg123_go_to_the_log_with_the_name(tmp_path, capfd, capl
     assert {line.partition(": ")[0] for line in logged} == {"in memory", str(path)}
     assert all("Xing" in line for line in logged)
     assert capfd.readouterr().err == ""
+
+
+# A recording that does something as libmpg123 reads it, in a process whose output goes to a log.
+IN_LIBMPG123 = """
+import ctypes, io, os, signal, sys
+from pathlib import Path
+from sharmill.audio.audio_bytes import AudioBytes
+from sharmill.audio.sndfile import SndfileDecoder
+from sharmill.files.output import redirect_output
+
+class Stream(io.BytesIO):
+    def readinto(self, buffer):
+        {what}
+        return super().readinto(buffer)
+    def read(self, size=-1):
+        {what}
+        return super().read(size)
+
+class Acting(AudioBytes):
+    def stream(self):
+        return Stream(self.read())
+
+redirect_output(Path(sys.argv[1]))
+SndfileDecoder(Acting("a.mp3", Path(sys.argv[2]).read_bytes()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "begin"),
+    [("ctypes.string_at(0)", "Fatal Python error"), ("os.kill(os.getpid(), signal.SIGUSR1)", "Current thread")],
+)
+def test_stacks_go_to_the_log_while_libmpg123_is_at_work(what, begin, tmp_path):
+    path = write(tmp_path / "a.mp3", recording("MP3", "MPEG_LAYER_III"))
+    command = [sys.executable, "-c", IN_LIBMPG123.format(what=what), tmp_path / "rank.log", path]
+    subprocess.run(command, check=False)
+    assert (tmp_path / "rank.log").read_text().startswith(begin)
+
+
+@pytest.mark.parametrize(("close", "redirect"), [("os.close(2)", ""), ("", "2>&-")])
+def test_mp3_is_read_after_the_standard_error_was_closed(close, redirect, tmp_path):
+    path = write(tmp_path / "a.mp3", recording("MP3", "MPEG_LAYER_III"))
+    code = f"import os; from sharmill.audio.files import probe; {close}\nprint(probe({str(path)!r}).num_samples)"
+    command = ["sh", "-c", f'exec "$0" -c "$1" {redirect}', sys.executable, code]
+    assert subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout == b"32000\n"
+
+
+def test_mp3_leaves_no_descriptor_open_where_there_are_too_few(tmp_path):
+    data = recording("MP3", "MPEG_LAYER_III")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before + 20, hard), hard))
+    taken = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        os.close(taken.pop())
+        with pytest.raises(OSError, match="Too many open files"):
+            probe_bytes(data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

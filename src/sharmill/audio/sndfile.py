@@ -4,6 +4,7 @@ Beside it what libsndfile does not tell: a header that states a wrong number of 
 ``ffmpeg.py`` decodes the rest.
 """
 
+import fcntl
 import logging
 import os
 import re
@@ -161,11 +162,11 @@ def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
 
     Threads beside the main one leave it where it goes, since they share the descriptor.
     """
-    if not is_mpeg or sys.__stderr__ is None or threading.current_thread() is not threading.main_thread():
+    if not is_mpeg or not _has_standard_error() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    terminal = os.dup(2)
     with os.fdopen(anonymous_file(0), "rb") as heard:
+        terminal = os.dup(2)
         os.dup2(heard.fileno(), 2)
         try:
             yield
@@ -175,3 +176,11 @@ def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
             heard.seek(0)
             for line in heard:
                 logger.warning("%s: %s", name, line.decode("utf-8", "replace").strip())
+
+
+def _has_standard_error() -> bool:
+    """Return True if descriptor 2 is open for writing; after it was closed, it may be that of the recording."""
+    try:
+        return sys.__stderr__ is not None and fcntl.fcntl(2, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except OSError:
+        return False

@@ -16,13 +16,14 @@ def redirect_output(path: Path) -> None:
     """Send all that this process prints to the end of ``path``, and its stacks if it crashes or gets SIGUSR1."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with open_log(path) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    log = open_log(path)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
     # A process that is killed does not flush: what it printed last is what one looks for.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
+    # It keeps the log open, for the standard error may go elsewhere while a C library is at work.
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log)
 
 
 def open_log(path: Path) -> BinaryIO:

@@ -181,6 +181,9 @@ MEMBERS = [
      ["deep/a.flac", "./deep//a.flac", "abs/b.flac", "/abs/b.flac", "../c.flac"],
      [*[("audio_0.tar/deep/a.flac", b"1")] * 2, *[("audio_0.tar/abs/b.flac", b"2")] * 2,
       ("audio_0.tar/../c.flac", b"3")]),
+    ([("a.flac", b"1"), ("b.flac", "a.flac"), ("c.flac", "./b.flac"), ("d.flac", "e.flac")], ["c.flac", "d.flac"],
+     [("audio_0.tar/c.flac", b"1"),
+      ("missing_audio", "the archive audio_0.tar has no member 'd.flac' that is a file")]),
 ]  # fmt: skip
 
 

@@ -82,6 +82,26 @@ def test_hard_links_of_tar_have_the_bytes_of_their_files(format, deep, tmp_path)
         assert [(one["text"], one["audio"]) for one in found] == [("text a", b"audio"), ("text b", b"audio")]
 
 
+# The name of a link, its target, and what becomes of its sample.
+LINKS = [
+    ("b.flac", "a.flac", b"1"), ("b.flac", "./a.flac", b"1"), ("./b.flac", "/a.flac", b"1"),
+    ("b.flac", "link.flac", b"1"), ("b.flac", "b.flac", "missing_audio"), ("b.flac", "../../a.flac", "missing_audio"),
+    ("b.flac", "lost.flac", "missing_audio"), ("b.txt", "../a.txt", "malformed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ["a.flac", "./a.flac"])
+@pytest.mark.parametrize(("name", "target", "expected"), LINKS)
+def test_a_hard_link_has_its_bytes_or_its_sample_is_rejected(first, name, target, expected, tmp_path):
+    members = [(first, b"1"), ("link.flac", first), ("lost.flac", "none"), (name, target)]
+    members += [("b.flac", b"2")] if name == "b.txt" else []
+    path = write_tar(tmp_path / "a.tar", members)
+    for size in (1, 100):
+        found = contents(source(path), tmp_path, size)
+        results = [one[0] if isinstance(one, tuple) else one["audio"] for one in found]
+        assert results == [b"1", b"1", "missing_audio", expected]
+
+
 WHOLE = tar_bytes([("a.flac", b"a"), ("a.txt", b"t"), ("b.flac", b"b" * 600), ("b.txt", b"t")])
 
 

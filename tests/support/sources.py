@@ -210,12 +210,17 @@ def pack(end: str, data: bytes) -> bytes:
     return {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[end](data)
 
 
-def tar_bytes(members: Iterable[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT, **headers: Any) -> bytes:
-    """Return an archive of (name, content) pairs; ``headers`` are further attributes of each header."""
+def tar_bytes(members: Iterable[tuple[str, bytes | str]], format: int = tarfile.GNU_FORMAT, **headers: Any) -> bytes:
+    """Return an archive of (name, content) pairs; ``headers`` are further attributes of each header.
+
+    A text in place of a content is the target of a hard link.
+    """
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=format) as archive:
         for name, data in members:
             info = tarfile.TarInfo(name)
+            if isinstance(data, str):
+                info.type, info.linkname, data = tarfile.LNKTYPE, data, b""
             info.size = len(data)
             for key, value in headers.items():
                 setattr(info, key, value)
@@ -223,7 +228,7 @@ def tar_bytes(members: Iterable[tuple[str, bytes]], format: int = tarfile.GNU_FO
     return stream.getvalue()
 
 
-def write_tar(path: Path, members: Iterable[tuple[str, bytes]], **options: Any) -> Path:
+def write_tar(path: Path, members: Iterable[tuple[str, bytes | str]], **options: Any) -> Path:
     """Write an archive, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(tar_bytes(members, **options))

@@ -45,19 +45,17 @@ def _fold(name: str) -> tuple[str, str, str]:
     return composed, composed.casefold(), re.sub(r"[\s\u200b\ufeff]+", " ", composed.casefold())
 
 
+# The folders that this process has listed; a large one has no names.
 listed: Final[dict[Path, Names]] = {}
-"""The folders that this process has listed; a large one has no names."""
 
 
 def _list(folder: Path) -> Names:
     """Return the names in a folder; none if listing it would take too many requests."""
-    if folder not in listed:
-        if len(listed) >= _MOST_FOLDERS or sum(map(len, listed.values())) > _MOST_NAMES:
-            return Names(())
+    if folder not in listed and len(listed) < _MOST_FOLDERS and sum(map(len, listed.values())) <= _MOST_NAMES:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in islice(entries, _MOST_NAMES + 1)]
         listed[folder] = Names(names if len(names) <= _MOST_NAMES else ())
-    return listed[folder]
+    return listed.get(folder, Names(()))
 
 
 def describe_similar(path: str | Path) -> str:

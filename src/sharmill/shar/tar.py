@@ -94,6 +94,15 @@ def tar_header(name: str, size: int) -> bytes:
     return head + _TEMPLATE[len(head) : 148] + checksum + _TEMPLATE[154:]
 
 
+def clean_name(name: str) -> str:
+    """Return the name of a member without ``.`` and further slashes, of which archives have more or less.
+
+    >>> clean_name("./one.wav"), clean_name("/data//one.wav")
+    ('one.wav', 'data/one.wav')
+    """
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
 class TarMember(NamedTuple):
     """A regular file in an archive.
 
@@ -101,7 +110,7 @@ class TarMember(NamedTuple):
         name: as the archive has it; what is not UTF-8 in it is escaped by surrogates.
         header: position of its first header.
         start: position of its first byte.
-        size: number of bytes.
+        size: number of bytes; -1 for a hard link to what is not before it in the archive.
     """
 
     name: str
@@ -149,7 +158,12 @@ Content = mmap.mmap | bytes | Window
 
 
 def walk(
-    data: Content, begin: int = 0, end: int | None = None, *, strict: bool, has_links: bool = True
+    data: Content,
+    begin: int = 0,
+    end: int | None = None,
+    *,
+    strict: bool,
+    earlier: dict[str, tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, int, int, int]]:
     """Yield the regular members of an archive, as tuples of what a ``TarMember`` has, for they are many.
 
@@ -160,16 +174,16 @@ def walk(
         begin: position of the first header of a member.
         end: position where the last member ends; None for all up to the end marker.
         strict: as shards are read: other kinds of members, bytes in the padding, and a wrong end marker are damage.
-        has_links: False passes over hard links.
+        earlier: places of the members before the one that is yielded next, by their clean names, which the caller
+            adds. By default the archive is walked again from its begin for them if there is a hard link.
 
     Raises:
         TarDamage: a header is damaged, the archive is cut off, or no member ends at ``end``. The bytes of a member
             have no checksum in a tar archive and are not looked at.
     """
     first, num_bytes = begin, len(data)
-    # The places of the members up to a header, by name; made if there is a link.
-    places: dict[str, tuple[int, int]] = {}
-    known = 0
+    places = {} if earlier is None else earlier
+    known = 0  # the header up to which this walk knows the places of members
     try:
         while end is None or first < end:
             header = data[first : first + BLOCK]
@@ -196,14 +210,14 @@ def walk(
             following = padded(behind)
             if strict and not EMPTY.startswith(data[behind:following]):
                 raise TarDamage(f"is damaged at byte {behind}: the padding of a member is not empty")
-            if is_regular and (strict or not text.endswith("/")):
+            if link:
+                if earlier is None:
+                    for member, _, *place in walk(data, known, first, strict=False, earlier=places):
+                        places[clean_name(member)] = place[0], place[1]
+                    known = first
+                start, size = places.get(clean_name(link.decode("utf-8", "surrogateescape")), (behind, -1))
+            if (is_regular or link) and (strict or not text.endswith("/")):
                 yield text, first, start, size
-            if link and has_links:
-                earlier = walk(data, known, first, strict=False, has_links=False)
-                places |= {name: (start, size) for name, _, start, size in earlier}
-                known = first
-                if place := places.get(link.decode("utf-8", "surrogateescape")):
-                    yield text, first, *place
             first = following
         if first != end:
             raise TarDamage("has no member that ends where its index says; write it anew with sharmill sidecars")

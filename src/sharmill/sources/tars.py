@@ -26,7 +26,7 @@ from sharmill.files.location import Location, is_remote, tell_version
 from sharmill.files.similar import Names
 from sharmill.manifest import Member
 from sharmill.prefetch import prefetch
-from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, has_right_checksum, walk
+from sharmill.shar.tar import BLOCK, EMPTY, TarDamage, TarMember, Window, clean_name, has_right_checksum, walk
 from sharmill.sources import (
     ColumnSource,
     ContainerSource,
@@ -57,17 +57,9 @@ _ARCHIVES_AT_ONCE: Final = 16
 _SAMPLES_PER_RUN: Final = 1000
 # A text is read as a whole; a larger one is none of an utterance.
 _MAX_TEXT_BYTES: Final = 16 << 20
+_LOST_LINK: Final = "is a hard link to no file that the archive has before it; pack both into one"
 # WeNet's keys of a line, and those of a record.
 _WENET_KEYS: Final = {"wav": "audio_filepath", "txt": "text"}
-
-
-def clean_name(name: str) -> str:
-    """Return the name of a member without ``.`` and further slashes, of which archives have more or less.
-
-    >>> clean_name("./one.wav"), clean_name("/data//one.wav")
-    ('one.wav', 'data/one.wav')
-    """
-    return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def walk_members(path: Location, begin: int = 0) -> Iterator[TarMember]:
@@ -130,7 +122,8 @@ def read_table(path: Location) -> MemberTable:
     try:
         for member in walk_members(path):
             name = clean_name(member.name)
-            members[name] = None if name in members else member
+            if member.size >= 0:
+                members[name] = None if name in members else member
     except TarDamage as damage:
         return members, _describe(path, damage), names
     return members, None, names
@@ -433,6 +426,7 @@ class _SampleSource(RunSource, EncodedSource):
             (again, "ambiguous_audio", f"the sample has two members .{again[:40]}"),
             (not audio, "missing_audio", f"the sample has no audio; its members end in {shown}"),
             (len(audio) > 1, "ambiguous_audio", f"the sample has several audio files, {shown}"),
+            (any(member.size < 0 for _, member in audio), "missing_audio", f"the audio {_LOST_LINK}"),
         )
         return audio[0][1]
 
@@ -614,10 +608,13 @@ def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) 
     """Return the bytes of a member of an archive, by default those of a text.
 
     Raises:
-        RejectRecord: ``malformed`` where they are more than ``most``.
+        RejectRecord: ``malformed`` where they are more than ``most``, or the member is a link to nothing.
     """
     detail = f"{member.name[-100:]!r} has more than {most >> 20} MiB, which no text or audio has"
-    refuse_record((member.size > most, "malformed", detail))
+    refuse_record(
+        (member.size > most, "malformed", detail),
+        (member.size < 0, "malformed", f"{member.name[-100:]!r} {_LOST_LINK}"),
+    )
     return os.pread(stream.fileno(), member.size, member.start)
 
 

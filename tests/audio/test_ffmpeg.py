@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile as sf
-from support.audio import FORMS, encode, read, reason_of, some_samples, speech_like, write
+from support.audio import FORMS, encode, read, reason_of, some_samples, speech_like, wav, write
 from support.project import raises
 
 from sharmill.audio.audio_bytes import AudioBytes
@@ -120,6 +120,18 @@ def test_what_is_cut_off_is_rejected(name, share):
     data = encode(FORM[name])
     reason = reason_of(decode_bytes, data[: int(len(data) * share)])
     assert reason in ("unreadable_audio", "duration_mismatch")
+
+
+@pytest.mark.parametrize(
+    "header", [{"channels": 0, "block": 2}, {"bits": 0, "block": 2}, {"rate": 0}, {"kind": 0x9999}]
+)
+def test_a_wav_that_ffmpeg_does_not_help_is_rejected_as_libsndfile_does(header):
+    data = wav(**header)
+    with pytest.raises(sf.LibsndfileError) as said:
+        sf.info(io.BytesIO(data))
+    with pytest.raises(RejectRecord, match=re.escape(f"a.wav: {said.value.error_string}")) as caught:
+        decode_bytes(data, name="a.wav")
+    assert caught.value.reason == "unreadable_audio"
 
 
 @pytest.mark.parametrize("name", ["m4a", "adts", "webm", "3gp"])

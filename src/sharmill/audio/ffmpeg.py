@@ -52,7 +52,10 @@ _SIGNATURES: Final[tuple[tuple[str, int, tuple[bytes, ...]], ...]] = (
     ("amr", 0, (b"#!AMR\n", b"#!AMR-WB\n")),
     ("caf", 0, (b"caff",)),
     ("nistsphere", 0, (b"NIST_1A\n",)),
-    ("wav", 8, (b"WAVEfmt ",)),
+)
+# A WAV with a format tag that FFmpeg has for one of ``_WAV_DECODERS``.
+_TELEPHONY_WAV: Final = re.compile(
+    rb".{8}WAVEfmt .{4}(?:\x8f\x02|[\x14\x40\x42\x44\x45\x64\x65]\x00|\x11\x01|\x00\xa1)", re.DOTALL
 )
 _ADTS_FRAMES: Final = 3
 # Of a SPHERE file: the bytes that have its header, and the channels that it may have.
@@ -124,6 +127,8 @@ def _recognise(source: AudioBytes) -> str | None:
     for demuxer, position, signatures in _SIGNATURES:
         if any(head.startswith(signature, position) for signature in signatures):
             return demuxer
+    if _TELEPHONY_WAV.match(head):
+        return "wav"
     return "aac" if _is_adts(source) else None
 
 

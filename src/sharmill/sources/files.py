@@ -340,6 +340,39 @@ def _compression(head: bytes) -> str | None:
     return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
+class _Packed(io.BufferedReader):
+    """A packed file that knows if it was read to its end."""
+
+    has_ended = False
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        self.has_ended = not data
+        return data
+
+
+class _Streams(io.BufferedIOBase):
+    """Base in front of BZ2File or LZMAFile, which take bytes that follow a stream and begin no other for its end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._packed = _Packed(stream)
+        super().__init__(self._packed)  # type: ignore[call-arg]
+
+    def readinto(self, buffer: Any, /) -> int:
+        size = super().readinto(buffer)
+        if not size and not self._packed.has_ended:
+            raise EOFError("other bytes follow the end of the compressed ones")
+        return size
+
+
+class _Bzip2(_Streams, bz2.BZ2File):
+    pass
+
+
+class _Xz(_Streams, lzma.LZMAFile):
+    pass
+
+
 class _Unpacked(io.BufferedReader):
     """A compressed file as it is read, with a buffer, since reading lines of a GzipFile is slow."""
 
@@ -369,7 +402,7 @@ def open_lines(path: Location, kind: str = "file") -> BinaryIO:
         unpacked.seek(0)
         return unpacked
     openers: dict[str | None, Callable[[Any], Any]] = {
-        "gzip": lambda packed: gzip.GzipFile(fileobj=packed), "bzip2": bz2.BZ2File, "xz": lzma.LZMAFile,
+        "gzip": lambda packed: gzip.GzipFile(fileobj=packed), "bzip2": _Bzip2, "xz": _Xz,
     }  # fmt: skip
     return cast("BinaryIO", _Unpacked(openers[name](stream), stream)) if name in openers else stream
 

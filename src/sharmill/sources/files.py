@@ -5,6 +5,7 @@ In a path, ranges name numbered shards, ``*`` and ``?`` find files, and ``~`` is
 
 import bz2
 import codecs
+import errno
 import glob
 import gzip
 import io
@@ -14,7 +15,6 @@ import lzma
 import math
 import os
 import re
-import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,10 +27,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from sharmill.errors import ConfigError, RejectRecord, refuse
+from sharmill.errors import ConfigError, FatalError, RejectRecord, refuse
 from sharmill.files.cache import Cache
 from sharmill.files.checksums import checksum, checksum_bytes
 from sharmill.files.clients import FETCHES_AT_ONCE
+from sharmill.files.disk import WRITE_ERRNOS
 from sharmill.files.location import (
     Location,
     RemoteLocation,
@@ -62,8 +63,10 @@ _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
 # A file with a longer line is none of lines, and would be read into memory as a whole.
 _MAX_LINE_BYTES: Final = 64 << 20
-# So many lines of a compressed file tell if it can have records.
-_FIRST_LINES: Final = 20
+# The begin of a file, which tells if it can have records.
+_HEAD_BYTES: Final = 1 << 16
+# What only writing can meet, with a limit on the size of files.
+_FULL_ERRNOS: Final = WRITE_ERRNOS | {errno.EFBIG}
 _BOMS: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
@@ -226,7 +229,7 @@ def read_ends(path: Location, kind: str, compressed: Collection[str] = ()) -> tu
         ConfigError: it is missing, no regular file, empty, or compressed by another program than ``compressed`` names.
     """
     with open_input(path, kind) as stream:
-        head = stream.read(1 << 16)
+        head = stream.read(_HEAD_BYTES)
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - (1 << 20)))
         tail = stream.read()
     refuse_file(path, kind, (not head.strip(), "is empty"))
@@ -329,11 +332,14 @@ def check_text(path: Location, kind: str) -> bytes:
 
 
 def _read_text_ends(path: Location, kind: str) -> tuple[bytes, bytes, bool]:
-    """Return the ends of a file as ``read_ends``, or the first lines of a compressed one; and True for that."""
+    """Return the ends of a file as ``read_ends``, or the unpacked begin of a compressed one; and True for that."""
     head, tail = read_ends(path, kind, _TEXTS)
     if _compression(head) is None:
         return head, tail, False
-    return b"\n".join(line for _, line in itertools.islice(iterate_lines(path, kind), _FIRST_LINES)), b"", True
+    with _open_unpacked(path, kind) as stream, refusing_damage(path, kind):
+        head = stream.read(_HEAD_BYTES)
+    refuse_file(path, kind, (not head.strip(), "is empty"))
+    return head, b"", True
 
 
 def _compression(head: bytes) -> str | None:
@@ -361,7 +367,7 @@ class _Streams(io.BufferedIOBase):
     def readinto(self, buffer: Any, /) -> int:
         size = super().readinto(buffer)
         if not size and not self._packed.has_ended:
-            raise EOFError("other bytes follow the end of the compressed ones")
+            raise OSError("other bytes follow the end of the compressed ones")
         return size
 
 
@@ -385,26 +391,53 @@ class _Unpacked(io.BufferedReader):
         self._stream.close()
 
 
+def _open_unpacked(path: Location, kind: str) -> BinaryIO:
+    """Open a file of texts, plain or compressed, to be read once: pyarrow's stream of zstd has no positions."""
+    stream = open_input(path, kind)
+    name = _compression(cast("io.BufferedReader", stream).peek(8))
+    openers: dict[str | None, Callable[[Any], Any]] = {
+        "gzip": lambda packed: gzip.GzipFile(fileobj=packed), "bzip2": _Bzip2, "xz": _Xz, "zstd": _open_zstd,
+    }  # fmt: skip
+    return cast("BinaryIO", _Unpacked(openers[name](stream), stream)) if name in openers else stream
+
+
+def _open_zstd(stream: BinaryIO) -> Any:
+    require_package("pyarrow")
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream), "zstd")
+
+
 def open_lines(path: Location, kind: str = "file") -> BinaryIO:
     """Open a file of texts, plain or compressed; positions are those of the unpacked bytes.
 
-    pyarrow unpacks zstd, and cannot go to a position in it: such a file is unpacked into a temporary one (TMPDIR).
-    """
-    stream = open_input(path, kind)
-    name = _compression(cast("io.BufferedReader", stream).peek(8))
-    if name == "zstd":
-        require_package("pyarrow")
-        import pyarrow
+    A file in zstd is unpacked into a temporary one.
 
-        unpacked = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - the caller closes it
-        with refusing_damage(path, kind):
-            shutil.copyfileobj(pyarrow.CompressedInputStream(pyarrow.PythonFile(stream), "zstd"), unpacked)
-        unpacked.seek(0)
-        return unpacked
-    openers: dict[str | None, Callable[[Any], Any]] = {
-        "gzip": lambda packed: gzip.GzipFile(fileobj=packed), "bzip2": _Bzip2, "xz": _Xz,
-    }  # fmt: skip
-    return cast("BinaryIO", _Unpacked(openers[name](stream), stream)) if name in openers else stream
+    Raises:
+        FatalError: there is no room for that.
+    """
+    stream = _open_unpacked(path, kind)
+    if stream.seekable():
+        return stream
+    with stream, refusing_damage(path, kind):
+        return _store(iter(lambda: stream.read(1 << 20), b""), path)
+
+
+def _store(parts: Iterable[bytes], path: Location) -> BinaryIO:
+    """Return a temporary file, without a name and below TMPDIR, of what a file unpacks to."""
+    try:
+        stored = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - the caller closes it
+        stored.writelines(parts)
+        stored.seek(0)
+    except OSError as error:
+        if error.errno not in _FULL_ERRNOS:
+            raise
+        raise FatalError(
+            f"no room to unpack {path} in {tempfile.gettempdir()}: {error.strerror}; free some there, or set TMPDIR to "
+            "a folder with more, and run the same command again",
+            code="disk",
+        ) from error
+    return stored
 
 
 @contextmanager
@@ -424,7 +457,7 @@ def iterate_lines(path: Location, kind: str) -> Iterator[tuple[int, bytes]]:
     Raises:
         ConfigError: the file cannot be read, or as ``iterate_stream``.
     """
-    with open_lines(path, kind) as stream:
+    with _open_unpacked(path, kind) as stream:
         yield from iterate_stream(stream, path, kind)
 
 
@@ -546,12 +579,8 @@ class KeyedLines:
         return next(iterate_stream(self._streams[number], self._files[number], self._kind))[1]
 
     def _open(self, file: Location) -> BinaryIO:
-        stream = open_lines(file, self._kind)
+        stream = _open_unpacked(file, self._kind)
         if not isinstance(stream, _Unpacked):
             return stream
         with stream:
-            lines = iterate_stream(stream, file, self._kind)
-            stream = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - it goes with the index
-            stream.writelines(line + b"\n" for _, line in lines)
-        stream.seek(0)
-        return stream
+            return _store((line + b"\n" for _, line in iterate_stream(stream, file, self._kind)), file)

@@ -1,13 +1,18 @@
-"""Files of sources: patterns that stand for several, lines of plain files and of gzip, and lines found by keys."""
+"""Files of sources: patterns that stand for several, lines of plain and compressed files, and lines found by keys."""
 
 import gzip
+import resource
+import tracemalloc
 
 import pytest
 from hypothesis import given, strategies as st
 from support.project import raises
+from support.sources import PACKED, pack
 
-from sharmill.errors import ConfigError
+from sharmill.errors import ConfigError, FatalError
 from sharmill.sources.files import KeyedLines, expand_shards, find_files, identify_files, iterate_lines
+from sharmill.sources.nemo import NemoSource
+from sharmill.sources.tars import WebDatasetSource
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,7 @@ from sharmill.sources.files import KeyedLines, expand_shards, find_files, identi
         ("m_{dev-clean,test}_<1,2>.json", [f"m_{a}_{b}.json" for a in ("dev-clean", "test") for b in (1, 2)]),
         ("m__OP_1,3_CL__[4,5].json", ["m_1_4.json", "m_1_5.json", "m_3_4.json", "m_3_5.json"]),
         ("m_(1,3) and {a, b}.json", ["m_1 and {a, b}.json", "m_3 and {a, b}.json"]),
+        ("_OP_a,b_CL_x_OP_c,d_CL_", ["axc", "axd", "bxc", "bxd"]),
     ],
 )
 def test_names_of_shards(pattern, names):
@@ -43,8 +49,9 @@ def test_names_of_shards(pattern, names):
         ("{0..9999}/<0..9999>.json", "{0..9999}/<0..9999>.json name 100,000,000 files"),
         (f"m_{{{'0' * 5000}..1}}.json", "more than 18 digits"),
         (f"m_{{0..{'9' * 5000}}}.json", "more than 18 digits"),
+        ("m_{1..3,5}.json", "m_{1..3,5}.json has a range in it"),
     ],
-    ids=["backwards", "large", "many", "zeros", "nines"],
+    ids=["backwards", "large", "many", "zeros", "nines", "in a list"],
 )
 def test_ranges_that_make_no_sense(pattern, says):
     with raises(ConfigError, "bad_config_value", says):
@@ -64,6 +71,76 @@ def test_stars_find_files_sorted_unless_a_file_is_called_so(tmp_path):
     assert found("**/f.json") == ["d/e/f.json"]
     assert found("a*.txt") == ["a*.txt"]
     assert found("of (1,2).txt") == ["of (1,2).txt"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "Corpus(v1,final)/m_0.json", "Corpus(v1,final)/m_*.json", "Corpus(v1,final)/m_{0..0}.json",
+        "C*(v1,final)/m_<0,0>.json", "{Corpus,x}(v1,final)/m_0.json",
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_called_like_a_list_is_that_folder(pattern, tmp_path):
+    for name in ("Corpus(v1,final)", "Corpusv1", "x(v1,final)"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "m_0.json").touch()
+    assert find_files([str(tmp_path / pattern)])[0] == tmp_path / "Corpus(v1,final)/m_0.json"
+
+
+def test_a_folder_that_is_called_like_a_list_names_what_is_in_it(tmp_path):
+    folder = tmp_path / "Corpus(v1,final)"
+    folder.mkdir()
+    assert NemoSource(manifest=f"{folder}/m.json", audio_root=".").stem == "m"
+    assert WebDatasetSource(tars=f"{folder}/s_{{0..1}}.tar").audio_root == str(folder)
+
+
+@pytest.mark.parametrize("end", PACKED)
+def test_bytes_behind_a_compressed_stream_that_begin_none_are_damage(end, tmp_path):
+    path = tmp_path / "m.json"
+    first, second = (pack(end, b'{"a": 1}\n' * 3000) for _ in range(2))
+    path.write_bytes(first + second)
+    assert sum(1 for _ in iterate_lines(path, "manifest")) == 6000
+    for wrong in (b"\xff\xff" + second[2:], b"more"):
+        path.write_bytes(first + wrong)
+        with raises(ConfigError, "bad_manifest", "m.json is damaged"):
+            list(iterate_lines(path, "manifest"))
+
+
+@pytest.fixture
+def small_disk():
+    """Lets files have no more than 64 KiB: what is longer cannot be written, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+UNPACKED = b'{"audio_filepath": "a"}\n' * 100_000
+UNPACKING = {
+    "pieces": lambda path: list(NemoSource(manifest=str(path), audio_root=".").pieces(10)),
+    "lines by keys": lambda path: KeyedLines([path], "lines", first_word).find(b"a"),
+}
+
+
+@pytest.mark.parametrize(("how", "end"), [("pieces", ".zst"), ("lines by keys", ".zst"), ("lines by keys", ".xz")])
+def test_what_unpacks_names_tmpdir_where_there_is_no_room(how, end, tmp_path, small_disk):
+    (tmp_path / "m").write_bytes(pack(end, UNPACKED))
+    with raises(FatalError, "disk", "set TMPDIR"):
+        UNPACKING[how](tmp_path / "m")
+
+
+def test_a_check_of_zstd_needs_no_room(tmp_path, small_disk):
+    (tmp_path / "m").write_bytes(pack(".zst", UNPACKED))
+    NemoSource(manifest=str(tmp_path / "m"), audio_root=".").check()
+
+
+def test_a_check_does_not_keep_long_lines_of_a_compressed_file(tmp_path):
+    (tmp_path / "m").write_bytes(gzip.compress((b'{"a": "%s"}\n' % (b"x" * (8 << 20))) * 20, 1))
+    tracemalloc.start()
+    NemoSource(manifest=str(tmp_path / "m"), audio_root=".").check()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
 
 
 def test_a_line_of_more_than_64_mib(tmp_path):

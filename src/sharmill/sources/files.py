@@ -52,8 +52,10 @@ T = TypeVar("T")
 Digest = Literal["whole", "ends", "size"]
 # NeMo's brackets, which hold a range of numbers or a list.
 _BRACKETS: Final = (r"\{", r"\}"), (r"\(", r"\)"), (r"\[", r"\]"), ("<", ">"), ("_OP_", "_CL_")
+# Without the brackets of letters, so that two lists in them are not one.
+_ITEM: Final = r"(?:(?!_OP_|_CL_)[\w.-])+"
 _RANGE: Final = re.compile(
-    "|".join(rf"{opening}(\d+\.\.\d+|(?:[\w.-]+,)+[\w.-]+?){closing}" for opening, closing in _BRACKETS)
+    "|".join(rf"{opening}(\d+\.\.\d+|{_ITEM}(?:,{_ITEM})+){closing}" for opening, closing in _BRACKETS)
 )
 # Texts, as which they stay, and the constants of Python's json that JSON does not have.
 _CONSTANT: Final = re.compile(rb'("(?:[^"\\]|\\.)*+"?)|(?<!-)NaN|-?Infinity', re.DOTALL)
@@ -65,8 +67,6 @@ _MAX_DIGITS: Final = 18
 _MAX_LINE_BYTES: Final = 64 << 20
 # The begin of a file, which tells if it can have records.
 _HEAD_BYTES: Final = 1 << 16
-# What only writing can meet, with a limit on the size of files.
-_FULL_ERRNOS: Final = WRITE_ERRNOS | {errno.EFBIG}
 _BOMS: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
@@ -127,10 +127,8 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Loca
             files += [RemoteLocation(name, cache or Cache.at(None)) for name in expand_shards(pattern)]
             continue
         path = str(expand_home(pattern))
-        # A file may be called like a pattern.
-        for name in [path] if os.path.lexists(path) else expand_shards(path):
-            is_pattern = ("*" in name or "?" in name) and not os.path.lexists(name)
-            found = sorted(glob.glob(name.replace("[", "[[]"), recursive=True)) if is_pattern else [name]  # noqa: PTH207
+        for name in expand_shards(path):
+            found = sorted(_on_disk(name)) if "*" in name or "?" in name else [name]
             problem = f"{name} finds no files from {Path.cwd()}; correct the path, or put files there"
             refuse((not found, problem), code="missing_input")
             files += map(Path, found)
@@ -140,25 +138,45 @@ def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Loca
 
 def names_several(pattern: str) -> bool:
     """Return True if a path is a pattern that may stand for several files."""
-    return bool(_RANGE.search(pattern)) or "*" in pattern or "?" in pattern
+    return any(_find_ranges(str(expand_home(pattern)))) or "*" in pattern or "?" in pattern
+
+
+def _on_disk(name: str) -> Iterable[str]:
+    """Return what is called so, else what ``*`` and ``?`` in the name find."""
+    is_there = os.path.lexists(name)
+    return [name] if is_there else glob.iglob(name.replace("[", "[[]"), recursive=True)  # noqa: PTH207
+
+
+def _find_ranges(pattern: str) -> Iterator[re.Match[str]]:
+    """Yield the ranges and lists in a pattern, without those in names of files and folders that there are."""
+    begin, position = "", 0  # begin: that of the first name
+    for match in _RANGE.finditer(pattern):
+        part = pattern[position : match.end()] + pattern[match.end() :].partition("/")[0]
+        if not any(_on_disk(begin + part)):
+            begin += pattern[position : match.start()] + re.split(r",|\.\.", match[match.lastindex or 0])[0]
+            position = match.end()
+            yield match
 
 
 def expand_shards(pattern: str) -> list[str]:
     """Return the names of ranges ``{1..3}`` and lists ``{1,3}`` in a pattern, in the brackets that NeMo has.
 
+    Brackets in the name of a file or folder that is there are letters of that name.
+
     >>> expand_shards("m__OP_8..10_CL_.json"), expand_shards("{dev,test}.json")
     (['m_8.json', 'm_9.json', 'm_10.json'], ['dev.json', 'test.json'])
 
     Raises:
-        ConfigError: a range runs backwards, or together they name too many files.
+        ConfigError: a range runs backwards or is in a list, or together they name too many files.
     """
     names: list[tuple[Iterable[str], int]] = []
     texts, position = [], 0
-    for match in _RANGE.finditer(pattern):
+    for match in _find_ranges(pattern):
         texts.append(pattern[position : match.start()])
         position = match.end()
-        (body,) = filter(None, match.groups())
+        body = match[match.lastindex or 0]
         if "," in body:
+            refuse((".." in body, f"the list {match[0]} in {pattern} has a range in it; name each number"))
             names.append((body.split(","), body.count(",") + 1))
             continue
         first, last = body.split("..")
@@ -372,11 +390,11 @@ class _Streams(io.BufferedIOBase):
 
 
 class _Bzip2(_Streams, bz2.BZ2File):
-    pass
+    """A file of bzip2."""
 
 
 class _Xz(_Streams, lzma.LZMAFile):
-    pass
+    """A file of xz."""
 
 
 class _Unpacked(io.BufferedReader):
@@ -430,7 +448,7 @@ def _store(parts: Iterable[bytes], path: Location) -> BinaryIO:
         stored.writelines(parts)
         stored.seek(0)
     except OSError as error:
-        if error.errno not in _FULL_ERRNOS:
+        if error.errno not in {*WRITE_ERRNOS, errno.EFBIG}:  # what only writing can meet
             raise
         raise FatalError(
             f"no room to unpack {path} in {tempfile.gettempdir()}: {error.strerror}; free some there, or set TMPDIR to "

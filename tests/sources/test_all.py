@@ -313,6 +313,7 @@ CONTENTS = {
     "missing": None, "folder": Path.mkdir, "FIFO": os.mkfifo, "empty": b"", "zip": b"PK\x03\x04" + bytes(600),
     "UTF-16": b"\xff\xfea\0\n\0" * 200, "one array": b'[{"a": 1}]',
     "cut off in gzip": gzip.compress(b'{"id": "a"}\n' * 9)[:-9],
+    "empty in gzip": gzip.compress(b""), "blank in gzip": gzip.compress(b"\n \n"),
 }  # fmt: skip
 
 

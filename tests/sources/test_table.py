@@ -1,13 +1,16 @@
 """Tables as they come: forms of corpora, quotes, encodings, line ends, and rows that cannot be read."""
 
 import csv
+import gzip
 import io
 import json
+import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 from support.project import raises, write_config as write_small_config
-from support.sources import read
+from support.sources import PACKED, pack, read
 
 from sharmill.errors import ConfigError
 from sharmill.sources import Unreadable
@@ -97,6 +100,15 @@ TABLES = {
         "a|one|\nb|two|\n", {"delimiter": "|", "header": ["audio_filepath", "text"]},
         [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"}],
     ),
+    "delimiters at the ends of the first row and some others": (
+        'audio_filepath,text,\na,one,\nb,two\nc,"three\nlines"\n', {},
+        [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"},
+         {"audio_filepath": "c", "text": "three\nlines"}],
+    ),
+    "delimiters at the ends of some rows": (
+        "audio_filepath,text\na,one\nb,two,\n", {},
+        [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"}],
+    ),
     "a first line of Excel": (
         "\ufeffsep=;\r\naudio_filepath;text\r\na;one\r\nb;two\r\n", {"delimiter": ";"},
         [{"audio_filepath": "a", "text": "one"}, {"audio_filepath": "b", "text": "two"}],
@@ -122,6 +134,22 @@ def test_a_cell_behind_the_last_column_is_malformed(table):
     rows = read(table("audio_filepath,text,\na,one,\nb,Yes, I will\n"))
     assert (rows[0], rows[1].reason) == ({"audio_filepath": "a", "text": "one"}, "malformed")
     assert "'I will' behind its last column" in rows[1].detail
+
+
+def bytes_read():
+    """Returns what this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("end", PACKED)
+def test_compressed_tables_are_read_once(end, table):
+    rows = "".join(f"{random.Random(n).random()}\n" for n in range(20_000))
+    source = table(pack(end, f"audio_filepath\n{rows}".encode()))
+    pieces = list(source.pieces(1000))
+    before = bytes_read()
+    assert sum(1 for piece in pieces for _ in source.read(piece.params)) == 20_000
+    # zstd is read once to be unpacked, and once as it is unpacked.
+    assert bytes_read() - before < 4 * len(rows)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +209,13 @@ def test_rows_of_tables_are_all_accounted_for(audio_root, call, tmp_path):
     assert "1 cells look as CSV quotes them" in said + told
     lost = path.read_text() + "\nlost.wav\tNo.\tanna\n"
     for table, expected, words in ((path.read_text(), 0, "5 records of the manifests"), (lost, 3, "lost_record")):
+        packed = tmp_path / "t.tsv.gz"
+        packed.write_bytes(gzip.compress(table.encode()))
         path.write_text(table)
-        checked = ("--against", path, "--rejects", tmp_path / "run/rejects.jsonl")
-        status, said, told = call("validate", tmp_path / "dataset", *checked)
-        assert (status, words in said + told) == (expected, True), said + told
+        for against in (path, packed):
+            checked = ("--against", against, "--rejects", tmp_path / "run/rejects.jsonl")
+            status, said, told = call("validate", tmp_path / "dataset", *checked)
+            assert (status, words in said + told) == (expected, True), said + told
 
 
 CELLS = st.text(st.sampled_from('ab ,"\n\r|é;'), max_size=5)

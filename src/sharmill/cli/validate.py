@@ -22,6 +22,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.executors.local import run_alone
 from sharmill.files.atomic import require_writable
 from sharmill.shar.index import open_directory
+from sharmill.sources.files import unpacked_name
 from sharmill.sources.nemo import NemoSource
 from sharmill.sources.table import TableSource, delimiter_of
 from sharmill.validate.accounts import ExpectedRecords
@@ -88,7 +89,7 @@ def validate(
     # Only the records are read, and --audio-root says what absolute paths are below.
     sources = tuple(
         TableSource(table=name, delimiter=delimiter_of(name), audio_root=".")
-        if name.lower().endswith((".csv", ".tsv"))
+        if unpacked_name(name).lower().endswith((".csv", ".tsv"))
         else NemoSource(manifest=name, audio_root=".")
         for name in against
     )

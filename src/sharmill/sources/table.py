@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Final, Literal
 import msgspec
 
 from sharmill.config import require
-from sharmill.errors import RejectRecord, refuse, refuse_record
+from sharmill.errors import RejectRecord, refuse
 from sharmill.files.location import Location
 from sharmill.registry import nearest
 from sharmill.sources import ColumnSource, Described, EncodedSource, LineSource, RawRecord, Unreadable
-from sharmill.sources.files import bad_file, check_text, open_lines, refusing_damage
+from sharmill.sources.files import bad_file, check_text, open_lines, refusing_damage, unpacked_name
 from sharmill.sources.speakers import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
@@ -29,8 +29,6 @@ _QUOTED: Final = (
 )
 # Excel's first line, which says what is between the cells.
 _SEPARATOR: Final = re.compile(rb"(?:\xef\xbb\xbf)?sep=(.)\r?\n")
-# So many rows tell if all end in a delimiter.
-_FIRST_ROWS: Final = 20
 # That of Python's module is 128 KiB.
 csv.field_size_limit(_MAX_LINE_BYTES)
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{1,2})?")
@@ -38,7 +36,7 @@ _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{
 
 def delimiter_of(name: str) -> str:
     """Return the delimiter that the name of a table promises: a tab for ``.tsv``, else a comma."""
-    return "\t" if name.lower().endswith(".tsv") else ","
+    return "\t" if unpacked_name(name).lower().endswith(".tsv") else ","
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
             is_other = mark is not None and mark[1] != self.delimiter.encode()
             refuse((is_other, f"the first line of {file} says sep={mark and mark[1].decode()}; set delimiter to that"))
             names = self._names(file)
-            problem = _name_problem(names[:-1] if names[-1:] == [""] else names)
+            problem = _name_problem(names)
             refuse((problem, f"the first row of {file} {problem}"))
             other = Counter(mark for mark in "".join(names) if mark in ",;\t|").most_common(1)
             hint = f"; if {other[0][0]!r} is between the cells, say so with delimiter" if other else ""
@@ -111,17 +109,17 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         file = self.files[number]
         names = self._names(file)
         is_header = self.header is None and begin == 0
-        for end, row in itertools.islice(self._rows(file, begin, len(names)), int(is_header), None):
+        for end, row in itertools.islice(self._rows(file, begin, names), int(is_header), None):
             yield end, row if isinstance(row, Unreadable) else (names, row)
 
     def record(self, entry: tuple[list[str], list[str]]) -> RawRecord:
         """Return the record of a row."""
         names, row = entry
-        if len(row) != len(names):
-            raise RejectRecord("malformed", f"the row has {len(row)} cells, and there are {len(names)} columns")
-        cells = dict(zip(names, row, strict=True))
-        behind = cells.pop("", "").strip()
-        refuse_record((behind, "malformed", f"the row has {behind[:40]!r} behind its last column"))
+        if not _is_complete(row, names):
+            behind = self.delimiter.join(row[len(names) :]).strip()[:40]
+            where = f": {behind!r} behind its last column" if behind else ""
+            raise RejectRecord("malformed", f"the row has {len(row)} cells for {len(names)} columns{where}")
+        cells = dict(zip(names, row, strict=False))
         record = self.name_keys(cells)
         if self._audio is not None:
             try:
@@ -146,27 +144,26 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         return lru_cache(maxsize=1)(self._read_names)
 
     def _read_names(self, file: Location) -> list[str]:
-        """Return the names of the columns, and "" for what is behind a delimiter at the end of each row."""
-        rows = (row for _, row in self._rows(file))
-        row = next(rows, [""]) if self.header is None else self.header
+        """Return the names of the columns, without "" for what is behind a delimiter at the end of the first row."""
+        row = next((row for _, row in self._rows(file)), [""]) if self.header is None else self.header
         if isinstance(row, Unreadable):
             raise bad_file(file, "table", f"has a first row that cannot be read: {row.detail}")
         names = [name.strip() for name in row]
-        first = [row for row in itertools.islice(rows, _FIRST_ROWS) if isinstance(row, list)]
-        ends = {len(row) == len(names) + 1 and row[-1] == "" for row in first}
-        return [*names, ""] if ends == {True} else names
+        return names[:-1] if names[-1:] == [""] else names
 
     def _rows(
-        self, file: Location, begin: int = 0, num_columns: int | None = None
+        self, file: Location, begin: int = 0, names: list[str] | None = None
     ) -> Iterator[tuple[int, list[str] | Unreadable]]:
         """Yield (end, cells) of every row from a place on that is not blank.
 
-        A row that is no CSV, or that goes over lines and has another number of cells than ``num_columns``, is one line,
+        A row that is no CSV, or that goes over lines and has not the cells of the columns ``names``, is one line,
         and the next row begins behind it: so a quote that is a letter takes no further rows away.
         """
         has_quotes = self.delimiter not in _UNQUOTED if self.quotes is None else self.quotes
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
-        with open_lines(file, "table") as stream, refusing_damage(file, "table"):
+        # As of lines of other sources: the stream stays open for the next piece.
+        stream = self._open(file) if begin else open_lines(file, "table")
+        with refusing_damage(file, "table"):
             if begin == 0 and (mark := _SEPARATOR.match(stream.readline(_MAX_LINE_BYTES))):
                 begin = len(mark[0])
             while True:
@@ -180,7 +177,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                     for cells in csv.reader(lines, delimiter=self.delimiter, quoting=quoting, strict=True):
                         over_lines = [cell for cell in cells if "\n" in cell]
                         if over_lines and (
-                            num_columns not in (None, len(cells))
+                            (names is not None and not _is_complete(cells, names))
                             or (self.quotes is None and any(self.delimiter in cell for cell in over_lines))
                         ):
                             raise csv.Error(
@@ -206,6 +203,11 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
             shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             return Unreadable("malformed", f"the row is not {self.encoding}; set encoding of the source", shown)
         return row
+
+
+def _is_complete(row: list[str], names: list[str]) -> bool:
+    """Return True if a row has a cell for each column, and perhaps a delimiter behind them."""
+    return len(row) == len(names) or (len(row) == len(names) + 1 and not row[-1].strip())
 
 
 def _name_problem(names: list[str]) -> str | None:

@@ -52,7 +52,7 @@ T = TypeVar("T")
 Digest = Literal["whole", "ends", "size"]
 # NeMo's brackets, which hold a range of numbers or a list.
 _BRACKETS: Final = (r"\{", r"\}"), (r"\(", r"\)"), (r"\[", r"\]"), ("<", ">"), ("_OP_", "_CL_")
-# Without the brackets of letters, so that two lists in them are not one.
+# An item has no brackets of letters: two lists in them would be one.
 _ITEM: Final = r"(?:(?!_OP_|_CL_)[\w.-])+"
 _RANGE: Final = re.compile(
     "|".join(rf"{opening}(\d+\.\.\d+|{_ITEM}(?:,{_ITEM})+){closing}" for opening, closing in _BRACKETS)

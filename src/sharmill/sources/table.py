@@ -161,7 +161,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         """
         has_quotes = self.delimiter not in _UNQUOTED if self.quotes is None else self.quotes
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
-        # As of lines of other sources: the stream stays open for the next piece.
+        # The stream stays open for the next piece, as in LineSource.
         stream = self._open(file) if begin else open_lines(file, "table")
         with refusing_damage(file, "table"):
             if begin == 0 and (mark := _SEPARATOR.match(stream.readline(_MAX_LINE_BYTES))):

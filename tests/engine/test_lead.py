@@ -1,10 +1,19 @@
-"""What a leader decides: the state that follows from the attempts at units, without a disk or a clock."""
+"""What a leader decides: the state that follows from the attempts at units, mostly without a disk or a clock."""
 
+import msgspec
 import pytest
+from support.toy_stage import ToyStage
 
 from sharmill.engine.attempts import SETUP, Attempts, Note
+from sharmill.engine.fence import make_fence
+from sharmill.engine.launch import begin_launch, read_attempts
 from sharmill.engine.lead import decide
+from sharmill.engine.parent import Rank
+from sharmill.engine.plan import read_or_make_plan
+from sharmill.engine.progress import ENDED
 from sharmill.engine.unit import Commit
+from sharmill.engine.watch import Watcher
+from sharmill.files.record_log import RecordLog
 
 A, B, C, D = "h0/rank 0", "h1/rank 1", "h2/rank 2", "h3/rank 3"
 
@@ -109,3 +118,17 @@ def test_notes_of_an_older_launch_count_for_nothing():
     note = failed(0, 0, A)
     note.launch = "older"
     assert decided(note, num_units=1, live=[A]).offers == {}
+
+
+@pytest.mark.parametrize(("beat", "ended"), [("1", True), (ENDED, False)], ids=["at work", "requeued"])
+def test_units_are_kept_for_a_rank_that_has_left_a_bad_slot(tmp_path, beat, ended):
+    stage, units = read_or_make_plan(ToyStage(tmp_path, units=2).in_run, restart=False)
+    make_fence(stage)
+    begin_launch(stage, units, 2, join_seconds=100.0)
+    log = RecordLog(stage.ranks.log("first"))
+    for note in (failed(SETUP, 0, B, code="disk"), *(failed(index % 2, index // 2, A) for index in range(6))):
+        note.launch = read_attempts(stage).launch
+        log.append(note)
+    for rank, its in ((Rank(0, A, "cpu"), "1"), (Rank(1, B, "cpu"), beat)):
+        (stage.ranks.progress / f"rank-{rank.owner}.{its}.0.json").write_bytes(msgspec.json.encode(rank.progress()))
+    assert Watcher(stage).look() is ended

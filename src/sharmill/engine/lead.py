@@ -147,7 +147,7 @@ class Leader:
                 self._note(Note(kind="stopped", slot="", launch=attempts.launch, **stored_fields(error)))
         is_over = bool(missing) and are_given_up(attempts, missing, live)
         self._over_since = min(self._over_since, now) if is_over else math.inf
-        has_waited = now - self._over_since >= notes.launch.join_seconds or self._are_all_here(attempts.out())
+        has_waited = now - self._over_since >= notes.launch.join_seconds or self._are_all_here()
         return self.write(decide(attempts, missing, self._claimed, live, has_waited=has_waited), found)
 
     def write(self, state: State, found: State, *, leads: bool = True) -> State:
@@ -198,11 +198,9 @@ class Leader:
             if owner not in dead and (rank.ready or now - self._beats[owner][2] < lease)
         }
 
-    def _are_all_here(self, out: Collection[str]) -> bool:
-        """Return True if each rank that was started is alive, or out of work: there is nobody to wait for."""
-        here = {
-            rank.rank for owner, rank in self.notes.ranks.items() if owner not in self._dead or is_among(rank.slot, out)
-        }
+    def _are_all_here(self) -> bool:
+        """Return True if each rank that was started is alive: one in a bad slot may be requeued, on a good host."""
+        here = {rank.rank for owner, rank in self.notes.ranks.items() if owner not in self._dead}
         return here.issuperset(range(len(self.notes.launch.bins)))
 
     def is_dead(self, owner: str, now: float) -> bool:

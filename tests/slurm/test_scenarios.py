@@ -96,9 +96,14 @@ def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property
     finish(run, tmp_path, record_property, len(ranks))
 
 
-def test_a_package_that_all_ranks_lack_ends_the_run_in_its_first_round(make_run):
+def test_a_package_that_all_ranks_lack_ends_the_run_in_its_first_round(make_run, tmp_path):
     """And the advance job waits for nothing, since each rank has told its end."""
-    run = make_run(units=6, setup_does="absent", seconds_until_seen=60.0)
+    # Each node takes one rank, and is a host of its own, as on a cluster of more than one machine.
+    site = tmp_path / "site/sitecustomize.py"
+    site.parent.mkdir()
+    site.write_text("import os, socket\nsocket.gethostname = lambda: os.environ.get('SLURMD_NODENAME', 'login')\n")
+    profile = make_profile(max_ranks=2, cores=5, setup=[*SETUP, f"export PYTHONPATH={site.parent}:$PYTHONPATH"])
+    run = make_run(units=6, setup_does="absent", seconds_until_seen=60.0, profile=profile)
     run.start()
     end = wait_for_end(run.run_dir)
     assert (end.code, "the package nemo is not installed" in end.message) == ("missing_package", True)

@@ -145,11 +145,12 @@ class Attempts:
     def error_of_all(self, num_ranks: int) -> SharmillError | None:
         """Return the error with which so many ranks, or more, could not begin; None if one has, or ended otherwise.
 
-        A lone rank may have been on a bad host.
+        Ranks on a single host tell nothing: it may be the host that is bad.
         """
         last = list(self.slots_out().values())
-        kinds = {(note.unit, note.code) for note in last}
-        if self._done or len(last) < max(2, num_ranks) or len(kinds) > 1 or last[0].unit != SETUP or not last[0].code:
+        kinds, hosts = {(note.unit, note.code) for note in last}, {host_of(note.slot) for note in last}
+        are_enough = len(last) >= num_ranks and len(hosts) > 1
+        if self._done or not are_enough or len(kinds) > 1 or last[0].unit != SETUP or not last[0].code:
             return None
         return last[0].as_error()
 

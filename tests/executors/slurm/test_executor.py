@@ -275,7 +275,23 @@ class TestSetupLines:
         end = stage.run_dir.read_outcome()
         assert (end.code, reason[1] in end.message) == (reason[0], True), end
 
-    @pytest.mark.parametrize(("logs", "rounds"), [(2, 1), (1, 3)])
+    LACKS = "/venv/python: Error while finding module specification (ModuleNotFoundError: No module named 'submitit')\n"
+    ENDED = "srun: error: {node}: task 0: Exited with exit code 1\n"
+    # Of a setup line, which does no harm.
+    WARNED = "ModuleNotFoundError: No module named 'extras'\n"
+    PREEMPTED = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED DUE TO PREEMPTION ***\n"
+
+    @pytest.mark.parametrize(
+        ("logs", "rounds"),
+        [
+            ([LACKS, LACKS], 1),
+            ([LACKS + ENDED.format(node="n1"), LACKS + ENDED.format(node="n2")], 1),
+            ([LACKS], 3),
+            ([LACKS + ENDED.format(node="n1")] * 2, 3),
+            ([WARNED + PREEMPTED] * 2, 3),
+        ],
+        ids=["two", "on two nodes", "one", "on one node", "preempted"],
+    )
     def test_what_no_rank_of_a_round_finds_to_begin_with_ends_the_run_at_once(
         self, cluster, submit, tmp_path, monkeypatch, logs, rounds
     ):
@@ -287,19 +303,20 @@ class TestSetupLines:
         job = ToyRun(ToyDataset(stage), ClusterProfile(), role="advance", given=stage.run_dir.read_request())
         for number in range(rounds):
             assert stage.run_dir.read_outcome() is None
-            for rank in range(logs):
-                (stage.run_dir.jobs / f"7_{rank}_0_log.err").write_text("No module named 'submitit'\n")
+            for rank, text in enumerate(logs):
+                (stage.run_dir.jobs / f"7_{rank}_0_log.err").write_text(text)
             code = "missing_package" if rounds == 1 else "no_ranks"
-            with raises(FatalError, code, "submitit is not") if number == rounds - 1 else nullcontext():
+            reason = "submitit is not" if rounds == 1 else "the ranks ended 3 times"
+            with raises(FatalError, code, reason) if number == rounds - 1 else nullcontext():
                 job.advance("toy", stage.dir.read_token(), True)
 
     @pytest.mark.parametrize(
-        ("num_told", "done", "rounds"),
-        [(2, False, 1), (1, False, 3), (2, True, 4)],
-        ids=["all", "one", "one unit done"],
+        ("nodes", "done", "rounds"),
+        [([0, 1], False, 1), ([0], False, 3), ([0, 0], False, 3), ([0, 1], True, 4)],
+        ids=["all", "one", "all on one node", "one unit done"],
     )
     def test_what_all_ranks_of_a_round_lack_ends_the_run_at_once(
-        self, cluster, submit, tmp_path, monkeypatch, num_told, done, rounds
+        self, cluster, submit, tmp_path, monkeypatch, nodes, done, rounds
     ):
         cluster.script("sbatch", "echo Submitted batch job 7")
         stage = ToyStage(tmp_path, units=8)
@@ -313,9 +330,9 @@ class TestSetupLines:
             log.append(Commit(token=planned.token, index=0, id=stage.dir.read_units()[0].id, files=[], num_in=3,
                               num_out=3, rejects={}, stats={}, seconds=1.0, rank=0, slot="node0/rank 0",
                               launch=attempts.launch, time=1.0))  # fmt: skip
-        for number in range(num_told):
-            message = f"on node{number}, the package nemo is not installed"
-            log.append(Note(kind="failed", slot=f"node{number}/rank {number}", launch=attempts.launch,
+        for number, node in enumerate(nodes):
+            message = f"on node{node}, the package nemo is not installed"
+            log.append(Note(kind="failed", slot=f"node{node}/rank {number}", launch=attempts.launch,
                             message=message, code="missing_package"))  # fmt: skip
         for number in range(rounds):
             assert stage.run_dir.read_outcome() is None

@@ -65,7 +65,12 @@ _MAY_PASS = r"(?is).*(timed out|temporarily|unable to contact|connection|communi
 _MOST_PATIENCE_SECONDS = 12 * 3600.0
 _MOST_LOGS = 50
 _SETUP_FAILED = "sharmill: the setup line failed with status "
-_NO_MODULE = re.compile(r"No module named '([\w.]+)'")
+# At the end of a log, of a traceback or of what ``python -m`` says; behind it srun may name the node.
+_NO_MODULE = re.compile(
+    r"^(?:.*\()?ModuleNotFoundError: No module named '([\w.]+)'\)?\s*"
+    r"(?:^srun: (?:error: ([^:\s]+): task \d+: Exited|(?!error)).*\s*)*\Z",
+    re.MULTILINE,
+)
 _SAYS_WHY = re.compile(
     r"(?!\s|submitit ).*(error|exception|not ?found|no such|denied|cannot|could not|unable|fail|killed)", re.IGNORECASE
 )
@@ -651,12 +656,15 @@ def find_reason(jobs: Path, since: float = 0.0) -> str:
 
 
 def find_missing_module(jobs: Path, since: float, num_ranks: int) -> str:
-    """Return a sentence about a module that, by their logs, all of several ranks lack to begin; "" if there is none."""
-    lacking = {path: found[1] for path, text in _read_logs(jobs, since) if (found := _NO_MODULE.search(text))}
-    if len(lacking) < max(2, min(num_ranks, _MOST_LOGS)) or len(set(lacking.values())) > 1:
+    """Return a sentence about a module for lack of which, by their logs, all of several ranks ended; else "".
+
+    If the logs name hosts, as those of srun do, ranks on a single host tell nothing.
+    """
+    lacking = {path: found for path, text in _read_logs(jobs, since) if (found := _NO_MODULE.search(text))}
+    modules, hosts = ({found[group] for found in lacking.values()} for group in (1, 2))
+    if len(lacking) < max(2, min(num_ranks, _MOST_LOGS)) or len(modules) > 1 or (len(hosts) < 2 and None not in hosts):
         return ""
-    path, module = next(iter(lacking.items()))
-    return f"{describe_missing(module)}; {path}"
+    return f"{describe_missing(modules.pop())}; {next(iter(lacking))}"
 
 
 def _read_logs(jobs: Path, since: float) -> Iterator[tuple[Path, str]]:

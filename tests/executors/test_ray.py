@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Event, Thread
 from unittest.mock import Mock
 
 import pytest
@@ -43,8 +43,11 @@ def test_a_node_is_started_again_until_it_is_told_to_end(tmp_path, monkeypatch, 
 
 
 @contextmanager
-def listening(answer: bytes) -> Iterator[str]:
-    """An address where whoever connects and says something gets this answer; a frame of settings is that of gRPC."""
+def listening(*answer: bytes) -> Iterator[str]:
+    """An address where whoever connects and says something gets these parts of an answer, one after the other.
+
+    A frame of settings is the answer of gRPC.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -52,7 +55,9 @@ def listening(answer: bytes) -> Iterator[str]:
                 while True:
                     with server.accept()[0] as taken:
                         taken.recv(100)
-                        taken.sendall(answer)
+                        for part in answer:
+                            taken.sendall(part)
+                            Event().wait(0.2 if len(answer) > 1 else 0.0)
 
         Thread(target=serve, daemon=True).start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
@@ -93,6 +98,11 @@ def test_an_address_without_a_cluster_is_never_left_to_ray(join, monkeypatch, sc
         monkeypatch.setenv("RAY_ADDRESS", address if variable == "RAY_ADDRESS" else "")
         with raises(ConfigError, "no_cluster", f"no Ray cluster at {address}", told):
             join([SystemExit("Ray ends the process")], "auto" if variable == "RAY_ADDRESS" else address)
+
+
+def test_a_cluster_may_answer_in_parts(join):
+    with listening(bytes(2), b"\0\4" + bytes(5)) as address:
+        assert join([None], address).init.called
 
 
 def test_without_ray_the_message_names_the_package(monkeypatch):

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 # settings, whose fourth byte is its type.
 _HTTP2_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _HTTP2_SETTINGS: Final = b"\4"
+_PROBE_SECONDS: Final = 20.0
 
 
 def _import_ray() -> Any:
@@ -337,10 +338,15 @@ def _probe(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal() or "://" in host:
         return
-    with socket.create_connection((host.strip("[]"), int(port)), timeout=20) as probe:
+    with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS) as probe:
         if os.environ.get("RAY_USE_TLS", "0") == "0":
             probe.sendall(_HTTP2_HELLO)
-            if probe.recv(9)[3:4] != _HTTP2_SETTINGS:
+            # The answer may come in parts.
+            header, ends = b"", time.monotonic() + _PROBE_SECONDS
+            while len(header) < 9 and (part := probe.recv(9 - len(header))):
+                header += part
+                probe.settimeout(max(0.01, ends - time.monotonic()))
+            if header[3:4] != _HTTP2_SETTINGS:
                 raise OSError("another service listens there")
 
 

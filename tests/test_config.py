@@ -1,5 +1,6 @@
 """The configuration: what is read, what is refused, by code and key. (Of strangers: ``security``.)"""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -383,11 +384,14 @@ def test_match_null_leaves_the_stage_match_out(overrides, write):
         ("write: {shard_size: 7} write.num_shards=4", (None, 4, None)),
         ("write: {num_shards: 7} write.shard_seconds=4", (None, None, 4.0)),
         ("write: {num_shards: 7} write.shard_size=~", (None, 7, None)),
+        ("write: {shard_size: 7} write={num_shards: 4}", (None, 4, None)),
+        ("write: {shard_size: 7} write={shard_size: 4}", (4, None, None)),
+        ("write: {shard_size: 7} write={num_shards: null}", (7, None, None)),
     ],
 )
 def test_one_key_says_how_large_shards_are(text, size, write):
-    text, *overrides = text.split(" write.")
-    found = load_config(write(text), [f"write.{one}" for one in overrides]).sections["write"]
+    text, *overrides = re.split(" (?=write[.=])", text)
+    found = load_config(write(text), overrides).sections["write"]
     assert (found.shard_size, found.num_shards, found.shard_seconds) == size
 
 

@@ -191,11 +191,14 @@ def _read_merged(
 
 def _replaced_keys(overrides: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Yield the keys of a file that are alternatives of a key that an override gives."""
-    given = dict(overrides)
-    for key, text in given.items():
+    given: dict[str, Any] = {}
+    for key, text in overrides:
+        value = _parse_override(key, text)
+        given |= {f"{key}.{own}": one for own, one in value.items()} if isinstance(value, dict) else {key: value}
+    for key, value in given.items():
         name, _, own = key.partition(".")
         section = STAGES.load_class(name).section if name in STAGES.own else None
-        if section is not None and own in section.alternatives and _parse_override(key, text) is not None:
+        if section is not None and own in section.alternatives and value is not None:
             yield from {f"{name}.{other}" for other in section.alternatives} - given.keys()
 
 

@@ -372,6 +372,11 @@ def test_match_null_leaves_the_stage_match_out(overrides, write):
     assert load_config(write(to_yaml(config).decode(), base="")) == config
 
 
+def test_without_sources_all_stages_are_those_of_a_finished_dataset(write):
+    config = load_config(write(""), ["sources=[]"])
+    assert choose_stages(config) == ("encode.segments", "encode", "encode.shards", "validate")
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [

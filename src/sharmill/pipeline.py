@@ -21,7 +21,7 @@ from sharmill.engine.run import locked, merge_files, reserved, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
 from sharmill.engine.stage import ChecksConfig, StageRun, step_of
 from sharmill.engine.unit import Unit
-from sharmill.errors import ConfigError, FatalError, SharmillError, counted
+from sharmill.errors import ConfigError, FatalError, SharmillError, counted, refuse
 from sharmill.executors.local import ConfiguredExecutor
 from sharmill.executors.slurm.queue import require_no_jobs
 from sharmill.files.atomic import remove, require_writable, write_atomic
@@ -30,6 +30,7 @@ from sharmill.files.stored import read_stored
 from sharmill.grow.join import append_dataset, require_fitting
 from sharmill.rates import ranks_of_use
 from sharmill.report.page import report_on_run
+from sharmill.shar.fields import DATASET_FILE
 from sharmill.stages.fields import require_distinct_fields
 from sharmill.stages.inputs import segment_roots
 from sharmill.validate.findings import Report, read_report, take_back_commits
@@ -91,7 +92,11 @@ def stages_of_run(config: Config) -> list[StageRun]:
     planned = sorted(path.name for path in folder.glob("*") if RunDir(folder).stage(path.name).units.exists())
     named = {codec.name for codec in encode.codecs}
     earlier = [CodecConfig(name=name, model="") for name in planned if name not in named]
-    return make_stages(config.with_section(replace(encode, codecs=[*earlier, *encode.codecs])))
+    config = config.with_section(replace(encode, codecs=[*earlier, *encode.codecs]))
+    chosen = choose_stages(config)
+    # Without sources, those of a run that had some are not chosen.
+    every = make_stages(config, stage_classes(config))
+    return [stage for stage in every if stage.kind in chosen or stage.dir.units.exists()]
 
 
 def check_config(config: Config, stages: Sequence[str] | None = None, *, restart: bool = False) -> None:
@@ -101,6 +106,13 @@ def check_config(config: Config, stages: Sequence[str] | None = None, *, restart
         ConfigError: with what to change.
     """
     stages = choose_stages(config, stages)
+    refuse(
+        (
+            not config.sources and not (Path(config.dataset_dir) / DATASET_FILE).exists(),
+            "prepare needs sources: name at least one manifest or other input, or a finished dataset as dataset_dir",
+        ),
+        code="missing_key",
+    )
     every = make_stages(config)
     for stage in stage_classes(config).values():
         if issubclass(stage, ChecksConfig):
@@ -274,7 +286,7 @@ def _run_stages(
     chosen = make_stages(config, stages)
     if restart and stages:
         # Ranks of a submission that was taken over would go on publishing what comes of the input that was.
-        kinds = choose_stages(config)
+        kinds = [*stage_classes(config)]
         for stage in make_stages(config, kinds[kinds.index(stages[0]) :]):
             stop_ranks(stage)
         for stage in chosen:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from support.project import Project
@@ -63,6 +64,20 @@ def test_the_end_of_some_stages_names_what_is_done_and_what_is_left(make_config,
         "prepare done, as asked for; left: validate",
         "all stages are done",
     ]
+
+
+@pytest.mark.parametrize(("folder", "shown"), [("run", ["prepare", "write", "validate"]), ("other", ["validate"])])
+def test_a_finished_dataset_needs_no_sources(make_config, call, tmp_path, folder, shown):
+    config, path = make_config("a")
+    call("run", path, "encode.codecs=[]")
+    run_dir = Path(config.run_dir).with_name(folder)
+    overrides = ("sources=[]", "encode.codecs=[]", f"run_dir={run_dir}")
+    assert "not yet" not in call("plan", path, *overrides)[1]
+    for names in ([], ["validate"]):
+        assert call("run", path, *names, *overrides)[0] == 0
+        _, out, _ = call("status", run_dir)
+        assert re.findall(r"(?m)^(\w+) +done ", out) == shown
+        assert "all stages are done" in out
 
 
 def test_dry_run_of_a_restart_shows_its_jobs_and_changes_nothing(make_config, call, tmp_path):

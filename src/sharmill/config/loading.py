@@ -67,7 +67,7 @@ def load_for_display(path: Path) -> Config:
     for key in _added_stages(values):
         if not STAGES.can_load(key):
             del values[key]
-    values["sources"] = [{"manifest": "not read", "audio_root": "not read"}]
+    values["sources"] = [{"manifest": "not read", "audio_root": "not read"}] if values.get("sources") else []
     return _to_typed(Config, values, str(path), references, for_display=True)
 
 

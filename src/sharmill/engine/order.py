@@ -70,12 +70,15 @@ def stages_behind(config: Config, kind: str) -> list[str]:
 def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequence[str]:
     """Return the kinds of the stages that are named, with all rounds of a step, or all of the dataset if none are.
 
+    Without sources there is a finished dataset, and all are those that need no more than that.
+
     Raises:
         ConfigError: one is named that a dataset of this kind does not have.
     """
     classes = stage_classes(config)
     if names is None:
-        return tuple(classes)
+        needs = set() if config.sources else {"prepare", "match"}
+        return tuple(kind for kind, stage in classes.items() if not needs & {kind, *stage.after})
     names = list(names)
     if absent := [name for name in names if name not in classes]:
         what = "null in" if absent[0] in config.sections else "not a key of"

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 import click
@@ -133,7 +134,8 @@ def print_table(
     left: Sequence[str] = ("stage",), no_wrap: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Print a table without the columns that are empty; see ``make_table``."""
-    cells = [list(row) for row in rows]
+    # A row may end early.
+    cells = [[cell for _, cell in zip_longest(columns, row, fillvalue="")] for row in rows]
     used = [place for place in range(len(columns)) if not cells or any(row[place] for row in cells)]
     table = make_table(title, [columns[place] for place in used], left=left, no_wrap=no_wrap)
     _print_rows(table, ([row[place] for place in used] for row in cells))

@@ -95,6 +95,7 @@ def test_what_is_no_state_of_a_loader_is_refused(state):
 
 
 LOOP = """
+import resource
 import sys
 import torch
 from torch.utils.data import DataLoader
@@ -106,6 +107,13 @@ class Large(torch.utils.data.Dataset):
     def __getitem__(self, cuts):
         return {"audio": [torch.zeros(1 << 20)]}
 
+class Wrapped:
+    def __init__(self, examples):
+        self.audio = examples
+
+def limit_files(worker):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+
 def nemo(**options):
     entry = {"type": "sharmill", "dataset": sys.argv[1], "fields": []}
     settings = {"input_cfg": [entry], "batch_size": 2, "num_workers": 1, "shard_seed": 0, "shuffle": True}
@@ -115,6 +123,13 @@ cuts = open_shar(sys.argv[1], [], infinite=True)
 LOADERS = {
     "our reader": lambda: DataLoader(ResumableDataset(cuts, finish=Large().__getitem__), None, num_workers=1),
     "a chain": lambda: DataLoader(Chain(range(9)).map(Large().__getitem__), None, num_workers=1),
+    "batches of the user's class": lambda: DataLoader(
+        Chain(range(9)).map(Large().__getitem__).batch(1, wrapper_class=Wrapped), None, num_workers=1
+    ),
+    "many small tensors": lambda: DataLoader(
+        Chain(range(9)).map(lambda number: [torch.zeros(1) for _ in range(60)]),
+        None, num_workers=1, worker_init_fn=limit_files,
+    ),
     "NeMo's loader": nemo,
     "NeMo's loader with states": lambda: nemo(resumable=True),
 }
@@ -124,8 +139,8 @@ print(len(next(iter(LOADERS[sys.argv[2]]()))))
 
 @pytest.mark.parametrize(
     "loader",
-    ["our reader", "a chain", *(pytest.param(f"NeMo's loader{more}", marks=pytest.mark.slow) for more in
-                                ("", " with states"))],
+    ["our reader", "a chain", "batches of the user's class",
+     *(pytest.param(f"NeMo's loader{more}", marks=pytest.mark.slow) for more in ("", " with states"))],
 )  # fmt: skip
 def test_a_batch_that_does_not_fit_into_dev_shm_is_an_error(dataset, tmp_path, loader):
     program = tmp_path / "loop.py"
@@ -133,3 +148,11 @@ def test_a_batch_that_does_not_fit_into_dev_shm_is_an_error(dataset, tmp_path, l
     done = run_with_shm("size=1m", program, dataset, loader)
     assert done.returncode == 1
     assert "FatalError: /dev/shm has no room for a batch: give the container more" in done.stderr
+
+
+def test_more_tensors_than_files_may_be_open_are_an_error(dataset, tmp_path):
+    program = tmp_path / "loop.py"
+    program.write_text(LOOP)
+    done = run_with_shm("size=9m", program, dataset, "many small tensors")
+    assert done.returncode == 1
+    assert "FatalError: the tensors of batches need more open files than the limit: raise it (ulimit -n)" in done.stderr

@@ -1,18 +1,30 @@
 """Readers in torchdata's StatefulDataLoader, and its states for other numbers of ranks and workers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any, Final, TypeVar
 
 import torch
 from lhotse import CutSet
 from lhotse.cut import Cut
-from torch.utils._pytree import tree_leaves
 
 from sharmill.errors import ConfigError, FatalError
 from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
 
 Batch = TypeVar("Batch")
+_NO_ROOM: Final = (
+    "/dev/shm has no room for a batch: give the container more shared memory (docker run --shm-size=8g), make batches "
+    "smaller, or set num_workers to 0"
+)
+# By the reason, or the number of the system's error, in what torch says.
+_REMEDIES: Final = {
+    "allocate shared memory": _NO_ROOM,
+    "(28)": _NO_ROOM,
+    "(24)": "the tensors of batches need more open files than the limit: raise it (ulimit -n), put more into one "
+            "tensor, or set num_workers to 0",
+}  # fmt: skip
 
 
 class ResumableDataset(torch.utils.data.IterableDataset):
@@ -91,21 +103,36 @@ def share_tensors(batch: Batch) -> Batch:
     Otherwise a thread of torch puts them there later. Its errors are only printed, and the loader waits for ever.
 
     Raises:
-        FatalError: /dev/shm is too small.
+        FatalError: /dev/shm is too small, or too many files are open.
     """
     if torch.utils.data.get_worker_info() is not None:
-        for tensor in tree_leaves(batch):
-            if not torch.is_tensor(tensor) or tensor.layout is not torch.strided:
-                continue
-            try:
-                tensor.share_memory_()
-            except RuntimeError as error:
-                raise FatalError(
-                    "/dev/shm has no room for a batch: give the container more shared memory (docker run "
-                    "--shm-size=8g), make batches smaller, or set num_workers to 0",
-                    code="disk",
-                ) from error
+        _TensorSharing().dump(batch)
     return batch
+
+
+class _TensorSharing(ForkingPickler):
+    """Pickler that finds the tensors of a batch as torch's own does, in any objects, and writes nothing."""
+
+    def __init__(self) -> None:
+        # Without a copy of arrays: a buffer that the callback took is not written.
+        super().__init__(SimpleNamespace(write=len), 5, True, lambda _: None)
+
+    def reducer_override(self, found: Any) -> Any:
+        if not isinstance(found, torch.Tensor):
+            return NotImplemented
+        if found.layout is torch.strided and found.device.type == "cpu":
+            _share(found)
+        return int, ()
+
+
+def _share(tensor: torch.Tensor) -> None:
+    try:
+        tensor.share_memory_()
+    except RuntimeError as error:
+        remedies = [remedy for reason, remedy in _REMEDIES.items() if reason in str(error)]
+        if not remedies:
+            raise
+        raise FatalError(remedies[0], code="disk") from error
 
 
 def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _divide_layers(llm: Any, mesh: DeviceMesh, embedding: torch.nn.Embedding) ->
 def refuse_adapters(model: DuplexS2SModel) -> None:
     """Raise ConfigError if adapters are asked for: NeMo 3.0.0 looks for the LLM's layers where a SALM has them."""
     unsupported = "model.lora: NeMo 3.0.0 puts no adapters into the LLM of a DuplexS2SModel; leave out model.lora"
-    refuse(("lora" in model.cfg, unsupported))
+    refuse((model.cfg.get("lora") is not None, unsupported))
 
 
 duplex_s2s_model.maybe_install_lora = refuse_adapters

@@ -14,16 +14,14 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
 
 Batch = TypeVar("Batch")
-_NO_ROOM: Final = (
-    "/dev/shm has no room for a batch: give the container more shared memory (docker run --shm-size=8g), make batches "
-    "smaller, or set num_workers to 0"
-)
 # By the reason, or the number of the system's error, in what torch says.
 _REMEDIES: Final = {
-    "allocate shared memory": _NO_ROOM,
-    "(28)": _NO_ROOM,
-    "(24)": "the tensors of batches need more open files than the limit: raise it (ulimit -n), put more into one "
-            "tensor, or set num_workers to 0",
+    ("allocate shared memory", "(28)"):
+        "/dev/shm has no room for a batch: give the container more shared memory (docker run --shm-size=8g), make "
+        "batches smaller, or set num_workers to 0",
+    ("(24)",):
+        "the tensors of batches need more open files than the limit: raise it (ulimit -n), put more into one "
+        "tensor, or set num_workers to 0",
 }  # fmt: skip
 
 
@@ -121,18 +119,14 @@ class _TensorSharing(ForkingPickler):
         if not isinstance(found, torch.Tensor):
             return NotImplemented
         if found.layout is torch.strided and found.device.type == "cpu":
-            _share(found)
+            try:
+                found.share_memory_()
+            except RuntimeError as error:
+                for reasons, remedy in _REMEDIES.items():
+                    if any(reason in str(error) for reason in reasons):
+                        raise FatalError(remedy, code="disk") from error
+                raise
         return int, ()
-
-
-def _share(tensor: torch.Tensor) -> None:
-    try:
-        tensor.share_memory_()
-    except RuntimeError as error:
-        remedies = [remedy for reason, remedy in _REMEDIES.items() if reason in str(error)]
-        if not remedies:
-            raise
-        raise FatalError(remedies[0], code="disk") from error
 
 
 def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ over the others FSDP2 divides parameters, gradients and optimizer.
 It goes on from the newest checkpoint of ``out_dir``, on as many ranks and workers, in whatever layout, as there are
 then: model, optimizer, seed and the place in the data, so that every utterance comes once per epoch whatever the
 interruptions. On SIGTERM it saves a checkpoint and leaves; the exit status is 0 when it left in good order, finished or
-not. If no batch comes soon after SIGTERM, it ends with an error, and the checkpoint before it stays the newest one.
+not. If a batch does not come soon after SIGTERM, it ends with an error, and the checkpoint before it stays the newest.
 
 A step is made of ``batches_per_step`` batches of all ranks, and each of their tokens has the same weight: with
 ``canonical`` in the settings of the loader, a training on four ranks is that on one.
@@ -43,8 +43,8 @@ from sharmill.errors import ConfigError, FatalError, SharmillError, refuse
 from sharmill.files.atomic import write_atomic
 from sharmill.registry import require_package
 
-# Launchers kill a rank 30 seconds after SIGTERM; a rank that waits for data for this long cannot save before that.
-_SECONDS_TO_LEAVE = 15.0
+# Code that reads may swallow the error of a wait that takes too long: it comes again.
+_SECONDS_BETWEEN_ALARMS = 1.0
 
 
 class ProgressLines:
@@ -196,7 +196,7 @@ class Training:
             progress = ProgressLines(self.config.max_steps, self.config.progress_seconds)
             while self.step < self.config.max_steps:
                 started = time.perf_counter()
-                drawn = self._draw(batches)
+                drawn = [self._draw(batches) for _ in range(self.batches_of_rank)]
                 waited = time.perf_counter() - started
                 losses = self._train(drawn)
                 if self.world.device.type == "cuda":
@@ -222,12 +222,11 @@ class Training:
                 if self.config.validation is not None and self.step % self.config.validate_every == 0:
                     self._validate(drawn[-1])
 
-    def _draw(self, batches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return this rank's batches of a step; SIGALRM ends a wait that takes too long."""
-        limit = self.config.data_timeout
-        signal.setitimer(signal.ITIMER_REAL, min(limit, _SECONDS_TO_LEAVE) if self.leave else limit)
+    def _draw(self, batches: Iterator[dict[str, Any]], *default: None) -> Any:
+        """Return the next batch, or the default at the end; SIGALRM ends a wait that takes too long."""
+        self._limit_wait(self.config.data_timeout)
         try:
-            return [next(batches) for _ in range(self.batches_of_rank)]
+            return next(batches, *default)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -268,7 +267,7 @@ class Training:
         batches = validation_batches(self.config, world.mesh)
         sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         with torch.no_grad():
-            while world.any((batch := next(batches, None)) is not None)[0]:
+            while world.any((batch := self._draw(batches, None)) is not None)[0]:
                 losses = self._losses(spare if batch is None else batch)
                 if batch is not None:
                     text, codes = count_targets(batch)
@@ -328,7 +327,11 @@ class Training:
         self.leave = True
         # The timer runs only while this rank waits for data.
         if (left := signal.getitimer(signal.ITIMER_REAL)[0]) > 0:
-            signal.setitimer(signal.ITIMER_REAL, min(left, _SECONDS_TO_LEAVE))
+            self._limit_wait(left)
+
+    def _limit_wait(self, seconds: float) -> None:
+        limit = min(seconds, self.config.leave_timeout) if self.leave else seconds
+        signal.setitimer(signal.ITIMER_REAL, limit, _SECONDS_BETWEEN_ALARMS)
 
     def _on_alarm(self, number: int, frame: object) -> None:
         waited = "soon after SIGTERM" if self.leave else f"in data_timeout: {self.config.data_timeout:g} seconds"

@@ -65,7 +65,10 @@ class TrainConfig:
     num_workers: Annotated[int, msgspec.Meta(ge=0)] = 1
     """Processes that read data, per rank. With ``loader`` the ``num_workers`` of its settings count."""
     data_timeout: Above0 = 1800.0
-    """Seconds that a rank waits for the batches of a step before it ends with an error."""
+    """Seconds that a rank waits for a batch before it ends with an error."""
+    leave_timeout: Above0 = 15.0
+    """The same after SIGTERM. torchrun kills ranks after 30 seconds, so that there all batches of a step have to come
+    sooner; ``jobs/start_ranks.py`` lets them take as long as they need."""
     order_seed: int = 0
     """Seed of the order of the data; one for the whole training."""
     seed: int | None = None

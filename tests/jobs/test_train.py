@@ -126,7 +126,10 @@ def test_an_error_ends_it_at_once(example, speech: Path, tmp_path: Path, where: 
 
 @pytest.mark.parametrize(
     ("override", "told"),
-    [("data_timeout=6", "got no batch in data_timeout: 6 seconds"), ("seed=1", "got no batch soon after SIGTERM")],
+    [
+        ("data_timeout=6", "got no batch in data_timeout: 6 seconds"),
+        ("leave_timeout=3", "got no batch soon after SIGTERM"),
+    ],
 )
 def test_a_wait_for_data_that_do_not_come_has_an_end(example, override: str, told: str) -> None:
     waiting = example("waiting", max_steps=100_000, checkpoint_every=3)

@@ -1,8 +1,11 @@
 """Steps of the training example: saved by time, validated, in bf16, and on text, conversations and speech together."""
 
 import json
+import os
 import shutil
 import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from support.project import REPOSITORY, Project, voice
 from support.training import link_data, make_corpora
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train import main
+from train_data import make_data
 
 
 @pytest.fixture
@@ -149,6 +153,39 @@ def load(name):
         if isinstance(section, dict):
             section |= {key: value for key, value in small.items() if key in section}
     return settings
+
+
+class SlowData:
+    """Data that take half a second for a batch; with the first one, the training is told to leave."""
+
+    def __init__(self, data):
+        self._data = data
+
+    def __getattr__(self, name):
+        return getattr(self._data, name)
+
+    def __iter__(self):
+        for number, batch in enumerate(self._data):
+            if not number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+            yield batch
+
+
+def test_a_slow_step_is_saved_after_sigterm(speech, tmp_path, train, monkeypatch):
+    monkeypatch.setattr("train.make_data", lambda *options, **keys: SlowData(make_data(*options, **keys)))
+    example = make_example(tmp_path, "slow", speech, batches_per_step=6, leave_timeout=2)
+    assert train(example) == 0
+    assert example.saved_step() == 1
+
+
+def test_a_wait_for_validation_data_has_an_end(speech, tmp_path, train, monkeypatch, capsys):
+    """They come when they are looked for before the first step, and not after it."""
+    found = iter([iter([]), iter(threading.Event().wait, None)])
+    monkeypatch.setattr("train.validation_batches", lambda *_: next(found))
+    example = make_example(tmp_path, "stuck", speech, validation=str(speech), validate_every=1, data_timeout=5)
+    assert train(example) == 2
+    assert "got no batch in data_timeout: 5 seconds" in capsys.readouterr().err
 
 
 def falls(example, name, count=5):

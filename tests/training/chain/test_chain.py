@@ -91,6 +91,31 @@ def test_any_source_is_divided_and_read_in_every_epoch(source):
         assert sorted(numbers) == [*range(7)]
 
 
+def test_a_function_is_called_once_to_count_and_once_per_epoch_and_worker(tmp_path):
+    def source():
+        with (tmp_path / "calls").open("a") as calls:
+            calls.write(".")
+        return generated(range(7))
+
+    loader = torch.utils.data.DataLoader(Chain(source), None, num_workers=2)
+    assert [sorted(loader) for _ in range(3)] == 3 * [[*range(7)]]
+    assert (tmp_path / "calls").read_text() == "." * (1 + 3 * 2)
+
+
+def test_a_list_that_a_function_returns_is_shuffled_as_a_list():
+    assert list(Chain(lambda: [*range(12)], shuffle=True, seed=3)) == list(Chain([*range(12)], shuffle=True, seed=3))
+
+
+@pytest.mark.parametrize("made", [list, generated])
+@pytest.mark.parametrize("later", [3, 8])
+def test_a_function_that_gives_another_number_of_items_is_an_error(made, later):
+    counts = iter([5, 5, later])
+    chain = Chain(lambda: made(range(next(counts))))
+    assert list(chain) == [*range(5)]
+    with pytest.raises(DamagedShard, match="no longer has the 5 items"):
+        list(chain)
+
+
 def test_a_source_that_never_ends_is_an_error():
     with raises(ConfigError, "bad_config_value", "16777216 items"):
         Chain(repeat(None))
@@ -294,6 +319,8 @@ def test_errors_of_the_program_are_never_left_out(error):
         (lambda: Chain([1]).sort(itself, 5), "buffer_size=500"),
         (lambda: Chain([1]).sort(2, itself, buffer_size=3), "size or buffer_size"),
         (lambda: interleave(Chain([1]), [2]), "write Chain(source)"),
+        (lambda: interleave([1], Chain([2])), "write Chain(source)"),
+        (lambda: interleave(), "write Chain(source)"),
         (lambda: Chain([1], divide="day"), "'line' or 'file'"),
         (lambda: Chain([1], on_error="ignore"), "'raise' or 'skip'"),
         (lambda: Chain([1], on_error="skip", max_errors=-1), "max_errors is -1"),

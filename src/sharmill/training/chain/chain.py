@@ -265,7 +265,8 @@ class Chain(torch.utils.data.IterableDataset):
 
     Args:
         source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns one, which is
-            called in each epoch, and once more to count. An iterator, such as a generator, is read into memory here.
+            called here to count, and by each worker in each epoch; with another number of items then, it is an error.
+            An iterator, such as a generator, is read into memory here.
         shuffle: another order each epoch, from ``seed``: of all examples of a file, ``mix_shards`` files at a time. An
             iterable without random access keeps its order.
         rank, world_size: of the data-parallel process; torch.distributed is not asked for them.
@@ -489,9 +490,7 @@ class Chain(torch.utils.data.IterableDataset):
         load_states([source.reader for source in self._sources], state)
 
     def _with(self, others: Sequence[Chain], step: Callable[..., Examples], *further: _Source) -> Chain:
-        refuse(
-            (not all(isinstance(one, Chain) for one in others), "chains are joined with chains: write Chain(source)")
-        )
+        _require_chains(others)
         sources = [source for chain in (self, *others) for source in chain._sources]
         ranks = {(source.options.rank, source.options.world_size) for source in sources}
         refuse((len(set(map(id, sources))) < len(sources), "a chain cannot be joined with itself: make another one"))
@@ -514,7 +513,12 @@ class Chain(torch.utils.data.IterableDataset):
 
 def interleave(*chains: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
     """Give one example of each chain in turn, as ``Chain.interleave``."""
+    _require_chains(chains or (None,))
     return chains[0].interleave(*chains[1:], weights=weights, seed=seed)
+
+
+def _require_chains(chains: Sequence[Any]) -> None:
+    refuse((not all(isinstance(one, Chain) for one in chains), "chains are joined with chains: write Chain(source)"))
 
 
 class _Source:

@@ -94,7 +94,8 @@ class Items(ShardSource):
     """Any iterable; of one without random access, every reader passes over what is others'.
 
     Args:
-        items: an iterator is read here; what a function returns is read in each epoch, and once more to count it.
+        items: an iterator is read here. A function is called here to count what it returns, and by each reader in each
+            epoch.
     """
 
     num_shards = 1
@@ -108,8 +109,13 @@ class Items(ShardSource):
         )  # fmt: skip
         self._is_function = callable(items) and not isinstance(items, Iterable)
         self._items: Any = list(_not_too_many(items)) if isinstance(items, Iterator) else items
-        self.sequential = not isinstance(self._items, Sequence)
-        self._count: int | None = None
+        found = self._begin()
+        self.sequential = not isinstance(found, Sequence)
+        # Here, and not by each worker process.
+        try:
+            self._count = len(found)  # type: ignore[arg-type]  # where it has no length
+        except TypeError:
+            self._count = sum(1 for _ in _not_too_many(found))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -117,29 +123,25 @@ class Items(ShardSource):
         return {"items": self.count(0)}
 
     def count(self, shard: int) -> int:
-        """Return the length; without one, the items are counted."""
-        if self._count is None:
-            try:
-                self._count = len(self._items)
-            except TypeError:
-                self._count = sum(1 for _ in _not_too_many(self._begin()))
         return self._count
 
     def _begin(self) -> Iterable[Any]:
         return self._items() if self._is_function else self._items
 
     def open(self, shard: int, epoch: int) -> _Shard:
-        if isinstance(self._items, Sequence):
-            return _Shard("item {}".format, self._items.__getitem__)
-        items = enumerate(self._begin())
+        found = self._begin()
+        items = enumerate(found)
 
-        def find(number: int) -> Any:
-            for found, item in items:
-                if found == number:
+        def take(number: int) -> Any:
+            if not self.sequential and len(cast("Sequence[Any]", found)) == self._count:
+                return cast("Sequence[Any]", found)[number]
+            for place, item in items:
+                # Whoever reads the last item looks for further ones.
+                if place == number and (number < self._count - 1 or not any(True for _ in items)):
                     return item
-            raise RejectRecord("malformed", "the source has fewer items than when it was read before")
+            raise RejectRecord("malformed", f"the source no longer has the {self._count} items that it had at first")
 
-        return _Shard("item {}".format, find)
+        return _Shard("item {}".format, take)
 
 
 def _not_too_many(items: Iterable[Any]) -> Iterator[Any]:

@@ -139,6 +139,35 @@ def test_all_readers_are_in_the_same_bucket_at_every_step(page, strategy, size, 
     assert max(map(len, flat(ranks))) == size
 
 
+# Durations of lines of a manifest, and the names and seconds of the files of its tar, in their order.
+REVERSED = {f"{n}.wav": 0.3 if n % 10 == 3 or n > 15 else 0.1 for n in range(20)}
+SEGMENTS = {f"long-sub{n}.wav": 0.3 if n % 10 == 3 or n > 15 else 0.1 for n in range(1, 21)}
+
+
+@pytest.mark.parametrize(
+    ("lines", "members"),
+    [(REVERSED, [*REVERSED.items()][::-1]), (SEGMENTS, [("long.wav", 9.0)])],
+    ids=["reversed", "segments, which NeMo reads by their names"],
+)
+def test_durations_are_counted_in_the_order_in_which_tars_are_read(tmp_path, lines, members):
+    keys = {"manifest_filepath": [], "tarred_audio_filepaths": []}
+    for bucket in range(2):
+        files = [(name, put(tmp_path / "one.wav", voice(seconds)).read_bytes()) for name, seconds in members]
+        records = [
+            {"audio_filepath": name, "offset": 0.4 * n * ("-" in name), "duration": one, "text": f"{bucket}.{n}"}
+            for n, (name, one) in enumerate(lines.items())
+        ]
+        manifest = write_lines(tmp_path / f"{bucket}" / "manifest_0.json", [one | {"shard_id": 0} for one in records])
+        keys["manifest_filepath"].append([str(manifest)])
+        keys["tarred_audio_filepaths"].append([str(write_tar(manifest.parent / "audio_0.tar", files))])
+    keys |= {"bucketing_strategy": "fixed_order", "is_tarred": True, "force_finite": True}
+    keys |= {"max_duration": 0.2, "batch_size": 2}
+    ranks = [take(load(OmegaConf.create(keys), rank, 3)) for rank in range(3)]
+    short = [n for n, duration in enumerate(lines.values()) if duration < 0.2]
+    assert Counter(flat(map(texts, flat(ranks)))) == {f"{bucket}.{n}": 1 for bucket in range(2) for n in short}
+    assert len(set(map(len, ranks))) == 1
+
+
 def test_a_finite_epoch_has_as_many_batches_on_all_ranks(page):
     settings = page("model.train_ds.batch_size=2", "model.train_ds.bucketing_strategy=fixed_order")
     ranks = [take(load(settings, rank, 3, force_finite=True)) for rank in range(3)]
@@ -177,6 +206,7 @@ def test_buckets_in_turn_go_on_where_they_were_on_other_ranks(page, strategy):
         ({"bucketing_batch_size": [1, 2]}, "bad_config_value", ["bucketing_batch_size", "there are manifests, 4"]),
         ({"bucketing_weights": [2, 1, 0.5, 1]}, "bad_config_value", ["bucketing_weights are whole numbers"]),
         ({"drop_last": True}, "inexact_state", ["drop_last"]),
+        ({"batch_size": 1, "force_finite": True}, "bad_config_value", ["fixed_order", "batch_size", "at least 2"]),
         (
             {"bucketing_strategy": None, "bucketing_weights": [2, 1, 1, 3], "force_finite": True} | MAP_STYLE,
             "bad_config_value",
@@ -187,7 +217,7 @@ def test_buckets_in_turn_go_on_where_they_were_on_other_ranks(page, strategy):
 def test_refused(page, changes, code, names):
     settings = page("model.train_ds.batch_size=2", "model.train_ds.bucketing_strategy=fixed_order")
     with raises(ConfigError, code, *names):
-        load(settings, resumable=True, **changes)
+        load(settings, world_size=2, resumable=True, **changes)
 
 
 WEIGHTS = "model.train_ds.bucketing_weights=[2,1,1,3]"

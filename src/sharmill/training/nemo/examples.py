@@ -9,8 +9,11 @@ import copy
 import math
 import os
 import re
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
@@ -45,6 +48,8 @@ from sharmill.training.nemo.stores import copied, is_stored, refuse_command, ver
 
 # A tar whose name NeMo finds no number in, since it is not audio_N.tar.
 _NAME_OF_TAR: Final = re.compile(r"(?<![^/])(?!audio[^/]*_\d)[^/]*?(\d+)\.tar$")
+# The name of a segment of a file in a tar, as NeMo tells it.
+_SEGMENT: Final = re.compile(r"^(.+)-sub\d+(\.\w+)?$")
 # A large set takes hours to copy, and torch's own time-outs are minutes.
 _LONGEST_COPY: Final = timedelta(days=7)
 # Keys of entries whose files must exist.
@@ -171,10 +176,9 @@ class _ExampleSource(ShardSource):
             files = self._shards[shard]
             if self._tarred is None:
                 self._counts[shard] = count_lines(next(texts_in(files)))
-            elif len(self._tarred.paths) > 1:
-                self._counts[shard] = count_lines(self._tarred.paths[shard])
             else:
-                self._counts[shard] = len(self._tarred.shard_id_to_manifest[files["shard"]])
+                lines = self._tarred.shard_id_to_manifest[files["shard"]]
+                self._counts[shard] = len(lines) if isinstance(lines, list) else count_lines(lines.path)
         return self._counts[shard]
 
     def expected(self, shard: int) -> np.ndarray | Literal[True]:
@@ -182,17 +186,30 @@ class _ExampleSource(ShardSource):
         if shortest is None and longest is None:
             return True
         if shard not in self._expected:
-            known = (line["duration"] for line in self._lines(shard) if not line.get("_skipme"))
-            found = [(shortest or 0) <= duration <= (longest or math.inf) for duration in known]
-            self._expected[shard] = np.array(found + [False] * (self.count(shard) - len(found)))
+            # Of a tar, NeMo takes the whole file where its line has no duration.
+            known = (line.get("duration") for line in self._lines(shard) if not line.get("_skipme"))
+            found = [one is None or (shortest or 0) <= one <= (longest or math.inf) for one in known]
+            count = self.count(shard)
+            self._expected[shard] = np.array((found + [False] * count)[:count])
         return self._expected[shard]
 
     def _lines(self, shard: int) -> Iterable[dict[str, Any]]:
-        """Return the lines of NeMo's manifest for a shard."""
+        """Return the lines of NeMo's manifest for a shard, in the order in which NeMo makes examples of them.
+
+        For a tar on a disk, its headers are read. To look into one in a store would be to copy it: its files are taken
+        to have the order of the manifest.
+        """
         files, tarred = self._shards[shard], self._tarred
-        if tarred is not None and len(tarred.paths) == 1:
-            return tarred.shard_id_to_manifest[files["shard"]]
-        return LazyJsonlIterator(copied(next(texts_in(files)) if tarred is None else tarred.paths[shard]))
+        if tarred is None:
+            return LazyJsonlIterator(copied(next(texts_in(files))))
+        lines, tar = tarred.shard_id_to_manifest[files["shard"]], tarred.shard_id_to_tar_path[files["shard"]]
+        segments: dict[str, list[dict[str, Any]]] = {}
+        for line in lines if isinstance(lines, list) else LazyJsonlIterator(copied(lines.path)):
+            segments.setdefault(_SEGMENT.sub(r"\1\2", line["audio_filepath"]), []).append(line)
+        if tarred.use_ais_get_batch:
+            return [line for own in segments.values() for line in own]
+        names = list(segments) if is_stored(tar) else _member_names(tar)
+        return [line for name in names for line in sorted(segments.get(name, ()), key=itemgetter("audio_filepath"))]
 
     def open(self, shard: int, epoch: int) -> "_ExampleShard":
         files = self._shards[shard]
@@ -200,7 +217,7 @@ class _ExampleSource(ShardSource):
             one, number = copy.copy(self._tarred), files["shard"]
             lines, tar = one.shard_id_to_manifest[number], one.shard_id_to_tar_path[number]
             if len(one.paths) > 1:
-                one.paths, lines = [one.paths[shard]], LazyJsonlIterator(copied(lines.path))
+                one.paths, lines = [lines.path], LazyJsonlIterator(copied(lines.path))
             one.shard_id_to_manifest = {number: lines}
             one.shard_id_to_tar_path = {number: tar if one.use_ais_get_batch else copied(tar)}
             return _ExampleShard(iter(one))
@@ -213,6 +230,14 @@ class _ExampleSource(ShardSource):
         elif isinstance(lines, NeMoMultimodalConversationShareGPTJsonlAdapter):
             lines.__class__ = _ShareGpt
         return _ExampleShard(iter(examples))
+
+
+def _member_names(tar: str) -> list[str]:
+    """Return the names in a tar, up to a place at which it is damaged, where NeMo leaves it as well."""
+    names: list[str] = []
+    with suppress(tarfile.ReadError), tarfile.open(tar) as members:
+        names.extend(member.name for member in members)
+    return names
 
 
 def _check_stored(kind: str, entry: Mapping[str, Any], stored: Sequence[str], *, tarred: bool) -> None:

@@ -264,6 +264,12 @@ def _make_loader(
         buckets = [ManifestBucket(*parts) for parts in zip(samplers, ours, passes, strict=True)]
         seeds = {"synced_randomized": "", "fully_randomized": f"{seed} {rank}"}
         finite = settings.get("force_finite", False)
+        single = any(getattr(one.constraint, "max_cuts", None) == 1 for one in samplers)
+        refuse(
+            (finite and single and world_size > 1 and in_turn != "fully_randomized",
+             f"bucketing_strategy: {in_turn} with force_finite: true cannot halve batches of one example, and ranks "
+             "have unequal numbers of them: set batch_size (bucketing_batch_size) to at least 2")
+        )  # fmt: skip
         source.dataset.sampler = BucketsInTurn(buckets, seeds.get(in_turn), finite=finite)
     if resumable:
         _require_exact(sections, in_turn=in_turn is not None)

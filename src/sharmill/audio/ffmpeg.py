@@ -83,7 +83,7 @@ _DECODERS: Final = (
     *("pcm_u8", "pcm_s8", "pcm_s16le", "pcm_s16be", "pcm_s24le", "pcm_s24be", "pcm_s32le", "pcm_s32be"),
     *("pcm_f32le", "pcm_f32be", "pcm_f64le", "pcm_f64be", "pcm_alaw", "pcm_mulaw"),
 )
-# Of telephony, in WAV; what else there is in WAV, libsndfile reads, or it is damaged.
+# Formats of telephony in WAV: libsndfile reads all others, or they are damaged.
 _WAV_DECODERS: Final = ("g722", "g723_1", "g726")
 
 

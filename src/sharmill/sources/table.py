@@ -29,7 +29,7 @@ _QUOTED: Final = (
 )
 # Excel's first line, which says what is between the cells.
 _SEPARATOR: Final = re.compile(rb"(?:\xef\xbb\xbf)?sep=(.)\r?\n")
-# That of Python's module is 128 KiB.
+# Python's module allows 128 KiB.
 csv.field_size_limit(_MAX_LINE_BYTES)
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{1,2})?")
 

@@ -35,7 +35,7 @@ Paths = str | Path | Sequence[str | Path]
 
 # A member is read as a whole. This is nine hours of speech at 16 kHz.
 _MAX_MEMBER_BYTES: Final = 1 << 30
-# Of a source without a length: positions of more would only be memory.
+# The most items of a source without a length: the positions of more would only be memory.
 _MOST_ITEMS: Final = 1 << 24
 # Read at both ends of a file, to tell it from another one of its size.
 _BLOCK: Final = 4096

@@ -25,7 +25,7 @@ from sharmill.audio.ogg import OGG_BEGIN, is_intact, is_plain_ogg, page_bytes
 from sharmill.errors import RejectRecord
 from sharmill.files.messages import anonymous_file
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # Our names where they are not libsndfile's format in lower case.
 _OTHER_NAMES: Final = {"OPUS": "opus", "WAVEX": "wav"}
@@ -175,7 +175,7 @@ def _logging_warnings(name: str, is_mpeg: bool) -> Iterator[None]:
             os.close(terminal)
             heard.seek(0)
             for line in heard:
-                logger.warning("%s: %s", name, line.decode("utf-8", "replace").strip())
+                log.warning("%s: %s", name, line.decode("utf-8", "replace").strip())
 
 
 def _has_standard_error() -> bool:

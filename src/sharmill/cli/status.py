@@ -254,10 +254,11 @@ def _print_stages(run: RunView) -> None:
     """Print a row for each stage: without zeros, and without columns that would be empty."""
     names = ["stage", "state", "units", "processed", "rejects", "time left"]
     # From this many columns on there is room for all columns of the table.
-    if make_console().width >= 120:
+    is_wide = make_console().width >= 120
+    if is_wide:
         names[3:3] = ["running", "failed", "waiting"]
         names.insert(-2, "rate")
-    if make_console().width >= 120 or all(view.seconds_left is None for view in run.views):
+    if is_wide or all(view.seconds_left is None for view in run.views):
         names += ["rank time", "rank speed"]
     rows = []
     for view in run.views:

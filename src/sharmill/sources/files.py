@@ -257,8 +257,9 @@ def read_ends(path: Location, kind: str, compressed: Collection[str] = ()) -> tu
 
 def refuse_compressed(path: Location, kind: str, head: bytes, compressed: Collection[str] = ()) -> None:
     """Raise ConfigError where a file that begins with ``head`` is compressed, but not as ``compressed`` names."""
-    found = [name for magic, name in _COMPRESSED.items() if head.startswith(magic) and name not in compressed]
-    refuse_file(path, kind, (found, f"is compressed ({' '.join(found)}); unpack it, and name the unpacked file"))
+    found = _compression(head)
+    is_other = found is not None and found not in compressed
+    refuse_file(path, kind, (is_other, f"is compressed ({found}); unpack it, and name the unpacked file"))
 
 
 def bad_file(path: Location, kind: str, sentence: str) -> ConfigError:

@@ -120,14 +120,14 @@ def test_with_few_packages_a_dataset_is_made_and_read(environment, config, tmp_p
 # What is asked for, and the extra that the one line names.
 NEEDS = {
     "the demo": (["demo", "here"], "demo"),
-    "a codec of NeMo": (["run", "config.yaml", "encode.codecs=[{name: b, model: 'nemo:x/y'}]"], "nemo"),
+    "a codec of NeMo": (["run", "config.yaml", "match=null", "encode.codecs=[{name: b, model: 'nemo:x/y'}]"], "nemo"),
     "the encoder": (["run", "config.yaml"], "resemblyzer"),
     "an encoder of NeMo": (["run", "config.yaml", "match.encoder=nemo:titanet_large"], "nemo"),
     "a codec of transformers": (
-        ["run", "config.yaml", "encode.codecs=[{name: b, model: 'transformers:x/y'}]"],
+        ["run", "config.yaml", "match=null", "encode.codecs=[{name: b, model: 'transformers:x/y'}]"],
         "transformers",
     ),
-    "parquet files": (["run", "config.yaml", "sources=[{type: parquet, parquet: x.parquet}]"], "parquet"),
+    "parquet files": (["run", "config.yaml", "match=null", "sources=[{type: parquet, parquet: x.parquet}]"], "parquet"),
     "SLURM": (["submit", "prepare", "config.yaml", "--dry-run"], "slurm"),
     "Ray": (["run", "config.yaml", "executor.kind=ray"], "ray"),
 }

@@ -1,17 +1,19 @@
 """Whole pipelines on Ray: through the command line, `ray job submit`, and `ray.sbatch`; their bytes, their statuses."""
 
 import os
+import secrets
 import shutil
-import socket
 import subprocess
 import sys
+import urllib.request
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 from support.project import REPOSITORY, check_page, damage_shard, outcome, run_sharmill
-from support.ray_cluster import LOOPBACK
+from support.ray_cluster import LOOPBACK, patiently
 from support.toy_stage import wait_until
 
 from sharmill.executors.ray_node import free_port
@@ -22,37 +24,55 @@ def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=500, **options)
 
 
+def is_head(address: str, token: str) -> bool:
+    """Returns True if the head that has this token answers there, rather than another cluster on this machine."""
+    request = urllib.request.Request(f"{address}/api/version", headers={"Authorization": f"Bearer {token}"})
+    with suppress(OSError), urllib.request.urlopen(request, timeout=10):
+        return True
+    return False
+
+
 class TestJobs:
     @pytest.fixture(scope="class")
     def submit(self, tmp_path_factory, ray_folder):
         """Starts a head with a dashboard on 127.0.0.1; returns a function that submits a job and follows it."""
-        dashboard = free_port()
         # As in a shell with the virtual environment active: `python` is the one that has sharmill.
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {**os.environ, **LOOPBACK, "RAY_TMPDIR": str(ray_folder / "jobs"), "PATH": path}
+        path, token = f"{Path(sys.executable).parent}:{os.environ['PATH']}", secrets.token_hex(32)
+        environment = {**os.environ, **LOOPBACK, "RAY_TMPDIR": str(ray_folder / "jobs"), "PATH": path,
+                       "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}  # fmt: skip
         environment.pop("RAY_ADDRESS", None)
         ray = Path(sys.executable).with_name("ray")
-        command = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2",
-                   f"--port={free_port()}",
-                   "--object-store-memory=100000000", f"--ray-client-server-port={free_port()}",
-                   "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
-                   f"--dashboard-agent-listen-port={free_port()}"]  # fmt: skip
-        log = (tmp_path_factory.mktemp("head") / "head.log").open("w")
-        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        log = tmp_path_factory.mktemp("head") / "head.log"
+
+        def start() -> tuple[subprocess.Popen, str]:
+            dashboard = free_port()
+            address = f"http://127.0.0.1:{dashboard}"
+            command = [ray, "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2",
+                       f"--port={free_port()}",
+                       "--object-store-memory=100000000", f"--ray-client-server-port={free_port()}",
+                       "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+                       f"--dashboard-agent-listen-port={free_port()}"]  # fmt: skip
+            with log.open("w") as output:
+                head = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+            try:
+                wait_until(lambda: head.poll() is not None or is_head(address, token))
+                assert head.poll() is None, log.read_text()
+            except BaseException:
+                head.terminate()
+                head.wait(60)
+                raise
+            return head, address
+
+        # A port may have been taken since it was found to be free.
+        head, address = patiently(start)
 
         def submit(working_dir, *arguments, start=run_to_end):
-            command = [ray, "job", "submit", "--address", submit.address, "--working-dir", working_dir, "--"]
+            command = [ray, "job", "submit", "--address", address, "--working-dir", working_dir, "--"]
             return start([*command, "python", "jobs/ray_job.py", *arguments], env=environment)
 
-        submit.address = f"http://127.0.0.1:{dashboard}"
-        probe = socket.socket()
-        try:
-            wait_until(lambda: head.poll() is not None or probe.connect_ex(("127.0.0.1", dashboard)) == 0)
-            assert head.poll() is None, Path(log.name).read_text()
-            yield submit
-        finally:
-            head.terminate()
-            head.wait(60)
+        yield submit
+        head.terminate()
+        head.wait(60)
 
     @pytest.fixture(scope="class")
     def working_dir(self, tmp_path_factory):

@@ -409,7 +409,8 @@ def test_the_identity_knows_every_file_but_no_time_and_no_folder(form, make, tmp
         shutil.copytree(here, there)
         moved = {key: v.replace(str(here), str(there)) if isinstance(v, str) else v for key, v in entry.items()}
         assert source_of(moved).identity() == before
-    for path in sorted(path for path in here.rglob("*") if path.is_file()):
+    # lhotse 2 writes an index beside each file, which is made of that file and never read here.
+    for path in sorted(path for path in here.rglob("*") if path.is_file() and path.suffix != ".idx"):
         data = path.read_bytes()
         os.utime(path, (0, 0))
         assert source_of(entry).identity() == before

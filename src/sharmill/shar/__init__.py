@@ -36,60 +36,64 @@ def open_shar(
     cache_dir: str | None = None,
     cache_gib: float = 100.0,
 ) -> "CutSet":
-    """Open the cuts of a dataset, which are read lazily and a few shards at a time.
+    """Open the cuts of a dataset for lazy reading, a few shards at a time.
 
     Args:
-        dataset: a finished dataset directory, which is read through its index without listing folders; or its URL, as
-            text: ``https://``, ``s3://``, ``gs://`` or ``ais://``; or a folder with shards by lhotse's ``to_shar`` or
-            the published context-Shar scripts, in the order of their numbers.
-        fields: which of ``target_audio``, ``context_audio``, ``target_codes``, ``context_codes`` and what else the
-            dataset has (in others' shards: of the fields there) to attach to the cuts; default: all that there are. The
-            files of the others are not opened. A field is named by its attribute of a cut, such as ``target_codes``,
-            or where several have it, by its folder, such as ``codes_mimi/target_codes``. A cut for which the codec gave
-            no codes is left out if they are among the fields, and counted in ``num_left_out`` of the ``SharReader``.
-        codec: whose codes, where there are several.
-        shuffle: False: the order of the dataset. True: an order that follows from ``seed`` and the number of the epoch
-            alone. Shards are permuted, and the cuts of every ``mix_shards`` consecutive ones are mixed. "global": all
-            cuts are mixed, each order as likely as another; each is read by itself, by the index files that
-            ``write_sidecars`` makes.
-        seed: of the shuffling.
-        mix_shards: shards that are open at once and mixed, with ``shuffle``.
-        block_size: consecutive cuts of a shard, at most, that stay together when the order is divided among ranks and
-            workers; by default whole shards, or less where there are few: then a dataset of fewer cuts than 4096 is
-            divided cut by cut. With ``shuffle`` each epoch is divided anew.
-        rank: this process among those that share the cuts.
-        world_size: their number.
-        split_by_worker: within a worker of a torch DataLoader, take this worker's part of the rank's cuts.
-            False: each worker reads all cuts of the rank.
-        infinite: one epoch after another, without end; else one epoch for each iteration, the next one each time.
-        tail: what to do where ranks and workers would get different numbers of cuts in an epoch. ``keep`` leaves it
-            so; ``drop`` ends all at the smallest number, ``pad`` goes on to the largest with the first cuts of the
-            epoch's order once more, marked by ``cut.shar_padding = True``.
-        decode_threads: threads that decode the chosen audio ahead, in order. The cuts then hold decoded samples, and
-            ``load_audio()`` and the like decode nothing; FLAC takes 60 % of lhotse's time. 0: audio is decoded
-            where it is loaded.
-        decode_prefetch: cuts that may be decoded ahead of the one in use; by default 4 for each thread, at least 1.
+        dataset: a finished dataset directory, which is read through its index without listing folders; its URL, as
+            text: ``https://``, ``s3://``, ``gs://`` or ``ais://``; or a folder of shards written by lhotse's
+            ``to_shar`` or by the published context-Shar scripts, which are read in numerical order.
+        fields: the fields to attach to the cuts: ``target_audio``, ``context_audio``, ``target_codes``,
+            ``context_codes`` and any others that the dataset or folder has; by default all of them. Files of other
+            fields are not opened. A field is named by its attribute of a cut, such as ``target_codes``. If several
+            fields share that attribute, use the folder, such as ``codes_mimi/target_codes``. If codes are among the
+            fields, cuts that the codec gave no codes for are left out and counted in ``SharReader.num_left_out``.
+        codec: the codec to read codes of, if the dataset has several.
+        shuffle: False keeps the order of the dataset. True gives an order that depends only on ``seed`` and the number
+            of the epoch: shards are permuted, and the cuts of every ``mix_shards`` consecutive shards are mixed.
+            "global" mixes all cuts, with every order equally likely. Each cut is then read separately, through the
+            index files that ``write_sidecars`` writes.
+        seed: seed of the shuffling.
+        mix_shards: the number of shards that are open and mixed at a time, with ``shuffle``.
+        block_size: the maximum number of consecutive cuts of a shard that stay together when the order is divided
+            among ranks and workers. By default blocks are whole shards, or smaller if there are few shards: a dataset
+            of fewer than 4096 cuts is divided cut by cut. With ``shuffle``, each epoch is divided differently.
+        rank: the index of this process among the processes that share the cuts.
+        world_size: the number of processes that share the cuts.
+        split_by_worker: in a worker of a torch DataLoader, read only this worker's part of the rank's cuts.
+            If False, each worker reads all cuts of the rank.
+        infinite: iterate over one epoch after another without end. If False, each iteration is one epoch: first the
+            first epoch, then the next.
+        tail: what to do if ranks and workers would get different numbers of cuts in an epoch. ``keep`` accepts the
+            difference; ``drop`` ends all of them at the smallest number; ``pad`` extends all of them to the largest
+            number by repeating cuts from the start of the epoch, marked by ``cut.shar_padding = True``.
+        decode_threads: the number of threads that decode the chosen audio ahead, in order. Cuts then hold decoded
+            samples, so that ``load_audio()`` and similar methods decode nothing; for FLAC this takes 60 % of lhotse's
+            time. With 0, audio is decoded when it is loaded.
+        decode_prefetch: the number of cuts that may be decoded ahead of the current one; by default 4 per thread, at
+            least 1.
         sidecars: the folder of the index files, with ``shuffle="global"``; by default the dataset directory.
-        on_damage: "skip" leaves out cuts whose shard is damaged, with a warning for each, and counts them in the state;
-            with ``tail="keep"`` only, since parts may then have different numbers of cuts.
-            What is loaded later, such as audio without ``decode_threads``, raises where it is loaded all the same.
-        max_damaged: cuts that each part may skip, over all epochs, before the damage is raised after all; 100 if None.
-        cache_dir: of a URL, the folder that shards are copied to ahead of their use, which all processes of a node
-            share; by default ``~/.cache/sharmill``. A copy has the checksum that the index says, or is damage.
-        cache_gib: the size of that folder in GiB. What was unused for longest is removed, but no shard that is open.
+        on_damage: "skip" leaves out cuts whose shard is damaged, logs a warning for each, and counts them in the state.
+            It requires ``tail="keep"``, since parts may then have different numbers of cuts.
+            Damage in data that is loaded later, such as audio without ``decode_threads``, still raises when loaded.
+        max_damaged: the number of cuts that each part may skip, over all epochs, before the damage is raised;
+            100 if None.
+        cache_dir: for a URL, the folder that shards are copied to before they are read. All processes of a node share
+            it; by default ``~/.cache/sharmill``. A copy whose checksum differs from the index counts as damaged.
+        cache_gib: the maximum size of that folder in GiB. The least recently used shards are removed first; open shards
+            are never removed.
 
     Returns:
-        A lazy CutSet. With ``target_audio``, that audio is attached as ``recording`` too (unless others' shards have a
-        ``recording`` themselves), so that ``load_audio()`` works; without, ``recording`` only tells where the audio
-        came from. ``load_target_codes()`` of a truncated cut has its frames only; ``load_context_audio()`` and
-        ``load_context_codes()`` always have the whole context.
-        Every cut has its position in the order as ``cut.shar_position``. The iterable in the CutSet, its ``data``, is a
-        ``SharReader``, with ``state_dict()`` and ``load_state_dict()``: see there.
+        A lazy CutSet. If ``target_audio`` is read, it is also attached as ``recording`` (unless another tool's shards
+        have their own ``recording``), so that ``load_audio()`` works. Otherwise ``recording`` only names the origin of
+        the audio. ``load_target_codes()`` of a truncated cut returns only the frames of that cut;
+        ``load_context_audio()`` and ``load_context_codes()`` always return the whole context.
+        ``cut.shar_position`` is the position of a cut in the order. The attribute ``data`` of the CutSet is a
+        ``SharReader`` with ``state_dict()`` and ``load_state_dict()``; see its documentation.
 
     Raises:
-        ConfigError: there is no dataset, not this field or codec in it, or an option makes no sense.
-        DamagedShard: while iterating, where a file is not as it should be and is not skipped.
-        OSError: a server cannot be reached, also while iterating.
+        ConfigError: the dataset does not exist or lacks a field or the codec, or an option is invalid.
+        DamagedShard: while iterating, if a file is damaged and not skipped.
+        OSError: a server cannot be reached; may also be raised while iterating.
 
     Example:
         >>> for cut in open_shar("data/librispeech", ["target_codes", "context_codes"]):  # doctest: +SKIP
@@ -102,7 +106,7 @@ def open_shar(
     from sharmill.shar.reading.iteration import SharReader
     from sharmill.shar.reading.shard_source import open_shard_source
 
-    refuse((sidecars is not None and shuffle != "global", f'sidecars are read with shuffle="global", not {shuffle!r}'))
+    refuse((sidecars is not None and shuffle != "global", f'sidecars requires shuffle="global", not {shuffle!r}'))
     options = ReadOptions(
         shuffle=shuffle,
         seed=seed,

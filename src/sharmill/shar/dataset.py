@@ -1,4 +1,4 @@
-"""The dataset directory that stages write: its files, by what the index lists and what lies in the folders."""
+"""A dataset directory that stages write to: its files, as listed in the index or found in the folders."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +40,7 @@ from sharmill.shar.index import (
 
 
 class ShardedDataset:
-    """A dataset directory of sharmill's own, finished or not.
+    """A dataset directory written by sharmill, finished or not.
 
     Args:
         directory: the dataset directory; it need not exist.
@@ -56,31 +56,31 @@ class ShardedDataset:
 
     @property
     def index_files(self) -> list[Path]:
-        """The files that make a dataset a finished one."""
+        """The files of the index; a dataset that has both is finished."""
         return [self.directory / DATASET_FILE, self.directory / SHARDS_FILE]
 
     def record(self) -> DatasetRecord:
         """Read ``dataset.json``.
 
         Raises:
-            ConfigError: there is no finished dataset, or it is of another format version.
+            ConfigError: there is no finished dataset, or its format version is not supported.
             DamagedShard: the file is damaged.
         """
         return read_dataset(self.directory)
 
     def shards(self) -> list[ShardRecord]:
-        """Read as many lines of ``shards.jsonl`` as ``dataset.json`` counts shards; raises as ``record`` does."""
+        """Read the lines of ``shards.jsonl`` for the shards that ``dataset.json`` counts; raises as ``record``."""
         return list(read_shards(self.directory, self.record().num_shards))
 
     def audio_checksum(self) -> str:
-        """Return the checksum of cuts and audio, whatever codes there are."""
+        """Return the checksum of cuts and audio, which does not depend on codes."""
         return audio_checksum(self.shards(), (CUTS, *self.record().audio_fields))
 
     def file(self, field: str, shard: int) -> Path:
-        """Return the path of the file of one shard of a field.
+        """Return the path of a field's file for one shard.
 
         Raises:
-            ConfigError: the dataset has no such field, or is not finished.
+            ConfigError: the dataset does not have this field, or is not finished.
         """
         found = published_field(field) or self.record().fields_by_name.get(field)
         if found is None:
@@ -88,7 +88,7 @@ class ShardedDataset:
         return self.directory / found.path(shard)
 
     def is_empty(self) -> bool:
-        """Return True if there is no directory, or nothing in it but folders that wait for files."""
+        """Return True if the directory does not exist, or contains only folders without files."""
         if not self.directory.exists():
             return True
         own = (STAGING_NAME, LOCK_NAME)
@@ -96,11 +96,12 @@ class ShardedDataset:
         return all(path.is_dir() and not path.is_symlink() and _has_no_files(path) for path in found)
 
     def is_made_of(self, fields: Sequence[str], files: Iterable[PublishedFile]) -> bool:
-        """Return True if these files are the fields' content; what other fields there are does not matter.
+        """Return True if ``files`` are the content of these fields. Other fields of the dataset do not matter.
 
-        Where the index lists the fields, all that it says of them must be among ``files``: names, sizes and checksums.
-        Without it, one of the files in place must be, by its checksum. The names of all files in the folders of other
-        fields must be, as of context audio where the index is that of a dataset without contexts.
+        For fields in the index, every entry must be among ``files``, with the same name, size and checksum. If the
+        index lists none of the fields, at least one file on disk must have the expected checksum. For fields that are
+        missing from the index, such as context audio in the index of a dataset without contexts, all file names must be
+        among ``files``.
         """
         known = {FieldFile(file.name, file.size, file.xxh3) for file in files}
         try:
@@ -121,21 +122,22 @@ class ShardedDataset:
         )
 
     def write_index(self, record: DatasetRecord, shards: Sequence[ShardRecord]) -> None:
-        """Write the index of cuts and audio, unless it is there and whole: then it may list codecs too, and stays."""
+        """Write the index of cuts and audio, unless an intact one exists, which may also list codecs."""
         with changing_index(self.directory):
             if not self._has_index_of(record, shards):
                 write_shards(self.directory, shards)
                 write_dataset(self.directory, record)
 
     def remove(self, num_shards: int | None, added: Sequence[Field] = ()) -> None:
-        """Remove all files of a dataset of so many shards, the index first; what others have put beside them stays.
+        """Remove all files of a dataset, the index first. Other files in its folders are kept.
 
         Args:
-            num_shards: None for all shards that are there.
-            added: fields that stages may have added, beside those that the index lists: it may be gone already.
+            num_shards: the number of shards to remove; None for all shards found.
+            added: fields that stages may have added. They are removed as well, since the index that would list them
+                may be gone.
 
         Raises:
-            ConfigError: a folder of a field is a link, or a stranger's; nothing was removed.
+            ConfigError: the folder of a field is a link or belongs to an untrusted user. Nothing has been removed.
         """
         with suppress(ConfigError, DamagedShard):
             added = [*added, *self.record().added_fields]
@@ -146,12 +148,12 @@ class ShardedDataset:
         self._remove_files(fields, num_shards)
 
     def has_files(self, fields: Iterable[str]) -> bool:
-        """Return True if there are files in the folder of a field, whether or not the index lists it."""
+        """Return True if the folder of any of these fields contains files, even if the index does not list it."""
         folders = [self.directory / field for field in fields]
         return any(folder.is_dir() and not _has_no_files(folder) for folder in folders)
 
     def stored_codecs(self) -> list[str]:
-        """Return the names of the codecs that have a folder, whether or not the index lists them."""
+        """Return the names of the codecs that have a folder, even if the index does not list them."""
         if not self.directory.is_dir():
             return []
         folders = sorted(path for path in self.directory.iterdir() if path.is_dir() and not _has_no_files(path))
@@ -161,22 +163,22 @@ class ShardedDataset:
     def add_fields(
         self, fields: Sequence[Field], files: Sequence[Mapping[str, FieldFile]], codec: CodecRecord | None = None
     ) -> None:
-        """List fields in the index, in the place of what it lists under their names.
+        """List fields in the index, replacing existing entries of the same names.
 
         Args:
-            fields: what a stage has made.
-            files: for each shard the files of the fields.
-            codec: whose codes they are, where they are codes.
+            fields: the fields that a stage has written.
+            files: the files of these fields, one mapping per shard.
+            codec: the codec of the fields, if they are codes.
 
         Raises:
-            FatalError: the dataset has grown since these shards were made.
+            FatalError: shards were appended to the dataset after these files were written.
         """
         with changing_index(self.directory):
             shards, dataset = self.shards(), self.record()
             if len(files) != len(shards):
                 raise FatalError(
-                    f"{self.directory} has {len(shards)} shards now, and {fields[0].name if fields else 'codes'} of "
-                    f"{len(files)}: shards were appended meanwhile; make it anew with --restart",
+                    f"{self.directory} now has {len(shards)} shards, but {fields[0].name if fields else 'codes'} has "
+                    f"{len(files)}: shards were appended meanwhile; start over with --restart",
                     code="changed_input",
                 )
             added = [
@@ -191,7 +193,7 @@ class ShardedDataset:
             write_dataset(self.directory, made)
 
     def remove_fields(self, fields: Sequence[Field], num_shards: int | None) -> None:
-        """Remove the files of fields, if there are any, from the index first; raises as ``remove``."""
+        """Remove fields from the index, then delete their files, if there are any; raises as ``remove``."""
         names = {field.name for field in fields}
         if not self.has_files(names):
             return
@@ -206,7 +208,7 @@ class ShardedDataset:
         self._remove_files(fields, num_shards)
 
     def _stored(self, field: str) -> list[str]:
-        """Return the names of the files in a field's folder, sidecars aside."""
+        """Return the names of the files in a field's folder, without sidecars."""
         folder = self.directory / field
         found = sorted(f"{field}/{path.name}" for path in folder.iterdir()) if folder.is_dir() else []
         sidecars = {sidecar for name in found for sidecar in sidecar_files(name)}
@@ -214,7 +216,7 @@ class ShardedDataset:
 
     def _remove_files(self, fields: Sequence[Field], num_shards: int | None) -> None:
         for field in fields:
-            # Numbers in the names of files that are there, which may be those of shards.
+            # Numbers in the names of existing files, each of which may be the number of a shard.
             found = {int(part) for name in self._stored(field.name) for part in name.split(".") if part.isdecimal()}
             files = {field.path(shard) for shard in (found if num_shards is None else range(num_shards))}
             names = files | {sidecar for file in files for sidecar in sidecar_files(file)}
@@ -245,7 +247,7 @@ def _has_no_files(folder: Path) -> bool:
 
 
 def _without_fields(dataset: DatasetRecord, fields: Sequence[Field]) -> DatasetRecord:
-    """Return the record of a dataset without fields, and without the codecs whose they are."""
+    """Return the record of a dataset without these fields and their codecs."""
     names = {field.name for field in fields}
     codecs = {codec_of_field(name) for name in names}
     return msgspec.structs.replace(

@@ -1,8 +1,8 @@
-"""lhotse's manifests of cuts, recordings and arrays, and the utterance that a cut was made of.
+"""lhotse's manifests of cuts, recordings and arrays, and the utterance that a cut was made from.
 
-Manifests are made as plain mappings, without lhotse's classes, which cost more than the rest of writing a cut; tests
-read them with lhotse. A cut is a pure function of the record that it carries and of the length of its audio: the
-checker makes it again.
+Manifests are built as plain mappings, because lhotse's classes would cost more than all other steps of writing a cut;
+tests read them with lhotse. A cut is a pure function of its record and the length of its audio, so the checker can
+compute it again.
 """
 
 import re
@@ -29,16 +29,16 @@ from sharmill.manifest import (
 from sharmill.shar.fields import CONTEXT_UNALIGNED
 from sharmill.shar.json_lines import read_cuts
 
-# An object in a ``custom`` mapping that has all keys of one of these is one of lhotse's own manifests to lhotse.
+# lhotse takes an object in a ``custom`` mapping for one of its own manifests if it has all keys of one of these sets.
 _TAKEN_BY_LHOTSE: Final = ({"width"}, {"shape"}, {"array"}, {"id", "sources", "sampling_rate"})
-# The suffix that the stage prepare gives to ids that would not be unique.
+# The suffix that the stage prepare adds to ids that would otherwise not be unique.
 _ID_SUFFIX: Final = re.compile("(-[0-9a-f]{16})?")
 
 
 def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> dict[str, Any]:
     """Return the MonoCut of an utterance whose stored audio has ``num_samples`` samples at ``sampling_rate``.
 
-    ``recording`` tells where the audio came from and is nothing to load; the audio itself is in ``target_audio``.
+    ``recording`` only names the origin of the audio and cannot be loaded; the audio itself is in ``target_audio``.
     """
     duration = num_samples / sampling_rate
     source = {"type": "file", "channels": [0], "source": utterance.segment.audio_filepath}
@@ -53,7 +53,7 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
         "text": utterance.text,
         "language": language,
         "speaker": utterance.speaker,
-        # All manifest keys, for NeMo looks for some of them here.
+        # Include all manifest keys, because NeMo reads some of them from here.
         "custom": {**utterance.typed_keys(), "language": language, **further},
         **({"alignment": utterance.custom[ALIGNMENT]} if ALIGNMENT in utterance.custom else {}),
     }
@@ -64,39 +64,39 @@ def cut_json(utterance: Utterance, *, sampling_rate: int, num_samples: int) -> d
         "channel": 0,
         "supervisions": [supervision],
         "recording": recording_json(utterance.recording_id, sampling_rate, num_samples) | {"sources": [source]},
-        # Makes lhotse load the whole context: it lives on another time line than the cut.
+        # Makes lhotse load the whole context, whose time line differs from the cut's.
         "custom": {CONTEXT_UNALIGNED: True},
         "type": "MonoCut",
     }
 
 
 def read_utterances(path: Path) -> Iterator[tuple[dict[str, Any], Utterance]]:
-    """Yield the cuts of a file with the utterances that they were made of.
+    """Yield the cuts of a file, each with the utterance that it was made from.
 
     Raises:
-        DamagedShard: it cannot be read, or a cut does not say what it was made of.
+        DamagedShard: the file cannot be read, or a cut does not carry its record.
     """
     for cut in read_cuts(path):
         try:
             yield cut, utterance_of(cut)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise DamagedShard(f"{path}: a cut does not say which record it was made of: {error!r}") from error
+            raise DamagedShard(f"{path}: a cut does not contain the record it was made from: {error!r}") from error
 
 
 def utterance_of(cut: dict[str, Any]) -> Utterance:
-    """Return the utterance that a cut was made of: its record, with the ids that follow from it.
+    """Return the utterance that a cut was made from: its record, and the ids derived from the record.
 
-    Of the ids in the cut only a suffix that tells files or segments of the same name apart is taken over.
+    Stored ids are ignored except for a suffix that distinguishes files or segments of the same name.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError: the cut carries no record.
+        LookupError, TypeError, ValueError, AttributeError: the cut does not carry a record.
     """
     supervision = cut["supervisions"][0]
     custom = supervision["custom"]
     path, offset, duration, text, speaker = (custom[key] for key in TYPED_KEYS)
     stored, channel = cut["recording"]["id"], None
     recording = _with_suffix(recording_id(path), stored)
-    # A record of mono audio may have a channel too, which is not part of its ids.
+    # A record of mono audio may also have a channel, which is not part of its ids.
     if "channel" in custom and recording != stored:
         channel = custom["channel"]
         recording = _with_suffix(recording_id(path, channel), stored)
@@ -112,20 +112,20 @@ def utterance_of(cut: dict[str, Any]) -> Utterance:
 
 
 def _with_suffix(made: str, stored: str) -> str:
-    """Return the stored id if it is the made one, with the hash behind it that makes an ambiguous id unique, or not."""
+    """Return ``stored`` if it is ``made``, perhaps with the hash that makes an ambiguous id unique; else ``made``."""
     return stored if stored.startswith(made) and _ID_SUFFIX.fullmatch(stored, len(made)) else made
 
 
 @lru_cache(maxsize=100_000)
 def _language(tag: str, original: str) -> str:
-    """Return the language of a tag, as the record had it: ``en-US`` where the tag has ``en_US`` for NeMo."""
+    """Return the language of a tag as the record spells it: ``en-US`` if the tag has ``en_US`` for NeMo."""
     language = parse_speaker_tag(tag).language
     found = re.search(r"\bLanguage:(\S+)", original)
     return found[1] if found and nemo_language(found[1]) == language else language
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value as it is, or as JSON text where lhotse would take it for a manifest and fail to read the cut."""
+    """Return ``value``, or its JSON text if lhotse would mistake it for a manifest and fail to read the cut."""
     if isinstance(value, dict) and any(keys <= value.keys() for keys in _TAKEN_BY_LHOTSE):
         return msgspec.json.encode(value).decode()
     return value
@@ -137,7 +137,7 @@ def context_id(recording_id: str, offset: float, duration: float) -> str:
 
 
 def recording_json(recording_id: str, sampling_rate: int, num_samples: int) -> dict[str, Any]:
-    """Return a Recording whose data lies beside it in the archive."""
+    """Return a Recording whose data is stored beside it in the archive."""
     return {
         "id": recording_id,
         "sources": [{"type": "shar", "channels": [0], "source": ""}],
@@ -149,7 +149,7 @@ def recording_json(recording_id: str, sampling_rate: int, num_samples: int) -> d
 
 
 def array_json(shape: tuple[int, ...]) -> dict[str, Any]:
-    """Return an Array whose data lies beside it in the archive."""
+    """Return an Array whose data is stored beside it in the archive."""
     return {"storage_type": "shar", "storage_path": "", "storage_key": "", "shape": list(shape)}
 
 

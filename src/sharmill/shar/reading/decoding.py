@@ -1,4 +1,4 @@
-"""Decoding of cuts' audio ahead of its use, by libraries that work without Python's lock, so that threads serve."""
+"""Decoding the audio of cuts before it is used, by libraries that release Python's lock and so profit from threads."""
 
 import os
 
@@ -21,7 +21,7 @@ def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
     """Decode the audio that a cut holds in memory, and return the cut.
 
     Raises:
-        DamagedShard: it cannot be decoded.
+        DamagedShard: the audio cannot be decoded.
     """
     decoded: dict[int, Recording] = {}
     for name, recording in list(cut.iter_data()) if hasattr(cut, "iter_data") else ():
@@ -38,10 +38,10 @@ def decode_audio(cut: Cut, shard: OpenShard) -> Cut:
 
 
 class _DecodedSource(SafeSource):
-    """An audio source in memory that has been decoded once: loading takes a slice.
+    """An audio source in memory that has already been decoded, so that loading takes a slice.
 
-    Everything of lhotse works on it as on any other (``resample``, ``truncate``, saving), since it holds the encoded
-    bytes as well. A copy made by ``dataclasses.replace`` decodes again.
+    It still holds the encoded bytes, so all of lhotse's operations work on it (``resample``, ``truncate``, saving). A
+    copy made by ``dataclasses.replace`` decodes again.
     """
 
     samples: np.ndarray
@@ -58,7 +58,7 @@ class _DecodedSource(SafeSource):
             return as_floats(self.samples[..., first:])
         end = first + compute_num_samples(duration, self.sampling_rate)
         if end > self.samples.shape[-1]:
-            # lhotse decides how much too short audio may be.
+            # Let lhotse decide how much shorter the audio may be.
             return super().load_audio(offset, duration, force_opus_sampling_rate)
         return as_floats(self.samples[..., first:end])
 
@@ -67,10 +67,10 @@ def _decode_recording(recording: Recording) -> Recording:
     """Return the same Recording with its audio decoded.
 
     Raises:
-        Exception: whatever lhotse raises for audio that cannot be decoded.
+        Exception: any exception that lhotse raises for audio that cannot be decoded.
     """
     (source,) = recording.sources
-    # For others than FLAC and WAV lhotse chooses among decoders, and resamples what Opus gives.
+    # For formats other than FLAC and WAV, lhotse chooses the decoder, and resamples Opus.
     if source.source[:4] in (b"fLaC", b"RIFF"):
         if isinstance(source, SafeSource):
             source.check()
@@ -82,13 +82,13 @@ def _decode_recording(recording: Recording) -> Recording:
 
 
 def decode_samples(data: bytes) -> np.ndarray:
-    """Return samples (channels, num_samples) of FLAC or WAV, int16 or float32, in less time than libsndfile.
+    """Return the samples of FLAC or WAV data, int16 or float32 (channels, num_samples), faster than libsndfile.
 
-    What ``decode_flac`` does not decode is left to libsndfile.
+    Data that ``decode_flac`` does not support is decoded by libsndfile.
     """
     samples = decode_flac(data)
     if samples is None:
-        # A file of the system libsndfile reads by itself; else each read would wait for Python.
+        # libsndfile reads a file of the operating system without Python; for other objects each read takes the lock.
         with os.fdopen(os.memfd_create("sharmill"), "w+b") as file:
             file.write(data)
             file.seek(0)
@@ -98,6 +98,6 @@ def decode_samples(data: bytes) -> np.ndarray:
 
 
 def as_floats(samples: np.ndarray) -> np.ndarray:
-    """Return a copy as float32 in [-1, 1), the same values as of lhotse's ``soundfile_load``."""
+    """Return a copy as float32 in [-1, 1), with the same values as lhotse's ``soundfile_load``."""
     floats = to_float(samples)
     return floats.copy() if floats is samples else floats

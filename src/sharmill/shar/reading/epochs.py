@@ -1,7 +1,7 @@
 """The epoch that a loader's worker processes begin next.
 
-Workers are copies of a reader. Without persistent workers they end with their epoch, and what they know ends with them.
-So the number of the next epoch lies in memory that they share with the loader's process.
+Workers are copies of a reader. Unless they are persistent, they exit after their epoch, and what they know is lost.
+So the number of the next epoch is kept in memory that they share with the loader's process.
 """
 
 import multiprocessing
@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from torch.utils.data import get_worker_info
 
-# More than a loader has on any machine.
+# More workers than a loader has on any machine.
 _MAX_WORKERS: Final = 1024
 
 
 class NextEpoch:
-    """The next epoch of a reader, for the process that made it and the workers of its loaders.
+    """The next epoch of a reader, shared by the process that created it and the workers of its loaders.
 
-    Every worker has a number of its own, so that no lock is needed. The workers of one iteration agree on its epoch,
-    whichever of them begins first: those that have begun are one epoch ahead of the others.
+    Every worker writes its own number, so that no lock is needed. The workers of one iteration agree on its epoch
+    regardless of which one begins first: workers that have begun are one epoch ahead of the others.
     """
 
     def __init__(self, epoch: int = 0) -> None:
@@ -28,13 +28,13 @@ class NextEpoch:
         self._of_workers = RawArray("q", [epoch] * _MAX_WORKERS)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Share the memory with a process that is being started; copy the number where it is pickled otherwise."""
+        """Share the memory with a process that is being started; in any other case, pickle a copy of the number."""
         if get_spawning_popen():
             return object.__new__, (NextEpoch,), self.__dict__
         return NextEpoch, (max(self._of_workers),)
 
     def set(self, epoch: int) -> None:
-        """Set the epoch of this worker; outside of workers, of all."""
+        """Set the epoch of this worker, or of all workers if called outside of a worker."""
         info, shared = get_worker_info(), self._of_workers
         if not self._is_shared():
             return
@@ -46,7 +46,7 @@ class NextEpoch:
             shared[first:] = [epoch] * (_MAX_WORKERS - first)
 
     def find(self, known: int) -> int:
-        """Return the epoch that this process begins; ``known`` where it shares no memory with the others."""
+        """Return the epoch that this process begins; ``known`` if it does not share memory with the others."""
         if not self._is_shared():
             return known
         info = get_worker_info()
@@ -54,6 +54,6 @@ class NextEpoch:
         return ahead if info is None else max(self._of_workers[info.id], ahead - 1)
 
     def _is_shared(self) -> bool:
-        """Return False in processes of other loaders, such as the ranks that a launcher forks."""
+        """Return False in processes that are not this loader's, such as ranks that a launcher forks."""
         parent = multiprocessing.parent_process() if get_worker_info() else None
         return self._owner == (parent.pid if parent else os.getpid())

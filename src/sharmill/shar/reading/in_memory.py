@@ -1,7 +1,7 @@
-"""Audio and arrays in memory, which lhotse loads as its own.
+"""Audio and arrays in memory that lhotse loads like its own.
 
-Audio is decoded where it is loaded, and only as far as its bytes and its record go: a FLAC of some kilobytes can hold
-hours of silence. The limits are those of ``sharmill.audio``, which decodes the recordings that a dataset is made of.
+Audio is decoded when it is loaded, and only as far as its size in bytes and its record allow, since a FLAC file of some
+kilobytes can hold hours of silence. The limits are those that ``sharmill.audio`` applies to source recordings.
 """
 
 import io
@@ -20,15 +20,15 @@ from sharmill.audio.flac import flac_header
 from sharmill.shar.arrays import array_from_bytes
 from sharmill.shar.reading.safety import is_device
 
-# lhotse allows less; what is longer than this was not written by a tool.
+# lhotse tolerates less; no tool writes audio that exceeds its recording by more than this.
 _SECONDS_TOO_LONG: Final = 1.0
 STORAGE_TYPES: Final = {"npy": "memory_npy", "llc": "memory_lilcom"}
-# A frame of which less than this share is asked for is left out: times are sums of floats.
+# A frame is left out if less than this share of it is requested, since times are sums of floats.
 _TOLERANCE: Final = 1e-6
 
 
 class _EqualToLhotses:
-    """Equality with an object of lhotse's own, of the dataclass ``_kind``, that has the same content."""
+    """Equality with one of lhotse's own objects, of the dataclass ``_kind``, that has the same content."""
 
     _kind: ClassVar[type]
 
@@ -41,11 +41,11 @@ class _EqualToLhotses:
 
 
 class SafeSource(_EqualToLhotses, AudioSource):
-    """An audio source that looks at its bytes in memory, or at the file of its name, before lhotse decodes them.
+    """An audio source that checks its bytes in memory, or the file that it names, before lhotse decodes them.
 
     Attributes:
-        claimed: the seconds that the recording says of bytes; None where they say nothing about them, or the source is
-            a copy made by ``dataclasses.replace``.
+        claimed: the duration in seconds that the recording claims for the bytes; None if it claims none, or if the
+            source is a copy made by ``dataclasses.replace``.
     """
 
     _kind = AudioSource
@@ -59,23 +59,23 @@ class SafeSource(_EqualToLhotses, AudioSource):
         return super().load_audio(offset, duration, force_opus_sampling_rate)
 
     def check(self, wanted: float | None = None) -> None:
-        """Raise AudioLoadingError as ``check_claims`` does, and where there is no plain file of the name."""
+        """Raise AudioLoadingError as ``check_claims`` does, and if the source names anything but a regular file."""
         if self.type == "file" and is_device(self.source):
-            raise AudioLoadingError(f"{self.source!r} is no plain file, and is not opened")
+            raise AudioLoadingError(f"{self.source!r} is not a regular file and is not opened")
         if isinstance(self.source, bytes):
             check_claims(self.source, self.claimed, wanted)
 
 
 def check_claims(data: bytes, claimed: float | None, wanted: float | None = None) -> None:
-    """Look at the header of an audio file in memory, before it is decoded.
+    """Check the header of an audio file in memory before it is decoded.
 
     Args:
-        claimed: the seconds that its recording says.
-        wanted: the seconds that are to be decoded; None is all.
+        claimed: the duration in seconds that the recording claims.
+        wanted: the duration in seconds that will be decoded; None for all.
 
     Raises:
-        AudioLoadingError: there are too few bytes for the samples that would be decoded, or all are wanted and they are
-            more than ``claimed``.
+        AudioLoadingError: there are too few bytes for the number of samples to be decoded, or the whole file is wanted
+            and it is longer than ``claimed``.
     """
     # For WAV and MP3, the file size bounds the number of samples.
     if data.startswith((b"RIFF", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2")):
@@ -85,27 +85,27 @@ def check_claims(data: bytes, claimed: float | None, wanted: float | None = None
         try:
             with sf.SoundFile(io.BytesIO(data)) as sound:
                 found = sound.frames, sound.channels, sound.samplerate
-        except (sf.LibsndfileError, TypeError):  # TypeError: soundfile's, of what it takes for raw samples
-            return  # lhotse says so
+        except (sf.LibsndfileError, TypeError):  # soundfile raises TypeError for bytes that it takes for raw samples
+            return  # lhotse reports the error
     num_samples, channels, rate = found
     if wanted is not None:
         num_samples = min(num_samples, math.ceil(max(0.0, wanted) * rate))
     if num_samples * channels > max(SAMPLES_IN_ANY_SIZE, len(data) * MAX_SAMPLES_PER_BYTE):
         raise AudioLoadingError(f"{len(data)} bytes are too few for {num_samples} samples of speech")
     if wanted is None and claimed is not None and num_samples / rate > claimed + _SECONDS_TOO_LONG:
-        raise AudioLoadingError(f"the audio has {num_samples / rate:g} s, its recording says {claimed:g} s")
+        raise AudioLoadingError(f"the audio has {num_samples / rate:g} s, but its recording claims {claimed:g} s")
 
 
 @dataclass(eq=False)
 class MemoryArray(_EqualToLhotses, Array):
-    """An Array that is loaded without numpy's costly look at its header."""
+    """An Array that is loaded without numpy's slow parsing of its header."""
 
     _kind = Array
 
     def load(self) -> np.ndarray:
         if self.storage_type != "memory_npy" or not isinstance(self.storage_key, bytes):
             return super().load()
-        # A copy, since what lies in bytes cannot be written to.
+        # Copy, because an array over bytes is read-only.
         return array_from_bytes(self.storage_key, "an array in memory").copy(order="K")
 
 
@@ -118,10 +118,11 @@ class TimeLastArray(_EqualToLhotses, TemporalArray):
     def load(self, start: float | None = None, duration: float | None = None) -> np.ndarray:
         """Return the codes (codebooks, frames) of ``duration`` seconds from ``start`` on; by default all.
 
-        There are ``ceil(duration / frame_shift)`` frames, or as many as are left. What begins in the last frame has it.
+        There are ``ceil(duration / frame_shift)`` frames, or as many as are left. A slice that starts within the last
+        frame contains that frame.
 
         Raises:
-            ValueError: ``start`` lies before the array.
+            ValueError: ``start`` is before the array.
         """
         array = self.array.load()
         offset = 0.0 if start is None else start - self.start
@@ -130,7 +131,7 @@ class TimeLastArray(_EqualToLhotses, TemporalArray):
         frames = offset / self.frame_shift
         first = math.floor(frames + 0.5)
         if first == array.shape[-1] and frames < first - _TOLERANCE:
-            # The nearest beginning is behind the last frame, as for the short rest that windows leave.
+            # The nearest frame boundary is the end of the array, as for the short rest that windows leave.
             first -= 1
         if duration is None:
             return array[..., first:]

@@ -1,4 +1,4 @@
-"""Readers in torchdata's StatefulDataLoader, and its states for other numbers of ranks and workers."""
+"""Readers in torchdata's StatefulDataLoader, and merging its states for other numbers of ranks and workers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -14,7 +14,7 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.shar.reading.state import merge_states
 
 Batch = TypeVar("Batch")
-# By the reason, or the number of the system's error, in what torch says.
+# Remedies by the reason or the system's error number in torch's message.
 _REMEDIES: Final = {
     ("allocate shared memory", "(28)"):
         "/dev/shm has no room for a batch: give the container more shared memory (docker run --shm-size=8g), make "
@@ -26,17 +26,18 @@ _REMEDIES: Final = {
 
 
 class ResumableDataset(torch.utils.data.IterableDataset):
-    """Cuts, or whatever a pipeline makes of them, with an exact state, for a StatefulDataLoader.
+    """Cuts, or examples that a pipeline makes from them, with an exact state for a StatefulDataLoader.
 
     Args:
-        cuts: the CutSet of ``open_shar`` as it is; filter and map its cuts in the pipeline.
-        pipeline: from a CutSet to what the loader is to give out: cuts, or collections of cuts such as a sampler's
-            batches. It runs in the worker. A cut counts as consumed when it is given out, so nothing is lost that the
-            pipeline holds back.
-        finish: applied to each thing that the pipeline gave, after its cuts were counted: say, cuts to tensors.
+        cuts: the unmodified CutSet of ``open_shar``; filter and map its cuts in the pipeline.
+        pipeline: a function from a CutSet to an iterable of what the loader yields: cuts, or collections of cuts such
+            as a sampler's batches. It runs in the worker. A cut counts as consumed when it is yielded, so cuts that the
+            pipeline holds back are not lost.
+        finish: a function applied to each result of the pipeline after its cuts were counted, for example to convert
+            cuts to tensors.
 
-    Every worker reads its own part. ``StatefulDataLoader.state_dict()`` goes back into a loader of as many workers on
-    as many ranks; for others, see ``merge_loader_states``.
+    Every worker reads its own part. ``StatefulDataLoader.state_dict()`` can be loaded into a loader with the same
+    numbers of workers and ranks; for other numbers, see ``merge_loader_states``.
 
     Example:
         >>> cuts = open_shar("data/librispeech", shuffle=True, infinite=True, rank=rank, world_size=8)  # doctest: +SKIP
@@ -56,7 +57,7 @@ class ResumableDataset(torch.utils.data.IterableDataset):
     ) -> None:
         if not isinstance(cuts.data, SharReader):
             raise ConfigError(
-                "a ResumableDataset takes the CutSet of open_shar as it is; filter and map its cuts in pipeline=",
+                "pass the unmodified CutSet of open_shar to ResumableDataset; filter and map its cuts in pipeline=",
                 code="inexact_state",
             )
         self._cuts, self._reader = cuts, cuts.data
@@ -65,8 +66,8 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         self._finish = finish
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, since a loader may save the states of workers of which nothing was asked yet.
-        self._reader.begin_pass(anew=True)
+        # Do this immediately, since a loader may save the states of workers that have not been asked for anything yet.
+        self._reader.begin_pass(next_epoch=True)
         return self._examples()
 
     def _examples(self) -> Iterator[Any]:
@@ -74,8 +75,8 @@ class ResumableDataset(torch.utils.data.IterableDataset):
             consumed = list(_cuts_in(made))
             if not consumed:
                 raise ConfigError(
-                    f"the pipeline gave a {type(made).__name__} without cuts, so that what is consumed cannot be "
-                    "counted; make tensors in finish=",
+                    f"the pipeline yielded a {type(made).__name__} without cuts, so consumed cuts cannot be counted; "
+                    "make tensors in finish=",
                     code="inexact_state",
                 )
             self._reader.mark_consumed(consumed)
@@ -83,7 +84,7 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         self._reader.end_pass()
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one, from its beginning; without it, each iteration of a loader is the next epoch."""
+        """Start the next iteration at ``epoch``; without this call, each iteration of a loader is the next epoch."""
         self._reader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,14 +92,14 @@ class ResumableDataset(torch.utils.data.IterableDataset):
         return self._reader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state of this part, or merged states, before iterating."""
+        """Load a state of this part, or merged states; call this before iterating."""
         self._reader.load_state_dict(state)
 
 
 def share_tensors(batch: Batch) -> Batch:
-    """Return a batch; in a worker of a loader, its tensors are in shared memory then.
+    """Return a batch; in a worker of a loader, move its tensors to shared memory first.
 
-    Otherwise a thread of torch puts them there later. Its errors are only printed, and the loader waits for ever.
+    Otherwise one of torch's threads moves them later. It only prints its errors, and the loader waits forever.
 
     Raises:
         FatalError: /dev/shm is too small, or too many files are open.
@@ -109,10 +110,10 @@ def share_tensors(batch: Batch) -> Batch:
 
 
 class _TensorSharing(ForkingPickler):
-    """Pickler that finds the tensors of a batch as torch's own does, in any objects, and writes nothing."""
+    """Pickler that finds the tensors of a batch in any objects, as torch's own pickler does, and writes nothing."""
 
     def __init__(self) -> None:
-        # Without a copy of arrays: a buffer that the callback took is not written.
+        # The buffer callback takes arrays out of band, so they are not copied.
         super().__init__(SimpleNamespace(write=len), 5, True, lambda _: None)
 
     def reducer_override(self, found: Any) -> Any:
@@ -130,64 +131,65 @@ class _TensorSharing(ForkingPickler):
 
 
 def merge_loader_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states of the StatefulDataLoaders of all ranks into one of the reader, for any number of both.
+    """Merge the states of all ranks' StatefulDataLoaders into one reader state, for any number of ranks and workers.
 
     Args:
-        states: of ``StatefulDataLoader.state_dict()`` on every rank; their dataset is a ``ResumableDataset``.
+        states: ``StatefulDataLoader.state_dict()`` of every rank; the dataset must be a ``ResumableDataset``.
 
     Returns:
-        The state that ``ResumableDataset.load_state_dict`` takes on every new rank, before its new loader is made. (The
-        state of a loader itself fits only loaders with as many workers.)
+        The state for ``ResumableDataset.load_state_dict`` on every new rank, before its new loader is created. (The
+        state of a loader itself fits only loaders with the same number of workers.)
 
     Raises:
-        ConfigError: a rank is missing, or they are no such states.
+        ConfigError: a rank is missing, or these are not states of such loaders.
     """
     return merge_states([found for state in states for found in dataset_states(state)])
 
 
 def load_states(readers: Sequence[SharReader], state: Mapping[str, Any]) -> None:
-    """Make readers go on from their states, or from merged ones, in their order; before iterating.
+    """Load readers' states, in the order of the readers, from a combined state; call this before iterating.
 
     Raises:
-        ConfigError: it is the state of other readers.
+        ConfigError: the state belongs to other readers.
     """
     states = state.get("readers", ())
     if len(states) != len(readers):
         raise ConfigError(
-            f"the state is of {len(states)} datasets or sources, and there are {len(readers)}", code="wrong_state"
+            f"the state has {len(states)} datasets or sources, but there are {len(readers)}", code="wrong_state"
         )
     for reader, known in zip(readers, states, strict=True):
         reader.load_state_dict(known)
 
 
 def dataset_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the states of the dataset of a StatefulDataLoader, one for each worker.
+    """Return the states of the dataset of a StatefulDataLoader, one per worker.
 
-    torchdata has no public way to them: the keys are those of its ``state_dict()``.
+    torchdata offers no public access to them, so this reads the keys of its ``state_dict()``.
 
     Raises:
-        ConfigError: it is no state of such a loader, its dataset has none, or workers have given more than it says.
+        ConfigError: this is not the state of such a loader, its dataset has no state, or workers have yielded more than
+            the state records.
     """
     has_workers, is_finished = "_snapshot" in state, state.get("_iterator_finished")
     workers = state["_snapshot"]["_worker_snapshots"].values() if has_workers else [state]
     found: list[Any] = [worker.get("dataset_state") for worker in workers]
     if not found or any(not isinstance(one, Mapping) for one in found):
         raise ConfigError(
-            "this is not the state of a StatefulDataLoader whose dataset has a state of its own", code="wrong_state"
+            "this is not the state of a StatefulDataLoader whose dataset has its own state", code="wrong_state"
         )
     if has_workers and not is_finished and (steps := state.get("_steps_since_snapshot")):
         raise ConfigError(
-            f"the state does not tell what the workers gave since the last snapshot (steps since: {steps}): set "
-            "snapshot_every_n_steps=1 in the StatefulDataLoader, or save at its multiples (this state goes into the "
-            "load_state_dict of a loader with as many workers only)",
+            f"the state does not record what the workers yielded since the last snapshot (steps since: {steps}): set "
+            "snapshot_every_n_steps=1 in the StatefulDataLoader, or save at multiples of it (this state can only be "
+            "loaded into a loader with the same number of workers)",
             code="inexact_state",
         )
-    # A snapshot is of the last step, before workers noticed that they had no more.
+    # The snapshot was taken after the last step, before workers noticed that they had no more data.
     return [_ended(one) for one in found] if has_workers and is_finished else found
 
 
 def _ended(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a worker at the end of its pass, which no reader goes on with but an infinite one."""
+    """Return the state of a worker at the end of its pass; an infinite reader's state has no end and is unchanged."""
     if "readers" in state:
         return {**state, "readers": [_ended(one) for one in state["readers"]]}
     if state.get("infinite") or "epochs" not in state:

@@ -1,4 +1,4 @@
-"""A shard whose files are open: each cut with its items of the chosen fields, and the time lines that others leave."""
+"""A shard with open files: reads each cut with its items, and corrects the time lines that other tools leave."""
 
 import json
 import math
@@ -33,15 +33,15 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class OpenShard:
-    """A shard whose files are open, with all that can be seen without decoding items looked at already.
+    """A shard with open files. Everything that can be checked without decoding items has been checked.
 
     Args:
-        files: which to open.
-        foreign: not of a dataset by sharmill: its time lines may have to be put right.
+        files: the files to open.
+        foreign: True if another tool wrote the dataset, so that time lines may have to be corrected.
         needed: the fields without which a cut is left out.
 
     Raises:
-        DamagedShard: when it is made, where a file is not as it should be.
+        DamagedShard: on construction, if a file is damaged.
     """
 
     def __init__(self, files: ShardFiles, *, foreign: bool, needed: Sequence[str] = ()) -> None:
@@ -49,7 +49,7 @@ class OpenShard:
         self._foreign = foreign
         self._needed = needed
         try:
-            # Copies of remote files are not evicted as long as the shard is open.
+            # Copies of remote files are not evicted while the shard is open.
             self._held = [local(location) for location in files.locations]
         except RejectRecord as reject:
             raise self.damage(reject.detail) from reject
@@ -61,28 +61,28 @@ class OpenShard:
         self._tables: dict[str, ItemTable | ValueTable] = {}
         for name, path in files.fields.items():
             if not foreign and is_method_of_cuts(name):
-                raise self.damage(f"the field {name} is called like a method of cuts")
+                raise self.damage(f"the field {name} has the name of a method of cuts")
             table = self._tables[name] = open_items(path, sidecars=files.sidecars.get(name, ()))
             if len(table) != len(self._lines):
                 raise self.damage(f"{name} ({path}) has {len(table)} items for {len(self._lines)} {CUTS}")
 
     def read(self, number: int, position: tuple[int, ...]) -> Cut | None:
-        """Read a cut with the fields' items for it as its attributes; a placeholder is not attached.
+        """Read a cut, with its items of the fields as attributes; placeholders are not attached.
 
         Return None for a cut that has a placeholder in a needed field.
 
         Args:
-            number: of the cut in the shard.
-            position: epoch, group, draw, block and item: the place in the order of all epochs, noted in the cut.
+            number: the index of the cut in the shard.
+            position: epoch, group, draw, block and item: the place in the order of all epochs, stored in the cut.
 
         Raises:
-            DamagedShard: anything is not as it should be.
+            DamagedShard: the cut or one of its items is damaged.
         """
         try:
             cut = read_cut(_decode_json(self._lines[number]))
             cut_id = cut.id
         except (*NOT_JSON, *MALFORMED) as error:
-            raise self.damage(f"cut {number} is not a cut that can be read: {error!r}") from error
+            raise self.damage(f"cut {number} is not a readable cut: {error!r}") from error
         items = {
             name: _read_item(table, number, cut_id)
             if isinstance(table, ItemTable)
@@ -113,7 +113,7 @@ class OpenShard:
         if self._foreign:
             _align(cut, custom)
         target = items.get(TARGET_AUDIO)
-        # Others' Shars for speech-to-speech have a recording of their own beside it: what is answered.
+        # Another tool's Shar for speech-to-speech has its own recording besides: the speech that is answered.
         if target is not None and items.get(RECORDING) is None:
             set_field(cut, RECORDING, with_id(target, cut.recording.id) if cut.recording is not None else target)
 
@@ -122,10 +122,10 @@ class OpenShard:
 
 
 def _read_item(table: ItemTable, number: int, cut_id: str) -> Any:
-    """Return the item of a cut in a tar field as an object of lhotse's, None for a placeholder."""
+    """Return a cut's item of a tar field as a lhotse object; None for a placeholder."""
     found, extension, data, metadata = table.raw(number)
     if found != cut_id:
-        raise table.damage(f"member '{found}.{extension}' is where one for {cut_id!r} should be")
+        raise table.damage(f"found member '{found}.{extension}' where one for {cut_id!r} should be")
     if extension == NO_DATA:
         return None
     try:
@@ -137,13 +137,13 @@ def _read_item(table: ItemTable, number: int, cut_id: str) -> Any:
 
 
 def _read_value(table: ValueTable, name: str, number: int, cut_id: str) -> Any:
-    """Return the value of a cut in a field of values."""
+    """Return a cut's value in a field of values."""
     try:
         values = _decode_json(table.line(number))
     except NOT_JSON as error:
         raise table.damage(f"item {number} is not JSON: {error}") from error
     if values.get("cut_id") != cut_id:
-        raise table.damage(f"item {number} is that of {values.get('cut_id')!r}, not of {cut_id!r}")
+        raise table.damage(f"item {number} belongs to {values.get('cut_id')!r}, not to {cut_id!r}")
     value = values.get(name)
     if found := find_forbidden(value):
         raise table.damage(f"item {number} has {found}, which is not loaded")
@@ -151,10 +151,10 @@ def _read_value(table: ValueTable, name: str, number: int, cut_id: str) -> Any:
 
 
 def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
-    """Undo what the published scripts leave: the offset of the target in the cut, and contexts on its time line.
+    """Correct the time lines in shards of the published scripts: the target's offset in the cut, and contexts.
 
-    Their audio and codes are of the segments alone. lhotse, which takes them for as long as the whole recording, would
-    look for them at the offset.
+    The scripts store audio and codes of the segments alone. lhotse assumes that they are as long as the whole recording
+    and would read them at the segment's offset.
     """
     if isinstance(custom.get(CONTEXT_AUDIO), Recording):
         custom[CONTEXT_UNALIGNED] = True
@@ -164,18 +164,18 @@ def _align(cut: MonoCut, custom: dict[str, Any]) -> None:
     target = custom.get(TARGET_AUDIO)
     if isinstance(target, Recording) and _lasts(target.duration, cut.duration):
         for supervision in cut.supervisions:
-            # lhotse counts the times of alignments from the start of the recording, and the cut is one now.
+            # lhotse counts alignment times from the start of the recording, which is now the start of the cut.
             for kind, items in (supervision.alignment or {}).items():
                 supervision.alignment[kind] = [item.with_offset(-cut.start) for item in items]
-            # The start of the cut itself, rounded by lhotse, which counts from the beginning of the cut.
+            # This is the start of the cut, rounded by lhotse, although lhotse counts from the beginning of the cut.
             if cut.start > 0 and math.isclose(supervision.start, cut.start, abs_tol=1e-3):
                 supervision.start = 0.0
         set_field(cut, "start", 0.0)
     codes = custom.get(TARGET_CODES)
     if isinstance(codes, TemporalArray) and _lasts(codes.duration, cut.duration, 2 * codes.frame_shift):
         codes.start = cut.start
-        # The scripts round the frames of a second, so that the last frame of a slice would be left out: the frames
-        # there are last as long as the cut.
+        # The scripts round the number of frames per second, so that a slice would lose its last frame. Stretch the
+        # stored frames over the length of the cut.
         codes.frame_shift = min(codes.frame_shift, cut.duration / codes.shape[-1])
 
 
@@ -187,7 +187,7 @@ def _decode_json(line: bytes) -> dict[str, Any]:
     try:
         return _decode(line)
     except msgspec.DecodeError as error:
-        # Python writes NaN and Infinity, which are no JSON, and lhotse with it.
+        # Python and lhotse write NaN and Infinity, which are not valid JSON.
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):

@@ -8,15 +8,15 @@ from sharmill.files.location import Location
 
 @dataclass(frozen=True, slots=True)
 class ShardFiles:
-    """The files of a shard that are read.
+    """The files of a shard that a reader opens.
 
     Args:
         index: the shard's number, for messages.
         cuts: the file of its cuts.
-        fields: the files of the chosen fields, by the attribute of the cut that each fills.
-        count: cuts that there should be, if that is known.
-        sidecars: the files for random access by the name of the field, of ``cuts`` too; empty where there are none.
-        lines: of the file of cuts, where they have been read already.
+        fields: the files of the chosen fields, by the attribute of the cut that each one fills.
+        count: the expected number of cuts, if known.
+        sidecars: the files for random access, by the name of the field or ``cuts``; empty if there are none.
+        lines: the lines of the file of cuts, if they have been read already.
     """
 
     index: int

@@ -454,7 +454,7 @@ class Chain(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         # At once, since a loader may save the states of workers of which nothing was asked yet.
         for source in self._sources:
-            source.reader.begin_pass(anew=True)
+            source.reader.begin_pass(next_epoch=True)
         return self._examples()
 
     def _examples(self) -> Iterator[Any]:

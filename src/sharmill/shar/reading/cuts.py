@@ -1,7 +1,7 @@
-"""Cuts and their items as objects of lhotse, made from JSON in a tenth of the time that lhotse takes.
+"""Construction of lhotse cuts and items from JSON, about ten times faster than lhotse does it.
 
-What looks as sharmill and lhotse usually write it is put together directly. Whatever has further keys (features,
-transforms, video) is left to lhotse's own functions.
+Manifests in the usual layout of sharmill and lhotse are constructed directly. Manifests with further keys (features,
+transforms, video) are left to lhotse's own functions.
 """
 
 from typing import Any, TypeVar
@@ -14,9 +14,9 @@ from lhotse.supervision import AlignmentItem
 
 from sharmill.shar.arrays import array_layout
 from sharmill.shar.reading.in_memory import STORAGE_TYPES, MemoryArray, SafeSource, TimeLastArray
-from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, is_no_plain_file
+from sharmill.shar.reading.safety import SAFE_SOURCES, block_sources, find_forbidden, needs_more_than_open
 
-# Errors that decoding raises for values of another form.
+# Errors that decoding raises for malformed values.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 _CUT_KEYS = frozenset({"id", "start", "duration", "channel", "supervisions", "recording", "custom", "type"})
@@ -39,11 +39,11 @@ _set = object.__setattr__
 
 
 def read_cut(values: dict[str, Any]) -> Cut:
-    """Return the cut that lhotse's ``deserialize_item`` makes of ``values``, which are used up.
+    """Return the cut that lhotse's ``deserialize_item`` would make from ``values``, which may be modified.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is not a cut, or has
-            audio that is not in a file.
+        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): the values are not a cut, or
+            its audio is not in a file.
     """
     if values.get("type") != "MonoCut" or not (_CUT_NEEDS <= values.keys() <= _CUT_KEYS):
         if values.get("type") not in ("MonoCut", "MultiCut", "MixedCut", "Cut"):
@@ -67,24 +67,24 @@ def read_cut(values: dict[str, Any]) -> Cut:
 
 
 def make(kind: type[T], attributes: dict[str, Any]) -> T:
-    """Return an object of a class of lhotse's with these attributes, without its constructor and its checks."""
+    """Return an object of a lhotse class with these attributes, bypassing its constructor and checks."""
     made = _new(kind)
-    # lhotse's cuts take attributes that they do not know for custom ones, so that these cannot be set one by one.
+    # lhotse's cuts store unknown attributes as custom ones, so the attributes cannot be set one by one.
     _set(made, "__dict__", attributes)
     return made
 
 
 def is_method_of_cuts(name: str) -> bool:
-    """Return True if lhotse's cuts have something other than data under a name, which no field can have then."""
+    """Return True if lhotse's cuts use a name for something other than data, so that no field can have it."""
     return name not in MonoCut.__dataclass_fields__ and hasattr(MonoCut, name)
 
 
 def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
-    """Return the item of a tar field for a cut: a Recording, Array, TemporalArray or Features with its data in memory.
+    """Return a cut's item of a tar field: a Recording, Array, TemporalArray or Features with its data in memory.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these, or has
-            something in it that would be loaded from elsewhere.
+        ValueError, TypeError, LookupError, AttributeError, AssertionError (``MALFORMED``): it is none of these, or it
+            contains something that would be loaded from elsewhere.
         DamagedShard: it is an array that cannot be loaded.
     """
     keys = metadata.keys()
@@ -103,12 +103,12 @@ def read_item(metadata: dict[str, Any], extension: str, data: bytes) -> Any:
 
 
 def as_array(temporal: TemporalArray) -> Array:
-    """Return the same array without a time line, so that it is never cut."""
+    """Return the same array without a time line, so that it is never truncated with the cut."""
     return make(MemoryArray, {**temporal.array.__dict__})
 
 
 def set_field(cut: MonoCut, name: str, value: Any) -> None:
-    """Set an attribute of a cut without lhotse's checks, which cost more than all the rest."""
+    """Set an attribute of a cut without lhotse's checks, which would take most of the time."""
     if name in _CUT_FIELDS:
         _set(cut, name, value)
     else:
@@ -121,14 +121,14 @@ def with_id(recording: Recording, recording_id: str) -> Recording:
 
 
 def _memory_source(channels: list[int], data: bytes, seconds: Any) -> SafeSource:
-    """Make the source of a recording that says it has so many seconds, whatever it says; None: it says nothing."""
+    """Make the source of a recording that claims a duration in seconds; None if it claims none."""
     claimed = seconds if seconds is None or type(seconds) in (int, float) else 0.0
     attributes = {"type": "memory", "channels": channels, "source": data, "video": None, "claimed": claimed}
     return make(SafeSource, attributes)
 
 
 def _require_safe(values: Any) -> None:
-    """Raise ValueError where lhotse would load what does not lie in the dataset; see the module ``safety``."""
+    """Raise ValueError if lhotse would load anything from outside the dataset; see the module ``safety``."""
     if found := find_forbidden(values):
         raise ValueError(f"it has {found}, which is not loaded")
     block_sources(values)
@@ -151,7 +151,7 @@ def _make_recording(values: dict[str, Any]) -> Recording:
         _require_safe(values)
         return Recording.from_dict(values)
     for source in sources:
-        if source["type"] not in SAFE_SOURCES or is_no_plain_file(source):
+        if source["type"] not in SAFE_SOURCES or needs_more_than_open(source):
             _require_safe(values)
     made = [make(SafeSource, {**source, "video": None}) for source in sources]
     return make(Recording, {**values, "sources": made, "transforms": None})
@@ -159,7 +159,7 @@ def _make_recording(values: dict[str, Any]) -> Recording:
 
 def _array(shape: list[int], extension: str, data: bytes) -> Array:
     if extension == "npy":
-        array_layout(data, "its array")  # where it is loaded, nobody knows where it came from
+        array_layout(data, "its array")  # check it here, since its origin is no longer known when it is loaded
     storage = {"storage_type": STORAGE_TYPES[extension], "storage_path": "", "storage_key": data, "shape": shape}
     return make(MemoryArray, storage)
 
@@ -174,10 +174,10 @@ def _make_custom(custom: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _fill(manifest: Any, extension: str, data: bytes) -> Any:
-    """Put the data into a manifest that lhotse made, and return it."""
+    """Put the data into a manifest that lhotse made, and return the manifest."""
     if isinstance(manifest, Recording):
         (source,) = manifest.sources
-        # Transforms may change the length of a recording.
+        # Transforms may change the duration of a recording.
         manifest.sources = [_memory_source(source.channels, data, None if manifest.transforms else manifest.duration)]
     elif not isinstance(manifest, (Array, TemporalArray, Features)):
         raise ValueError(f"a {type(manifest).__name__} is not read")

@@ -28,20 +28,20 @@ from sharmill.shar.reading.state import (
 
 PADDING: Final = "shar_padding"
 
-# With shuffle="global": each has a file for every field.
+# The limit with shuffle="global". Each open shard has one open file per field.
 _OPEN_SHARDS = 64
-# Cuts of a shard for whose positions the index alone is trusted.
+# Up to this many cuts in a shard, positions are computed from the index without opening the shard.
 _MANY_CUTS = 1 << 17
 
 # Draws, blocks, items and slots of cuts.
 _Choice = tuple[list[int], list[int], list[int], list[int]]
-# A cut, or the damage because of which there is none, with its position, which padding has none of, and its shard.
+# A cut, or the damage that replaces it, with its position (None for padding) and its shard.
 Found = tuple[Position | None, Any, ReadableShard | DamagedShard]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadOptions:
-    """The options of ``open_shar``, which explains them."""
+    """The options of ``open_shar``, which documents them."""
 
     shuffle: bool | Literal["global"] = False
     seed: int = 0
@@ -58,7 +58,7 @@ class ReadOptions:
     max_damaged: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError where an option makes no sense."""
+        """Raise ConfigError if an option is invalid."""
         refuse(
             (not 0 <= self.rank < self.world_size,
              f"rank is {self.rank}: it must be from 0 to world_size - 1, and world_size is {self.world_size}"),
@@ -69,16 +69,16 @@ class ReadOptions:
              f"block_size is {self.block_size}: it must be at least 1"),
             (self.tail not in ("keep", "drop", "pad"), f"tail is {self.tail!r}: it must be keep, drop or pad"),
             (self.infinite and self.tail != "keep",
-             f"tail={self.tail!r} is for single epochs, and with infinite=True there is no tail"),
+             f"tail={self.tail!r} applies to single epochs, but infinite=True has no last epoch: remove one of them"),
             (self.decode_threads < 0 or self.decode_prefetch < 0,
              "decode_threads and decode_prefetch cannot be negative"),
             (self.on_damage not in ("raise", "skip"), f"on_damage is {self.on_damage!r}: it must be raise or skip"),
             (self.max_damaged is not None and self.on_damage != "skip",
-             "max_damaged limits the cuts that on_damage='skip' leaves out: set that as well"),
+             "max_damaged limits the cuts that on_damage='skip' leaves out: set on_damage='skip' as well"),
             (self.max_damaged is not None and self.max_damaged < 0,
              f"max_damaged is {self.max_damaged}: it cannot be negative"),
             (self.on_damage == "skip" and self.tail != "keep",
-             f"tail={self.tail!r} counts cuts before they are read, and on_damage='skip' leaves some out: use one"),
+             f"tail={self.tail!r} counts cuts before they are read, but on_damage='skip' leaves some out: use one"),
         )  # fmt: skip
 
 
@@ -101,7 +101,7 @@ class EpochReader:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The values that tell this order of this dataset from others, for saved states."""
+        """The values that distinguish this order of this dataset from others in saved states."""
         order = self.order
         shuffled = {"seed": order.seed, "mix_shards": order.mix_shards} if order.shuffle else {}
         return {
@@ -113,7 +113,7 @@ class EpochReader:
         }
 
     def read(self, progress: Progress, part: Part) -> Iterator[Found]:
-        """Yield the cuts of the epoch of a progress that are left for a part, with their audio decoded if wanted."""
+        """Yield the cuts left for a part in the epoch of ``progress``, with decoded audio if requested."""
         options, cuts = self._options, self._read_epoch(progress, part)
         if not options.decode_threads:
             return cuts
@@ -134,7 +134,7 @@ class EpochReader:
 
     def _read_epoch(self, progress: Progress, part: Part) -> Iterator[Found]:
         """Yield the cuts that are left for a part."""
-        # A copy: what is read goes ahead of what is given out, and must not change with it.
+        # Copy the progress: reading runs ahead of what was yielded and must not see later changes.
         known = progress.for_part(part).current()
         cuts = self._read(progress.epoch, known, part)
         if self._options.tail == "keep":
@@ -156,7 +156,7 @@ class EpochReader:
         permutation = self.order.permutation(epoch)
         limit = _OPEN_SHARDS if self._options.shuffle == "global" else self.order.group_size
         for group, (draws, blocks, items, slots) in self._chosen(epoch, known, part, permutation):
-            # A damaged shard is opened once. The shard that was used last is closed last, with the last of its cuts.
+            # A damaged shard is opened only once. The most recently used shard stays open until its last cut.
             open_once = lru_cache(limit)(partial(_open, self.source, permutation, epoch))
             for draw, block, item, slot in zip(draws, blocks, items, slots, strict=True):
                 shard = open_once(slot)
@@ -174,7 +174,7 @@ class EpochReader:
     def _chosen(
         self, epoch: int, known: EpochProgress, part: Part, permutation: np.ndarray
     ) -> Iterator[tuple[int, _Choice]]:
-        """Yield the groups with what ``_choose`` finds; remote files are copied a group ahead of the one in use."""
+        """Yield each group with the result of ``_choose``; remote files are copied one group ahead."""
         groups = ((group, self._choose(epoch, group, known, part, permutation))
                   for group in known.groups_left(self.order, part))  # fmt: skip
         if not self.source.is_remote:
@@ -184,7 +184,7 @@ class EpochReader:
         def copy(item: Location | tuple[int, _Choice]) -> tuple[int, _Choice] | None:
             if isinstance(item, tuple):
                 return item
-            # An error of one file is raised when its shard is opened.
+            # An error in one file is raised when its shard is opened.
             with suppress(RejectRecord):
                 local(item)
             return None
@@ -196,18 +196,18 @@ class EpochReader:
                         yield from self.source.locations(int(permutation[slot]))
                 yield group, choice
 
-        # Files weigh nothing and a group 1, so that the files of one more group are copied, or as many as threads.
+        # Files weigh nothing and a group weighs 1: the files of one more group are copied, or one file per thread.
         copied = prefetch(
             copy, with_files(), threads=FETCHES_AT_ONCE, ahead=1, weigh=lambda item: isinstance(item, tuple)
         )
         yield from filter(None, copied)
 
     def _choose(self, epoch: int, group: int, known: EpochProgress, part: Part, permutation: np.ndarray) -> _Choice:
-        """Return draws, blocks, items and slots of the cuts of a group that are left for a part, in order."""
+        """Return draws, blocks, items and slots of a group's cuts that are left for a part, in order."""
         columns = []
         for slot in self.order.slots(group):
             if self.order.blocks_per_shard == 1 and not part.has(slot):
-                continue  # not even counted: of a foreign shard, that would be to read it
+                continue  # do not even count its cuts: for a foreign shard, this would mean reading it
             positions = self._positions(epoch, slot, permutation)
             chosen = np.flatnonzero((positions.blocks % part.count == part.index) & known.left(group, positions))
             columns.append((positions.draws[chosen], positions.blocks[chosen], chosen, np.full(len(chosen), slot)))
@@ -218,14 +218,14 @@ class EpochReader:
         return draws[order].tolist(), blocks[order].tolist(), items[order].tolist(), slots[order].tolist()
 
     def _positions(self, epoch: int, slot: int, permutation: np.ndarray) -> ShardPositions:
-        """Return the positions of the cuts of a shard; those of a damaged one of many cuts are not all made."""
+        """Return the positions of a shard's cuts, limited in number if the shard is damaged and claims many cuts."""
         count = self.source.count(int(permutation[slot]))
         if count > _MANY_CUTS and isinstance(_open(self.source, permutation, epoch, slot), DamagedShard):
             count = _MANY_CUTS
         return self.order.positions(epoch, slot, count)
 
     def count_left(self, epoch: int, known: EpochProgress, num_parts: int) -> np.ndarray:
-        """Count the cuts that are left for each part (num_parts,), without those known to be filtered out."""
+        """Count the cuts left for each part (num_parts,), except cuts known to be filtered out."""
         left = np.zeros(num_parts, np.int64)
         permutation = self.order.permutation(epoch)
         for group in range(self.order.num_groups):
@@ -237,7 +237,7 @@ class EpochReader:
 
 
 def _open(source: ShardSource, permutation: np.ndarray, epoch: int, slot: int) -> ReadableShard | DamagedShard:
-    """Open the shard of a slot; return what is wrong with it where it cannot be opened."""
+    """Open the shard of a slot; if that fails, return its damage."""
     try:
         return source.open(int(permutation[slot]), epoch)
     except DamagedShard as damage:

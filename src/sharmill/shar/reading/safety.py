@@ -1,8 +1,8 @@
-"""Limits on the manifests in a dataset: they may refer to data in it, and name the paths that data came from.
+"""Limits on the manifests in a dataset, which may refer to data in it and name the paths that data came from.
 
-lhotse's manifests can do more: a recording may be the output of a command or the answer of a server, an array a pickle,
-and a transform may have a recording of its own. Whoever loads it runs it, so that a dataset from elsewhere must not
-have it. The stage ``prepare``, the reader and the checker all ask this module.
+lhotse's manifests can do more: a recording may be the output of a command or the answer of a server, an array may be a
+pickle, and a transform may contain another recording. Loading such a manifest executes it, so a dataset from another
+source must not contain one. The stage ``prepare``, the reader and the checker all use this module.
 """
 
 import math
@@ -19,16 +19,16 @@ from sharmill.files.location import is_url
 
 SAFE_SOURCES: Final = frozenset({"file", "shar", "memory"})
 _RECORDING_KEYS: Final = frozenset({"id", "sources", "sampling_rate"})
-# All that lhotse's classes have.
+# All keys that lhotse's class has.
 RECORDING_KEYS: Final = _RECORDING_KEYS | {"num_samples", "duration", "channel_ids", "transforms"}
 _SOURCE_KEYS: Final = frozenset({"type", "channels", "source", "video"})
 _Limits = tuple[float, float]
-# A number within its limits, a list of such, or something of another type.
+# A number within limits, a list of such numbers, or a value of another type.
 _Form = _Limits | list[_Limits] | type
 _ANY: Final = (-1e6, 1e6)
 _RATES: Final = (float(MIN_SAMPLING_RATE), float(MAX_SAMPLING_RATE))
 _FACTORS: Final = (0.1, 10.0)
-# lhotse's own, none of which runs or opens anything but the recording in it; their settings.
+# lhotse's own transforms and their settings. None of them runs or opens anything but the recording in it.
 _TRANSFORMS: Final[dict[str, dict[str, _Form]]] = {
     "Clipping": {"hard": bool, "gain_db": _ANY, "normalize": bool},
     "Compress": {"codec": str, "compression_level": _ANY},
@@ -48,22 +48,23 @@ _RIR_GENERATOR: Final[dict[str, _Form]] = {
     "b": (-100, 100), "tau": (-100, 100), "room_seed": (0, 2**64), "source_seed": (0, 2**64),
 }  # fmt: skip
 _MAY_BE_NONE: Final = frozenset({"compression_level", "rir", "rir_generator", "room_seed", "source_seed"})
-# Rates without a common divisor take a filter of so many numbers. Speeds of 0.95 and 1.05 at 22,050 Hz take 1.3 x 10^8.
+# Resampling between rates without a common divisor needs a filter of this many numbers. Speeds of 0.95 and 1.05 at
+# 22,050 Hz need 1.3 x 10^8.
 _MAX_FILTER: Final = 2 * 10**8
-# A protocol of FFmpeg's, or a place where devices lie (but for the disk in memory): nobody's audio came from there.
+# FFmpeg protocols, and folders of devices (except for the disk in memory): no audio of a dataset came from there.
 _NO_FILE: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.,-]+:|-$|/+(dev/+(?!shm/)|proc/|sys/)")
 
 
 def find_forbidden(values: Any) -> str | None:
-    """Describe a thing that must not be loaded, anywhere in a cut, in metadata, or in a part of them; None without one.
+    """Describe the first thing in a cut, in metadata or in a part of them that must not be loaded; None if all is safe.
 
-    Nothing is taken on trust about the form of ``values``, which are JSON.
+    ``values`` may be any JSON; nothing about its structure is assumed.
     """
     return next((found for mapping in _mappings(values) if (found := _forbidden(mapping))), None)
 
 
 def _mappings(values: Any) -> Iterator[dict[str, Any]]:
-    """Yield all mappings in ``values``, which are JSON, however deep."""
+    """Yield all mappings in JSON ``values`` at any depth."""
     pending = [values]
     while pending:
         value = pending.pop()
@@ -81,7 +82,7 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
     transforms = manifest.get("transforms") if is_recording or manifest.keys() >= {"id", "tracks"} else None
     if transforms is not None:
         if not isinstance(transforms, list):
-            return "transforms that are no list"
+            return "transforms that are not a list"
         rate = manifest["sampling_rate"] if is_recording else None
         if transforms and is_recording and not _has_form(rate, _RATES):
             return f"transforms of audio of {reprlib.repr(rate)} Hz"
@@ -91,7 +92,7 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
             if found := _forbidden_in_transform(transform, rate):
                 return f"a transform {transform['name']} {found}"
     kind = manifest.get("storage_type")
-    # By these keys lhotse takes it for an array, features or an image; else it is a mapping of the manifest's own.
+    # With one of these keys, lhotse takes the mapping for an array, features or an image; otherwise it is user data.
     is_stored = any(key in manifest for key in ("shape", "num_features", "width"))
     if kind is not None and str(kind) not in ("shar", "memory_npy", "memory_lilcom") and is_stored:
         return f"data of type {kind!r}"
@@ -100,7 +101,7 @@ def _forbidden(manifest: dict[str, Any]) -> str | None:
 
 def _forbidden_in_recording(recording: dict[str, Any]) -> str | None:
     if not isinstance(recording["sources"], list):
-        return "sources that are no list"
+        return "sources that are not a list"
     if kind := _first_other(recording["sources"], "type", SAFE_SOURCES):
         return f"a source of type {kind}"
     if unknown := recording.keys() - RECORDING_KEYS:
@@ -114,9 +115,10 @@ def _forbidden_in_recording(recording: dict[str, Any]) -> str | None:
 
 
 def _forbidden_in_transform(transform: dict[str, Any], rate: float | None) -> str | None:
-    """Describe what lhotse does not know of a transform in a recording of a rate, or would need all memory for.
+    """Describe why a transform is refused: lhotse does not know it, or it would need too much memory; None if accepted.
 
-    A mixed cut has no rate of its own.
+    Args:
+        rate: the sampling rate of the recording; None for a mixed cut, which has no rate.
     """
     settings = transform.get("kwargs")
     if transform.keys() - {"name", "kwargs"} or not isinstance(settings, dict):
@@ -137,7 +139,7 @@ def _forbidden_in_transform(transform: dict[str, Any], rate: float | None) -> st
 
 
 def _outside(settings: dict[str, Any], known: dict[str, _Form]) -> str | None:
-    """Describe a setting that is not known, or a value that is not of its type or lies outside of its limits."""
+    """Describe the first setting that is unknown or has a value of the wrong type or outside its limits."""
     for key, value in settings.items():
         if key not in known:
             return f"with the key {str(key)[:40]!r}"
@@ -155,7 +157,7 @@ def _has_form(value: Any, form: _Form) -> bool:
 
 
 def _first_other(parts: list[Any], key: str, allowed: Container[str]) -> str | None:
-    """Return the first value of ``key`` in the mappings ``parts`` that is not allowed, as text."""
+    """Return, as text, the first value of ``key`` in the mappings ``parts`` that is not allowed."""
     for part in parts:
         value = part.get(key) if isinstance(part, dict) else part
         if not isinstance(value, str) or not isinstance(part, dict) or value not in allowed:
@@ -163,11 +165,11 @@ def _first_other(parts: list[Any], key: str, allowed: Container[str]) -> str | N
     return None
 
 
-def is_no_plain_file(source: dict[str, Any]) -> bool:
-    """Return True if lhotse would not just open the file of this source; a name that is kept may be any.
+def needs_more_than_open(source: dict[str, Any]) -> bool:
+    """Return True if lhotse would do anything but open the file of this source; the file need not exist.
 
-    It gives those in ``.sph`` to a shell as they stand, if asked to those in ``.opus`` too, and its backends to FFmpeg,
-    which has protocols.
+    lhotse passes names in ``.sph`` to a shell unescaped, on request also names in ``.opus``. Its backends pass names to
+    FFmpeg, which knows protocols.
     """
     if source["type"] != "file":
         return False
@@ -180,16 +182,16 @@ def is_no_plain_file(source: dict[str, Any]) -> bool:
 
 
 def block_sources(values: Any) -> None:
-    """Make recordings that are no plain files, in a cut or a part of one, name their origin without being loadable."""
+    """Make recordings that are not regular files unloadable, in a cut or a part of one, keeping them as origins."""
     for value in _mappings(values):
         if value.keys() >= _RECORDING_KEYS:
             for source in value["sources"]:
-                if is_no_plain_file(source) or (source["type"] == "file" and is_device(source["source"])):
+                if needs_more_than_open(source) or (source["type"] == "file" and is_device(source["source"])):
                     source["type"] = "shar"
 
 
 def is_device(name: str) -> bool:
-    """Return True if there is a FIFO, a device or a folder of this name, which would be waited for or have no end."""
+    """Return True if the name is a FIFO, device or folder: reading these could block or never end."""
     try:
         return not stat.S_ISREG(Path(name).stat().st_mode)
     except (OSError, ValueError):

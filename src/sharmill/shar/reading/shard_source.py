@@ -1,4 +1,4 @@
-"""The shards that a reader reads: of a dataset with an index, or of a folder that another tool wrote."""
+"""The shards that a reader reads: of a dataset with an index, or of a folder written by another tool."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,25 +18,25 @@ from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.reading.shard_files import ShardFiles
 from sharmill.shar.rebuild import find_foreign_shards
 
-# Begins the names of both fields of contexts.
+# The prefix of the names of both context fields.
 _CONTEXT: Final = "context_"
 
 
 class ReadableShard(Protocol):
-    """An open shard, whose files stay open as long as it is referred to."""
+    """An open shard, whose files stay open as long as it is referenced."""
 
     def read(self, number: int, position: tuple[int, ...]) -> Any:
-        """Return a cut with its position noted in it, or None where the shard leaves this one out."""
+        """Return a cut with its position stored in it, or None if the shard leaves this cut out."""
 
 
 class ShardSource(ABC):
-    """Shards in a fixed order, of cuts or of other examples.
+    """Shards of cuts or other examples, in a fixed order.
 
     Attributes:
-        num_shards: how many there are.
-        sequential: the cuts of a shard can be read in its own order only.
+        num_shards: the number of shards.
+        sequential: True if the cuts of a shard can only be read in their stored order.
         needed: the fields without which a cut is left out.
-        is_remote: the files of shards are copied from a server before they are read.
+        is_remote: True if the files of shards are copied from a server before they are read.
     """
 
     num_shards: int
@@ -46,27 +46,27 @@ class ShardSource(ABC):
 
     @property
     def shard_size(self) -> int:
-        """Cuts in a usual shard: what blocks are chosen by."""
+        """The number of cuts in a typical shard, from which the number of blocks is chosen."""
         return max(1, self.count(0)) if self.num_shards else 1
 
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """The values that tell this dataset from another, for saved states; the fields do not matter."""
+        """The values that distinguish this dataset from others in saved states, whatever fields are read."""
 
     @abstractmethod
     def count(self, shard: int) -> int:
         """Return the number of cuts in a shard."""
 
     def expected(self, shard: int) -> np.ndarray | Literal[True]:
-        """Return which cuts of a shard (count,) pass the filters that a loader is known to have; True for all."""
+        """Return a mask (count,) of the cuts of a shard that pass the loader's known filters; True if all do."""
         return True
 
     def num_cuts(self) -> int:
         return sum(self.count(shard) for shard in range(self.num_shards))
 
     def locations(self, shard: int) -> list[Location]:
-        """Return the files of a shard, if they may be behind URLs."""
+        """Return the files of a shard if they may be behind URLs."""
         return []
 
     @abstractmethod
@@ -76,15 +76,15 @@ class ShardSource(ABC):
 def open_shard_source(
     directory: Location, fields: Sequence[str] | None, codec: str | None, sidecars: Location | None = None
 ) -> "CutSource":
-    """Open the shards of a folder; with ``sidecars``, the folder of its index files, for random access.
+    """Open the shards of a folder; ``sidecars`` is the folder of its index files, for random access.
 
     Raises:
-        ConfigError: there are none, or not this field or codec; or there are no index files.
+        ConfigError: there are no shards, a field or the codec is missing, or the index files are missing.
     """
     if isinstance(directory, RemoteLocation):
         if sidecars is not None:
             raise ConfigError(
-                f"shuffle='global' reads each cut by itself, and of {directory} whole shards are copied: use "
+                f"shuffle='global' reads single cuts, but from {directory} only whole shards are copied: use "
                 "shuffle=True, or copy the dataset to a disk",
                 code="bad_config_value",
             )
@@ -94,8 +94,8 @@ def open_shard_source(
         return IndexedShardSource(directory, fields, codec, sidecars)
     if sidecars is not None:
         raise ConfigError(
-            f"{directory} has no index, so that no cut of it can be read by itself: make one with sharmill index, and "
-            "then sharmill sidecars",
+            f"{directory} has no index, so its cuts cannot be read separately: create the index with sharmill index, "
+            "then run sharmill sidecars",
             code="no_dataset",
         )
     return _ForeignShardSource(directory, fields, codec)
@@ -105,10 +105,10 @@ class CutSource(ShardSource):
     """Shards of cuts in a folder.
 
     Args:
-        stored: its fields by their names; None where nothing is known of one but that.
-        fields: which are wanted.
-        codec: whose codes.
-        foreign: another tool wrote them.
+        stored: the fields of the folder by name; None for a field of which only the name is known.
+        fields: the wanted fields.
+        codec: the codec to read codes of.
+        foreign: True if another tool wrote the shards.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class CutSource(ShardSource):
         return self.files(shard).locations
 
     def open(self, shard: int, epoch: int) -> ReadableShard:
-        # Bins and sidecars need no lhotse, which this imports.
+        # Import here, because estimating buckets and writing sidecars do not need lhotse.
         from sharmill.shar.reading.open_shard import OpenShard
 
         return OpenShard(self.files(shard), foreign=self._foreign, needed=self.needed)
@@ -147,7 +147,7 @@ class CutSource(ShardSource):
 
 class _Line(msgspec.Struct):
     index: int
-    # More cuts than fit in the file of a shard would only be memory for their positions.
+    # A higher count does not fit into a shard file and would only waste memory on positions.
     count: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
 
@@ -155,10 +155,11 @@ _line_decoder = msgspec.json.Decoder(_Line)
 
 
 class IndexedShardSource(CutSource):
-    """A finished dataset: no folder is listed, however many shards there are.
+    """A finished dataset. No folder is listed, regardless of the number of shards.
 
-    Of a dataset of sharmill's own only the numbers of cuts are read from ``shards.jsonl``, since the names of the files
-    follow from its layout. Behind a URL the checksums are read as well, by which its files are told from older ones.
+    For a dataset written by sharmill, only the numbers of cuts are read from ``shards.jsonl``, since the names of the
+    files follow from its layout. For a dataset at a URL the checksums are read as well, to distinguish its files from
+    older versions.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class IndexedShardSource(CutSource):
             if missing:
                 into = "" if sidecars == directory else f" --into {sidecars}"
                 raise ConfigError(
-                    f"{missing[0]} is not there: write the index files with sharmill sidecars {directory}{into}",
+                    f"{missing[0]} is missing: write the index files with sharmill sidecars {directory}{into}",
                     code="missing_input",
                 )
 
@@ -186,7 +187,7 @@ class IndexedShardSource(CutSource):
         counts: list[int] = []
         for line in decode_shards(self._directory, self.num_shards, _line_decoder):
             if line.index != len(counts):
-                raise self._damage(f"lists shard {line.index} where {len(counts)} belongs")
+                raise self._damage(f"lists shard {line.index} where {len(counts)} should be")
             counts.append(line.count)
         found, recorded = (len(counts), sum(counts)), (self.num_shards, self._dataset.num_cuts)
         if found != recorded:
@@ -211,7 +212,7 @@ class IndexedShardSource(CutSource):
         return int(self._counts[shard])
 
     def num_cuts(self) -> int:
-        # Not what is only claimed: lists of cuts reserve memory for as many.
+        # Do not return the number that the record claims: lists of cuts reserve memory for that many.
         return int(self._counts.sum())
 
     def files(self, shard: int) -> ShardFiles:
@@ -228,28 +229,30 @@ class IndexedShardSource(CutSource):
         return ShardFiles(shard, paths.pop(CUTS), paths, self.count(shard), sidecars)
 
     def _file(self, name: str, shard: int) -> str:
-        """Return the name of the file of a field."""
+        """Return the name of a field's file."""
         field = self._stored[name]
         return self._recorded(name, shard).file if self._foreign or field is None else field.path(shard)
 
     def _recorded(self, name: str, shard: int) -> FieldFile:
-        """Return what the index says of the file of a field."""
+        """Return the index entry of a field's file."""
         if name not in self._records[shard].fields:
-            raise self._damage(f"names no file of {name} of shard {shard}")
+            raise self._damage(f"names no file of {name} for shard {shard}")
         return self._records[shard].fields[name]
 
     def _damage(self, what: str) -> DamagedShard:
-        return DamagedShard(f"{self._directory / SHARDS_FILE} {what}; sharmill validate {self._directory} tells all")
+        return DamagedShard(
+            f"{self._directory / SHARDS_FILE} {what}; run sharmill validate {self._directory} for a full list of damage"
+        )
 
 
 class _ForeignShardSource(CutSource):
-    """A folder without an index, listed once. Cuts are counted where their number is needed, by reading them."""
+    """A folder without an index, listed once. Cuts are counted by reading them, but only when the number is needed."""
 
     def __init__(self, directory: Path, fields: Sequence[str] | None, codec: str | None) -> None:
         self._shards = find_foreign_shards(directory)
         super().__init__(directory, dict.fromkeys(self._shards[0].files), fields, codec, foreign=True)
         self._counts: dict[int, int] = {}
-        # Lines of the shard that was counted last, which is usually the next to be opened.
+        # The lines of the shard that was counted most recently, which is usually opened next.
         self._counted: dict[int, list[bytes]] = {}
         self.num_shards = len(self._shards)
 
@@ -273,9 +276,9 @@ class _ForeignShardSource(CutSource):
 def _choose(
     directory: Location, stored: Mapping[str, Field | None], fields: Sequence[str] | None, codec: str | None
 ) -> dict[str, str]:
-    """Return which of the stored fields fills each attribute of the cut that is wanted.
+    """Return, for each wanted attribute of the cut, the stored field that fills it.
 
-    A field of another tool, of which nothing is known but its name, is called like its folder.
+    If only the name of a field is known, as for another tool's field, its attribute is named after its folder.
     """
     available: dict[str, list[str]] = {}
     for name, known in stored.items():
@@ -296,19 +299,19 @@ def _choose(
     chosen: dict[str, str] = {}
     for attribute, choices in available.items():
         if fields is not None:
-            # The folder that is called so, or else all that are called so on a cut.
+            # Prefer the folder of this name; otherwise take all fields with this attribute.
             choices = [field for field in choices if field in fields] or (choices if attribute in fields else [])
         wanted = [field for field in choices if codec is None or codec_of_field(field) in (codec, None)]
         if len(wanted) > 1:
             made_by = [found for field in wanted if (found := codec_of_field(field))]
             if len(made_by) == len(wanted):
                 raise ConfigError(
-                    f"{directory} has the codecs {', '.join(sorted(made_by))}: name one with codec=",
+                    f"{directory} has the codecs {', '.join(sorted(made_by))}: choose one with codec=",
                     code="unknown_codec",
                 )
             raise ConfigError(
-                f"{directory} has several folders {attribute}: {', '.join(wanted)}; name one of them in fields=, or "
-                "keep one",
+                f"{directory} has several folders for {attribute}: {', '.join(wanted)}; name one of them in fields=, "
+                "or keep only one",
                 code="bad_layout",
             )
         if wanted:

@@ -1,18 +1,19 @@
-"""The order of an epoch, the part that each reader has of it, and the progress in it.
+"""The order of an epoch, each reader's part of it, and the progress in it.
 
 The order is a pure function of (seed, epoch). Shards are permuted; each ``mix_shards`` consecutive shards of the
-permutation are a **group**, in which every cut draws a number; the order of the epoch is that by (group, drawn number).
-So a cut's position follows from its shard and its index in the shard, whatever else is read: nothing has to be
-replayed, or read at all, to know what comes after it.
+permutation form a **group**, in which every cut draws a number; the epoch is ordered by (group, drawn number). So the
+position of a cut depends only on its shard and its index in the shard. Nothing has to be replayed, or even read, to
+know which cuts come after it.
 
-A shard is cut into **blocks** of consecutive cuts, all shards into as many. They are numbered along the permutation,
-within a shard as the epoch draws. Part p of P has the blocks whose number is p modulo P, in the order of the epoch: in
-every epoch others, and about equally many cuts. Blocks and their numbers never depend on P.
+A shard is divided into **blocks** of consecutive cuts, the same number in every shard. Blocks are numbered along the
+permutation, and within a shard in an order that the epoch draws. Part p of P reads the blocks whose number is p modulo
+P, in the order of the epoch. So it reads different blocks in every epoch, and about as many cuts as any other part.
+Blocks and their numbers do not depend on P.
 
-The progress says which parts have read how far, so that any number of parts can read the rest. For every number of
-parts P that read an epoch, and every part, the last position that it reached is kept. A cut is left if it comes after
-that position for each of these P, the part being the one that the cut belonged to then. Cuts that were read but not
-consumed can be named as well; they are left whatever the positions say.
+The progress records how far each part has read, so that any number of parts can read the rest. For every number of
+parts P that has read an epoch, it keeps the last position of each part. A cut is left if, for each of these P, it comes
+after the last position of the part that it belonged to. The progress can also name cuts that were read but not
+consumed; they are left whatever the positions are.
 """
 
 from collections import Counter
@@ -25,13 +26,13 @@ import numpy as np
 
 from sharmill.errors import ConfigError, refuse
 
-# Few enough to make whole shards the blocks of large datasets, and enough to give hundreds of parts equal shares.
+# Few enough that whole shards are the blocks of large datasets; enough to give hundreds of parts equal shares.
 _WANTED_BLOCKS = 4096
 # Constants of SplitMix64.
 _WORD = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 _VERSION = 1
-# More epochs and parts than any training has: they are counted through.
+# More epochs and parts than any training has; the limit matters because code loops over them.
 _MAX_EPOCH: Final = 1 << 20
 _MAX_PARTS: Final = 1 << 20
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=1 << 40)]
@@ -41,7 +42,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=_MAX_PARTS)]
 
 
 class Position(NamedTuple):
-    """The position of a cut within an epoch: positions compare as the cuts follow each other."""
+    """The position of a cut within an epoch; positions compare in the order of the cuts."""
 
     group: int
     draw: int
@@ -54,12 +55,12 @@ END = Position(1 << 40, 0, 0, 0)
 
 
 def count_blocks(num_shards: int, shard_size: int, block_size: int | None) -> int:
-    """Count the blocks of a shard: of ``block_size`` cuts at most, and of equal sizes.
+    """Count the blocks of a shard, which have equal sizes of at most ``block_size`` cuts.
 
     Args:
-        num_shards: how many there are.
-        shard_size: cuts in a usual shard. Where one has more, its blocks are larger.
-        block_size: the wish of the caller; by default whole shards, or smaller blocks where there are few shards.
+        num_shards: the number of shards.
+        shard_size: the number of cuts in a typical shard. A larger shard has larger blocks.
+        block_size: the requested size; by default whole shards, or smaller blocks if there are few shards.
     """
     if block_size is None:
         block_size = max(1, num_shards * shard_size // _WANTED_BLOCKS)
@@ -67,7 +68,7 @@ def count_blocks(num_shards: int, shard_size: int, block_size: int | None) -> in
 
 
 class ShardPositions(NamedTuple):
-    """The positions of a shard's cuts: for cut n, those of its group, ``draws[n]``, ``blocks[n]`` and n."""
+    """The positions of a shard's cuts: cut n is at (group of the shard, ``draws[n]``, ``blocks[n]``, n)."""
 
     draws: np.ndarray
     blocks: np.ndarray
@@ -78,12 +79,12 @@ class Order:
     """The order of all epochs of a dataset.
 
     Args:
-        num_shards: how many there are.
-        blocks_per_shard: into how many blocks each is cut.
-        shuffle: whether there is any order but that of the dataset.
-        seed: of permutations and drawn numbers.
-        mix_shards: shards of a group. Without ``shuffle`` each shard is a group of its own.
-        sequential: the cuts of a shard keep their order among themselves, where it can be read in no other.
+        num_shards: the number of shards.
+        blocks_per_shard: the number of blocks in each shard.
+        shuffle: if False, the order is that of the dataset.
+        seed: the seed of permutations and drawn numbers.
+        mix_shards: the number of shards in a group. Without ``shuffle`` each shard is its own group.
+        sequential: cuts of a shard keep their relative order, because the shard can only be read in that order.
     """
 
     num_shards: int
@@ -108,7 +109,7 @@ class Order:
         return np.argsort(_draw(self._key(epoch, 0), np.arange(self.num_shards, dtype=np.uint64)), kind="stable")
 
     def slots(self, group: int) -> range:
-        """Return the slots of the permutation that make a group."""
+        """Return the slots of the permutation that form a group."""
         return range(group * self.group_size, min((group + 1) * self.group_size, self.num_shards))
 
     def group_of(self, block: int) -> int:
@@ -128,8 +129,9 @@ class Order:
     def _block_numbers(self, epoch: int, slot: int, number: int) -> np.ndarray:
         """Return the numbers (number,) of the blocks of a shard.
 
-        With numbers that were always the same, the part of a cut would be the same in every epoch wherever P divides
-        the blocks of a shard; and with short shards that all began at their first number, so would be their parts.
+        The numbers vary from epoch to epoch. If they were fixed, a cut would belong to the same part in every epoch
+        whenever P divides the blocks of a shard. If short shards all began at their first number, their cuts would all
+        go to the same few parts.
         """
         key = self._key(epoch, -1 - slot)
         first = slot * self.blocks_per_shard + _mix_bits(key) % (self.blocks_per_shard - number + 1)
@@ -145,7 +147,7 @@ class Order:
 
 
 def _mix_bits(value: int) -> int:
-    """Return SplitMix64 (Steele, Lea and Flood 2014): equal on every machine and with every version of any library."""
+    """Return SplitMix64 (Steele, Lea and Flood 2014), equal on every machine and in every version of a library."""
     value = (value + _STEP) & _WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -153,7 +155,7 @@ def _mix_bits(value: int) -> int:
 
 
 def _draw(key: int, numbers: np.ndarray) -> np.ndarray:
-    """Return 53 bits for each of ``numbers``: as ``_mix_bits``, for arrays. JSON readers keep 53 bits exactly."""
+    """Return 53 bits for each of ``numbers``, as ``_mix_bits`` but for arrays. JSON readers keep 53 bits exactly."""
     value = numbers * np.uint64(_STEP) + np.uint64(key)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -166,7 +168,7 @@ class _EpochState(msgspec.Struct):
 
 
 class _State(msgspec.Struct):
-    """The form of ``Progress.to_dict``."""
+    """The schema of the result of ``Progress.to_dict``."""
 
     identity: dict[str, Any]
     epoch: Annotated[int, msgspec.Meta(ge=0, le=_MAX_EPOCH)]
@@ -177,7 +179,7 @@ class _State(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part ``index`` of ``count``: has the blocks whose number is ``index`` modulo ``count``."""
+    """Part ``index`` of ``count`` parts; it has the blocks whose number is ``index`` modulo ``count``."""
 
     index: int = 0
     count: int = 1
@@ -191,15 +193,15 @@ class EpochProgress:
     """The progress of one epoch.
 
     Args:
-        reached: the last position read, by the part that read it.
-        unused: items by block, that were read and are left all the same.
+        reached: the last position that each part has read.
+        unused: items by block that were read but not used, so that they are left.
     """
 
     reached: dict[Part, Position] = field(default_factory=dict)
     unused: dict[int, set[int]] = field(default_factory=dict)
 
     def groups_left(self, order: Order, part: Part) -> Iterator[int]:
-        """Yield the groups that may have anything left for a part, in order, without those that surely have nothing."""
+        """Yield, in order, the groups that may have cuts left for a part; groups known to be finished are skipped."""
         unused = {order.group_of(block) for block in self.unused}
         first = self.reached.get(part, BEGINNING).group
         for count in {part.count for part in self.reached}:
@@ -223,7 +225,7 @@ class EpochProgress:
         return left
 
     def add(self, other: "EpochProgress") -> None:
-        """Add the progress of another part, or of several."""
+        """Add the progress of one or more other parts."""
         for part, position in other.reached.items():
             self.reached[part] = max(self.reached.get(part, BEGINNING), position)
         for block, items in other.unused.items():
@@ -232,14 +234,15 @@ class EpochProgress:
 
 @dataclass(slots=True)
 class Progress:
-    """The progress of one part, or, where ``part`` is None, of all parts together.
+    """The progress of one part or, if ``part`` is None, of all parts together.
 
     Args:
-        identity: what the positions mean: dataset, seed and so on. States of other readers are refused.
-        epoch: the epoch being read. Of earlier ones nothing is left.
-        part: whose progress it is.
-        epochs: what is known of ``epoch`` and later ones.
-        num_damaged: cuts that were left out because they were damaged, in all epochs.
+        identity: the values that determine what positions mean, such as dataset and seed. States of readers with other
+            values are refused.
+        epoch: the epoch being read. Earlier epochs are finished.
+        part: the part whose progress this is.
+        epochs: the known progress in ``epoch`` and later epochs.
+        num_damaged: the number of cuts, over all epochs, that were left out because they were damaged.
     """
 
     identity: dict[str, Any]
@@ -252,12 +255,12 @@ class Progress:
         return self.epochs.setdefault(self.epoch, EpochProgress())
 
     def take(self, position: Position | None) -> None:
-        """Note that the part reached a position. Padding, which has none, changes nothing."""
+        """Record that the part reached a position. Padding has none and changes nothing."""
         if position is None:
             return
         assert self.part is not None
         known = self.current()
-        # Cuts that were left unused come from before the position that the part had reached.
+        # Cuts that were left unused come before the position that the part has reached.
         if position > known.reached.get(self.part, BEGINNING):
             known.reached[self.part] = position
         if position == END:
@@ -268,25 +271,25 @@ class Progress:
                 del known.unused[position.block]
 
     def go_back_to(self, first: int) -> None:
-        """Go back to an earlier epoch; this part has read it, and those behind it, to their ends."""
+        """Return to an earlier epoch, marking the epochs in between as finished by this part."""
         assert self.part is not None
         for epoch in range(first, self.epoch):
             self.epochs.setdefault(epoch, EpochProgress()).reached[self.part] = END
         self.epoch = first
 
     def skip_ended(self, *parts: Part) -> None:
-        """Go on to the first epoch of which these parts have anything left."""
+        """Advance to the first epoch in which these parts have cuts left."""
         ends = dict.fromkeys(parts, END)
         while (known := self.current()).reached.items() >= ends.items() and not known.unused:
             del self.epochs[self.epoch]
             self.epoch += 1
 
     def for_part(self, part: Part) -> "Progress":
-        """Return a copy for the part that goes on with it."""
+        """Return a copy for the part that continues it."""
         if self.part not in (None, part):
             raise ConfigError(
-                f"the state is that of part {self.part.index} of {self.part.count}, and this is part {part.index} of "
-                f"{part.count}: put the states of all parts together with merge_states",
+                f"the state belongs to part {self.part.index} of {self.part.count}, but this is part {part.index} of "
+                f"{part.count}: merge the states of all parts with merge_states",
                 code="wrong_state",
             )
         epochs = {
@@ -297,13 +300,13 @@ class Progress:
         }
         num_damaged = self.num_damaged
         if self.part != part:
-            # Each part takes a share of the cuts that all parts have left out, so that the sum stays right.
+            # Divide the total of left-out cuts among the parts, so that the sum stays right.
             share, rest = divmod(num_damaged, part.count)
             num_damaged = share + (part.index < rest)
         return Progress(self.identity, self.epoch, part, epochs, num_damaged)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as numbers, texts and lists, for JSON and checkpoints."""
+        """Return the progress as numbers, strings and lists, for JSON and checkpoints."""
         return {
             "version": _VERSION,
             "identity": dict(self.identity),
@@ -322,7 +325,7 @@ class Progress:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> "Progress":
-        """Read what ``to_dict`` made; raise ConfigError where it is not the state of a reader."""
+        """Read the result of ``to_dict``; raise ConfigError if it is not the state of a reader."""
         try:
             if state["version"] != _VERSION:
                 raise ConfigError(
@@ -340,21 +343,22 @@ class Progress:
                 raise ValueError("there is no such epoch")
             part = None if found.part is None else Part(*found.part)
             return cls(found.identity, found.epoch, part, epochs, found.num_damaged)
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:  # includes msgspec's errors
             raise ConfigError(f"this is not the state of a Shar reader: {error!r}", code="wrong_state") from error
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states of all parts into one, for a reader of any number of ranks and workers.
+    """Merge the states of all parts into one, for a reader with any number of ranks and workers.
 
     Args:
-        states: of ``state_dict()`` of every part: each rank, and there each worker.
+        states: the ``state_dict()`` of every part: of each worker of each rank.
 
     Returns:
-        The state for ``load_state_dict`` on every rank. With as many parts as before, each goes on with its own.
+        The state for ``load_state_dict`` on every rank. If the number of parts is unchanged, each part continues where
+        it stopped.
 
     Raises:
-        ConfigError: a part is missing or there twice, or they do not belong to one reader.
+        ConfigError: a part is missing or occurs twice, or the states belong to different readers.
 
     Example:
         >>> one = merge_states([rank_0.state_dict(), rank_1.state_dict()])  # doctest: +SKIP
@@ -363,7 +367,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     parts = [Progress.from_dict(state) for state in states]
     refuse(
         (not parts, "there is no state to merge"),
-        (any(progress.part is None for progress in parts), "a state that is merged already cannot be merged once more"),
+        (any(progress.part is None for progress in parts), "a merged state cannot be merged again"),
         code="wrong_state",
     )
     found = Counter(f"{progress.part.index} of {progress.part.count}" for progress in parts if progress.part)
@@ -372,7 +376,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if odd := sorted({**(wanted - found), **(found - wanted)}):
         raise ConfigError(
             "merge the states of all parts of one reader, each once: "
-            f"part {odd[0]} is missing, there twice, or that of a reader with another number of parts",
+            f"part {odd[0]} is missing, occurs twice, or belongs to a reader with another number of parts",
             code="wrong_state",
         )
     merged = Progress(
@@ -390,7 +394,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], what: str) -> None:
-    """Raise ConfigError that names the first difference."""
+    """Raise ConfigError naming the first difference, if there is one."""
     for key in {**found, **expected}:
         if found.get(key) != expected.get(key):
             raise ConfigError(

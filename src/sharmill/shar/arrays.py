@@ -1,4 +1,4 @@
-"""Arrays of a shard: ``.npy`` files, which never have pickled objects, and the type and length of codes."""
+"""Arrays of a shard: ``.npy`` files without pickled objects, and the type and length of codes."""
 
 import io
 import math
@@ -12,7 +12,7 @@ from sharmill.audio.resample import resampled_length
 from sharmill.errors import ConfigError, DamagedShard
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-# numpy parses a header as Python; MemoryError is the parser's word for brackets within brackets.
+# numpy parses a header as Python; the parser raises MemoryError for deeply nested brackets.
 _NO_HEADER = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, EOFError, SyntaxError, tokenize.TokenError,
     RecursionError, MemoryError,
@@ -20,10 +20,10 @@ _NO_HEADER = (
 
 
 def num_frames(recording: dict[str, Any], sampling_rate: int, samples_per_frame: int) -> int:
-    """Return ceil(samples at the rate of a codec / samples of its frames) of the audio that a Recording describes.
+    """Return the number of codec frames for the audio of a Recording: ceil(samples at the codec's rate / frame size).
 
     Raises:
-        LookupError, TypeError: it does not say how many samples there are, or at which rate.
+        LookupError, TypeError: the Recording lacks the number of samples or the sampling rate.
     """
     samples = resampled_length(recording["num_samples"], recording["sampling_rate"], sampling_rate)
     return -(-samples // samples_per_frame)
@@ -33,7 +33,7 @@ def codes_dtype(codebook_size: int) -> np.dtype:
     """Return the smallest of int16, int32 and int64 that holds every code.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no such type does.
 
     >>> codes_dtype(2016)
     dtype('int16')
@@ -54,27 +54,27 @@ def array_to_bytes(array: np.ndarray) -> bytes:
 def array_from_bytes(data: bytes, where: str) -> np.ndarray:
     """Return the array of an ``.npy`` file; pickled objects are refused.
 
-    ``np.load`` would also take archives of arrays, ignore what follows the array, and reserve whatever memory a header
-    asks for.
+    ``np.load`` would also accept archives of arrays, ignore data after the array, and reserve as much memory as a
+    header asks for.
 
     Raises:
-        DamagedShard: it is not one; ``where`` says what in the message.
+        DamagedShard: the data is not such an array; the message begins with ``where``.
     """
     dtype, shape, column_major, start = array_layout(data, where)
     try:
         return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if column_major else "C")
-    except ValueError as error:  # an array without numbers may have any shape in its header
+    except ValueError as error:  # the header of an array without numbers may contain any shape
         raise DamagedShard(f"{where}: {error}") from error
 
 
 def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bool, int]:
-    """Return type, shape, Fortran order and the position of the numbers of an ``.npy`` file that has them all.
+    """Return type, shape, Fortran order and the offset of the numbers of a complete ``.npy`` file.
 
     Raises:
         DamagedShard: as ``array_from_bytes``.
     """
     try:
-        # Most arrays of a dataset share a few headers, and numpy parses one as Python.
+        # Cache parsed headers: most arrays of a dataset share a few, and numpy parses each as Python.
         prefix, length = (10, data[8:10]) if data[6:7] == b"\1" else (12, data[8:12])
         layout, size = _parse_header(bytes(data[: prefix + int.from_bytes(length, "little")]))
         if len(data) != size:
@@ -87,11 +87,11 @@ def array_layout(data: bytes, where: str) -> tuple[np.dtype, tuple[int, ...], bo
 
 @lru_cache(maxsize=4096)
 def _parse_header(header: bytes) -> tuple[tuple[np.dtype, tuple[int, ...], bool, int], int]:
-    """Return type, shape, Fortran order and the position of the numbers, and the size of the whole file."""
+    """Return type, shape, Fortran order and the offset of the numbers, and the size of the whole file."""
     stream = io.BytesIO(header)
     version = np.lib.format.read_magic(stream)
     if version not in _READ_HEADER:
-        raise ValueError(f"arrays of version {version} are not read")
+        raise ValueError(f"arrays of version {version} are not supported")
     shape, column_major, dtype = _READ_HEADER[version](stream)
     if dtype.hasobject:
         raise ValueError("the array has pickled objects")

@@ -1,7 +1,7 @@
-"""The fields of a dataset: their declaration, and the names and files of the fields of the published layout.
+"""The fields of a dataset: their declaration, and the names and files of the fields in the published layout.
 
-A dataset names its own fields; see ``DatasetRecord.layout``. The names of the published layout serve the code that
-writes these fields or uses them: training, exports, the page.
+A dataset names its own fields; see ``DatasetRecord.layout``. The names of the published layout are for code that writes
+or uses these fields: training, exports, and the report page.
 """
 
 import math
@@ -18,26 +18,26 @@ RECORDING: Final = "recording"
 CONTEXT_AUDIO: Final = "context_audio"
 TARGET_CODES: Final = "target_codes"
 CONTEXT_CODES: Final = "context_codes"
-# Set in the ``custom`` of every cut that sharmill writes: its context must not be cut along with it.
+# Set in the ``custom`` of every cut that sharmill writes: the context must not be truncated with the cut.
 CONTEXT_UNALIGNED: Final = "context_audio_unaligned"
-# The place of a cut in the order of all epochs, which the reader notes in it.
+# The place of a cut in the order of all epochs, which the reader stores in the cut.
 POSITION: Final = "shar_position"
 
 # The fields of a dataset with contexts; see ``base_fields``.
 BASE_FIELDS: Final = (CUTS, TARGET_AUDIO, CONTEXT_AUDIO)
-# The files of the index, whose names no field may have.
+# The files of the index, whose names no field may use.
 DATASET_FILE: Final = "dataset.json"
 SHARDS_FILE: Final = "shards.jsonl"
 
 _CODES_PREFIX: Final = "codes_"
-# The place of the index of the shard in a file pattern.
+# The place of the shard's index in a file pattern.
 _INDEX: Final = "{:06d}"
 _ENDINGS: Final = {"cuts": ".jsonl.gz", "audio": ".tar", "array": ".tar", "value": ".jsonl.gz"}
-# Folders that are not hidden, one in the other.
+# Nested folders that are not hidden.
 _NAME: Final = re.compile(r"[^./{][^/{]*(?:/[^./{][^/{]*)*")
 _STEM: Final = re.compile(r"[\w-]+")
 _CODEC: Final = re.compile(r"[\w.-]+")
-# Attributes that a cut has without any field; the last three are set by the writer and the reader.
+# Attributes that every cut has without any field; the last three are set by the writer and the reader.
 _OWN_ATTRIBUTES: Final = frozenset({
     "id", "start", "duration", "channel", "supervisions", "features", "recording", "custom", "type", "end",
     CONTEXT_UNALIGNED, POSITION, "shar_padding",
@@ -45,21 +45,22 @@ _OWN_ATTRIBUTES: Final = frozenset({
 
 
 class Field(msgspec.Struct, frozen=True, kw_only=True):
-    """One column of a dataset: a file for each shard, with something for each of its cuts.
+    """One column of a dataset: a file for each shard, with an item for each of its cuts.
 
     Attributes:
         name: the folder of its files, and its key in ``shards.jsonl``, such as ``codes_mimi/target_codes``.
         file: the path of a shard's file in the dataset, with ``{:06d}`` for the index of the shard.
         kind: ``audio`` and ``array`` are tar archives in lhotse's form, with a Recording, or an Array or TemporalArray,
             for each cut; ``value`` is JSON lines ``{"cut_id": ..., attribute: value}``.
-        attribute: the name of it on a cut.
-        optional: cuts may lack it: there is a ``.nodata`` member, or a line without a value.
-        limits: the lowest and the highest value; then values are numbers.
+        attribute: the name of the attribute of a cut that holds the item.
+        optional: True if cuts may lack an item; they then have a ``.nodata`` member, or a line without a value.
+        limits: the lowest and the highest value, for values that are numbers.
         by: the codec or stage that made it.
         settings: the keys of that stage that its values depend on.
 
     Raises:
-        ValueError: the file lies elsewhere, the attribute is one that cuts have anyway, or the limits are none.
+        ValueError: the file is not in the folder of the field, every cut already has this attribute, or the limits are
+            invalid.
 
     Example:
         >>> field = Field(name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score")
@@ -81,14 +82,14 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         stem = self.file.removeprefix(before).removesuffix(behind)
         for is_wrong, problem in (
             (not self.name.isprintable() or not _NAME.fullmatch(self.name) or self.name in (DATASET_FILE, SHARDS_FILE),
-             f"{self.name!r} is not the name of a field"),
+             f"{self.name!r} is not a valid field name"),
             (not _STEM.fullmatch(stem) or self.file != f"{before}{stem}{behind}",
-             f"the files of the field {self.name} are called {self.file!r} instead of {before}NAME{behind}"),
+             f"the files of the field {self.name} are named {self.file!r} instead of {before}NAME{behind}"),
             ((self.kind == "cuts") != (self.name == CUTS), f"the field {self.name} is of the kind {self.kind}"),
             (not self.attribute.isidentifier() or self.attribute[0] == "_" or self.attribute in _OWN_ATTRIBUTES,
-             f"the field {self.name} cannot be called {self.attribute!r} on a cut"),
+             f"the field {self.name} cannot be named {self.attribute!r} on a cut"),
             (self.limits is not None and not -math.inf < self.limits[0] <= self.limits[1] < math.inf,
-             f"the limits of the field {self.name} are {self.limits}"),
+             f"the limits of the field {self.name} are {self.limits}: they must be finite and in ascending order"),
         ):  # fmt: skip
             if is_wrong:
                 raise ValueError(problem)
@@ -103,7 +104,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
         return self.file.replace(_INDEX, f"{shard:06d}")
 
     def describe(self) -> str:
-        """Return what it is, in a few words.
+        """Return a short description of the field.
 
         >>> Field(name="score", file="score/score.{:06d}.jsonl.gz", kind="value", attribute="score", by="x").describe()
         'value of each cut, made by x'
@@ -117,7 +118,7 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def codes_field(codec: str, field: str) -> str:
-    """Return the name of ``target_codes`` or ``context_codes`` of one codec in ``shards.jsonl``: its folder.
+    """Return the name of ``target_codes`` or ``context_codes`` of a codec in ``shards.jsonl``, which is its folder.
 
     >>> codes_field("mimi", "target_codes")
     'codes_mimi/target_codes'
@@ -126,13 +127,13 @@ def codes_field(codec: str, field: str) -> str:
 
 
 def codec_of_field(field: str) -> str | None:
-    """Return the codec whose codes a field has, or None: the reverse of ``codes_field``."""
+    """Return the codec whose codes a field holds, or None; the reverse of ``codes_field``."""
     folder, _, name = field.rpartition("/")
     return folder.removeprefix(_CODES_PREFIX) if name and folder.startswith(_CODES_PREFIX) else None
 
 
 def published_field(name: str) -> Field | None:
-    """Return a field of the published layout by its name, or None: there is none of this name.
+    """Return the field of the published layout with this name, or None.
 
     >>> published_field("codes_mimi/target_codes").path(7)
     'codes_mimi/target_codes/codes.000007.tar'
@@ -148,7 +149,7 @@ def published_field(name: str) -> Field | None:
 
 
 def base_fields(*, contexts: bool) -> list[Field]:
-    """Return the fields of cuts and audio of a dataset with or without contexts, in the order of an index.
+    """Return the fields of cuts and audio, with or without contexts, in the order of the index.
 
     >>> [field.name for field in base_fields(contexts=False)]
     ['cuts', 'target_audio']
@@ -167,14 +168,14 @@ def _published(names: Iterable[str]) -> list[Field]:
 
 
 def sorted_fields(fields: Iterable[str]) -> list[str]:
-    """Return fields in the order of an index: those of cuts and audio, then all others by name."""
+    """Return fields in the order of the index: cuts and audio first, then all others by name."""
     fields = set(fields)
     base = [name for name in BASE_FIELDS if name in fields]
     return [*base, *sorted(fields - set(base))]
 
 
 def sidecar_files(file: str) -> tuple[str, ...]:
-    """Return the files that may lie beside one of a dataset for readers with random access; see ``sidecars``.
+    """Return the files that may exist beside a dataset file for readers with random access; see ``sidecars``.
 
     >>> sidecar_files("cuts/cuts.000007.jsonl.gz")
     ('cuts/cuts.000007.jsonl', 'cuts/cuts.000007.jsonl.idx')

@@ -1,6 +1,6 @@
-"""Histograms that merge, and what they say of the cuts of shards: the stage write adds it to its commit records.
+"""Mergeable histograms of cut measures, which the stage write adds to its commit records.
 
-The report reads it there for a whole dataset, and makes the same of a sample of shards where there is no run directory.
+The report reads them there for a whole dataset. Without a run directory, it computes them from a sample of shards.
 """
 
 import base64
@@ -19,14 +19,14 @@ from sharmill.files.stored import NOT_JSON
 from sharmill.manifest import CLIPPED_KEYS
 
 _KEPT_EXTREMES: Final = 4
-# Bytes of unpacked measures, which have some kilobytes: a damaged text could unfold to gigabytes.
+# The maximum size of unpacked measures, which usually have some kilobytes; a damaged text could unpack to gigabytes.
 _MAX_BYTES: Final = 1 << 20
-# Beyond it a number, of which JSON may have 400 digits, is no measure.
+# Larger numbers are not measures; JSON allows numbers of 400 digits.
 _MAX_VALUE: Final = 1e12
 
 
 class Scale(msgspec.Struct, frozen=True):
-    """Bins of equal width; the first and the last one have what lies beyond them, too."""
+    """Bins of equal width; the first and the last bin also count values beyond them."""
 
     low: float
     high: float
@@ -54,7 +54,7 @@ SCALES: Final = {
     "bandwidth": Scale(0.0, 24.0, 96, "kHz"),
     "silence": Scale(0.0, 1.0, 50, ""),
 }
-# Measures whose highest values belong to cuts that are worth hearing.
+# Measures by which cuts are ranked; the cuts with the highest values are worth listening to.
 EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
     "lowest similarity": lambda values: None if "similarity" not in values else -values["similarity"],
     "longest": lambda values: values.get("duration"),
@@ -66,14 +66,14 @@ EXTREMES: Final[dict[str, Callable[[dict[str, float]], float | None]]] = {
 
 
 class Histogram(msgspec.Struct):
-    """Counts of values by the bins of a scale, from bin ``first`` on; no others have any."""
+    """Counts of values by the bins of a scale, starting at bin ``first``; all other bins are empty."""
 
     first: int = 0
     counts: list[int] = []
 
     @classmethod
     def of(cls, values: Iterable[float], scale: Scale) -> Self:
-        """Return the histogram of values; those that are no numbers do not count."""
+        """Return the histogram of values, ignoring NaN."""
         array = np.fromiter(values, np.float64)
         array = array[~np.isnan(array)]
         if not len(array):
@@ -88,7 +88,7 @@ class Histogram(msgspec.Struct):
             return
         if not self.counts:
             self.first = other.first
-        # In place, and without an array: 100,000 of some ten bins each are added up to one.
+        # Add in place and without arrays: reports add up 100,000 histograms of about ten bins each.
         if other.first < self.first:
             self.counts[:0] = [0] * (self.first - other.first)
             self.first = other.first
@@ -102,7 +102,7 @@ class Histogram(msgspec.Struct):
         return sum(self.counts)
 
     def quantile(self, share: float, scale: Scale) -> float:
-        """Return the value below which a share of all lies, as exact as the bins are.
+        """Return the value below which a share of all values lies, as precise as the bins are.
 
         >>> Histogram.of([1.0, 2.0, 3.0], SCALES["duration"]).quantile(0.5, SCALES["duration"])
         2.25
@@ -114,9 +114,9 @@ class Histogram(msgspec.Struct):
 
 
 class CutMeasures(msgspec.Struct):
-    """Histograms of what the cuts of shards say of themselves, and the most extreme of them.
+    """Histograms of the measures of cuts, and the cuts with the most extreme ones.
 
-    ``extremes`` have, for each of ``EXTREMES``, the highest values with the shard and the number of the cut in it.
+    For each of ``EXTREMES``, ``extremes`` lists the highest values with the shard and the index of the cut in it.
     """
 
     histograms: dict[str, Histogram] = msgspec.field(default_factory=dict)
@@ -124,7 +124,7 @@ class CutMeasures(msgspec.Struct):
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, float]], shard: int) -> Self:
-        """Return the measures of the cuts of a shard, of which ``rows`` has the values by the names of ``SCALES``."""
+        """Return the measures of the cuts of a shard; each row holds the values of a cut by the names of ``SCALES``."""
         measures = cls({
             name: Histogram.of((row[name] for row in rows if name in row), SCALES[name])
             for name in sorted({name for row in rows for name in row})
@@ -141,7 +141,7 @@ class CutMeasures(msgspec.Struct):
 
     @property
     def num_cuts(self) -> int:
-        """The number of cuts, each of which has a length."""
+        """The number of cuts, counted by their durations, since every cut has one."""
         return self.histograms["duration"].total if "duration" in self.histograms else 0
 
     def add(self, other: Self) -> None:
@@ -152,33 +152,33 @@ class CutMeasures(msgspec.Struct):
             self.extremes[name] = heapq.nlargest(_KEPT_EXTREMES, [*self.extremes.get(name, []), *found])
 
     def pack(self) -> str:
-        """Return the measures as one short text: a commit record of each of 100,000 shards has one."""
+        """Return the measures as one short text, since there are up to 100,000 commit records with one each."""
         return base64.b64encode(zlib.compress(msgspec.msgpack.encode(self), 6)).decode()
 
     @classmethod
     def unpack(cls, text: str) -> Self:
-        """Return the measures that ``pack`` has made a text of.
+        """Return the measures from a text made by ``pack``.
 
         Raises:
-            DamagedShard: it has not.
+            DamagedShard: the text was not made by ``pack``, or is damaged.
         """
         try:
             measures = msgspec.msgpack.decode(
                 zlib.decompressobj().decompress(base64.b64decode(text), _MAX_BYTES), type=cls
             )
         except (TypeError, ValueError, zlib.error, *NOT_JSON) as error:
-            raise DamagedShard(f"the measures of a shard are damaged: {error}") from error
+            raise DamagedShard(f"corrupt shard statistics: {error}") from error
         for name, found in measures.histograms.items():
             if name not in SCALES or not 0 <= found.first <= SCALES[name].num_bins - len(found.counts):
-                raise DamagedShard("the measures of a shard are damaged: they are outside the scales")
+                raise DamagedShard("corrupt shard statistics: a histogram is outside its scale")
         for name, places in measures.extremes.items():
             if name not in EXTREMES or any(not math.isfinite(value) or min(place) < 0 for value, *place in places):
-                raise DamagedShard("the measures of a shard are damaged: an extreme is no measure of a cut")
+                raise DamagedShard("corrupt shard statistics: min/max does not occur in any cut")
         return measures
 
 
 def supervision_of(cut: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the first supervision of a cut, which may be damaged, and its custom mapping; empty if there is none."""
+    """Return the first supervision of a cut and its custom mapping, each empty if missing or malformed."""
     supervisions = cut.get("supervisions")
     supervision = supervisions[0] if isinstance(supervisions, list) and supervisions else None
     supervision = supervision if isinstance(supervision, dict) else {}
@@ -187,7 +187,7 @@ def supervision_of(cut: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
-    """Return numbers that a cut says of itself, by the names of ``SCALES``; what it does not say is left out."""
+    """Return the numbers stored in a cut, by the names of ``SCALES``; missing ones are left out."""
     supervision, custom = supervision_of(cut)
     found = {
         "duration": cut.get("duration"),
@@ -208,7 +208,7 @@ def cut_values(cut: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sound_values(target: Sound | None, context: Sound | None) -> dict[str, float]:
-    """Return measures of the audio of a cut, by the names of ``SCALES``; what is not known is left out."""
+    """Return measures of the audio of a cut, by the names of ``SCALES``; unknown ones are left out."""
     values = {} if target is None else target._asdict()
     if context is not None:
         values["context_speech_level"] = context.speech_level

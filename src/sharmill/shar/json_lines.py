@@ -15,8 +15,8 @@ from sharmill.files.location import Location
 from sharmill.files.stored import NOT_JSON
 from sharmill.shar.tar import open_field
 
-# Bytes of the cuts of one shard, at most, packed and unpacked. Without a limit a megabyte of gzip could be a gigabyte
-# of lines, and a sparse file any number of bytes.
+# The maximum size of the cuts of one shard, packed and unpacked. Without a limit, a megabyte of gzip could unpack to a
+# gigabyte of lines, and a sparse file could have any size.
 _MAX_CUTS_BYTES: Final = 1 << 28
 
 T = TypeVar("T")
@@ -38,15 +38,15 @@ def write_cuts(path: Path, cuts: Iterable[dict[str, Any]]) -> None:
 
 
 def write_cut_lines(path: Path, cuts: Iterable[bytes]) -> None:
-    """Write cuts, each as JSON without a line end, as ``write_cuts`` does."""
+    """Write cuts given as JSON without line ends, in the format of ``write_cuts``."""
     with open_new(path) as stream, gzip.GzipFile(filename="", mode="wb", fileobj=stream, mtime=0) as lines:
         lines.writelines(cut + b"\n" for cut in cuts)
 
 
 def write_values(path: Path, attribute: str, values: Iterable[tuple[str, Any]]) -> None:
-    """Write the values of a field as lhotse's JsonlShardWriter does: from pairs of the id of a cut and its value.
+    """Write the values of a field in the format of lhotse's JsonlShardWriter, from pairs of cut id and value.
 
-    A cut whose value is None has a line without a value.
+    A cut whose value is None gets a line without a value.
     """
     write_cuts(path, ({"cut_id": cut_id} | ({} if value is None else {attribute: value}) for cut_id, value in values))
 
@@ -55,7 +55,7 @@ def read_cuts(path: Location) -> Iterator[dict[str, Any]]:
     """Yield the cuts of a ``.jsonl.gz`` or ``.jsonl`` file.
 
     Raises:
-        DamagedShard: it is not there, cut off, or not JSON lines.
+        DamagedShard: the file is missing, cut off, or not JSON lines.
     """
     for line in read_json_lines(path):
         yield decode_line(path, line, _decoder)
@@ -65,22 +65,22 @@ def read_cut_ids(path: Location) -> Iterator[str]:
     """Yield the ids of the cuts of a file.
 
     Raises:
-        DamagedShard: it is not there, cut off, or not JSON lines with ids.
+        DamagedShard: the file is missing, cut off, or not JSON lines with ids.
     """
     for line in read_json_lines(path):
         yield decode_line(path, line, _id_decoder).id
 
 
 def decode_cut(path: Location, line: bytes) -> dict[str, Any]:
-    """Return the cut that one line of a file of cuts has; raises as ``decode_line``."""
+    """Return the cut in one line of a file of cuts; raises as ``decode_line``."""
     return decode_line(path, line, _decoder)
 
 
 def decode_line(path: Location, line: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return what a decoder makes of one line of a file of cuts.
+    """Decode one line of a file of cuts.
 
     Raises:
-        DamagedShard: it is not JSON, or not of the decoder's type.
+        DamagedShard: the line is not JSON, or not of the decoder's type.
     """
     try:
         return decoder.decode(line)
@@ -92,7 +92,7 @@ def read_json_lines(path: Location) -> list[bytes]:
     """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file.
 
     Raises:
-        DamagedShard: it is not there or cut off.
+        DamagedShard: the file is missing or cut off.
     """
     lines, damage = salvage_lines(path)
     if damage:
@@ -101,37 +101,37 @@ def read_json_lines(path: Location) -> list[bytes]:
 
 
 def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
-    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file, and None.
+    """Return the lines of a ``.jsonl.gz`` or ``.jsonl`` file, and its damage or None.
 
-    Of a damaged one the lines before the damage are returned, and the error; of one that is not there, the error alone.
+    If the file is damaged, the lines before the damage are returned; if it is missing, no lines.
     """
     try:
         with open_field(path) as stream:
-            # Memory for all that there may be is not asked for, which takes longer than reading a small file.
+            # Limit the request to the file's size: allocating the maximum takes longer than reading a small file.
             data = stream.read(min(os.fstat(stream.fileno()).st_size, _MAX_CUTS_BYTES) + 1)
     except DamagedShard as error:
         return [], error
-    # A file that is too large itself is not unpacked.
+    # Do not unpack a file that is too large already.
     problem = None
     if path.name.endswith(".gz") and len(data) <= _MAX_CUTS_BYTES:
         data, problem = _unpack(data)
     if len(data) > _MAX_CUTS_BYTES:
         # No line of such a file is wanted, and splitting them would take as much memory again.
-        data, problem = b"", f"the cuts of a shard are not more than {_MAX_CUTS_BYTES >> 20} MiB"
+        data, problem = b"", f"the cuts of a shard must not exceed {_MAX_CUTS_BYTES >> 20} MiB"
     lines = data.split(b"\n")
-    # A line that the damage cuts off is none.
+    # A line that is cut off by the damage does not count.
     if problem or not lines[-1]:
         lines.pop()
     return lines, DamagedShard(f"{path}: {problem}") if problem else None
 
 
 def _unpack(data: bytes) -> tuple[bytes, str | None]:
-    """Return the content of a gzip file, up to the first block beyond the limit, and what is wrong behind it, if so."""
+    """Return the content of a gzip file, up to the first block beyond the limit, and a description of its damage."""
     blocks: list[bytes] = []
     begin, size, problem = 0, 0, None if data else "the file is empty; it is cut off"
     try:
         while begin < len(data) and size <= _MAX_CUTS_BYTES:
-            # By zlib itself: of a small shard, gzip's own reader would take a twentieth of the time to read it.
+            # Use zlib directly: for a small shard, gzip's own reader would add 5 % to the time of reading it.
             member = zlib.decompressobj(wbits=31)
             while begin < len(data) and not member.eof and size <= _MAX_CUTS_BYTES:
                 part = data[begin : begin + (1 << 18)]
@@ -140,7 +140,7 @@ def _unpack(data: bytes) -> tuple[bytes, str | None]:
                 begin += len(part) - len(member.unused_data) - len(member.unconsumed_tail)
             if not member.eof:
                 problem = "it is cut off within its compressed data"
-            # gzip files may be filled up with zeros.
+            # gzip files may be padded with zeros.
             begin = len(data) - len(data[begin:].lstrip(b"\0"))
     except zlib.error as error:
         problem = f"it is cut off or damaged: {error}"

@@ -1,4 +1,4 @@
-"""Index files beside shards, by which one item is read without the rest; ``sharmill.shar.sidecars`` writes them."""
+"""Index files beside shards, which allow reading one item alone; ``sharmill.shar.sidecars`` writes them."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,15 +11,15 @@ from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.tar import load, open_field
 
 _OFFSET: Final = np.dtype("<u8")
-# Eight million items.
+# Enough for eight million items.
 _MAX_INDEX_BYTES: Final = 64 << 20
 
 
 def read_offsets(index: Location, path: Location, size: int) -> np.ndarray:
-    """Return where each item of a file of ``size`` bytes begins, and its end, from its index file.
+    """Return where each item of a file of ``size`` bytes begins, and the file's end, from its index file.
 
     Raises:
-        DamagedShard: the index is not there, or is that of another file.
+        DamagedShard: the index is missing or belongs to another file.
     """
     with open_field(index) as stream:
         content = stream.read(_MAX_INDEX_BYTES + 1)
@@ -27,14 +27,14 @@ def read_offsets(index: Location, path: Location, size: int) -> np.ndarray:
         raise DamagedShard(f"{index} has more than {_MAX_INDEX_BYTES >> 20} MiB: it is not the index of a shard")
     offsets = np.frombuffer(content[: len(content) // _OFFSET.itemsize * _OFFSET.itemsize], _OFFSET)
     if not len(offsets) or int(offsets[-1]) != size or np.any(offsets[1:] < offsets[:-1]):
-        raise DamagedShard(f"{index} is not the index of {path}: write it anew with sharmill sidecars")
+        raise DamagedShard(f"{index} is not the index of {path}: write it again with sharmill sidecars")
     return offsets
 
 
 class IndexedLines:
-    """The lines of an uncompressed file, of which only those are read that are asked for; raises as ``read_offsets``.
+    """The lines of an uncompressed file, each read only when requested; raises as ``read_offsets``.
 
-    The file stays open as long as this is referred to.
+    The file stays open as long as this object is referenced.
     """
 
     def __init__(self, path: Location, index: Location) -> None:
@@ -50,7 +50,7 @@ class IndexedLines:
 
 
 def open_indexed_lines(path: Location, sidecars: Sequence[Location]) -> IndexedLines | list[bytes]:
-    """Return the lines of a file; with ``sidecars``, those of its uncompressed copy by the index beside it."""
+    """Return the lines of a file; with ``sidecars``, read them through its uncompressed copy and the index."""
     if not sidecars:
         return read_json_lines(path)
     *plain, index = sidecars

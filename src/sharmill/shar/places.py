@@ -1,4 +1,4 @@
-"""Places of stored audio: the bytes of each item in its file, what they hold, and their hash."""
+"""Places of stored audio: the bytes of each item in its file, facts from its metadata, and its hash."""
 
 from typing import Final
 
@@ -12,7 +12,7 @@ PLACE: Final = np.dtype(
 
 
 def hash_segment(data: bytes | memoryview, num_samples: int, sampling_rate: int) -> tuple[int, int]:
-    """Return the two halves of the xxh3-128 of stored audio; other metadata make another segment of the same bytes."""
+    """Return the two halves of the xxh3-128 of stored audio; the same bytes with other metadata hash differently."""
     digest = xxhash.xxh3_128_intdigest(data, seed=sampling_rate << 32 | num_samples)
     return digest >> 64, digest & 0xFFFFFFFFFFFFFFFF
 

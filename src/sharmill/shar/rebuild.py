@@ -1,7 +1,7 @@
-"""Shards found by the names of their files, and ``shards.jsonl`` and ``dataset.json`` made again from these.
+"""Finding shards by their file names, and rebuilding ``shards.jsonl`` and ``dataset.json`` from them.
 
-They are sharmill's own, whose index was lost, or another tool's. What the files cannot tell is taken from the old
-``dataset.json`` where that can be read, or from what the caller knows of a codec. Nothing is guessed without saying so.
+The shards are either sharmill's own, whose index was lost, or another tool's. Facts that the files do not contain are
+taken from the old ``dataset.json`` if it is readable, or from the caller, who may know a codec. Guesses are reported.
 """
 
 import os
@@ -42,31 +42,31 @@ from sharmill.shar.items import read_field
 from sharmill.shar.json_lines import decode_cut, read_cuts, salvage_lines
 
 _UNKNOWN = "unknown"
-# The number is missing if lhotse was told to make a single shard.
+# The number is missing if lhotse was told to write a single shard.
 _SHARD_FILE: Final = re.compile(r"([^.]+)(?:\.([0-9]+))?\.(tar|jsonl|jsonl\.gz)")
 _COMPRESSED_ARCHIVE: Final = re.compile(r"[^.]+(?:\.[0-9]+)?\.(?:tar\.(?:gz|bz2|xz|zst)|tgz)")
-# More folders than a dataset has fields, however it is nested.
+# More folders than a dataset has, however deeply its fields are nested.
 _MAX_FOLDERS: Final = 10_000
 
 
 def find_foreign_shards(directory: Path) -> list[ShardRecord]:
-    """Find the shards of a folder as ``find_shards``.
+    """Find the shards of another tool in a folder, as ``find_shards`` does.
 
     Raises:
-        ConfigError: sharmill wrote them: without an index they are not complete, and some may be missing.
+        ConfigError: sharmill wrote the shards. Without an index they are incomplete, and some may be missing.
     """
     shards = find_shards(directory)
     if _are_own(directory, shards):
         raise ConfigError(
-            f"{directory} is not a finished dataset: there is no {DATASET_FILE}. Finish the run that writes it; if the "
-            "index was lost, sharmill index makes it again",
+            f"{directory} is not a finished dataset: it has no {DATASET_FILE}. Finish the run that writes it; if the "
+            "index was lost, rebuild it with sharmill index",
             code="no_dataset",
         )
     return shards
 
 
 def _are_own(directory: Path, shards: Iterable[ShardRecord]) -> bool:
-    """Return True if sharmill wrote shards, as their first cut says."""
+    """Return True if sharmill wrote the shards, judging by their first cut."""
     for shard in shards:
         path = directory / shard.files[CUTS]
         lines, _ = salvage_lines(path)
@@ -80,26 +80,28 @@ def _are_own(directory: Path, shards: Iterable[ShardRecord]) -> bool:
 
 
 def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
-    """Find the shards of a folder, without its index, ordered by their numbers as numbers: 2 comes before 10.
+    """Find the shards of a folder without using its index, in numerical order: 2 comes before 10.
 
-    Two layouts are known: lhotse's own, with all files in one folder (``cuts.000000.jsonl.gz``,
-    ``recording.000000.tar``), where a field is called like its files; and that of sharmill and of the published scripts
-    with a folder for each field (``cuts/cuts.000000.jsonl.gz``, ``codes_x/target_codes/codes.000000.tar``), where it is
-    called like its folder. Other files (``.idx`` beside a shard, notes) are left alone, and so are hidden ones.
+    Two layouts are known. In lhotse's layout all files are in one folder (``cuts.000000.jsonl.gz``,
+    ``recording.000000.tar``), and a field is named after its files. In the layout of sharmill and the published scripts
+    each field has a folder (``cuts/cuts.000000.jsonl.gz``, ``codes_x/target_codes/codes.000000.tar``), which it is
+    named after. Other files (``.idx`` beside a shard, notes) and hidden files are ignored.
 
     Args:
-        complete: refuse shards that lack fields, and fields with shards of their own; the checker tells them itself.
+        complete: refuse shards that lack fields, and fields with additional shards. The checker passes False, since it
+            reports these itself.
 
     Raises:
-        ConfigError: there are no cuts, a shard lacks a field that others have, or two files claim to be the same.
+        ConfigError: there are no cuts, a shard lacks a field that others have, or two files have the same field and
+            number.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a folder", code="bad_layout")
     flat, nested = _cuts_files(directory), _cuts_files(directory / CUTS)
     numbered = {match[2] is not None for match in flat + nested}
     refuse(
-        (flat and nested, f"{directory} has files of cuts both in itself and in its folder cuts; remove either"),
-        (len(numbered) > 1, f"{directory} has files of cuts with and without a number; remove either"),
+        (flat and nested, f"{directory} has files of cuts both directly and in its folder cuts; remove one of them"),
+        (len(numbered) > 1, f"{directory} has files of cuts with and without a number; remove one of them"),
         code="bad_layout",
     )
     fields: dict[str, dict[int, str]] = {}
@@ -108,7 +110,7 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
         match = _SHARD_FILE.fullmatch(file)
         if match is None and _COMPRESSED_ARCHIVE.fullmatch(file):
             raise ConfigError(
-                f"{directory / name}: compressed archives are not read; decompress it to .tar", code="bad_layout"
+                f"{directory / name}: compressed archives are not supported; decompress it to .tar", code="bad_layout"
             )
         if match is None or (match[2] is not None) not in numbered:
             continue
@@ -126,7 +128,7 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
     for field, files in fields.items() if complete else ():
         if odd := sorted(files.keys() ^ fields[CUTS].keys()):
             has, lacks = (field, CUTS) if odd[0] in files else (CUTS, field)
-            raise ConfigError(f"{directory}: {has} has a shard {odd[0]} and {lacks} does not", code="bad_layout")
+            raise ConfigError(f"{directory}: {has} has a shard {odd[0]}, but {lacks} does not", code="bad_layout")
     return [
         ShardRecord(
             index=index,
@@ -142,23 +144,23 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
 
 
 def _cuts_files(folder: Path) -> list[re.Match[str]]:
-    """Return the parsed names of the files with cuts in a folder."""
+    """Return the parsed names of the files of cuts in a folder."""
     matches = [_SHARD_FILE.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return [match for match in matches if match and match[1] == CUTS and match[3] != "tar"]
 
 
 def _list_files(directory: Path, *, nested: bool) -> Iterator[str]:
-    """Yield the names of the files in a folder itself, or in the folders below it, that may be those of shards."""
+    """Yield the names of possible shard files, either in a folder itself or (``nested``) in its subfolders."""
     seen: set[str] = set()
     for root, folders, names in os.walk(directory, followlinks=True):
         real = os.path.realpath(root)
-        if real in seen:  # links that lead in a circle
+        if real in seen:  # a link leads in a circle
             folders[:] = []
             continue
         if len(seen) == _MAX_FOLDERS:
             raise ConfigError(
-                f"{directory} has more than {_MAX_FOLDERS:,} folders, as no dataset has; does a link in it lead "
-                f"elsewhere? The last one is {root}",
+                f"{directory} has more than {_MAX_FOLDERS:,} folders, which no dataset has; check whether a link in it "
+                f"leads elsewhere. The last folder is {root}",
                 code="bad_layout",
             )
         seen.add(real)
@@ -170,7 +172,7 @@ def _list_files(directory: Path, *, nested: bool) -> Iterator[str]:
 
 
 class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a codec that a person gives. ``num_codebooks`` is read from the files."""
+    """Facts about a codec that a user gives. ``num_codebooks`` is read from the files."""
 
     name: str
     codebook_size: Positive | None = None
@@ -183,7 +185,7 @@ class CodecFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class _CodecSeen:
-    """Facts about a codec that occur in the files, over all shards."""
+    """Facts about a codec that occur in the files of all shards."""
 
     num_codebooks: set[int] = field(default_factory=set)
     frame_shifts: set[float] = field(default_factory=set)
@@ -191,10 +193,10 @@ class _CodecSeen:
 
 
 def parse_codec_facts(text: str) -> CodecFacts:
-    """Parse the facts of ``NAME,KEY=VALUE,...``, such as ``nano,codebook_size=4032,sampling_rate=22050``.
+    """Parse codec facts in the form ``NAME,KEY=VALUE,...``, such as ``nano,codebook_size=4032,sampling_rate=22050``.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: the text does not have this form.
     """
     name, *pairs = text.split(",")
     values: dict[str, Any] = dict(pair.partition("=")[::2] for pair in pairs)
@@ -209,25 +211,25 @@ def parse_codec_facts(text: str) -> CodecFacts:
 
 
 def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: str | None = None) -> Iterator[str]:
-    """Make the index again, and yield lines that say what was found, taken over and inferred.
+    """Rebuild the index, and yield lines that report what was found, taken over and inferred.
 
-    Every file is read to its end. Nothing is written unless all shards are whole.
+    Every file is read to its end. Nothing is written unless all shards are intact.
 
     Raises:
-        ConfigError: there are no shards, a codec's facts are missing, or a shard lacks fields.
-        DamagedShard: a file is not what it should be: the checker tells all of them.
+        ConfigError: there are no shards, facts about a codec are missing, or a shard lacks fields.
+        DamagedShard: a file is damaged; the checker lists all damage.
     """
     found = find_shards(directory)
     inferred: list[str] = []
     if [shard.index for shard in found] != list(range(len(found))):
         if _are_own(directory, found):
             raise ConfigError(
-                f"{directory}: sharmill wrote these shards, and some are gone: their numbers do not run from 0 without "
-                "gaps; run the configuration again",
+                f"{directory}: sharmill wrote these shards, but some are missing: their numbers must run from 0 "
+                "without gaps; run the configuration again",
                 code="no_dataset",
             )
         inferred.append(
-            "the numbers of the shards have gaps or do not begin with 0: the index counts them in their order, from 0"
+            "the numbers of the shards have gaps or do not begin with 0: the index numbers them in order from 0"
         )
         found = [msgspec.structs.replace(shard, index=index) for index, shard in enumerate(found)]
     old = None
@@ -238,18 +240,18 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
     audio: set[tuple[str, int]] = set()
     records = [_record(directory, shard, seen, audio) for shard in found]
     fields = list(found[0].fields)
-    # If contexts went or came since the old index, its limits and its contract do not hold for these files.
+    # If contexts were added or removed since the old index, its limits and contract do not apply to these files.
     own = old is not None and old.contract == "sharmill" and bool(old.limits) == (CONTEXT_AUDIO in fields)
     if old is not None and old.contract == "sharmill" and not own:
         before, now = ("with", "without") if old.limits else ("without", "with")
         inferred.append(
-            f"the old {DATASET_FILE} is of a dataset {before} contexts, and the files are of one {now}: cuts and codes "
-            "count as another tool's, without limits"
+            f"the old {DATASET_FILE} describes a dataset {before} contexts, but the files have one {now}: cuts and "
+            "codes are treated as another tool's, without limits"
         )
     codecs = [_codec(codec, seen[codec], facts, old, inferred) for codec in sorted(seen)]
     if unused := sorted({fact.name for fact in facts} - set(seen)):
         raise ConfigError(
-            f"--codec {unused[0]}: there are no codes of that name, only {', '.join(seen) or 'none'}",
+            f"--codec {unused[0]}: no codes have this name, only {', '.join(seen) or 'none'}",
             code="unknown_codec",
         )
     formats, rates = {extension for extension, _ in audio}, {rate for _, rate in audio}
@@ -277,11 +279,11 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
         write_dataset(directory, record)
     yield f"{directory}: {record.num_shards} shards, {record.num_cuts} cuts, the fields {', '.join(record.fields)}"
     if old is not None:
-        yield f"taken over from the old {DATASET_FILE}: name, limits, audio format and the codecs not given"
+        yield f"taken over from the old {DATASET_FILE}: name, limits, audio format and codecs not given"
     else:
         yield (
-            f"there was no readable {DATASET_FILE}: cuts and codes count as another tool's, without limits. If the run "
-            "directory of this dataset is there, sharmill run CONFIG restores all instead"
+            f"there was no readable {DATASET_FILE}: cuts and codes are treated as another tool's, without limits. If "
+            "the run directory of this dataset exists, sharmill run CONFIG restores everything instead"
         )
     yield from inferred
 
@@ -289,7 +291,7 @@ def rebuild_index(directory: Path, facts: Sequence[CodecFacts] = (), *, name: st
 def _record(
     directory: Path, shard: ShardRecord, seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> ShardRecord:
-    """Return the record of a shard; add to ``seen``, and to the formats and rates of ``audio``."""
+    """Return the record of a shard; add its codec facts to ``seen``, its formats and sampling rates to ``audio``."""
     files = {}
     for name, file in shard.files.items():
         path = directory / file
@@ -311,7 +313,7 @@ def _record(
 def _read_field(
     name: str, path: Path, ids: list[str], seen: dict[str, _CodecSeen], audio: set[tuple[str, int]]
 ) -> float:
-    """Return the seconds of audio in a field. Its items must be those of the cuts."""
+    """Return the seconds of audio in a field, whose items must belong to the cuts."""
     seconds = 0.0
     codec = codec_of_field(name)
     for item in read_field(path, ids):
@@ -328,14 +330,14 @@ def _read_field(
                     codes.frame_shifts.add(item.metadata["frame_shift"])
                 codes.rates |= {rate for _, rate in audio}
         except (LookupError, TypeError, ArithmeticError) as error:
-            raise DamagedShard(f"{path}: the metadata of {item.cut_id!r} are no manifest: {error!r}") from error
+            raise DamagedShard(f"{path}: the metadata of {item.cut_id!r} is not a manifest: {error!r}") from error
     return seconds
 
 
 def _codec(
     name: str, seen: _CodecSeen, facts: Sequence[CodecFacts], old: DatasetRecord | None, inferred: list[str]
 ) -> CodecRecord:
-    """Return the record of a codec: as given, else as it was, else as its files tell."""
+    """Return the record of a codec: from the given facts, else from the old index, else from the files."""
     given = next((fact for fact in facts if fact.name == name), None)
     before = next((codec for codec in old.codecs if codec.name == name), None) if old else None
     if given is None and before is not None:
@@ -343,7 +345,7 @@ def _codec(
     how = f"give it with --codec {name},KEY=VALUE,..."
     if len(seen.num_codebooks) != 1 or 0 in seen.num_codebooks or len(seen.frame_shifts) > 1:
         found = f"{sorted(seen.num_codebooks)} codebooks and frames of {sorted(seen.frame_shifts)} s"
-        raise ConfigError(f"the codes of {name!r} have {found}: they are not of one codec", code="bad_codec")
+        raise ConfigError(f"the codes of {name!r} have {found}: they are not from one codec", code="bad_codec")
     given = given or CodecFacts(name=name)
     rate, samples = given.sampling_rate, given.samples_per_frame
     if rate is None and samples is None and len(seen.frame_shifts) == len(seen.rates) == 1:
@@ -351,15 +353,15 @@ def _codec(
         samples = round(rate * shift)
         if samples and samples / rate == shift:
             inferred.append(
-                f"inferred: {name!r} works at {rate} Hz, the rate of the audio, with {samples} samples a frame: "
-                f"its frame_shift is exactly their quotient. If it resamples, {how}"
+                f"inferred: {name!r} works at {rate} Hz, the rate of the audio, with {samples} samples per frame: "
+                f"its frame_shift is exactly their quotient. If the codec resamples, {how}"
             )
         else:
             rate = samples = None
     wanted = {"codebook_size": given.codebook_size, "sampling_rate": rate, "samples_per_frame": samples}
     known = {key: value for key, value in wanted.items() if value is not None}
     if unknown := [key for key in wanted if key not in known]:
-        raise ConfigError(f"the files do not tell {', '.join(unknown)} of {name!r}: {how}", code="bad_codec")
+        raise ConfigError(f"the files do not contain {', '.join(unknown)} of {name!r}: {how}", code="bad_codec")
     return CodecRecord(
         name=name, model=given.model, checksum=given.checksum, trained=given.trained,
         num_codebooks=seen.num_codebooks.pop(), codebook_size=known["codebook_size"],

@@ -1,7 +1,8 @@
-"""Index files beside the shards, with which lhotse 2 takes any cut by its number: ``CutSet.from_shar(indexed=True)``.
+"""Index files beside the shards, by which lhotse 2 reads any cut by its number: ``CutSet.from_shar(indexed=True)``.
 
-Its format: little-endian 64-bit offsets of the items of a file, and the size of the file at the end. Compressed lines
-cannot be indexed, so there are uncompressed copies of cuts and values. sharmill's own reader needs none of this.
+Their format: little-endian 64-bit offsets of the items of a file, followed by the size of the file. Compressed lines
+cannot be indexed, so cuts and values get uncompressed copies. sharmill's own reader needs sidecars only for
+``shuffle="global"``.
 """
 
 from collections.abc import Sequence
@@ -21,16 +22,16 @@ from sharmill.shar.reading.shard_source import IndexedShardSource
 
 
 def write_sidecars(dataset: str | Path, into: str | Path | None = None) -> None:
-    """Write the index files of a finished dataset, and the uncompressed copies of its cuts.
+    """Write the index files of a finished dataset, and uncompressed copies of its cuts and values.
 
     Args:
         dataset: the dataset directory.
-        into: where to write, with the folders of the dataset; by default into the dataset, where the checker knows
-            them. Nothing else writes them, so a dataset that gets another codec needs them anew.
+        into: where to write them, in subfolders as in the dataset; by default in the dataset itself, where the checker
+            recognizes them. No other command updates them, so write them again after adding a codec.
 
     Raises:
-        ConfigError: it is not a finished dataset, or a folder cannot be written to or is a link.
-        DamagedShard: a file of it is damaged.
+        ConfigError: the dataset is not finished, or a folder is not writable or is a link.
+        DamagedShard: a file of the dataset is damaged.
 
     Example:
         >>> write_sidecars("data/librispeech", into="data/librispeech-index")  # doctest: +SKIP
@@ -62,7 +63,7 @@ def indexed_shar(
         dataset: the dataset directory.
         fields: as in ``open_shar``.
         codec: as in ``open_shar``.
-        into: where the sidecars were written.
+        into: the folder that the sidecars were written to, if not the dataset directory.
     """
     directory = Path(dataset)
     root = directory if into is None else Path(into)
@@ -81,7 +82,7 @@ def indexed_shar(
 
 
 def _write_sidecars_of(name: str, directory: Path, root: Path) -> None:
-    """Write the index of one file of a shard, and the copy of its lines."""
+    """Write the index of one file of a shard, and the uncompressed copy of its lines if it has lines."""
     *plain, index = sidecar_files(name)
     folder = (root / index).parent
     make_folder(folder)

@@ -1,8 +1,8 @@
-"""Tar archives: writing the same bytes every time, and one walk over the headers of archives, strict or tolerant.
+"""Tar archives: writing reproducible bytes, and walking over the headers of archives, strictly or tolerantly.
 
-Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers written carry no time and no owner.
-Shards are read strictly: anything but regular members in order up to an end marker is damage. Archives of others may
-have folders, symbolic links, devices and sparse files, which are passed over, and hard links to earlier members.
+Formats read: ustar, GNU long names, PAX paths and sizes (POSIX.1-2001). Headers written contain no time and no owner.
+Shards are read strictly: anything but regular members in order up to an end marker is damage. Archives of other tools
+may contain folders, symbolic links, devices and sparse files, which are skipped, and hard links to earlier members.
 """
 
 import errno
@@ -20,25 +20,25 @@ from sharmill.files.location import Location, open_location
 
 BLOCK: Final = 512
 EMPTY: Final = bytes(BLOCK)
-# The end marker; an archive that lacks it counts as cut off.
+# The end marker; an archive without it counts as cut off.
 END: Final = bytes(2 * BLOCK)
-# Smaller archives are read as a whole, in less time than the system takes to map and unmap their pages.
+# Smaller archives are read as a whole, which is faster than mapping and unmapping their pages.
 _MAX_READ_BYTES: Final = 1 << 19
-# A header and what lies beside it in the file, such as a short text and the next header, in one read.
+# Large enough to read a header, the short text that follows it and the next header at once.
 _WINDOW_BYTES: Final = 4096
-# Names and PAX records are short; a larger one is damage, or an attempt to fill the memory.
+# Names and PAX records are short. A larger one is damage, or an attempt to exhaust memory.
 _MAX_EXTENSION_BYTES: Final = 1 << 20
 _GNU_LONG_NAME: Final = b"L"
 _GNU_LONG_LINK: Final = b"K"
 _PAX_HEADER: Final = b"x"
-# Headers that describe the next one: in shards, and also long links of GNU's tar, PAX headers of Sun, and of all.
+# Headers that describe the next one. Other archives may also have GNU long links, and Sun's or global PAX headers.
 _SHARD_EXTENSIONS: Final = (_GNU_LONG_NAME, _PAX_HEADER)
 _EXTENSIONS: Final = (*_SHARD_EXTENSIONS, _GNU_LONG_LINK, b"X", b"g")
 _SHARD_REGULAR: Final = (b"0", b"\0")
 _CONTIGUOUS: Final = b"7"
 _SPARSE: Final = b"S"
 _HARD_LINK: Final = b"1"
-# Links, devices, folders and FIFOs have no data, whatever their size says.
+# Links, devices, folders and FIFOs have no data, whatever size their headers give.
 _WITHOUT_DATA: Final = (_HARD_LINK, b"2", b"3", b"4", b"5", b"6")
 _PAX_LENGTH: Final = re.compile(rb"([0-9]{1,7}) ")
 _DECIMAL: Final = re.compile(rb"[0-9]{1,19}")
@@ -46,28 +46,28 @@ _OCTAL: Final = re.compile(rb"[0-7]+")
 
 
 def _sum_fixed(header: bytes) -> int:
-    """Return the sum of a header without name and size, with blanks for the checksum as the format wants it."""
+    """Return the sum of a header without name and size, counting the checksum as blanks as the format requires."""
     return sum(header) - sum(header[124:135]) - sum(header[148:156]) + 8 * ord(" ")
 
 
 # The longest name and the largest size that fit into a header of one block.
 _MAX_NAME: Final = 100
 _MAX_SIZE: Final = 0o77777777777
-# Headers without names, as sharmill and as lhotse write them.
+# Headers without names, as sharmill and lhotse write them.
 _TEMPLATE, _USTAR_TEMPLATE = (tarfile.TarInfo("").tobuf(form) for form in (tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
 _TEMPLATE_SUM: Final = _sum_fixed(_TEMPLATE)
-# A header as name, mode and owner, digits of the size, time, digits of the checksum, and rest.
+# Splits a header into name, mode and owner, digits of the size, time, digits of the checksum, and the rest.
 _split_header: Final = struct.Struct("100s24s11s13s6s358s").unpack
-# The parts that are the same in all headers of one form, and the sum of their bytes.
+# The parts that all headers of one form share, and the sum of their bytes.
 _GNU, _USTAR = (
     ((header[100:124], header[135:148], header[154:]), _sum_fixed(header)) for header in (_TEMPLATE, _USTAR_TEMPLATE)
 )
 
 
 def write_member(stream: BinaryIO, name: str, data: bytes) -> int:
-    """Append a member to an archive, which ends with ``END``, and return how many bytes it takes before its data.
+    """Append a member to an archive, and return the number of bytes before its data.
 
-    The same members make the same bytes.
+    The same members always give the same bytes. The caller ends the archive with ``END``.
     """
     header = tar_header(name, len(data))
     stream.write(header)
@@ -77,12 +77,12 @@ def write_member(stream: BinaryIO, name: str, data: bytes) -> int:
 
 
 def padded(size: int) -> int:
-    """Return the bytes that data of a size take in an archive."""
+    """Return the number of bytes that data of this size takes in an archive."""
     return size + -size % BLOCK
 
 
 def tar_header(name: str, size: int) -> bytes:
-    """Return the header of a member as ``tarfile`` makes it, in a tenth of the time where it is a single block."""
+    """Return the header of a member as ``tarfile`` makes it; a header of one block takes a tenth of the time."""
     encoded = name.encode("utf-8", "surrogateescape")
     if len(encoded) > _MAX_NAME or size > _MAX_SIZE:
         header = tarfile.TarInfo(name)
@@ -95,7 +95,7 @@ def tar_header(name: str, size: int) -> bytes:
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a member without ``.`` and further slashes, of which archives have more or less.
+    """Return the name of a member without ``.`` and superfluous slashes, in which archives differ.
 
     >>> clean_name("./one.wav"), clean_name("/data//one.wav")
     ('one.wav', 'data/one.wav')
@@ -107,10 +107,10 @@ class TarMember(NamedTuple):
     """A regular file in an archive.
 
     Attributes:
-        name: as the archive has it; what is not UTF-8 in it is escaped by surrogates.
+        name: as stored in the archive; bytes that are not UTF-8 are escaped by surrogates.
         header: position of its first header.
         start: position of its first byte.
-        size: number of bytes; -1 for a hard link to what is not before it in the archive.
+        size: number of bytes; -1 for a hard link whose target does not come earlier in the archive.
     """
 
     name: str
@@ -120,11 +120,11 @@ class TarMember(NamedTuple):
 
 
 class TarDamage(Exception):
-    """A place from which on an archive cannot be read; the text begins with a verb whose subject is the archive.
+    """Damage from which on an archive cannot be read; the message begins with a verb whose subject is the archive.
 
     Attributes:
-        name: of the member that is cut off, where that is known.
-        header: position of the first header of the member that is concerned.
+        name: the name of the member that is cut off, if known.
+        header: position of the first header of the member concerned.
     """
 
     def __init__(self, what: str, name: str = "") -> None:
@@ -134,7 +134,7 @@ class TarDamage(Exception):
 
 
 class Window:
-    """The bytes of an open file in slices, of which those that follow each other come from few reads."""
+    """The bytes of an open file, accessed by slices; consecutive slices share few reads."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._descriptor = stream.fileno()
@@ -165,21 +165,22 @@ def walk(
     strict: bool,
     earlier: dict[str, tuple[int, int]] | None = None,
 ) -> Iterator[tuple[str, int, int, int]]:
-    """Yield the regular members of an archive, as tuples of what a ``TarMember`` has, for they are many.
+    """Yield the regular members of an archive as plain tuples of a ``TarMember``'s values, which are faster.
 
-    A hard link, which tar writes for the second name of a file, has the place of the bytes of that earlier member.
+    A hard link, which tar writes for the second name of a file, has the place of the earlier member's bytes.
 
     Args:
         data: all bytes of the archive.
         begin: position of the first header of a member.
         end: position where the last member ends; None for all up to the end marker.
-        strict: as shards are read: other kinds of members, bytes in the padding, and a wrong end marker are damage.
-        earlier: places of the members before the one that is yielded next, by their clean names, which the caller
-            adds. By default the archive is walked again from its begin for them if there is a hard link.
+        strict: read the archive as a shard: other kinds of members, bytes in the padding, and a wrong end marker are
+            damage.
+        earlier: places of the members before the next one yielded, by their clean names; the caller adds to it. By
+            default the archive is walked again from ``begin`` to find them if there is a hard link.
 
     Raises:
-        TarDamage: a header is damaged, the archive is cut off, or no member ends at ``end``. The bytes of a member
-            have no checksum in a tar archive and are not looked at.
+        TarDamage: a header is damaged, the archive is cut off, or no member ends at ``end``. Tar archives have no
+            checksum for the bytes of a member, so these are not checked.
     """
     first, num_bytes = begin, len(data)
     places = {} if earlier is None else earlier
@@ -187,13 +188,13 @@ def walk(
     try:
         while end is None or first < end:
             header = data[first : first + BLOCK]
-            # The form that sharmill and lhotse write takes a fifth of the time of ``_read_headers``, which knows all.
+            # Parse the form that sharmill and lhotse write directly, in a fifth of the time of ``_read_headers``.
             name, owner, digits, time, checksum, rest = _split_header(header.ljust(BLOCK))
             form, fixed_sum = _GNU if rest == _GNU[0][2] else _USTAR
             if (
                 (owner, time, rest) == form
                 and not digits.strip(b"01234567")
-                # As in ``has_right_checksum``.
+                # The same checksum test as in ``has_right_checksum``.
                 and checksum == b"%06o" % (fixed_sum - 1 + (zlib.adler32(digits, zlib.adler32(name)) & 0xFFFF))
             ):
                 name, start, size, is_regular, link = name.rstrip(b"\0"), first + BLOCK, int(digits, 8), True, b""
@@ -220,14 +221,14 @@ def walk(
                 yield text, first, start, size
             first = following
         if first != end:
-            raise TarDamage("has no member that ends where its index says; write it anew with sharmill sidecars")
+            raise TarDamage("has no member that ends where its index says; write it again with sharmill sidecars")
     except TarDamage as damage:
         damage.header = first
         raise
 
 
 def _check_end(data: Content, position: int) -> None:
-    """Raise TarDamage unless an end marker is complete, and nothing is behind it."""
+    """Raise TarDamage unless the end marker is complete and nothing follows it."""
     rest = data[position : len(data)]
     if len(rest) < len(END):
         raise TarDamage(f"is cut off at byte {len(data)}, within its end marker")
@@ -236,9 +237,10 @@ def _check_end(data: Content, position: int) -> None:
 
 
 def _read_headers(data: Content, position: int, *, strict: bool) -> tuple[bytes, int, int, bool, bytes]:
-    """Return the name of a member of any kind, where its bytes begin, their number, and True for a regular file.
+    """Return name, start, size, regular and link of a member of any kind.
 
-    Behind them is, of a hard link, the name of the earlier member.
+    The name and ``link`` (the name of the earlier member, for a hard link) are bytes, ``start`` is the position of the
+    member's data, and ``regular`` is True for a regular file.
     """
     long_name: bytes | None = None
     link: bytes | None = None
@@ -287,15 +289,15 @@ def _take(data: Content, position: int, length: int) -> bytes:
 
 
 def _stored_size(header: bytes, position: int) -> int:
-    """Return the size that a header gives."""
+    """Return the size in a header."""
     size = _parse_number(header[124:136])
     if size is None or not has_right_checksum(header):
-        raise TarDamage(f"is damaged at byte {position}, where no header is")
+        raise TarDamage(f"is damaged at byte {position}: there is no header")
     return size
 
 
 def has_right_checksum(header: bytes) -> bool:
-    """Return True if the checksum of a header is right, counted with blanks in its place."""
+    """Return True if the checksum of a header is correct; it is computed with blanks in its own place."""
     stated = _parse_number(header[148:156])
     # The lower half of Adler-32 is 1 more than the sum of the bytes, modulo 65,521.
     found = zlib.adler32(header[156:], zlib.adler32(header[:148])) & 0xFFFF
@@ -303,16 +305,16 @@ def has_right_checksum(header: bytes) -> bool:
 
 
 def _parse_number(field: bytes) -> int | None:
-    """Return the number in a field of a header, None where there is none."""
+    """Return the number in a field of a header; None if it contains none."""
     if field[0] == 0x80:  # GNU's binary sizes, from 8 GiB
         return int.from_bytes(field[1:], "big")
-    # Not left to int(), which takes a sign as well: a negative size would lead backwards.
+    # Do not leave this to int(), which also accepts a sign: a negative size would lead backwards.
     digits = field.strip(b" \0")
     return int(digits, 8) if _OCTAL.fullmatch(digits) else None
 
 
 def _plain_name(header: bytes) -> bytes:
-    """Return the name in a header itself, with the prefix that ustar has."""
+    """Return the name in a header itself, including the prefix of ustar."""
     name = header[:100].rstrip(b"\0")
     prefix = header[345:500].rstrip(b"\0") if header[257:263] == b"ustar\0" else b""
     return prefix + b"/" + name if prefix else name
@@ -335,7 +337,7 @@ def _parse_pax(records: bytes, position: int) -> dict[bytes, bytes]:
 
 
 def _skip_sparse_map(data: Content, header: bytes, start: int) -> int:
-    """Return where the data of a sparse file begin, behind the rest of a long map of its holes."""
+    """Return where the data of a sparse file begins, after any continuation blocks of its map of holes."""
     goes_on = header[482]
     while goes_on:
         goes_on = _take(data, start, BLOCK)[504]
@@ -344,12 +346,12 @@ def _skip_sparse_map(data: Content, header: bytes, start: int) -> int:
 
 
 def load(path: Location, *, in_parts: bool = False) -> mmap.mmap | bytes:
-    """Return the bytes of a file of a shard, mapped where it is large, or only parts of it will be read.
+    """Return the bytes of a shard file, mapped if it is large or will only be read in parts.
 
-    A file that is mapped stays open as long as its bytes are referred to.
+    A mapped file stays open as long as its bytes are referenced.
 
     Raises:
-        DamagedShard: it is not there, or not a regular file.
+        DamagedShard: the file is missing or not a regular file.
     """
     with open_field(path, buffering=0) as stream:
         size = stream.seek(0, 2)
@@ -363,7 +365,7 @@ def open_field(path: Location, *, buffering: int = -1) -> BinaryIO:
     """Open a file of a shard for reading.
 
     Raises:
-        DamagedShard: it is not there, or not a regular file, or a server gives it otherwise than the index says.
+        DamagedShard: the file is missing, not a regular file, or differs on its server from the index.
     """
     try:
         return open_location(path, buffering=buffering)

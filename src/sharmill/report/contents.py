@@ -283,8 +283,8 @@ def _similarities(facts: Facts, voices: Sequence[tuple[str, np.ndarray]]) -> Mar
     first, second = np.triu_indices(len(vectors), 1)
     similarity = (vectors @ vectors.T)[first, second]
     same = groups[first] == groups[second]
-    found = {"same group": Histogram.of(similarity[same], SCALES["similarity"]),
-             "other groups": Histogram.of(similarity[~same], SCALES["similarity"])}  # fmt: skip
+    found = {"same group": Histogram.from_values(similarity[same], SCALES["similarity"]),
+             "other groups": Histogram.from_values(similarity[~same], SCALES["similarity"])}  # fmt: skip
     if facts.measures is not None and "similarity" in facts.measures.histograms:
         found["chosen contexts"] = facts.measures.histograms["similarity"]
     series = [(name, _density(one)) for name, one in found.items() if one.counts]

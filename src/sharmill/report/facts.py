@@ -123,7 +123,7 @@ def _sample_dataset(
         with sample.counting_damage(count=shard.count):
             cuts = list(read_shard(directory, shard))[:_MAX_CUTS_PER_SHARD]
             values = [cut_values(cut) for cut in cuts]
-            sample.measures.add(CutMeasures.of(values, shard.index))
+            sample.measures.add(CutMeasures.from_rows(values, shard.index))
             for number, (cut, of_cut) in enumerate(zip(cuts, values, strict=True)):
                 places.append((shard.index, number))
                 supervision, custom = supervision_of(cut)
@@ -187,7 +187,7 @@ def _measure_cuts(
     for stored in cuts:
         # Among rows without values, so that the places of the extremes are those of the cuts.
         rows: list[dict[str, float]] = [{}] * stored.number + [_sound_values(sample, record, stored)]
-        sample.measures.add(CutMeasures.of(rows, stored.shard))
+        sample.measures.add(CutMeasures.from_rows(rows, stored.shard))
         for codec in codecs:
             item = stored.items.get(codes_field(codec.name, TARGET_CODES))
             if item is not None and item.data is not None:

@@ -72,7 +72,7 @@ class Histogram(msgspec.Struct):
     counts: list[int] = []
 
     @classmethod
-    def of(cls, values: Iterable[float], scale: Scale) -> Self:
+    def from_values(cls, values: Iterable[float], scale: Scale) -> Self:
         """Return the histogram of values, ignoring NaN."""
         array = np.fromiter(values, np.float64)
         array = array[~np.isnan(array)]
@@ -104,7 +104,7 @@ class Histogram(msgspec.Struct):
     def quantile(self, share: float, scale: Scale) -> float:
         """Return the value below which a share of all values lies, as precise as the bins are.
 
-        >>> Histogram.of([1.0, 2.0, 3.0], SCALES["duration"]).quantile(0.5, SCALES["duration"])
+        >>> Histogram.from_values([1.0, 2.0, 3.0], SCALES["duration"]).quantile(0.5, SCALES["duration"])
         2.25
         """
         below = np.cumsum(self.counts)
@@ -123,10 +123,10 @@ class CutMeasures(msgspec.Struct):
     extremes: dict[str, list[tuple[float, int, int]]] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Sequence[dict[str, float]], shard: int) -> Self:
+    def from_rows(cls, rows: Sequence[dict[str, float]], shard: int) -> Self:
         """Return the measures of the cuts of a shard; each row holds the values of a cut by the names of ``SCALES``."""
         measures = cls({
-            name: Histogram.of((row[name] for row in rows if name in row), SCALES[name])
+            name: Histogram.from_values((row[name] for row in rows if name in row), SCALES[name])
             for name in sorted({name for row in rows for name in row})
         })  # fmt: skip
         for name, of_values in EXTREMES.items():

@@ -1,4 +1,4 @@
-"""The index of a dataset, ``shards.jsonl`` and ``dataset.json``: its records, and how they are read and written."""
+"""The index of a dataset, ``shards.jsonl`` and ``dataset.json``: its records, and functions to read and write them."""
 
 import math
 from collections import Counter
@@ -37,34 +37,34 @@ from sharmill.shar.fields import (
 from sharmill.shar.tar import open_field
 
 FORMAT_VERSION: Final = 1
-# Waiting for other processes that change the index.
+# Maximum wait for other processes that change the index.
 SECONDS_TO_WAIT_FOR_INDEX = 600.0
-# Bytes of dataset.json, or of a line of shards.jsonl, at most: a sparse file of any size is not read into memory.
+# The maximum size of dataset.json or a line of shards.jsonl, so that no huge sparse file is read into memory.
 _MAX_BYTES: Final = 16 << 20
 
 T = TypeVar("T")
 Positive = Annotated[int, msgspec.Meta(gt=0)]
-# Numbers that JSON and arrays hold exactly.
+# Numbers that JSON and arrays can hold exactly.
 _AtMost = Annotated[int, msgspec.Meta(le=1 << 53)]
 _Total = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class FieldFile(msgspec.Struct, frozen=True):
-    """A file of a field and shard, relative to the dataset directory."""
+    """A file of a field and shard; ``file`` is its path relative to the dataset directory."""
 
     file: str
     size: int
     xxh3: str
 
     def __post_init__(self) -> None:
-        # A web server undoes the quoting, and some take a backslash for a slash.
+        # A web server undoes URL quoting, and some take a backslash for a slash.
         path = PurePosixPath(unquote(self.file).replace("\\", "/"))
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"{self.file!r} lies outside the dataset")
 
     @property
     def max_bytes(self) -> float:
-        """The bytes that the file may have at a URL; infinite where the index does not know its size."""
+        """The bytes that the file may have at a URL; infinite if the index does not list its size."""
         return self.size if self.size >= 0 else math.inf
 
     def below(self, directory: Location) -> Location:
@@ -75,8 +75,8 @@ class FieldFile(msgspec.Struct, frozen=True):
 class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A line of ``shards.jsonl``: number of cuts, seconds of target and context audio, and the fields' files.
 
-    ``context_seconds`` is 0 in a dataset without contexts. Of a shard that was found without an index only the names of
-    its files are known: ``count`` and the sizes are -1, and the checksums empty.
+    ``context_seconds`` is 0 in a dataset without contexts. For a shard that was found without an index, only the names
+    of its files are known: ``count`` and the sizes are -1, and the checksums are empty.
     """
 
     index: _AtMost
@@ -96,13 +96,13 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True):
         return {TARGET_AUDIO: self.target_seconds, CONTEXT_AUDIO: self.context_seconds}
 
 
-# No record has `omit_defaults`: msgspec leaves a default out if it is the same object, so that the bytes of a record
-# would depend on whether its values have been pickled.
+# No record uses `omit_defaults`: msgspec omits a default value if it is the same object, so the bytes of a record would
+# depend on whether its values have been pickled.
 class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a codec that its codes are read by, and what made them.
+    """Facts about a codec that are needed to read its codes, and about how they were made.
 
-    ``codebook_size`` is the number of values of one code. ``devices`` are the kinds of device that made the codes, in
-    alphabetical order; none where that is not known.
+    ``codebook_size`` is the number of values that one code can have. ``devices`` lists the kinds of device that made
+    the codes in alphabetical order; it is empty if they are not known.
     """
 
     name: str
@@ -118,19 +118,19 @@ class CodecRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> list[Field]:
-        """The fields of its codes: of targets, and of contexts where the dataset has any."""
+        """The fields of its codes: of targets, and of contexts if the dataset has contexts."""
         return codec_fields(self.name)
 
 
 class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The content of ``dataset.json``. ``limits`` are those that every context satisfies; none without contexts.
+    """The content of ``dataset.json``. ``limits`` are the limits that every context satisfies; empty without contexts.
 
-    ``fields`` are the names of the fields, and ``layout`` says what each is. A file from before there was that key has
-    the published layout, as ``complete`` finds it. Of shards of another tool it may be unknown what a field is.
+    ``fields`` are the names of the fields, and ``layout`` describes each of them. A file from before this key existed
+    has the published layout, which ``complete`` fills in. Fields of another tool may lack a description.
 
-    ``contract: foreign`` says that another tool wrote the files and only the index is sharmill's: what sharmill
-    promises of its cuts and codes does not hold. ``match_precision`` is that of the speaker encoder, and
-    ``match_devices`` are the kinds of device that it chose contexts on; empty for CPUs alone.
+    ``contract: foreign`` means that another tool wrote the files, and sharmill only the index: sharmill's guarantees
+    for cuts and codes do not hold. ``match_precision`` is the precision of the speaker encoder, and ``match_devices``
+    lists the kinds of device on which contexts were chosen; it is empty if only CPUs were used.
     """
 
     format_version: int
@@ -156,52 +156,52 @@ class DatasetRecord(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def audio_fields(self) -> list[str]:
-        """The fields that have codes of a codec: targets, which lhotse calls ``recording``, and contexts."""
+        """The audio fields that codecs encode: the target, which lhotse calls ``recording``, and the context."""
         target = TARGET_AUDIO if TARGET_AUDIO in self.fields else RECORDING
         return [target, CONTEXT_AUDIO] if self.has_contexts else [target]
 
     @property
     def own_fields(self) -> list[str]:
-        """The names of the fields that a dataset of sharmill's own with these codecs and added fields has."""
+        """The names of the fields that a dataset written by sharmill with these codecs and added fields must have."""
         number = len(self.audio_fields)
         codes = [field for codec in self.codecs for field in codec.fields[:number]]
         return [field.name for field in (*base_fields(contexts=self.has_contexts), *codes, *self.added_fields)]
 
     def contradictions(self) -> Iterator[str]:
-        """Yield a sentence about each field that a dataset of sharmill's own should have, or should not have."""
+        """Yield a sentence about each contradiction in the fields of a dataset written by sharmill."""
         for name, times in Counter(self.fields).items():
             if times > 1:
-                yield f"the field {name} is named {times} times"
+                yield f"the field {name} is listed {times} times"
         for name in sorted(set(self.own_fields) ^ set(self.fields)):
-            yield f"the field {name} {'is not of its codecs' if name in self.fields else 'is missing'}"
+            yield f"the field {name} {'belongs to none of the codecs' if name in self.fields else 'is missing'}"
         attributes: dict[str, list[Field]] = {}
         for field in self.layout:
             attributes.setdefault(field.attribute, []).append(field)
         for attribute, fields in attributes.items():
             if len(fields) > 1 and any(codec_of_field(field.name) is None for field in fields):
-                yield f"the fields {' and '.join(field.name for field in fields)} are all called {attribute} on a cut"
+                yield f"the fields {' and '.join(field.name for field in fields)} are all named {attribute} on a cut"
         if self.has_contexts and not self.limits:
             yield f"there is a field {CONTEXT_AUDIO}, but no limits of contexts"
         if not self.has_contexts and (self.limits or self.context_seconds):
-            yield f"there is no field {CONTEXT_AUDIO}, but limits of contexts or seconds of context audio"
+            yield f"there is no field {CONTEXT_AUDIO}, but there are limits of contexts or seconds of context audio"
 
     @property
     def added_fields(self) -> list[Field]:
-        """The fields that are not of the published layout."""
+        """The fields that are not in the published layout."""
         return [field for field in self.layout if not field.is_published]
 
     @cached_property
     def fields_by_name(self) -> dict[str, Field]:
-        """The fields that the dataset says what they are."""
+        """The fields that the dataset describes, by name."""
         return {field.name: field for field in self.layout}
 
     def complete(self) -> "DatasetRecord":
-        """Return the record with a layout of all fields that are known, in their order."""
+        """Return the record with a layout of all known fields, in their order."""
         if self.contract != "sharmill":
             return self
         known = {field.name: field for field in self.layout}
         fields = [published_field(name) or known.get(name) for name in dict.fromkeys(self.fields)]
-        # The file's own words on a published field do not count, except that cuts may lack codes.
+        # Ignore the file's own description of a published field, except that cuts may lack codes.
         may_lack = {
             name for name, told in known.items() if told.optional and (told.kind == "array" or not told.is_published)
         }
@@ -217,10 +217,10 @@ _shard_decoder = msgspec.json.Decoder(ShardRecord)
 
 
 def open_directory(dataset: str | Location, cache_dir: str | None = None, cache_gib: float = 100.0) -> Location:
-    """Return the location of a dataset directory; files behind a URL are read from a cache.
+    """Return the location of a dataset directory; files behind a URL are read through a cache.
 
     Raises:
-        ConfigError: it is a URL at which there is no index, or that cannot be one of a dataset.
+        ConfigError: the URL has no index, or cannot be the URL of a dataset.
         OSError: a server cannot be reached.
     """
     if not isinstance(dataset, str):
@@ -229,7 +229,7 @@ def open_directory(dataset: str | Location, cache_dir: str | None = None, cache_
         return Path(dataset)
     try:
         check_url(dataset, "dataset")
-        require(isinstance(cache_gib, (int, float)) and cache_gib > 0, f"cache_gib is {cache_gib!r}, and not above 0")
+        require(isinstance(cache_gib, (int, float)) and cache_gib > 0, f"cache_gib is {cache_gib!r}: it must exceed 0")
     except ValueError as error:
         raise ConfigError(str(error), code="bad_config_value") from error
     cache = Cache.at(cache_dir, cache_gib)
@@ -239,8 +239,8 @@ def open_directory(dataset: str | Location, cache_dir: str | None = None, cache_
             cache.refresh(str(directory / name))
     except RejectRecord as reject:
         raise ConfigError(
-            f"no dataset can be read at {directory}: {reject.detail}; one without an index (sharmill index) is read "
-            "from a disk only",
+            f"no dataset can be read at {directory}: {reject.detail}; a dataset at a URL needs an index (sharmill "
+            "index)",
             code="no_dataset",
         ) from reject
     return directory
@@ -250,14 +250,14 @@ def read_dataset(directory: Location) -> DatasetRecord:
     """Read ``dataset.json``.
 
     Raises:
-        ConfigError: there is no finished dataset, or one of another format version.
+        ConfigError: there is no finished dataset, or its format version is not supported.
         DamagedShard: the file is damaged.
     """
     path = directory / DATASET_FILE
     with open_index_file(directory, DATASET_FILE) as stream:
         data = stream.read(_MAX_BYTES)
     try:
-        # First of all, since a dataset of another version may have other keys.
+        # Decode the version first, since a dataset of another version may have other keys.
         version = msgspec.json.decode(data, type=_Version).format_version
         if version != FORMAT_VERSION:
             raise ConfigError(
@@ -272,8 +272,8 @@ def read_shards(directory: Location, num_shards: int | None = None) -> Iterator[
     """Yield the lines of ``shards.jsonl``, in the order of the shards.
 
     Args:
-        num_shards: how many shards ``dataset.json`` counts. Lines behind them are of an append that is not committed,
-            and no part of the dataset; by default they are yielded too.
+        num_shards: the number of shards that ``dataset.json`` counts. Lines after them belong to an append that was not
+            committed, and not to the dataset; by default they are yielded too.
 
     Raises:
         ConfigError: there is no finished dataset.
@@ -283,11 +283,11 @@ def read_shards(directory: Location, num_shards: int | None = None) -> Iterator[
 
 
 def decode_shards(directory: Location, num_shards: int | None, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
-    """Yield what a decoder makes of the lines of ``shards.jsonl``; raises as ``read_shards``."""
-    # In large reads: each may be a message to a file server, and the index of 100,000 shards has 8,000 small ones.
+    """Yield the decoded lines of ``shards.jsonl``; raises as ``read_shards``."""
+    # Read large pieces: each may be a message to a file server, and the index of 100,000 shards has 8,000 small ones.
     with open_index_file(directory, SHARDS_FILE, buffering=1 << 20) as lines:
         try:
-            # A line that is longer than any is cut off, and then no JSON.
+            # An overlong line is cut off at the limit and then fails to parse.
             for line in islice(iter(partial(lines.readline, _MAX_BYTES), b""), num_shards):
                 yield decoder.decode(line)
         except NOT_JSON as error:
@@ -313,15 +313,15 @@ def open_index_file(directory: Location, name: str, *, buffering: int = -1) -> B
         raise ConfigError(f"{directory} is not a folder", code="no_dataset")
     if directory.parts and directory.parts[0].endswith(":"):
         address = str(directory).replace(":/", "://", 1)
-        raise ConfigError(f"{address} is an address: copy the dataset to a folder, and name that", code="no_dataset")
+        raise ConfigError(f"{address} is a URL: copy the dataset to a folder, and name the folder", code="no_dataset")
     hint = ""
     if (directory / CUTS).is_dir() or any(directory.glob(f"{CUTS}.*")):
-        hint = f"; finish the run that writes it, or, for shards of another tool, make it: sharmill index {directory}"
-    raise ConfigError(f"{directory} is not a finished dataset: there is no {name}{hint}", code="no_dataset")
+        hint = f"; finish the run that writes it or, for another tool's shards, run sharmill index {directory}"
+    raise ConfigError(f"{directory} is not a finished dataset: it has no {name}{hint}", code="no_dataset")
 
 
 def is_indexed(directory: Path) -> bool:
-    """Return True if a folder has an index, or will have one when the run that writes it has finished."""
+    """Return True if a folder has an index, or will have one after the run that writes it has finished."""
     return any((directory / name).exists() for name in (DATASET_FILE, SHARDS_FILE, STAGING_NAME))
 
 
@@ -339,19 +339,19 @@ def write_dataset(directory: Path, record: DatasetRecord) -> None:
 
 @contextmanager
 def changing_index(directory: Path) -> Iterator[None]:
-    """Keep other processes from changing the index meanwhile: two runs may add codecs to one dataset.
+    """Prevent other processes from changing the index meanwhile, since two runs may add codecs to one dataset.
 
-    What those that were killed have left of a change is removed.
+    Temporary files that killed processes left are removed.
     """
     with FolderLock(directory, wait_seconds=SECONDS_TO_WAIT_FOR_INDEX):
         remove_temp_files(directory, {SHARDS_FILE, DATASET_FILE})
         yield
-    # The dataset may be finished now: the folder of the lock is not to come back.
+    # The dataset may be finished now; make sure that the lock's folder does not reappear after a power failure.
     fsync(directory)
 
 
 def audio_checksum(shards: Sequence[ShardRecord], fields: Sequence[str]) -> str:
-    """Return a checksum of the cuts and audio of a dataset, whatever codes it has; ``fields`` are those.
+    """Return a checksum of the fields of cuts and audio in ``fields``, which does not depend on codes.
 
     Raises:
         DamagedShard: a shard lacks one of these fields.

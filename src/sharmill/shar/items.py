@@ -1,8 +1,8 @@
-"""The items of a field: what a shard's file has for each cut.
+"""The items of a field: what a shard's file contains for each cut.
 
-Values are JSON lines. In any other field each cut has a pair of members of an archive: data and its lhotse manifest.
-With an index file any item is read by itself: opening a file reads only its index then, while otherwise all headers
-are gone through, and lines are unpacked as a whole.
+Values are JSON lines. In any other field, each cut has a pair of members of an archive: data, and its lhotse manifest.
+With an index file, single items can be read: opening a file then reads only its index. Without one, opening a file
+reads all headers of an archive, or unpacks all lines.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,10 +30,10 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The data of a cut in a field, in the format that ``extension`` names, and the lhotse manifest of it.
+    """The data of a cut in a field, in the format that ``extension`` names, and its lhotse manifest.
 
-    Both are None for a placeholder, which says that the cut has nothing in this field. The item of a field of values
-    has no data either: its metadata are the value by the attribute of the cut.
+    Both are None for a placeholder, which means that the cut has nothing in this field. An item of a field of values
+    has no data either: its metadata maps the attribute of the cut to the value.
     """
 
     cut_id: str
@@ -43,7 +43,7 @@ class Item:
 
 
 class FieldWriter(AbstractContextManager["FieldWriter"]):
-    """Writer of one tar field of one shard. Only leaving the ``with`` block without an error completes the archive."""
+    """Writer of one tar field of one shard. The archive is only completed if the ``with`` block exits without error."""
 
     def __init__(self, path: Path) -> None:
         self._stream = open_new(path)
@@ -55,7 +55,7 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
                 self._stream.write(END)
 
     def add(self, item: Item) -> int:
-        """Append the pair of members of one cut: data first, its metadata next, as lhotse reads them.
+        """Append the pair of members of one cut: its data, then its metadata, in the order in which lhotse reads them.
 
         Return the position of the data in the file.
         """
@@ -64,10 +64,10 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
         return self._add(item.cut_id, item.extension, item.data, _encoder.encode(item.metadata) + b"\n")
 
     def copy(self, table: "ItemTable", number: int) -> None:
-        """Append the pair of members of an item of another archive as they are.
+        """Append the pair of members of an item of another archive unchanged.
 
         Raises:
-            DamagedShard: the two do not belong together.
+            DamagedShard: the two members do not belong together.
         """
         self._add(*table.raw(number))
 
@@ -79,22 +79,22 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
 
 
 class ItemTable:
-    """The items of a tar field, taken in any order. The archive stays open as long as the table is referred to.
+    """The items of a tar field, read in any order. The archive stays open as long as the table is referenced.
 
     Args:
-        path: of the archive.
-        index: its index file: opening reads nothing else then, and headers are parsed of the items that are asked for.
-        ids: of the cuts that the items must belong to.
-        salvage: of a damaged archive, take the members before the damage.
+        path: path of the archive.
+        index: its index file. Opening then reads nothing else, and headers are parsed only for requested items.
+        ids: the ids of the cuts that the items must belong to.
+        salvage: if the archive is damaged, keep the members before the damage.
 
     Attributes:
-        names: of the members, in order; by an index, of the last item.
-        headers: the positions of the first headers of these members.
+        names: names of the members, in order; with an index, only of the last item.
+        headers: positions of the first headers of these members.
         size: the number of bytes of the file.
-        cut_off: with ``salvage``, what is wrong behind the last member; else None.
+        cut_off: with ``salvage``, the damage after the last member; otherwise None.
 
     Raises:
-        DamagedShard: the archive is not there or damaged, or its items are not those of the cuts.
+        DamagedShard: the archive is missing or damaged, or its items do not belong to the cuts.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class ItemTable:
             _require_ids(self, ids)
 
     def _parse(self, begin: int, end: int | None) -> None:
-        """Take the members between two positions into the lists; None is the end marker."""
-        # Lists of what Python's garbage collector does not look at: a tuple for each member would double its work.
+        """Parse the members between two positions into the lists; ``end`` is None for the end marker."""
+        # Use lists of values that the garbage collector ignores: a tuple for each member would double its work.
         self.names: list[str] = []
         self.headers: list[int] = []
         self._starts: list[int] = []
@@ -132,7 +132,7 @@ class ItemTable:
             raise DamagedShard(f"{self._path} {damage}") from damage
 
     def _find(self, number: int) -> int:
-        """Return where in the lists the first member of an item is; by an index they have the members of this one."""
+        """Return the place of an item's first member in the lists; with an index, the lists hold only this item."""
         if self._offsets is None:
             return 2 * number
         if number != self._item:
@@ -143,7 +143,7 @@ class ItemTable:
         return 0
 
     def __len__(self) -> int:
-        # An odd member counts as an item, so that it is not overlooked.
+        # A single member at the end counts as an item, so that it is not overlooked.
         return (len(self.names) + 1) // 2 if self._offsets is None else len(self._offsets) - 1
 
     def pair(self, number: int) -> tuple[str, str]:
@@ -157,7 +157,7 @@ class ItemTable:
         cut_id, _, extension = first.rpartition(".")
         expected = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
         if second != expected:
-            raise self.damage(f"member {first!r} has no {expected!r} beside it")
+            raise self.damage(f"member {first!r} is not followed by {expected!r}")
         return cut_id, extension
 
     def raw(self, number: int) -> tuple[str, str, bytes, bytes]:
@@ -171,14 +171,14 @@ class ItemTable:
         return self._content[self._starts[number] : self._ends[number]]
 
     def place(self, member: int) -> tuple[int, int]:
-        """Return the position of the first byte of a member in the file, and its number of bytes."""
+        """Return the position of a member's first byte in the file, and its number of bytes."""
         return self._starts[member], self._ends[member] - self._starts[member]
 
     def item(self, number: int, *, copy: bool = True) -> Item:
-        """Return an item; without ``copy`` its data is a view of the file.
+        """Return an item; without ``copy``, its data is a view of the file.
 
         Raises:
-            DamagedShard: its members do not belong together, or its metadata are not JSON.
+            DamagedShard: its members do not belong together, or its metadata is not JSON.
         """
         cut_id, extension = self.pair(number)
         if extension == NO_DATA:
@@ -188,17 +188,17 @@ class ItemTable:
             metadata = _decoder.decode(self.member(first + 1))
         except NOT_JSON as error:
             raise self.damage(f"the metadata of '{cut_id}.{extension}' is not JSON: {error}") from error
-        # A view serves as bytes.
+        # A view can be used like bytes.
         view: Any = memoryview(self._content)[self._starts[first] : self._ends[first]]
         return Item(cut_id, extension, bytes(view) if copy else view, metadata)
 
     def damage(self, what: str) -> DamagedShard:
-        """Return the error that says what is wrong with this archive."""
+        """Return the error for damage in this archive."""
         return DamagedShard(f"{self._path}: {what}")
 
 
 class ValueTable:
-    """The items of a field of values, in the lines of the file of this path."""
+    """The items of a field of values, stored in the lines of the file at ``path``."""
 
     def __init__(self, path: Location, lines: Sequence[bytes] | IndexedLines) -> None:
         self._path = path
@@ -219,7 +219,7 @@ class ValueTable:
         """Return an item.
 
         Raises:
-            DamagedShard: the line is not JSON, or has no id of a cut.
+            DamagedShard: the line is not JSON, or has no cut id.
         """
         values = decode_cut(self._path, self._lines[number])
         cut_id = values.pop("cut_id", None)
@@ -228,7 +228,7 @@ class ValueTable:
         return Item(cut_id, "json", None, values or None)
 
     def damage(self, what: str) -> DamagedShard:
-        """Return the error that says what is wrong with this file."""
+        """Return the error for damage in this file."""
         return DamagedShard(f"{self._path}: {what}")
 
 
@@ -237,20 +237,20 @@ def _require_ids(table: ItemTable | ValueTable, ids: Sequence[str]) -> None:
         raise table.damage(f"{len(table)} items for {len(ids)} cuts")
     for number, cut_id in enumerate(ids):
         if (found := table.pair(number)[0]) != cut_id:
-            raise table.damage(f"item {number} is {found!r}, the cut there is {cut_id!r}")
+            raise table.damage(f"item {number} belongs to {found!r}, but the cut there is {cut_id!r}")
 
 
 def open_items(
     path: Location, ids: Sequence[str] | None = None, *, sidecars: Sequence[Location] = ()
 ) -> ItemTable | ValueTable:
-    """Open the items of a file of a field, by its name a tar archive or JSON lines.
+    """Open the items of a field's file, which is a tar archive or JSON lines according to its name.
 
     Args:
-        ids: of the cuts that the items must belong to.
+        ids: the ids of the cuts that the items must belong to.
         sidecars: the files beside this one for random access, as ``sidecar_files`` names them.
 
     Raises:
-        DamagedShard: the file is not there or damaged, or its items are not those of the cuts.
+        DamagedShard: the file is missing or damaged, or its items do not belong to the cuts.
     """
     if path.name.endswith(".tar"):
         return ItemTable(path, index=sidecars[0] if sidecars else None, ids=ids)
@@ -261,6 +261,6 @@ def open_items(
 
 
 def read_field(path: Location, ids: Sequence[str] | None = None) -> Iterator[Item]:
-    """Return the items of a file of a field, in order; raises as ``open_items`` and while they are read."""
+    """Return the items of a field's file, in order; raises as ``open_items``, also while the items are read."""
     table = open_items(path, ids)
     return map(table.item, range(len(table)))

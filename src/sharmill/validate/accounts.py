@@ -1,8 +1,8 @@
-"""Accounting: no id is there twice, and every record of the manifests ended in the dataset or among the rejects, once.
+"""Accounting: cut ids are unique, and every manifest record is exactly once in the dataset or among the rejects.
 
-A record is known by its path, offset and duration, if it has one, or by its whole line where it has not even a path;
-its transcript is compared as well. All of them are in a temporary database on disk, so that memory does not grow with
-the dataset.
+A record is identified by path, offset and duration (if it has one), or by its whole line if it lacks even a path; its
+transcript is compared as well. All records are in a temporary database on disk, so that memory use does not depend on
+the size of the dataset.
 """
 
 import math
@@ -37,25 +37,25 @@ from sharmill.sources import Source, record_text
 from sharmill.sources.files import decode_object, iterate_lines
 from sharmill.validate.findings import Finding
 
-# In this order they name a record.
+# Where records come from. Findings name a record by its first side in this order.
 _SIDES: Final = {"manifests": 0, "cuts": 1, "rejects": 2}
 _WRONG: Final = {
     "lost_record": "neither in the dataset nor among the rejects",
     "doubled_record": "in the dataset or the rejects more often than in the manifests",
-    "unknown_record": "in the dataset or the rejects, and in none of the manifests",
+    "unknown_record": "in the dataset or the rejects, but in none of the manifests",
 }
 
 _decoder = msgspec.json.Decoder()
 
 
 class RecordRow(msgspec.Struct, frozen=True, array_like=True):
-    """A record of a manifest, of the rejects or of a cut.
+    """A record from a manifest, from the rejects or from a cut.
 
     Attributes:
-        key: equal for records of one segment; None of a cut that does not say what it came from.
+        key: equal for records of the same segment; None for a cut that does not record its origin.
         text: the transcript.
-        name: what a finding calls it.
-        id: of a cut.
+        name: the name that findings use.
+        id: the id of a cut.
     """
 
     key: str | None = None
@@ -68,7 +68,7 @@ class RecordRow(msgspec.Struct, frozen=True, array_like=True):
 class ExpectedRecords:
     """The sources and files of rejects that a dataset is compared with.
 
-    ``audio_roots`` are the folders that absolute paths in the manifests are meant below; by default each source's own.
+    ``audio_roots`` are the root folders of absolute paths in the manifests; by default each source's own.
     """
 
     sources: tuple[Source, ...] = ()
@@ -76,24 +76,24 @@ class ExpectedRecords:
     audio_roots: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be read, before any work."""
+        """Raise ConfigError if a file cannot be read; called before any work."""
         for source in self.sources:
             source.check()
         refuse(
-            *((not Path(name).is_file(), f"there is no file of rejects {name}") for name in self.rejects),
+            *((not Path(name).is_file(), f"the file of rejects {name} does not exist") for name in self.rejects),
             code="missing_input",
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return what the accounts depend on."""
-        # By their contents: the rejects of a run are merged again whenever it goes on.
+        """Return the values that the accounts depend on."""
+        # Identify rejects by their contents, since a run merges them again whenever it is resumed.
         manifests = [source.identity() for source in self.sources]
         rejects = {name: [Path(name).stat().st_size, checksum(Path(name))] for name in self.rejects}
         return {"manifests": manifests, "rejects": rejects, "audio_roots": list(self.audio_roots)}
 
     @cached_property
     def root_names(self) -> list[list[str]]:
-        """The absolute paths that the roots of each source are known by."""
+        """The names of each source's root folders in absolute paths."""
         roots = (AudioRoots.of([self.audio_roots or source.audio_root]).roots for source in self.sources)
         return [[name for root in of_source for name in root.names] for of_source in roots]
 
@@ -112,7 +112,7 @@ class ExpectedRecords:
                 try:
                     reject = _decoder.decode(line)
                     record, source = reject["record"], reject.get("source", 0)
-                    # Those of later stages name no source, and their paths need no root.
+                    # Rejects of later stages name no source, and their paths need no root.
                     roots = self.root_names[source] if source < len(self.root_names) else self.root_names[0]
                 except (*NOT_JSON, LookupError, TypeError) as error:
                     raise ConfigError(f"{name} is not a file of rejects: {error!r}", code="bad_manifest") from error
@@ -125,15 +125,15 @@ class ExpectedRecords:
 
 
 def _parse(text: str) -> Any:
-    """Return a record as an object or, where it is none, as the text that the stage prepare rejects it as.
+    """Return a record as an object or, if it is not one, as the text under which the stage prepare rejects it.
 
-    The text is parsed and not the bytes, which may be no text: rejects have what was made of those.
+    This parses the text instead of the bytes, which may not be valid text, because rejects contain the text.
     """
     try:
         record = decode_object(text.encode(), "the record is no object")
     except RejectRecord:
         return text
-    # In rejects, NaN is null.
+    # Rejects contain null instead of NaN.
     return {key: None if value in (math.inf, -math.inf) or value != value else value for key, value in record.items()}
 
 
@@ -142,21 +142,21 @@ def open_accounts() -> Iterator["Accounts"]:
     """Yield empty accounts, whose temporary file is removed at the end.
 
     Raises:
-        FatalError: there is no room for it.
+        FatalError: the disk has no room for it.
     """
     try:
         with closing(sqlite3.connect("")) as records:
             yield Accounts(records)
     except sqlite3.OperationalError as error:
         raise FatalError(
-            f"no room for the records of the dataset in the folder for temporary files: {error}; free some there, or "
-            "set TMPDIR to a folder with 4 GB for 10 million cuts, and run the same command again",
+            f"the folder for temporary files has no room for the records of the dataset: {error}; free some space, or "
+            "set TMPDIR to a folder with 4 GB per 10 million cuts, and run the same command again",
             code="disk",
         ) from error
 
 
 class Accounts:
-    """The records of manifests, rejects and cuts, in a database of their own."""
+    """The records of manifests, rejects and cuts, in a temporary database."""
 
     def __init__(self, records: sqlite3.Connection) -> None:
         self._records = records
@@ -170,7 +170,7 @@ class Accounts:
         )
 
     def find_duplicates(self) -> Iterator[Finding]:
-        """Yield a finding for every cut whose id occurs more than once: nothing tells which is the right one."""
+        """Yield a finding for every cut whose id is not unique, since it is not known which cut is the right one."""
         repeated = self._records.execute(
             "SELECT id, count(*), group_concat(DISTINCT shard) FROM records WHERE side = 1 "
             "GROUP BY id HAVING count(*) > 1 ORDER BY min(rowid)"
@@ -182,14 +182,14 @@ class Accounts:
                 yield Finding(code="duplicate_id", sentence=sentence, shard=shard, field=CUTS, member=cut_id)
 
     def count_unknown_origins(self) -> int:
-        """Count the cuts that do not say what they came from."""
+        """Count the cuts that do not record their origin."""
         return int(self._records.execute("SELECT count(*) FROM records WHERE side = 1 AND key IS NULL").fetchone()[0])
 
     def check(self, expected: ExpectedRecords, *, compare_texts: bool) -> tuple[list[Finding], dict[str, int]]:
-        """Account for the records of manifests; return what does not add up, and how many records were found where.
+        """Account for the records of the manifests; return the findings, and the numbers of records by where they are.
 
         Args:
-            compare_texts: the cuts should have the transcripts of the manifests, as in a dataset of sharmill's own.
+            compare_texts: require cuts to have the transcripts of the manifests, as in a dataset written by sharmill.
         """
         self.add("manifests", expected.manifest_rows())
         self.add("rejects", expected.reject_rows())
@@ -212,7 +212,7 @@ class Accounts:
         return [*(finding for code in found for finding in found[code]), *texts], dict(counts)
 
     def _name(self, key: str, code: str, times: int) -> Finding:
-        """Return a finding about a record, named by the first that has a key: where it ended, or else in a manifest."""
+        """Return a finding about a record, named after its first entry with this key (in a manifest, if it is lost)."""
         name, shard = self._records.execute(
             "SELECT name, shard FROM records WHERE key = ? AND (side = 0) = ? ORDER BY side, rowid LIMIT 1",
             (key, code == "lost_record"),
@@ -225,7 +225,7 @@ class Accounts:
         )
 
     def _compare_texts(self) -> Iterator[Finding]:
-        """Yield a finding for each cut whose transcript no record of its segment has."""
+        """Yield a finding for each cut whose transcript differs from all records of its segment."""
         other = self._records.execute(
             "SELECT cut.name, cut.shard, cut.text, (SELECT text FROM records WHERE key = cut.key AND side = 0 "
             "ORDER BY rowid LIMIT 1) AS expected FROM records AS cut WHERE cut.side = 1 AND expected IS NOT NULL "
@@ -234,12 +234,12 @@ class Accounts:
         for name, shard, text, expected in other:
             yield Finding(
                 code="different_text", shard=shard, field=CUTS, member=name,
-                sentence=f"its text is {text!r:.80}, in the manifest it is {expected!r:.80}",
+                sentence=f"its text is {text!r:.80}, but {expected!r:.80} in the manifest",
             )  # fmt: skip
 
 
 def row_of(record: Any, roots: Sequence[str] = (), line: str = "") -> RecordRow:
-    """Return the row of a record; ``roots`` are the absolute paths that its path may be below, ``line`` its text."""
+    """Return the row of a record, given its possible root folders and its text in the manifest (``line``)."""
     kept = record.kept if isinstance(record, Reduced) else record
     key = _segment_key(kept, roots)
     if key is None:
@@ -251,7 +251,7 @@ def row_of(record: Any, roots: Sequence[str] = (), line: str = "") -> RecordRow:
 
 
 def row_of_cut(cut: dict[str, Any]) -> RecordRow:
-    """Return the row of a cut, by the record that its supervision carries."""
+    """Return the row of a cut, using the record in its supervision."""
     supervision, custom = supervision_of(cut)
     row = RecordRow()
     if "duration" in custom and _segment_key(custom, ()) is not None:
@@ -260,15 +260,16 @@ def row_of_cut(cut: dict[str, Any]) -> RecordRow:
 
 
 def _segment_key(record: Any, roots: Sequence[str]) -> str | None:
-    """Return the path of a record, relative to its root, with offset and duration; None where these are none.
+    """Return a key of path (relative to its root), offset and duration; None if one of these is invalid.
 
-    The duration is None where the source does not say it, also if the stage prepare has read it from the header.
+    The duration in the key is None if the source does not give it, even if the stage prepare has read it from the
+    header.
     """
     if not isinstance(record, dict):
         return None
     path, offset = record.get("audio_filepath"), record.get("offset") or 0.0
     duration: Any = None if record.get(DURATION_FROM_HEADER) is True else record.get("duration")
-    # JSON has true and false as well, which Python takes for numbers.
+    # JSON also has true and false, which Python takes for numbers.
     if (
         isinstance(path, str)
         and len(path) <= MAX_PATH
@@ -283,7 +284,7 @@ def _segment_key(record: Any, roots: Sequence[str]) -> str | None:
 
 
 def _normalise(path: str, roots: Sequence[str]) -> str:
-    """Return a path as the stage prepare normalises it; one that it rejects stays as it is."""
+    """Return a path as the stage prepare normalizes it; a path that it would reject is returned unchanged."""
     if path[:1] not in ("/", ".", "") and "//" not in path and "/." not in path and path[-1] != "/":
         return path
     try:

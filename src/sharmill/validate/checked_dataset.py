@@ -1,6 +1,6 @@
-"""The dataset that is checked: the shards that its index names or, without an intact index, those that lie there.
+"""The dataset being checked: the shards in its index or, without an intact index, the shards found in its folders.
 
-The checks that need no contents are here: of the index in itself, and of files that belong to no shard.
+This module also checks what needs no contents: the consistency of the index, and files that belong to no shard.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +18,13 @@ from sharmill.validate.findings import Finding
 
 Read = TypeVar("Read")
 
-# The index has seconds with three decimals, which are added up.
+# The index rounds seconds to three decimals, and the roundings add up.
 SECONDS_TOLERANCE: Final = 2e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One shard: its files, relative to the dataset directory, and what the index says of it."""
+    """One shard: its files, relative to the dataset directory, and its record in the index."""
 
     index: int
     files: dict[str, str]
@@ -32,7 +32,7 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """Cuts by the index; 0 where there is none."""
+        """The number of cuts according to the index; 0 without an index."""
         return self.record.count if self.record else 0
 
     def finding(self, code: str, field: str, sentence: str, *, member: str | None = None,
@@ -43,13 +43,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class CheckedDataset:
-    """A dataset directory as it is found.
+    """A dataset directory as found on disk.
 
     Attributes:
-        dataset: what ``dataset.json`` says, if it can be read.
-        findings: the files of the index that cannot be read.
-        unchecked: what cannot be checked in this dataset at any level, a phrase each.
-        has_index: whether there is, or was, an index of sharmill's, so that other files are strays.
+        dataset: the content of ``dataset.json``, if it can be read.
+        findings: findings about files of the index that cannot be read.
+        unchecked: phrases for what cannot be checked in this dataset at any level.
+        has_index: True if there is at least a part of sharmill's index, so that other files are strays.
     """
 
     directory: Location
@@ -61,14 +61,14 @@ class CheckedDataset:
 
     @cached_property
     def fields(self) -> list[str]:
-        """The fields that every shard should have: by the index or, without it, all that any shard has."""
+        """The fields that every shard should have: from the index or, without it, all fields that any shard has."""
         return (
             self.dataset.fields if self.dataset else sorted({field for shard in self.shards for field in shard.files})
         )
 
     @property
     def is_own(self) -> bool:
-        """True if sharmill promises its contract for the cuts."""
+        """True if the cuts must satisfy sharmill's contract."""
         return self.dataset is not None and self.dataset.contract == "sharmill"
 
     @property
@@ -77,10 +77,10 @@ class CheckedDataset:
 
 
 def read_checked_dataset(directory: Location) -> CheckedDataset:
-    """Read the index of a directory, or list its shards where there is none.
+    """Read the index of a directory, or list its shards if there is no index.
 
     Raises:
-        ConfigError: there is no dataset, or one of another format version.
+        ConfigError: there is no dataset, or its format version is not supported.
     """
     has_index = (directory / DATASET_FILE).exists() or (directory / SHARDS_FILE).exists()
     dataset, records, findings = None, None, list[Finding]()
@@ -94,13 +94,12 @@ def read_checked_dataset(directory: Location) -> CheckedDataset:
     is_own = dataset is not None and dataset.contract == "sharmill"
     causes = (
         (records is None, f"sizes and checksums of the files: there is no readable {SHARDS_FILE}"),
-        (records is None, "whether shards are missing at the begin or the end: nothing tells how many there should be"),
+        (records is None, "missing shards at the beginning or end: the expected number of shards is unknown"),
         (dataset is None, f"the limits of contexts, and totals: there is no readable {DATASET_FILE}"),
-        (dataset is None, "the range of codes and their frames to the last one: no codec is recorded"),
-        (is_remote(directory), "stray files: a URL is not listed"),
-        (not has_index, "stray files: nothing tells which files belong to the dataset"),
-        (not is_own, "speaker tags, contexts and provenance of cuts: another tool wrote them, and promises nothing of "
-                     "them"),
+        (dataset is None, "the range of codes and the exact number of their frames: no codec is recorded"),
+        (is_remote(directory), "stray files: folders at a URL cannot be listed"),
+        (not has_index, "stray files: without an index it is unknown which files belong to the dataset"),
+        (not is_own, "speaker tags, contexts and provenance of cuts: another tool wrote them, without such guarantees"),
     )  # fmt: skip
     return CheckedDataset(
         directory, dataset, shards, findings, [phrase for is_so, phrase in causes if is_so], has_index
@@ -114,14 +113,14 @@ def _find_shards(directory: Path, has_index: bool) -> list[ShardRecord]:
         if has_index:
             raise
         raise ConfigError(
-            f"{directory} is not a finished dataset, nor a Shar of another tool: {error}", code="no_dataset"
+            f"{directory} is neither a finished dataset nor a Shar of another tool: {error}", code="no_dataset"
         ) from error
 
 
 def _read(directory: Location, name: str, read: Callable[[Location], Read], findings: list[Finding]) -> Read | None:
-    """Return what a file of the index has; None, and a finding, where it cannot be read."""
+    """Return the content of a file of the index; None, and a finding, if it cannot be read."""
     if not (directory / name).is_file():
-        findings.append(Finding(code="missing_file", file=name, sentence="the file is not there"))
+        findings.append(Finding(code="missing_file", file=name, sentence="the file is missing"))
         return None
     try:
         return read(directory)
@@ -131,32 +130,32 @@ def _read(directory: Location, name: str, read: Callable[[Location], Read], find
 
 
 def _disagreements(dataset: DatasetRecord, shards: Sequence[Shard]) -> Iterator[str]:
-    """Yield a sentence about each total and field of ``dataset.json`` that is not as it should be."""
+    """Yield a sentence about each total and field of ``dataset.json`` that is wrong."""
     records = [shard.record for shard in shards if shard.record is not None]
     if len(records) == len(shards):
         counted = (len(records), sum(record.count for record in records))
         recorded = (dataset.num_shards, dataset.num_cuts)
         if counted != recorded:
-            yield f"shards and cuts are {counted} in {SHARDS_FILE}, {recorded} in {DATASET_FILE}"
+            yield f"shards and cuts are {counted} in {SHARDS_FILE}, but {recorded} in {DATASET_FILE}"
         for name in ("target_seconds", "context_seconds"):
             total = sum(getattr(record, name) for record in records)
             if abs(total - getattr(dataset, name)) > SECONDS_TOLERANCE:
-                yield f"{name} is {total:.3f} in {SHARDS_FILE}, {getattr(dataset, name)} in {DATASET_FILE}"
+                yield f"{name} is {total:.3f} in {SHARDS_FILE}, but {getattr(dataset, name)} in {DATASET_FILE}"
     if dataset.contract == "sharmill":
         yield from dataset.contradictions()
         if dataset.added_fields:
-            # Without any, a check imports no lhotse.
+            # Import here, so that a check of a dataset without added fields does not load lhotse.
             from sharmill.shar.reading.cuts import is_method_of_cuts
 
             for field in dataset.added_fields:
                 if is_method_of_cuts(field.attribute):
-                    yield f"the field {field.name} is called like the method {field.attribute} of cuts"
+                    yield f"the field {field.name} has the name of the method {field.attribute} of cuts"
 
 
 def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
-    """Yield where ``shards.jsonl`` and ``dataset.json`` disagree with each other, and files that belong to no shard."""
+    """Yield disagreements between ``shards.jsonl`` and ``dataset.json``, and files that belong to no shard."""
     yield from subject.findings
-    # Other tools may begin with another number, as lhotse does with shard_offset.
+    # Other tools may begin with another number, such as lhotse with shard_offset.
     first = subject.shards[0].index if subject.shards and not subject.is_own else 0
     if [shard.index for shard in subject.shards] != list(range(first, first + len(subject.shards))):
         yield Finding(
@@ -168,7 +167,7 @@ def check_directory(subject: CheckedDataset) -> Iterator[Finding]:
         for sentence in _disagreements(subject.dataset, subject.shards):
             yield Finding(code="wrong_totals", sentence=sentence, file=DATASET_FILE)
     if not subject.has_index or isinstance(subject.directory, RemoteLocation):
-        return  # nothing tells which files belong to a shard, or a URL is not listed
+        return  # it is unknown which files belong to a shard, or the folders at a URL cannot be listed
     expected = {DATASET_FILE, SHARDS_FILE} | {file for shard in subject.shards for file in shard.files.values()}
     expected |= {sidecar for file in expected for sidecar in sidecar_files(file)}
     folders = {parent.as_posix() for file in expected for parent in PurePosixPath(file).parents}

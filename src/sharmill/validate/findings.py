@@ -1,7 +1,7 @@
-"""Findings of the checker, and its report: what was found, what was checked and could not be, what mends it.
+"""Findings of the checker, and its report: what was found, checked and not checked, and how to repair it.
 
-The report as JSON is what ``--json FILE`` writes and ``--redo FILE`` reads; docs/checking.md describes its keys. Redo
-takes back the commits of the units that it names, so that the next ordinary run does them again.
+``--json FILE`` writes the report as JSON, and ``--redo FILE`` reads it; docs/checking.md describes its keys. Redo
+revokes the commits of the units that the report names, so that the next ordinary run does them again.
 """
 
 from collections import Counter
@@ -30,42 +30,42 @@ from sharmill.shar.fields import BASE_FIELDS, CUTS, DATASET_FILE, SHARDS_FILE, F
 
 REPORT_VERSION: Final = 1
 _MAX_REPORT_BYTES: Final = 1 << 29
-# In the place of a stage where the index of the dataset is to be made again.
+# Stands for a stage if the index of the dataset must be rebuilt.
 INDEX: Final = "index"
-# The same for all fields of a shard: its files are made again, or its audio is encoded again too.
+# Repairs that apply to any field of a shard: write its files again, or encode its audio again as well.
 _SHARD: Final = "shard"
 _CODES: Final = "codes"
 
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """The meaning of a code, what to do about it, and what mends it when done again: the shard, the index or both."""
+    """The meaning of a code, the remedy, and what must be rebuilt to repair it: the shard, the index or both."""
 
     meaning: str
     to_do: str
-    mended_by: tuple[str, ...] = ()
+    repaired_by: tuple[str, ...] = ()
     severity: Literal["error", "warning"] = "error"
 
     def to_do_for(self, foreign: bool) -> str:
-        """Return what to do: no run of sharmill can do the shards of another tool again."""
+        """Return the remedy; for another tool's dataset, no run of sharmill can rebuild shards."""
         if foreign and self.to_do.startswith(_REDO):
             return "write the shard again with the tool that made it, or remove all of its files and index the rest"
         return self.to_do
 
 
 _REDO: Final = "rebuild the shard: sharmill run CONFIG --redo FINDINGS.json"
-_INDEX: Final = "make the index again: sharmill run CONFIG --redo FINDINGS.json, or sharmill index DATASET"
-_LISTEN: Final = "listen to it; drop the record from the manifest if it is of no use"
+_INDEX: Final = "rebuild the index: sharmill run CONFIG --redo FINDINGS.json, or sharmill index DATASET"
+_LISTEN: Final = "listen to it; remove the record from the manifest if it is useless"
 
 CODES: Final[dict[str, FindingKind]] = {
-    "missing_file": FindingKind("a file that belongs to the dataset is not there", _REDO, (_SHARD,)),
+    "missing_file": FindingKind("a file that belongs to the dataset is missing", _REDO, (_SHARD,)),
     "wrong_size": FindingKind("a file does not have the recorded size", _REDO, (_SHARD,)),
     "wrong_checksum": FindingKind("a file does not have the recorded checksum", _REDO, (_SHARD,)),
-    "stray_file": FindingKind("a file does not belong to the dataset", "look whose it is, then remove it"),
-    "wrong_name": FindingKind("a file is not called as its field and shard ask for", _INDEX, (INDEX,)),
+    "stray_file": FindingKind("a file does not belong to the dataset", "find out who wrote it, then remove it"),
+    "wrong_name": FindingKind("a file does not have the name that its field and shard require", _INDEX, (INDEX,)),
     "index_gap": FindingKind(
-        "the shard indices have gaps, or in a dataset of sharmill's do not run from 0",
-        "run CONFIG again if the shards were never written; else make the index again as for wrong_totals",
+        "the shard indices have gaps or, in a dataset written by sharmill, do not begin with 0",
+        "run CONFIG again if the shards were never written; otherwise rebuild the index as for wrong_totals",
         (INDEX,),
     ),
     "missing_field": FindingKind("a shard lacks a field that the others have", _REDO, (INDEX, _SHARD)),
@@ -73,46 +73,48 @@ CODES: Final[dict[str, FindingKind]] = {
     "wrong_count": FindingKind("a field does not have as many items as the shard has cuts", _REDO, (INDEX, _SHARD)),
     "wrong_id": FindingKind("the n-th item of a field does not belong to the n-th cut", _REDO, (_SHARD,)),
     "duplicate_id": FindingKind("two cuts of the dataset have the same id", _REDO, (_SHARD,)),
-    "bad_cut": FindingKind("a cut is not as the contract says", _REDO, (_SHARD,)),
+    "bad_cut": FindingKind("a cut violates the contract", _REDO, (_SHARD,)),
     "bad_audio": FindingKind("audio and its metadata disagree, or it cannot be decoded", _REDO, (_SHARD,)),
     "copied_context": FindingKind(
         "the context of a cut is a copy of its target",
-        "match again, which picks no copies, and make what follows anew: sharmill run CONFIG --restart. "
+        "match again, which excludes copies, and repeat the later stages: sharmill run CONFIG --restart. "
         "--redo would write the same context again",
     ),
     "bad_value": FindingKind(
-        "a value or an array of a field is missing, or is not as the dataset says of the field", _REDO, (_SHARD,)
+        "a value or array of a field is missing, or does not fit the dataset's description of the field",
+        _REDO,
+        (_SHARD,),
     ),
     "bad_codes": FindingKind(
-        "codes have another shape, type or range than the codec and the audio ask for", _REDO, (_SHARD,)
+        "codes have a shape, type or range that does not fit the codec and the audio", _REDO, (_SHARD,)
     ),
     "wrong_totals": FindingKind(
         "dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds", _INDEX, (INDEX,)
     ),
     "different_codes": FindingKind(
         "the codec gives other codes for the stored audio",
-        f"{_REDO}; if it is found again, the codec is not the one that made them",
+        f"{_REDO}; if it is found again, another codec made the codes",
         (_CODES,),
     ),
     "lost_record": FindingKind(
         "a record of the manifest is neither in the dataset nor among the rejects",
-        "check that all --rejects were given, and --audio-root for absolute paths; then begin anew with --restart",
+        "check that all --rejects were given, and --audio-root for absolute paths; then start over with --restart",
     ),
     "doubled_record": FindingKind(
-        "a record of the manifest ended more often than it was there",
-        "check that no --rejects was given twice; then begin the run anew with --restart",
+        "a record of the manifest is in the dataset or the rejects more often than in the manifest",
+        "check that no --rejects was given twice; then start over with --restart",
     ),
     "different_text": FindingKind(
-        "the text of a cut is not that of its record in the manifest",
-        "see which of the two is right; if it is the manifest, begin the run anew with --restart",
+        "the text of a cut differs from its record in the manifest",
+        "find out which of the two is right; if it is the manifest, start over with --restart",
     ),
     "unknown_record": FindingKind(
         "a record of the dataset or the rejects is in none of the manifests",
-        "give all manifests of the dataset: --against is repeatable",
+        "give all manifests of the dataset: --against can be repeated",
         severity="warning",
     ),
     "foreign_tag": FindingKind(
-        "the language of a speaker tag is not written as NeMo's Magpie-TTS reads it",
+        "the language of a speaker tag is not written in the form that NeMo's Magpie-TTS reads",
         "read the dataset with speaker_tags: nemo in its entry of input_cfg",
         severity="warning",
     ),
@@ -122,13 +124,13 @@ CODES: Final[dict[str, FindingKind]] = {
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that the checker says about a dataset.
+    """A problem that the checker found in a dataset.
 
     Attributes:
-        shard: its index; None where it concerns the dataset as a whole.
+        shard: the index of the shard; None if the problem concerns the whole dataset.
         field: as in ``shards.jsonl``, such as ``codes_mimi/target_codes``.
         file: relative to the dataset directory.
-        member: the id of the cut whose item it is, or what names the record.
+        member: the id of the cut that the item belongs to, or the name of the record.
     """
 
     code: str
@@ -143,11 +145,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_of_index(self) -> bool:
-        """True if it is the index itself that is missing or damaged."""
+        """True if a file of the index itself is missing or damaged."""
         return self.file in (DATASET_FILE, SHARDS_FILE)
 
     def to_row(self, *, foreign: bool = False) -> dict[str, Any]:
-        """Return the finding as a report has it, with its place in the shard or the dataset in one phrase."""
+        """Return the finding as a row of a report, with its place in the shard or dataset as one phrase."""
         kind, where = CODES[self.code], self.file or self.field or ""
         if self.member is not None:
             where = f"{self.field}: {self.member}" if self.field else self.member
@@ -156,11 +158,12 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class UnitToRepeat(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
-    """A unit that repairs findings when it is done again.
+    """A unit that must be done again to repair findings.
 
     Attributes:
         stage: the name of its stage, such as ``encode/<codec>``, or ``index``, which has no shards.
-        encode_again: the codec encodes the segments of the shard again; otherwise their codes are only written again.
+        encode_again: if True, the codec encodes the segments of the shard again; otherwise their existing codes are
+            written again.
     """
 
     stage: str
@@ -169,12 +172,12 @@ class UnitToRepeat(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
 
 
 def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToRepeat]:
-    """Return the units that repair a finding when they are done again; none if none does.
+    """Return the units that must be done again to repair a finding; empty if none would repair it.
 
     Args:
-        makers: the names of the stages that made the fields which are not of the published layout.
+        makers: the names of the stages that made the fields outside the published layout.
     """
-    repaired_by = CODES[finding.code].mended_by
+    repaired_by = CODES[finding.code].repaired_by
     units: list[UnitToRepeat] = []
     if INDEX in repaired_by or (repaired_by and finding.is_of_index):
         units.append(UnitToRepeat(INDEX, None))
@@ -189,7 +192,7 @@ def units_to_repeat(finding: Finding, makers: Mapping[str, str]) -> list[UnitToR
 
 
 class KindCount(msgspec.Struct, frozen=True):
-    """The number of findings of a code, and what the code stands for."""
+    """The number of findings with a code, and the meaning of the code."""
 
     code: str
     severity: str
@@ -199,7 +202,7 @@ class KindCount(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, rename={"units_to_repeat": "redo"}):
-    """One validation. ``findings`` have the keys of ``Finding``, ``where``, ``severity`` and ``to_do``."""
+    """The result of a validation. ``findings`` have the keys of ``Finding``, ``where``, ``severity`` and ``to_do``."""
 
     format_version: int
     dataset: str
@@ -217,10 +220,10 @@ def make_report(
     dataset: Location, findings: Sequence[Finding], *, level: dict[str, Any], checked: dict[str, float],
     unchecked: Iterable[str], foreign: bool = False, fields: Iterable[Field] = (),
 ) -> Report:  # fmt: skip
-    """Return the report of a dataset directory, which another tool may have written (``foreign``).
+    """Return the report of a dataset directory; ``foreign`` means that another tool wrote it.
 
     Args:
-        fields: those that are not of the published layout.
+        fields: the fields outside the published layout.
     """
     makers = {field.name: field.by for field in fields}
     counts = Counter(finding.code for finding in findings)
@@ -248,7 +251,7 @@ def encode_report(report: Report) -> bytes:
 
 
 def read_report(path: Path) -> Report:
-    """Read a report; raises ConfigError where the file is none, or of another version."""
+    """Read a report; raise ConfigError if the file is not a report, or has another format version."""
     try:
         with open_regular(path) as stream:
             report = msgspec.json.decode(stream.read(_MAX_REPORT_BYTES), type=Report)
@@ -256,7 +259,7 @@ def read_report(path: Path) -> Report:
         raise ConfigError(f"cannot read the findings {path}: {error.strerror}", code="bad_findings") from error
     except (*NOT_JSON, ValueError) as error:
         raise ConfigError(
-            f"{path} is not what sharmill validate --json writes: {error}", code="bad_findings"
+            f"{path} was not written by sharmill validate --json: {error}", code="bad_findings"
         ) from error
     if report.format_version != REPORT_VERSION:
         raise ConfigError(
@@ -267,49 +270,49 @@ def read_report(path: Path) -> Report:
 
 
 def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> None:
-    """Take back the commits of the units that a report names, so that the next run of ``stages`` does them again.
+    """Revoke the commits of the units that a report names, so that the next run of ``stages`` does them again.
 
-    Where codes are encoded again, all shards that hold one of these segments get the new codes if they are others. The
-    index of the dataset is compared with the ledger again in any case. No ranks may be at work on the dataset.
+    If codes are encoded again and differ, all shards with one of these segments get the new codes. The index of the
+    dataset is always compared with the ledger again. No ranks may be working on the dataset.
 
     Raises:
-        ConfigError: the report is of another dataset, names nothing that can be done again, or what it names was not
-            made by this configuration, or not by these stages, or another process is at work; nothing has been done
-            then.
+        ConfigError: the report belongs to another dataset, names nothing that can be done again, or names something
+            that this configuration or these stages did not make; or another process is working on the run. Nothing has
+            been changed.
     """
     refuse(
         (
             Path(report.dataset).resolve() != Path(config.dataset_dir).resolve(),
-            f"these findings are of {report.dataset}, and {config.name} is in {config.dataset_dir}",
+            f"these findings are about {report.dataset}, but {config.name} is in {config.dataset_dir}",
         ),
         (
             not report.units_to_repeat,
-            "these findings name no unit that could be done again"
-            + ("; see to_do of each" if report.findings else ": there are none"),
+            "these findings name no unit that can be done again"
+            + ("; see the to_do of each finding" if report.findings else ": the report has no findings"),
         ),
         code="bad_findings",
     )
     run_dir = RunDir(Path(config.run_dir))
     with locked(run_dir):
-        # Ranks that are at work hold no lock.
+        # Working ranks do not hold the lock.
         if live := find_workers(run_dir):
             raise ConfigError(
-                f"{describe_workers(live)} at work on this run: wait until it ends, or end it by sharmill "
+                f"{describe_workers(live)} at work on this run: wait until it ends, or end it with sharmill "
                 f"cancel {run_dir.path}",
                 code="locked",
             )
         every, of_index = make_stages(config), UnitToRepeat(INDEX, None) in report.units_to_repeat
         others = {unit.stage for unit in report.units_to_repeat} - {INDEX} - {stage.name for stage in every}
         missing = {name.partition("/")[2] or name for name in others}
-        advice = "add that codec to encode.codecs, or that stage, with the run_dir that they were made from"
+        advice = "add that codec to encode.codecs, or that stage, with the run_dir that they were made with"
         if of_index:
             own = {codec.name for codec in config.items(CodecConfig)}
             missing.update(set(ShardedDataset(Path(config.dataset_dir)).stored_codecs()) - own)
-            advice += "; or make the index with sharmill index"
+            advice += "; or rebuild the index with sharmill index"
         named = ", ".join(map(repr, sorted(missing)))
         if missing:
             raise ConfigError(
-                f"the codes or fields called {named} are not of this configuration: {advice}", code="bad_findings"
+                f"this configuration does not make the codes or fields {named}: {advice}", code="bad_findings"
             )
         found = [(stage, _units_of(stage, report.units_to_repeat)) for stage in every]
         concerned = [(stage, units) for stage, units in found if units or (of_index and stage.shares_root)]
@@ -317,11 +320,11 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
             refuse(
                 (
                     stage.kind not in stages,
-                    f"these findings concern {step_of(stage.kind)}: name it too, or no stage at all",
+                    f"these findings concern {step_of(stage.kind)}: name this stage too, or no stage at all",
                 ),
                 (
                     not stage.dir.units.exists(),
-                    f"{config.run_dir} has no plan of {stage.name}: it is not the run that made this dataset",
+                    f"{config.run_dir} has no plan of {stage.name}: this run did not make the dataset",
                 ),
                 code="bad_findings",
             )
@@ -333,7 +336,7 @@ def take_back_commits(config: Config, report: Report, stages: Sequence[str]) -> 
 
 
 def _units_of(stage: StageRun, wanted: Iterable[UnitToRepeat]) -> set[int]:
-    """Return the units of a stage that are to be done again."""
+    """Return the units of a stage that must be done again."""
     shards = {
         unit.shard for unit in wanted
         if unit.stage == stage.name and unit.shard is not None and (stage.shares_root or unit.encode_again)

@@ -268,7 +268,7 @@ class WriteProcessor(Processor):
                 "context_seconds": seconds[CONTEXT_AUDIO],
                 "clipped_cuts": sum(not row.keys().isdisjoint(CLIPPED_KEYS.values()) for row in values),
                 "clipped_seconds": seconds["clipped"],
-                "cuts": CutMeasures.of(values, unit.index).pack(),
+                "cuts": CutMeasures.from_rows(values, unit.index).pack(),
             },
             notes=np.array(list(places.values()), PLACE),
         )

@@ -1,1 +1,1 @@
-"""Exports: a finished dataset as other files, for trainers that do not read Shar. The forms are in the registry."""
+"""Exports of a finished dataset to other formats, for trainers that do not read Shar. The registry lists them."""

@@ -1,7 +1,7 @@
 """The form ``nemo_tarred``: tar archives with manifests, as NeMo's ``convert_to_tarred_audio_dataset.py`` makes them.
 
-The stored target audio is copied as it is. A tarred set has as many archives as the dataset has shards, with numbers of
-cuts that differ by one at most. With buckets there is a set for each range of durations.
+The stored target audio is copied unchanged. A tarred set has as many archives as the dataset has shards; their numbers
+of cuts differ by at most one. With buckets, there is one set for each range of durations.
 """
 
 import math
@@ -30,11 +30,11 @@ from sharmill.shar.tar import END, write_member
 
 _SHARDED: Final = "sharded_manifests"
 _MANIFEST: Final = "tarred_audio_manifest.json"
-# NeMo cuts a name at its first dot, takes what is before a slash for a folder, and -sub1 for a segment.
+# NeMo cuts a name at its first dot, takes a prefix before a slash for a folder, and a suffix -sub1 for a segment.
 _NOT_IN_NAMES: Final = re.compile(r"[./\s\x00-\x1f\x7f]|-(?=sub[0-9]+$)")
-# As in ``nemo.collections.asr.data.audio_to_text``.
+# The formats in ``nemo.collections.asr.data.audio_to_text``.
 _FORMATS: Final = {"wav", "mp3", "flac", "opus", *map(str.lower, sf.available_formats())}
-# Keys of the record that do not hold for the stored audio; the second name is that of NeMo's script.
+# Keys of the record that do not apply to the stored audio, with the names that NeMo's script gives them.
 _OF_SOURCE: Final = {"audio_filepath": "source_audio_filepath", "offset": "source_audio_offset"}
 
 
@@ -48,7 +48,7 @@ _cut_decoder: Final = msgspec.json.Decoder(_Cut)
 
 
 class _Tar(NamedTuple):
-    """An archive: its bucket, its number there, and the places of its cuts among all of the dataset (num_cuts,)."""
+    """An archive: its bucket, its number in the bucket, and the indices of its cuts in the dataset, (num_cuts,)."""
 
     bucket: int
     number: int
@@ -58,12 +58,12 @@ class _Tar(NamedTuple):
 class NemoTarred(Export):
     """Tarred sets: ``audio_N.tar``, ``sharded_manifests/manifest_N.json``, one manifest of all, ``metadata.yaml``.
 
-    A unit is an archive with its manifest. A line has the ``record_keys``, and ``cut_id`` and ``shard_id``;
-    ``audio_filepath`` is the name of the member. Where the audio came from is in
-    ``source_audio_filepath`` and ``source_audio_offset``.
+    A unit is an archive with its manifest. A line has the ``record_keys``, ``cut_id`` and ``shard_id``;
+    ``audio_filepath`` is the name of the member. ``source_audio_filepath`` and ``source_audio_offset`` name the
+    origin of the audio.
 
     Raises:
-        ConfigError: there is no audio, an option is wrong, or a bucket would have no cuts.
+        ConfigError: the dataset has no audio, an option is invalid, or a bucket would have no cuts.
     """
 
     version = 2
@@ -78,13 +78,13 @@ class NemoTarred(Export):
         refuse(
             (self._field not in self.record.fields, f"{dataset} has no target_audio: name a dataset that has audio"),
             (not 1 <= buckets <= max(1, self.record.num_cuts),
-             f"--buckets is {buckets}: give at least 1, and not more than the {self.record.num_cuts} cuts"),
+             f"--buckets is {buckets}: give at least 1, and at most the number of cuts, {self.record.num_cuts}"),
             (not 0 <= min_duration < max_duration,
              f"--min-duration {min_duration:g} must be at least 0 and less than --max-duration {max_duration:g}"),
-            (buckets > 1 and max_duration == math.inf, "--buckets needs --max-duration, where the last bucket ends"),
+            (buckets > 1 and max_duration == math.inf, "--buckets needs --max-duration as the end of the last bucket"),
             code="bad_usage",
         )  # fmt: skip
-        # A bucket has the durations from its edge on, and below the next one.
+        # A bucket contains durations from its edge up to, but excluding, the next edge.
         self._edges = [
             min_duration,
             *(min_duration + bucket * (max_duration - min_duration) / buckets for bucket in range(1, buckets)),
@@ -99,19 +99,19 @@ class NemoTarred(Export):
             "content": audio_checksum(self.shards, (CUTS, self._field)),
         }
         self._starts = np.cumsum([0, *(shard.count for shard in self.shards)])
-        # Archives of one number have cuts of the same shards, mostly.
+        # Archives of the same number mostly have cuts of the same shards.
         self._open = lru_cache(maxsize=4)(self._open_shard)
         self.units: Sequence[_Tar] = self._plan()
 
     def _plan(self) -> list[_Tar]:
-        """Return the archives, by number and then by bucket, after a look at all cuts."""
+        """Read all cuts, and return the archives ordered by number and then by bucket."""
         durations, names = array("d"), array("Q")
         for shard in range(len(self.shards)):
             for cut in self._read_cuts(shard):
                 durations.append(cut.duration)
                 names.append(hash_text(_NOT_IN_NAMES.sub("_", cut.id)))
         found, counts = np.unique(np.array(names), return_counts=True)
-        # Hashes of names that several cuts would have.
+        # Hashes of member names that several cuts would share.
         self._repeated = set(found[counts > 1].tolist())
         self._durations = np.array(durations)
         buckets = np.searchsorted(self._edges, self._durations, side="right") - 1
@@ -129,7 +129,7 @@ class NemoTarred(Export):
         return sorted(tars, key=lambda tar: (tar.number, tar.bucket))
 
     def write(self, unit: _Tar) -> Iterable[Path]:
-        """Publish an archive and, behind it, its manifest."""
+        """Publish an archive and then its manifest."""
         tar, manifest = self._files(unit)
         lines = []
         with open_atomic(tar) as stream:
@@ -142,7 +142,7 @@ class NemoTarred(Export):
         return tar, manifest
 
     def finish(self) -> tuple[Path, int, float]:
-        """Publish the manifests of all archives of a set, and its metadata."""
+        """Publish the combined manifest and the metadata of each set."""
         for bucket, folder in enumerate(self._sets):
             tars = [tar for tar in self.units if tar.bucket == bucket]
             with open_atomic(folder / _MANIFEST) as stream:
@@ -153,7 +153,7 @@ class NemoTarred(Export):
         return listed, len(places), float(self._durations[places].sum())
 
     def _metadata(self, bucket: int, tars: Sequence[_Tar]) -> bytes:
-        """Return the metadata of a set as NeMo's script writes them, without the time."""
+        """Return the metadata of a set in the form of NeMo's script, but without the time."""
         metadata: dict[str, Any] = {
             "created_datetime": None,
             "version": 0,
@@ -196,15 +196,15 @@ class NemoTarred(Export):
         path = self.dataset / file.file
         table = ItemTable(path, ids=[cut.id for cut in cuts])
         if checksum(path) != file.xxh3:
-            raise table.damage(f"its checksum is not that of the index: see sharmill validate {self.dataset}")
+            raise table.damage(f"its checksum differs from the index: run sharmill validate {self.dataset}")
         return cuts, table
 
     def _read(self, place: int) -> tuple[dict[str, Any], bytes]:
-        """Return the line of a cut but its ``shard_id``, and its audio.
+        """Return the manifest line of a cut, without its ``shard_id``, and its audio.
 
         Raises:
             ConfigError: NeMo does not read the format of the audio.
-            DamagedShard: the cut has no audio, or not one supervision with a text.
+            DamagedShard: the cut has no audio, or not exactly one supervision with a text.
         """
         shard = int(np.searchsorted(self._starts, place, side="right")) - 1
         cuts, table = self._open(shard)
@@ -215,8 +215,8 @@ class NemoTarred(Export):
             raise table.damage(f"the cut {cut_id} does not have {self._field} and one supervision with a text")
         if extension.lower() not in _FORMATS:
             raise ConfigError(
-                f"the audio of the cut {cut_id} is .{extension}, which NeMo does not read from tars: first make a "
-                "dataset of FLAC of these shards, by a source of type lhotse_shar",
+                f"the audio of the cut {cut_id} is .{extension}, which NeMo does not read from tars: first convert "
+                "these shards to a dataset of FLAC, with a source of type lhotse_shar",
                 code="unsupported_format",
             )
         name = _NOT_IN_NAMES.sub("_", cut_id)

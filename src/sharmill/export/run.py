@@ -1,7 +1,7 @@
-"""Export of a dataset, unit by unit: a unit is done when a record lists its files. The manifest comes last.
+"""Export of a dataset in units. A unit is complete when a record lists its files. The manifest is written last.
 
-``sharmill.registry.EXPORTS`` names the forms. ``nemo_codes``, below, is a manifest with a file of codes per utterance,
-as NeMo's MagpieTTSDataset reads them.
+``sharmill.registry.EXPORTS`` lists the forms. The form ``nemo_codes`` below is a manifest with a file of codes per
+utterance, as NeMo's MagpieTTSDataset reads them.
 """
 
 from abc import ABC, abstractmethod
@@ -37,22 +37,22 @@ from sharmill.shar.index import audio_checksum, read_dataset, read_shards
 from sharmill.shar.json_lines import read_json_lines
 from sharmill.shar.reading.shard_source import open_shard_source
 
-# The record of what a folder is an export of, and within the folder of each shard the lines of its manifest.
+# The record that identifies the export in a folder, and the file of manifest lines in the folder of each shard.
 EXPORT_FILE: Final = "export.json"
 _LINES_FILE: Final = "lines.jsonl"
 _SHARDS_FOLDER: Final = "shards"
-# Records of the units that are done, with the checksums of their files by name.
+# Records of complete units, with the checksums of their files by name.
 _UNITS_FOLDER: Final = "units"
-# How the keys end whose values readers open as files; NeMo unpickles some.
+# Suffixes of keys whose values readers open as files; NeMo unpickles some of these files.
 _FILE_KEYS: Final = ("_path", "_filepath", "_file", "_filename")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A finished export: its manifest, and how many cuts and seconds of target audio that lists.
+    """A finished export: its manifest, and the number of cuts and seconds of target audio in it.
 
-    ``manifest`` is the folder itself if there are several. ``left_out`` describes the ``num_left_out`` cuts that it
-    does not list.
+    ``manifest`` is the folder if there are several manifests. ``left_out`` describes the ``num_left_out`` cuts that are
+    not exported.
     """
 
     manifest: Path
@@ -63,14 +63,14 @@ class Exported:
 
 
 class Export(ABC):
-    """One form of files that a dataset can be exported to, which are made in units; ``EXPORTS`` lists the forms.
+    """A form that a dataset can be exported to, whose files are written in units; ``EXPORTS`` lists the forms.
 
     Attributes:
-        version: a number that is raised whenever the files of this form change.
+        version: a number that is increased whenever the files of this form change.
         options: the options of ``export_dataset`` that are arguments of this class.
-        left_out: describes the cuts that are not in the export, if there are any.
-        folders: the folders in ``out`` that files are published in, beside ``out`` itself.
-        identity: all that the files depend on, apart from form and version.
+        left_out: describes the cuts that are not exported, if there are any.
+        folders: the folders in ``out`` in which files are published, besides ``out`` itself.
+        identity: all values that the files depend on, except form and version.
         units: the parts of the work, in order.
     """
 
@@ -88,17 +88,17 @@ class Export(ABC):
 
     @abstractmethod
     def write(self, unit: Any) -> Iterable[Path]:
-        """Publish the files of a unit, in the place of any that an interrupted export has left, and return them."""
+        """Publish the files of a unit, replacing any that an interrupted export has left, and return them."""
 
     @abstractmethod
     def finish(self) -> tuple[Path, int, float]:
-        """Publish the manifest; return it, or the folder of several, and how many cuts and seconds it lists."""
+        """Publish the manifest; return it (or the folder of several) and the number of cuts and seconds it lists."""
 
     @staticmethod
     def record_keys(custom: Any, new_names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        """Return the keys of a record that may stand in a manifest: those of files, which readers would open, may not.
+        """Return the keys of a record that a manifest may contain: all but names of files, which readers would open.
 
-        The offset and duration of a context go with its path. Keys that get new names stay.
+        The path, offset and duration of a context are all removed. Keys in ``new_names`` are renamed and kept.
         """
         keys = custom.items() if isinstance(custom, dict) else ()
         return {
@@ -112,19 +112,20 @@ def export_dataset(
     dataset: str | Path, form: str, out: str | Path, *,
     progress: Callable[[int, int], None] = lambda done, total: None, **options: Any,
 ) -> Exported:  # fmt: skip
-    """Write a finished dataset as files of another form; an export that was interrupted goes on.
+    """Export a finished dataset to files of another form, resuming an interrupted export.
 
     Args:
         dataset: the dataset directory.
-        form: a name of ``sharmill.registry.EXPORTS``.
-        out: a new or empty folder, or one with the same export, finished or not.
-        progress: called after each unit with the number of units that are done, and of all.
-        options: of the form, None for its default: ``codec`` of nemo_codes, whose codes; ``buckets``, ``min_duration``
-            and ``max_duration`` of nemo_tarred.
+        form: a name in ``sharmill.registry.EXPORTS``.
+        out: a new or empty folder, or a folder with the same export, complete or not.
+        progress: called after each unit with the number of complete units and the total number.
+        options: options of the form, or None for the default: ``codec`` (the codec to export) for nemo_codes;
+            ``buckets``, ``min_duration`` and ``max_duration`` for nemo_tarred.
 
     Raises:
-        ConfigError: there is no such dataset, codec or form, an option is wrong, or ``out`` holds something else.
-        DamagedShard: a shard is damaged; the units before it are done.
+        ConfigError: the dataset, codec or form does not exist, an option is invalid, or ``out`` contains something
+            else.
+        DamagedShard: a shard is damaged; the units before it are complete.
         FatalError: the disk is full, or a file of an earlier export is damaged.
 
     Example:
@@ -138,12 +139,12 @@ def export_dataset(
     files: Export = kind(Path(dataset), out, **given)
     identity = {"export": form, "version": files.version, **files.identity}
     inside = out.resolve().is_relative_to(files.dataset.resolve())
-    refuse((inside, f"{out} lies in the dataset itself: choose another place"), code="bad_usage")
+    refuse((inside, f"{out} is inside the dataset: choose another folder"), code="bad_usage")
     folders = [out / name for name in (*files.folders, _UNITS_FOLDER)]
     _require_own(out, identity, folders)
     make_folder(out)
     with disk_errors(out, PUT_BACK), FolderLock(out):
-        # Another process may have begun an export meanwhile.
+        # Another process may have started an export in the meantime.
         _require_own(out, identity, folders)
         write_atomic(out / EXPORT_FILE, msgspec.json.encode(identity) + b"\n")
         for folder in (out, *folders):
@@ -157,11 +158,12 @@ def export_dataset(
 
 
 def _write_unit(files: Export, unit: Any, record: Path) -> None:
-    """Publish the files of a unit and then its record, unless they are there.
+    """Publish the files of a unit and then its record, unless they already exist.
 
     Raises:
-        FatalError: a file is not as the record says.
+        FatalError: a file differs from the record.
     """
+    # A record that cannot be read lists nothing, so the unit is written again.
     # A record that cannot be read lists nothing, and the unit is made again.
     with suppress(ConfigError):
         known = read_record(record, dict[str, str]) or {}
@@ -169,7 +171,7 @@ def _write_unit(files: Export, unit: Any, record: Path) -> None:
         for name in found:
             if found[name] != known[name]:
                 raise FatalError(
-                    f"{files.out / name} is not as it was written: remove it, and run the same command again",
+                    f"{files.out / name} has changed since it was written: remove it, and run the same command again",
                     code="damaged_shard",
                 )
         if found and found == known:
@@ -179,7 +181,7 @@ def _write_unit(files: Export, unit: Any, record: Path) -> None:
 
 
 def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -> None:
-    """Raise ConfigError unless a folder is missing, empty, or holds this export."""
+    """Raise ConfigError unless a folder is missing, empty, or contains this export."""
     refuse((out.exists() and not out.is_dir(), f"{out} is a file: name a folder"), code="bad_usage")
     require_trusted_owner(out, [out / EXPORT_FILE, *folders])
     own = (LOCK_NAME, f".{EXPORT_FILE}.")
@@ -190,18 +192,18 @@ def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -
     except ConfigError:
         found = None
     if found != identity:
-        what = "the export of another dataset or version, of an earlier state, or with other options"
+        what = "an export of another dataset or version, of an earlier state, or with other options"
         raise ConfigError(
-            f"{out} has {what if found else 'files of something else'}: name an empty folder, or remove it",
+            f"{out} contains {what if found else 'other files'}: name an empty folder, or remove it",
             code="foreign_output",
         )
 
 
 class NemoCodes(Export):
-    """Codes as int32 tensors (codebooks, frames) in files that ``torch.load`` reads, and a manifest of NeMo's.
+    """Codes as int32 tensors (codebooks, frames) in files for ``torch.load``, and a manifest for NeMo.
 
-    A unit is a shard, whose files are a folder. A line has the record of the utterance: its text keys, tag, language,
-    and all other ``record_keys``.
+    A unit is a shard, whose files are in one folder. A line has the record of the utterance: its text, speaker tag,
+    language, and all other ``record_keys``.
     """
 
     version = 3
@@ -216,7 +218,7 @@ class NemoCodes(Export):
         self._source = open_shard_source(dataset, self._fields, chosen.name)
         made_of = [field.name for field in chosen.fields[: len(self.record.audio_fields)]]
         self.identity = {
-            # Paths in the manifest are absolute.
+            # The manifest contains absolute paths, so they depend on the place.
             "place": str(out),
             "codec": chosen.name,
             "num_cuts": self.record.num_cuts,
@@ -225,24 +227,24 @@ class NemoCodes(Export):
         self.units = range(len(self.shards))
 
     def write(self, unit: int) -> Iterable[Path]:
-        """Publish the folder of a shard, with the lines of its cuts, null for a cut without codes."""
+        """Publish the folder of a shard, with the lines of its cuts; a cut without codes has the line null."""
         final = self._folder(unit)
         require_trusted_owner(self.out, [final])
-        strange = [str(path) for path in final.glob("*") if path.suffix != ".pt" and path.name != _LINES_FILE]
-        refuse((bool(strange), f"{', '.join(strange)} is not of this export: move it away"), code="foreign_output")
+        unknown = [str(path) for path in final.glob("*") if path.suffix != ".pt" and path.name != _LINES_FILE]
+        refuse((bool(unknown), f"{', '.join(unknown)} is not part of this export: move it away"), code="foreign_output")
         remove_at_once(final)
         opened = self._source.open(unit, 0)
-        with open_folder_atomic(final) as aside:
-            # Their positions in an order of cuts, which an export has no use for, are made up.
+        with open_folder_atomic(final) as folder:
+            # An export does not use positions in an order of cuts, so pass arbitrary ones.
             cuts = (opened.read(number, (0, 0, 0, 0, number)) for number in range(self.shards[unit].count))
             rows = [
-                None if cut is None else self._write_cut(cut, number, aside, final) for number, cut in enumerate(cuts)
+                None if cut is None else self._write_cut(cut, number, folder, final) for number, cut in enumerate(cuts)
             ]
-            write_new(aside / _LINES_FILE, msgspec.json.Encoder().encode_lines(rows))
+            write_new(folder / _LINES_FILE, msgspec.json.Encoder().encode_lines(rows))
         return final.iterdir()
 
     def finish(self) -> tuple[Path, int, float]:
-        """Put the lines of all shards together."""
+        """Concatenate the lines of all shards."""
         path = self.out / "manifest.json"
         seconds, num_cuts = 0.0, 0
         with open_atomic(path) as stream:
@@ -261,15 +263,15 @@ class NemoCodes(Export):
     def _write_cut(self, cut: Any, number: int, folder: Path, final: Path) -> dict[str, Any]:
         """Write ``<number>.target.pt`` and ``<number>.context.pt``, and return the line of the manifest.
 
-        A cut without a context has no second file: NeMo takes a text in its place.
+        A cut without a context has no second file; NeMo then uses a text as context.
 
         Args:
             cut: the lhotse cut with its codes.
-            number: of the cut in its shard, from 0.
-            folder: to write into, which will be published as ``final``.
+            number: the index of the cut in its shard, from 0.
+            folder: the folder to write into, which will be published as ``final``.
 
         Raises:
-            DamagedShard: the cut has no codes, or not one supervision with a text, as NeMo wants of every line.
+            DamagedShard: the cut has no codes, or not exactly one supervision with a text, which NeMo requires.
         """
         import torch
 
@@ -283,7 +285,7 @@ class NemoCodes(Export):
             role = field.removesuffix("_codes")
             name = f"{number:06d}.{role}.pt"
             torch.save(torch.from_numpy(load_array(cut, field)).to(torch.int32), folder / name)
-            # NeMo's keys, which hold absolute paths.
+            # NeMo's keys for absolute paths.
             paths[f"{role}_audio_codes_path"] = str(final / name)
         return {
             **self.record_keys(supervision.custom),

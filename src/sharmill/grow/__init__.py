@@ -1,1 +1,1 @@
-"""Datasets made of finished datasets: merged, split, grown in place, copied to stores. No audio is encoded again."""
+"""Datasets made from finished datasets: merged, split, appended in place, or copied to stores. No audio is encoded."""

@@ -1,6 +1,6 @@
-"""Datasets that grow: shards of one appended to another in place, and several merged into a new one.
+"""Joining datasets: appending the shards of one to another in place, and merging several into a new one.
 
-Old files stay as they are. See ``add_shards`` for what a killed process leaves.
+Existing files are not changed. See ``add_shards`` for the leftovers of a killed process.
 """
 
 import os
@@ -54,17 +54,17 @@ from sharmill.write.config import WriteConfig
 
 # The keys that must agree in all parts, each with the remedy if they differ.
 _REMEDIES = {
-    "fields": "add what is missing, codecs with sharmill run CONFIG encode, or leave one of them out",
+    "fields": "add the missing ones (codecs with sharmill run CONFIG encode), or omit one of the datasets",
     "audio_format": "write one of them again with the other's write.audio_format",
     "sampling_rate": "write one of them again with the other's write.sampling_rate",
-    "limits": "contexts were chosen by other limits: match one of them again with the other's",
-    "match_precision": "contexts were chosen by other arithmetic: match one of them again with the other's precision",
+    "limits": "contexts were chosen with other limits: match one of them again with the other's",
+    "match_precision": "contexts were chosen with another precision: match one of them again with the other's",
 }
 
 
 @dataclass(frozen=True)
 class SourceDataset:
-    """A finished dataset with its index, read once: what is appended to it later does not count."""
+    """A finished dataset and its index, read once; shards that are appended to it later are ignored."""
 
     directory: Path
     record: DatasetRecord
@@ -75,19 +75,19 @@ class SourceDataset:
         """Read the index of a dataset.
 
         Args:
-            any_tool: it may also be one that another tool wrote, with any names of files.
+            any_tool: also accept datasets that another tool wrote, with any file names.
 
         Raises:
-            ConfigError: it is not a finished dataset, a file of its index is a link, or another tool wrote its files.
-            DamagedShard: its index is damaged, or does not name the files of every shard.
+            ConfigError: the dataset is not finished, a file of its index is a link, or another tool wrote its files.
+            DamagedShard: its index is damaged, or does not list the files of every shard.
         """
         require_trusted_owner(directory, [directory / DATASET_FILE, directory / SHARDS_FILE])
         record = read_dataset(directory)
         shards = list(read_shards(directory, record.num_shards))
         refuse(
             (record.contract != "sharmill" and not any_tool,
-             f"{directory} was written by another tool: make a dataset of sharmill's own of it first, or read both "
-             "side by side in training"),
+             f"{directory} was written by another tool: convert it to a dataset of sharmill first, or read both side "
+             "by side in training"),
             code="unlike_datasets",
         )  # fmt: skip
         if len(shards) != record.num_shards:
@@ -96,24 +96,24 @@ class SourceDataset:
             expected = {field.name: field.path(index) for field in record.layout}
             if shard.index != index or shard.files != expected or expected.keys() != set(record.fields):
                 raise DamagedShard(
-                    f"{directory / SHARDS_FILE}: line {index + 1} does not name the files of shard {index}; sharmill "
-                    f"validate {directory} tells all damage"
+                    f"{directory / SHARDS_FILE}: line {index + 1} does not list the files of shard {index}; run "
+                    f"sharmill validate {directory} for a full list of damage"
                 )
         return cls(directory, record, shards)
 
     def path(self, shard: ShardRecord, field: str) -> Path:
-        """Return the path of a file of a shard that has the size and the bytes that the index lists.
+        """Return the path of a shard's file after checking its size and bytes against the index.
 
         Raises:
-            ConfigError: it is a link, or lies behind one: it may lead to what its owner did not publish.
-            DamagedShard: it has not, or is not there.
+            ConfigError: the path is or contains a link, which may lead to files that their owner did not publish.
+            DamagedShard: the file differs from the index, or is missing.
         """
         file = shard.fields[field]
         path = self.directory / file.file
         require_trusted_owner(self.directory, [path])
         if not path.is_file() or path.stat().st_size != file.size or checksum(path) != file.xxh3:
             raise DamagedShard(
-                f"{path} is not what the index lists; sharmill validate {self.directory} tells all damage"
+                f"{path} differs from the index; run sharmill validate {self.directory} for a full list of damage"
             )
         return path
 
@@ -128,9 +128,9 @@ class SourceDataset:
 
 
 def require_alike(parts: Sequence[SourceDataset]) -> None:
-    """Raise ConfigError, with what differs first, unless the shards of all parts can stand in one dataset.
+    """Raise ConfigError with the first difference, unless the shards of all parts fit into one dataset.
 
-    A part without shards has no codes, so that its codecs do not count.
+    A part without shards has no codes, so its codecs are ignored.
     """
     first, *others = [part for part in parts if part.shards] or parts
     for other in others:
@@ -140,24 +140,24 @@ def require_alike(parts: Sequence[SourceDataset]) -> None:
 
 
 def _compare(first: DatasetRecord, other: DatasetRecord) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield the name of each thing that must be the same, its two values, and what to do where they differ."""
+    """Yield the name of each property that must be equal, its two values, and the remedy if they differ."""
     yield "codecs", [codec.name for codec in first.codecs], [codec.name for codec in other.codecs], _REMEDIES["fields"]
     for key, remedy in _REMEDIES.items():
         yield key, getattr(first, key), getattr(other, key), remedy
     for kind, remedy, pairs in (
         ("codec", "encode one of them again with the other's model", zip(first.codecs, other.codecs, strict=True)),
-        ("field", "make the field of one of them again as that of the other",
+        ("field", "make the field of one of them again like the other's",
          zip(first.layout, other.layout, strict=True)),
     ):  # fmt: skip
         for one, same in pairs:
-            # A model may lie in another place; its checksum says whether it is the same. Any device will do. Where
-            # one dataset may lack values, the joined one may.
+            # The path of a model may differ, since its checksum identifies it. Any device is accepted. If a field is
+            # optional in one dataset, it is optional in the joined one.
             for key in (key for key in one.__struct_fields__ if key not in ("model", "devices", "optional")):
                 yield f"{key} of the {kind} {one.name!r}", getattr(one, key), getattr(same, key), remedy
 
 
 def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
-    """Raise ConfigError with a cut id that occurs twice. Of each id, 8 bytes are in memory.
+    """Raise ConfigError with a cut id that occurs twice. Memory use is 8 bytes per id.
 
     Raises:
         DamagedShard: a file of cuts cannot be read.
@@ -173,8 +173,8 @@ def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
             if cut_id in seen:
                 where = f"in {seen[cut_id]} and in {part.directory}" if seen[cut_id] != part.directory else ""
                 raise ConfigError(
-                    f"the cut {cut_id} is there twice: {where or f'in {part.directory}'}; every cut of a dataset needs "
-                    "an id of its own: leave one of the datasets out, or make it anew without these records",
+                    f"duplicate cut {cut_id}: {where or f'in {part.directory}'}; every cut of a dataset needs its own "
+                    "id: leave one of the datasets out, or make it again without these records",
                     code="duplicate_cut",
                 )
             seen[cut_id] = part.directory
@@ -182,12 +182,12 @@ def require_distinct_ids(parts: Sequence[SourceDataset]) -> None:
 
 @dataclass(frozen=True)
 class Grown:
-    """A dataset with shards of others.
+    """A dataset to which shards of others were added.
 
     Attributes:
-        record: of the dataset now.
-        first, count: which shards are the new ones.
-        already: an earlier append had added them.
+        record: the new record of the dataset.
+        first, count: the index of the first new shard, and the number of new shards.
+        already: True if an earlier append had added them.
         placed: the numbers of files that were ``linked``, and ``copied``.
     """
 
@@ -198,12 +198,12 @@ class Grown:
     placed: dict[str, int]
 
     def describe(self, dataset: str | Path, new: str | Path) -> str:
-        """Return what became of the shards of ``new``, in one line."""
+        """Return one line about the result for the shards of ``new``."""
         last = self.first + self.count - 1
         if not self.count:
             return f"{dataset}: there is nothing new to append"
         if self.already:
-            return f"{dataset}: the shards {self.first} to {last} are those of {new} already"
+            return f"{dataset}: the shards {self.first} to {last} are already those of {new}"
         hours = self.record.target_seconds / 3600
         return (
             f"{dataset}: appended the shards {self.first} to {last}; {self.placed['linked']} files linked, "
@@ -214,21 +214,21 @@ class Grown:
 def add_shards(
     directory: Path, kept: Sequence[ShardRecord], like: DatasetRecord, parts: Sequence[SourceDataset], *, copy: bool
 ) -> Grown:
-    """Put the shards of parts into a dataset directory, behind those that it has, and write its index.
+    """Add the shards of parts to a dataset directory, after its existing shards, and write its index.
 
-    The lines of ``shards.jsonl`` come first, then the files, and last ``dataset.json``, which counts the shards: that
-    is the commit. Lines that it does not count are no part of the dataset, and name the files that a killed process
-    may have left.
+    First the lines of ``shards.jsonl`` are written, then the files, and last ``dataset.json``, whose number of shards
+    is the commit. Lines beyond that number do not belong to the dataset; they name the files that a killed process may
+    have left.
 
     Args:
-        kept: the shards that are there.
-        like: the record of the dataset, but for its totals.
-        copy: copy the files; by default they are hard links, or copies where no links are possible.
+        kept: the existing shards.
+        like: the record of the dataset, except for its totals.
+        copy: copy the files; by default they are hard links, or copies if links are not possible.
 
     Raises:
-        ConfigError: a file is in the way, or one of a part is a link.
-        DamagedShard: a file of a part is not there, or not what the index says.
-        FatalError: it cannot be written.
+        ConfigError: an unrelated file has the name of a new one, or a file of a part is a link.
+        DamagedShard: a file of a part is missing or differs from the index.
+        FatalError: the dataset cannot be written.
     """
     first = len(kept)
     old = [(part, shard) for part in parts for shard in part.shards]
@@ -241,10 +241,10 @@ def add_shards(
         path = directory / file.file
         refuse(
             (os.path.lexists(path) and not (path.is_file() and checksum(path) == file.xxh3),
-             f"{path} is no part of the dataset, and in the way of a new shard: move it away"),
+             f"{path} does not belong to the dataset but has the name of a file of a new shard: move it away"),
             code="foreign_output",
         )  # fmt: skip
-        # A killed append left it, whose lines another run may have replaced.
+        # A killed append left this file; another run may have replaced the lines that name it.
         path.unlink(missing_ok=True)
     shards = [*kept, *new]
     record = add_up_shards(like, shards, [part.record for part in parts])
@@ -253,7 +253,7 @@ def add_shards(
     write_shards(directory, shards)
     are_links: list[bool] = []
     for (part, shard), placed in zip(old, new, strict=True):
-        # The cuts last.
+        # Place the cuts last.
         for name in sorted(placed.fields, key=lambda name: name == CUTS):
             are_links.append(_place(part.path(shard, name), directory / placed.fields[name].file, copy=copy))
     for name in record.fields:
@@ -268,7 +268,7 @@ def _place(source: Path, target: Path, *, copy: bool) -> bool:
     """Link or copy a file; return True for a link."""
     if not copy:
         try:
-            # Never what a symbolic link leads to that has come meanwhile.
+            # Do not follow a symbolic link that may have been created in the meantime.
             os.link(source, target, follow_symlinks=False)
         except OSError as error:
             if error.errno not in NO_LINKS:
@@ -284,7 +284,7 @@ def _place(source: Path, target: Path, *, copy: bool) -> bool:
 def add_up_shards(
     record: DatasetRecord, shards: list[ShardRecord], others: Iterable[DatasetRecord] = ()
 ) -> DatasetRecord:
-    """Return the record of a dataset with the totals of these shards, and the devices of the other datasets as well."""
+    """Return the record of a dataset with the totals of these shards and the devices of all the datasets."""
     datasets = [record, *others]
     codes = [codec for dataset in datasets for codec in dataset.codecs]
     devices = {codec.name: {device for other in codes if other.name == codec.name for device in other.devices}
@@ -307,19 +307,19 @@ def add_up_shards(
 
 
 def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) -> Grown:
-    """Append the shards of a finished dataset to another, behind its last shard.
+    """Append the shards of a finished dataset to another, after its last shard.
 
-    Nothing is done where an earlier append has added the same shards.
+    Nothing is done if an earlier append has already added the same shards.
 
     Args:
-        dataset: the dataset that grows.
-        new: the dataset with the new shards, which stays as it is; it must agree with the other as for a merge.
-        copy: copy the files; by default they are hard links, or copies where no links are possible.
+        dataset: the dataset to append to.
+        new: the dataset with the new shards, which is not changed; the two must agree as for a merge.
+        copy: copy the files; by default they are hard links, or copies if links are not possible.
 
     Raises:
-        ConfigError: the two do not fit, a cut is in both, another process is at work on the dataset, or a folder of it
-            is a link.
-        DamagedShard: a file of ``new`` is not what its index says.
+        ConfigError: the two do not fit, a cut is in both, another process is working on the dataset, or one of its
+            folders is a link.
+        DamagedShard: a file of ``new`` differs from its index.
 
     Example:
         >>> append_dataset("data/speech", "data/speech-2025").count  # doctest: +SKIP
@@ -351,20 +351,20 @@ def append_dataset(dataset: str | Path, new: str | Path, *, copy: bool = False) 
 def merge_datasets(
     sources: Sequence[str | Path], out: str | Path, *, copy: bool = False, name: str | None = None
 ) -> Grown:
-    """Make a dataset whose shards are those of several, in order.
+    """Merge several datasets into a new one, whose shards are theirs, in order.
 
-    It is made beside ``out`` and renamed as a whole, so that there is never a part of it. What a killed process has
-    left is removed by the next one.
+    The new dataset is written beside ``out`` and then renamed as a whole, so that a part of it never appears. The
+    leftovers of a killed process are removed by the next one.
 
     Args:
         sources: dataset directories with the same fields, codecs, audio format, rate and limits.
         out: the new dataset directory; it must be absent or empty.
-        copy: copy the files; by default they are hard links, or copies where no links are possible.
-        name: of the new dataset; by default the name of its folder.
+        copy: copy the files; by default they are hard links, or copies if links are not possible.
+        name: the name of the new dataset; by default the name of its folder.
 
     Raises:
-        ConfigError: a source is not a finished dataset, they differ, a cut is there twice, or ``out`` is not empty.
-        DamagedShard: a file of a source is not what its index says.
+        ConfigError: a source is not a finished dataset, they differ, a cut occurs twice, or ``out`` is not empty.
+        DamagedShard: a file of a source differs from its index.
 
     Example:
         >>> merge_datasets(["data/librispeech", "data/hifitts"], "data/both").record.num_shards  # doctest: +SKIP
@@ -387,7 +387,7 @@ def merge_datasets(
         with FolderLock(staging):
             remove(staging / "dataset")
             _require_free(out, parts)
-            # A part with shards knows the fields and codecs.
+            # Take the fields and codecs from a part that has shards.
             first = next((part for part in parts if part.shards), parts[0]).record
             like = msgspec.structs.replace(first, name=name or out.name)
             merged = add_shards(staging / "dataset", [], like, parts, copy=copy)
@@ -405,7 +405,7 @@ def _require_free(out: Path, parts: Sequence[SourceDataset]) -> None:
         *(
             (
                 out.is_relative_to(part.directory.resolve()),
-                f"{out} lies in the dataset {part.directory}: choose another place",
+                f"{out} is inside the dataset {part.directory}: choose another folder",
             )
             for part in parts
         ),
@@ -413,17 +413,17 @@ def _require_free(out: Path, parts: Sequence[SourceDataset]) -> None:
     )
     refuse(
         (out.exists() and (not out.is_dir() or any(out.iterdir())),
-         f"{out} is not empty: choose another place, empty it yourself, or add to a dataset with sharmill append"),
+         f"{out} is not empty: choose another folder, empty it yourself, or add to a dataset with sharmill append"),
         code="foreign_output",
     )  # fmt: skip
 
 
 def require_fitting(config: Config, directory: Path) -> None:
-    """Raise ConfigError, before any work, where the dataset of a configuration could not be appended to another."""
+    """Raise ConfigError, before any work, if the dataset of a configuration could not be appended to another."""
     record = SourceDataset.read(directory).record
     refuse(
         (directory.resolve() == Path(config.dataset_dir).resolve(),
-         f"append_to and dataset_dir are both {directory}: give the new shards a dataset_dir of their own"),
+         f"append_to and dataset_dir are both {directory}: choose another dataset_dir for the new shards"),
     )  # fmt: skip
     write, codecs = config.section(WriteConfig), config.section(EncodeConfig).codecs
     added = sorted(
@@ -445,7 +445,7 @@ def require_fitting(config: Config, directory: Path) -> None:
         *(
             (
                 record.num_shards and value != expected,
-                f"{key} is {value!r}, but {directory} has {expected!r}: set it to that",
+                f"{key} is {value!r}, but {directory} has {expected!r}: use the same value",
             )
             for key, (value, expected) in wanted.items()
         ),
@@ -454,7 +454,7 @@ def require_fitting(config: Config, directory: Path) -> None:
 
 
 def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
-    """Return the index from which on the wanted shards are there, byte for byte, or None."""
+    """Return the index from which on the dataset has the wanted shards, byte for byte, or None."""
     found, contents = (
         [{name: file.xxh3 for name, file in shard.fields.items()} for shard in some] for some in (shards, wanted)
     )
@@ -463,10 +463,10 @@ def _find(shards: list[ShardRecord], wanted: list[ShardRecord]) -> int | None:
 
 
 def _remove_leftovers(part: SourceDataset, addition: SourceDataset) -> None:
-    """Remove what a killed append has placed behind the last shard; nothing of the dataset, and nothing of others.
+    """Remove the files that a killed append has placed after the last shard, but no other files.
 
-    The further lines of ``shards.jsonl`` say what that is: of the files that they name, those go that an append places,
-    and that have the listed bytes.
+    They are the files named by the further lines of ``shards.jsonl``, if an append would place them and they have the
+    listed bytes.
     """
     directory = part.directory
     placed = [shard for shard in read_shards(directory) if shard.index >= part.record.num_shards]

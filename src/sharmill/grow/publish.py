@@ -21,30 +21,30 @@ from sharmill.prefetch import prefetch
 from sharmill.shar.fields import CUTS, DATASET_FILE, SHARDS_FILE
 from sharmill.shar.index import FieldFile, ShardRecord, write_dataset, write_shards
 
-# Size of one request when an object is read back.
+# The size of one request when an object is read back.
 _BLOCK_BYTES: Final = 16 << 20
 
 
 def publish_dataset(
     dataset: str | Path, url: str, *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, int]:
-    """Copy a finished dataset to an object store; a copy that was interrupted goes on.
+    """Copy a finished dataset to an object store, resuming an interrupted copy.
 
-    Each object is read back and compared with the checksum in the dataset's index, unless the index in the store lists
-    it: that is written last, when all was compared.
+    Each object is read back and compared with the checksum in the dataset's index. Objects that the index in the store
+    already lists are skipped, since that index is written last, after all comparisons.
 
     Args:
         dataset: the dataset directory; another tool may have written its files.
-        url: of the dataset in the store, where there is nothing, or an earlier state of the same dataset.
-        progress: called after each file with the number of files that are done, and of all.
+        url: the URL of the dataset in the store, which must be empty or hold an earlier state of the same dataset.
+        progress: called after each file with the number of finished files and the total number.
 
     Returns:
-        The numbers of files that were ``copied``, and that were ``there``.
+        The numbers of files that were ``copied``, and that were already ``there``.
 
     Raises:
-        ConfigError: there is no such dataset, the store cannot be used, or has something else at this URL.
-        DamagedShard: a file of the dataset is not what its index lists, and was not copied.
-        FatalError: the store does not answer, refuses, or gives other bytes than it was given.
+        ConfigError: the dataset does not exist, the store cannot be used, or the URL contains something else.
+        DamagedShard: a file of the dataset differs from its index, and was not copied.
+        FatalError: the store does not answer, refuses, or returns other bytes than it was sent.
 
     Example:
         >>> publish_dataset("data/speech", "s3://bucket/speech")  # doctest: +SKIP
@@ -52,7 +52,7 @@ def publish_dataset(
     """
     refuse(
         (not re.fullmatch(r"(s3|gs|ais)://[^/?#]+(/[^?#]*)?", url),
-         f"{url} is no place in an object store: name s3://, gs:// or ais://BUCKET/FOLDER"),
+         f"{url} is not a place in an object store: name s3://, gs:// or ais://BUCKET/FOLDER"),
         code="bad_usage",
     )  # fmt: skip
     source = SourceDataset.read(Path(dataset), any_tool=True)
@@ -61,8 +61,8 @@ def publish_dataset(
     except (RejectRecord, OSError) as error:
         problem = error.detail if isinstance(error, RejectRecord) else error
         raise FatalError(
-            f"{url} is not complete: {problem}; see that the bucket is there and may be written, and run the same "
-            "command again",
+            f"{url} is not complete: {problem}; check that the bucket exists and is writable, and run the same command "
+            "again",
             code="disk",
         ) from error
 
@@ -75,7 +75,7 @@ def _publish(source: SourceDataset, url: str, progress: Callable[[int, int], Non
     written: dict[str, Version] = {}
 
     def place(item: tuple[ShardRecord, str]) -> None:
-        """Copy a file unless it is there."""
+        """Copy a file unless it already exists."""
         shard, field = item
         file = shard.fields[field]
         target = f"{url}/{file.file}"
@@ -85,14 +85,14 @@ def _publish(source: SourceDataset, url: str, progress: Callable[[int, int], Non
         elif found.size != file.size or (file not in listed and not _holds(target, found, file.size, file.xxh3)):
             raise _foreign(target)
 
-    # The cuts last.
+    # Copy the cuts last.
     fields = sorted(source.record.fields, key=lambda field: field == CUTS)
     items = [(shard, field) for field in fields for shard in source.shards if field in shard.fields]
     for done, _ in enumerate(prefetch(place, items, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE), 1):
         progress(done, len(items))
     copied = len(written)
     written |= _write_index(source, url, before)
-    # Another publisher may have written after this one looked.
+    # Another publisher may have written after the checks above.
     found = prefetch(_find, written, threads=FETCHES_AT_ONCE, ahead=FETCHES_AT_ONCE)
     for target, version in zip(written, found, strict=True):
         if version != written[target]:
@@ -101,10 +101,10 @@ def _publish(source: SourceDataset, url: str, progress: Callable[[int, int], Non
 
 
 def _write_index(source: SourceDataset, url: str, before: Mapping[str, Version | None]) -> dict[str, Version]:
-    """Store the index as it was read, which a run may have changed meanwhile; return the versions by URL.
+    """Store the index as it was read, since a run may have changed the file meanwhile; return the versions by URL.
 
     Args:
-        before: the versions that were there when this copy began: no others are replaced.
+        before: the versions when this copy began; no other versions are replaced.
     """
     written = {}
     with TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def _write_index(source: SourceDataset, url: str, before: Mapping[str, Version |
 
 
 def _read_listed(url: str, index: Mapping[str, Version | None]) -> set[FieldFile]:
-    """Return the files that the index in a store lists; raise ConfigError where that is no index of sharmill's.
+    """Return the files that the index in a store lists; raise ConfigError if it is not an index of sharmill.
 
     Args:
         index: the versions of the files of the index.
@@ -143,22 +143,22 @@ def _read_listed(url: str, index: Mapping[str, Version | None]) -> set[FieldFile
 
 def _foreign(url: str) -> ConfigError:
     return ConfigError(
-        f"{url} is there already, and is not of this state of the dataset or an earlier one: choose another URL, or "
-        "remove what is there",
+        f"{url} already exists, and does not belong to this state of the dataset or an earlier one: choose another "
+        "URL, or remove the existing objects",
         code="foreign_output",
     )
 
 
 def _changed(url: str) -> FatalError:
     return FatalError(
-        f"{url} is not what was sent to the store, or found there before: see that nothing else publishes to this URL, "
-        "and run the same command again",
+        f"{url} has changed since it was sent to the store or found there: make sure that nothing else publishes to "
+        "this URL, and run the same command again",
         code="disk",
     )
 
 
 def _find(url: str) -> Version | None:
-    """Return the version of an object, or None: there is none."""
+    """Return the version of an object, or None if it does not exist."""
     try:
         return request(url, lambda client: client.version(url))
     except RejectRecord as reject:
@@ -168,7 +168,7 @@ def _find(url: str) -> Version | None:
 
 
 def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
-    """Return True if an object, of which a version was found, has this size and checksum."""
+    """Return True if an object, found in version ``found``, has this size and checksum."""
     if found.size != size:
         return False
     hashed = xxhash.xxh3_64()
@@ -178,8 +178,8 @@ def _holds(url: str, found: Version, size: int, xxh3: str) -> bool:
 
 
 def _upload(path: Path, url: str, xxh3: str, *, replace: bool = False) -> Version:
-    """Store a file, read it back, and return its version; raise FatalError where another file is there then."""
-    # An earlier try whose answer was lost, or another publisher of the same dataset, may have stored this file.
+    """Store a file, read it back, and return its version; raise FatalError if the store then holds another file."""
+    # An earlier attempt whose answer was lost, or another publisher of this dataset, may have stored the file already.
     with suppress(FileExistsError):
         request(url, lambda client: client.upload(path, url, replace=replace))
     found = _find(url)

@@ -1,9 +1,9 @@
 """Splits of a finished dataset: train, valid and test without common speakers.
 
-The cuts of a shard are divided, so new shards are written; their members are copied byte for byte. This is a stage of
-its own, so that the engine keeps the accounts, and a split that was interrupted goes on.
+The cuts of a shard are distributed, so new shards are written; their members are copied byte for byte. Splitting is a
+stage, so that the engine keeps the accounts and resumes an interrupted split.
 
-Speakers stay together if one has contexts from a recording of the other, as with ``speaker_key: all``: what is a
+Speakers stay together if one has contexts from a recording of the other, as with ``speaker_key: all``: audio that is a
 context in one split is never a target in another.
 """
 
@@ -47,10 +47,10 @@ class SpeakerTable:
     """The speakers of all cuts, and the groups of speakers that stay together.
 
     Attributes:
-        speakers: name of each speaker: dataset and speaker of the tag.
-        groups: group of each speaker, (speakers,): the number of the first speaker in it.
-        speaker_of: speaker of each cut, (cuts,), in the order of the dataset.
-        seconds: of each cut, (cuts,).
+        speakers: the name of each speaker: dataset and speaker of the tag.
+        groups: the group of each speaker, (speakers,): the index of the first speaker in it.
+        speaker_of: the speaker of each cut, (cuts,), in the order of the dataset.
+        seconds: the duration of each cut, (cuts,).
     """
 
     speakers: list[str]
@@ -93,13 +93,13 @@ class SpeakerTable:
         )
 
     def assign(self, shares: Mapping[str, float], seed: int) -> dict[str, np.ndarray]:
-        """Return the numbers of the cuts of each split, in order; ``train`` has what the others leave.
+        """Return the indices of the cuts of each split, in order; ``train`` gets the remaining cuts.
 
-        The groups are gone through in an order that their names and the seed make. A split takes each that brings it
+        Groups are tried in an order that depends on their names and the seed. A split takes each group that brings it
         nearer to its share of the seconds.
 
         Args:
-            shares: of the other splits, of all seconds.
+            shares: the share of all seconds for each other split.
 
         Raises:
             ConfigError: there are fewer groups than splits.
@@ -108,9 +108,9 @@ class SpeakerTable:
         if len(members) <= len(shares):
             apart = len(members) < len(self.speakers)
             raise ConfigError(
-                f"{len(shares) + 1} splits need as many speakers, and the dataset has {len(members)}"
-                + (f" groups of its {len(self.speakers)} speakers: one has contexts from recordings of the other, "
-                   "so they must stay together" if apart else ""),
+                f"{len(shares) + 1} splits need as many speakers, but the dataset has {len(members)}"
+                + (f" groups of its {len(self.speakers)} speakers: speakers stay together if one has contexts from "
+                   "recordings of the other" if apart else ""),
                 code="too_few_speakers",
             )  # fmt: skip
         group_of = self.groups[self.speaker_of]
@@ -125,7 +125,7 @@ class SpeakerTable:
 
 
 def _fill(groups: Sequence[int], seconds: np.ndarray, wanted: float, *, num_kept: int) -> set[int]:
-    """Return the groups of a split: at least one, and so many that ``num_kept`` are left at least."""
+    """Return the groups of a split, at least one, such that at least ``num_kept`` groups are left."""
     chosen: set[int] = set()
     have = 0.0
     for group in groups:
@@ -138,9 +138,9 @@ def _fill(groups: Sequence[int], seconds: np.ndarray, wanted: float, *, num_kept
 
 
 def _unite(num_speakers: int, speakers: np.ndarray, own: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the group of each speaker: those whose recordings (``own``) the contexts (``other``) of another are from.
+    """Return the group of each speaker. Speakers are united if contexts of one are from recordings of the other.
 
-    ``own`` and ``other`` are the hashes of recording ids of each cut, (cuts,); 0 stands for no context.
+    ``own`` and ``other`` are the hashes of the recording ids of each cut and its context, (cuts,); 0 means none.
     """
     groups = np.arange(num_speakers)
     owners = np.unique(np.stack([own, speakers.astype(np.uint64)], axis=1), axis=0)
@@ -156,7 +156,7 @@ def _unite(num_speakers: int, speakers: np.ndarray, own: np.ndarray, other: np.n
 
 
 def _speaker(cut_id: str, speaker: str | int | None) -> str:
-    """Return the name of a speaker, without what a tag says beside it: a speaker of two languages is one."""
+    """Return the name of a speaker without the rest of the tag, so that a speaker of two languages counts once."""
     try:
         tag = parse_speaker_tag(str(speaker or ""))
     except RejectRecord:
@@ -165,7 +165,7 @@ def _speaker(cut_id: str, speaker: str | int | None) -> str:
         name = None if is_missing(tag.speaker) else f"{tag.dataset} {tag.speaker}"
     if not name:
         raise ConfigError(
-            f"the cut {cut_id} has no speaker, so that it cannot be split by speaker; give all records speakers",
+            f"the cut {cut_id} has no speaker, so it cannot be split by speaker; give all records speakers",
             code="no_speaker",
         )
     return name
@@ -173,7 +173,7 @@ def _speaker(cut_id: str, speaker: str | int | None) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """One of the datasets that were made, and how many speakers it has."""
+    """One of the datasets made by a split, and its number of speakers."""
 
     name: str
     record: DatasetRecord
@@ -184,16 +184,16 @@ def split_dataset(
     dataset: str | Path, out: str | Path, shares: Mapping[str, float], *, seed: int = 42, shard_size: int | None = None,
     workers: int | Literal["auto"] = "auto", listener: Listener | None = None, restart: bool = False,
 ) -> list[Split]:  # fmt: skip
-    """Divide a dataset into ``out/train``, ``out/valid`` and so on, so that no two have a speaker in common.
+    """Divide a dataset into ``out/train``, ``out/valid`` and so on, such that no two have a speaker in common.
 
     Args:
-        shares: names of the splits beside ``train``, with the share of all seconds that each should have.
-        seed: makes the choice of speakers; the same seed makes the same bytes.
-        shard_size: cuts of a shard; by default as in the dataset.
-        restart: discard what an interrupted split has left, instead of going on.
+        shares: the names of the splits besides ``train``, each with its share of all seconds.
+        seed: seed for the choice of speakers; the same seed gives the same bytes.
+        shard_size: the number of cuts per shard; by default as in the dataset.
+        restart: discard what an interrupted split has left, instead of resuming it.
 
     Raises:
-        ConfigError: there is no dataset, it has too few speakers or cuts without one, or ``out`` is not empty.
+        ConfigError: the dataset does not exist, has too few speakers or cuts without one, or ``out`` is not empty.
         FatalError: shards could not be written: a file of the dataset is damaged, or the disk is full.
 
     Example:
@@ -203,7 +203,7 @@ def split_dataset(
         *(
             (
                 not 0 < share < 1 or sum(shares.values()) >= 1,
-                f"the share of {name} is {share:g}: shares lie between 0 and 1, and leave something for train",
+                f"the share of {name} is {share:g}: shares must be between 0 and 1, and their sum below 1",
             )
             for name, share in shares.items()
         ),
@@ -217,7 +217,7 @@ def split_dataset(
 
 
 class SplitStage(Stage):
-    """The stage that writes the splits. One unit is one of their shards. Its run directory lies beside ``out``."""
+    """The stage that writes the splits. One unit is one shard of a split. Its run directory is beside ``out``."""
 
     kind = "split"
 
@@ -227,7 +227,7 @@ class SplitStage(Stage):
         self.out = out
         self.part = SourceDataset.read(dataset)
         if out.resolve().is_relative_to(dataset.resolve()):
-            raise ConfigError(f"{out} lies in the dataset itself: choose another place", code="bad_usage")
+            raise ConfigError(f"{out} is inside the dataset: choose another folder", code="bad_usage")
         self.shares = shares
         self.seed = seed
         self.shard_size = shard_size or max((shard.count for shard in self.part.shards), default=1)
@@ -297,26 +297,26 @@ class SplitPublication(Publication):
         remove(*self._index, *(self.root / file.name for file in committed_files(self._run)))
 
     def check_output(self) -> None:
-        """Raise ConfigError if the folder holds files that this split has not written."""
+        """Raise ConfigError if the folder contains files that this split has not written."""
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"{self.root} is not a folder", code="foreign_output")
         if ShardedDataset(self.root).is_empty():
             return
         own = {self.root / file.name: file.xxh3 for file in committed_files(self._run)}
-        # Without those of the engine.
+        # Ignore the engine's files.
         files = (path for path in self.root.rglob("*") if not str(path).startswith(f"{self.root}/.sharmill"))
         found = {path for path in files if not path.is_dir()}
-        # An index is written when all files are there.
+        # An index is only written after all other files.
         unknown = found.difference(own, self._index if found.issuperset(own) else ())
         replaced = (path for path in found & own.keys() if not path.is_file() or checksum(path) != own[path])
         if not own or unknown or any(replaced):
             raise ConfigError(
-                f"{self.root} is not empty: choose another place, or empty it yourself", code="foreign_output"
+                f"{self.root} is not empty: choose another folder, or empty it yourself", code="foreign_output"
             )
 
 
 class SplitProcessor(Processor):
-    """Writes shards of members of other shards.
+    """Writer of shards that consist of members of other shards.
 
     Args:
         plan: the folder of the stage's plan.
@@ -330,7 +330,7 @@ class SplitProcessor(Processor):
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         name, shard = unit.params["split"], unit.params["shard"]
         cuts = map_stored_array(self._plan / f"{name}.npy")[unit.params["start"] : unit.params["stop"]]
-        # The cuts last of all.
+        # Publish the cuts last.
         layout = sorted(self._part.record.layout, key=lambda field: field.kind == "cuts")
         files = {field.name: f"{name}/{field.path(shard)}" for field in layout}
         lines: dict[str, list[bytes]] = {field.name: [] for field in layout if field.kind in ("cuts", "value")}
@@ -357,7 +357,7 @@ class SplitProcessor(Processor):
         self, shard: ShardRecord, numbers: list[int], writers: Mapping[str, FieldWriter],
         lines: Mapping[str, list[bytes]], seconds: dict[str, float],
     ) -> None:  # fmt: skip
-        """Copy cuts of a shard to the writers and the lines of fields, and add up their seconds of audio."""
+        """Copy cuts of a shard to the writers and lines of all fields, and add up their seconds of audio."""
         path = self._part.path(shard, CUTS)
         stored, ids = read_json_lines(path), list(read_cut_ids(path))
         lines[CUTS].extend(stored[number] for number in numbers)

@@ -1,1 +1,1 @@
-"""One cut, one shard or a whole dataset, to look at and to listen to: ``sharmill inspect`` and ``sharmill decode``."""
+"""Viewing and listening to one cut, one shard or a whole dataset: ``sharmill inspect`` and ``sharmill decode``."""

@@ -1,6 +1,6 @@
-"""Cuts of a dataset with all that is stored of them: found by their id, as rows of text, as files, and decoded.
+"""Cuts of a dataset with everything stored for them: found by id, listed as text, exported to files, and decoded.
 
-Whoever shows the rows escapes them.
+Text rows are not escaped; callers that print them must do that.
 """
 
 import json
@@ -29,7 +29,7 @@ from sharmill.shar.items import Item, open_items
 from sharmill.shar.json_lines import decode_cut, read_cuts, read_json_lines
 
 _WAVEFORM_CHARACTERS: Final = " ▁▂▃▄▅▆▇█"
-# Audio that is quieter than this, relative to full scale, is drawn as silence.
+# Audio below this level, relative to full scale, is drawn as silence.
 _QUIETEST_DB: Final = -54.0
 _SUFFIXES: Final = (".wav", ".flac", ".mp3", ".opus")
 
@@ -40,9 +40,9 @@ class StoredCut:
 
     Attributes:
         shard: the index of its shard.
-        number: its place in the shard, from 0.
-        cut: its line among the cuts.
-        items: what each other field has for it; a placeholder, without data, where a field has nothing.
+        number: its index in the shard, from 0.
+        cut: its line in the file of cuts.
+        items: its item in each other field; a placeholder without data if the field has none for it.
     """
 
     shard: int
@@ -52,26 +52,28 @@ class StoredCut:
 
 
 def find_shard(directory: Location, index: int) -> ShardRecord:
-    """Return the index's record of a shard.
+    """Return the record of a shard in the index.
 
     Raises:
-        ConfigError: there is no dataset, or no such shard in it.
+        ConfigError: the dataset or the shard does not exist.
         DamagedShard: the index is damaged.
     """
     num_shards = read_dataset(directory).num_shards
     for shard in read_shards(directory, num_shards):
         if shard.index == index:
             return shard
-    raise ConfigError(f"{directory} has no shard {index}: its {num_shards} shards begin with 0", code="unknown_shard")
+    known = f"shards are numbered 0 to {num_shards - 1}" if num_shards else "the dataset is empty"
+    raise ConfigError(f"{directory} has no shard {index}: {known}", code="unknown_shard")
 
 
 def find_cut(directory: Location, cut_id: str) -> StoredCut:
-    """Return a cut of a dataset; the shards are searched one after the other, since the index has no ids.
+    """Return a cut of a dataset. The shards are searched one after the other, since the index has no ids.
 
     Raises:
-        ConfigError: there is no dataset, or no such cut in it.
-        DamagedShard: a file that is read is damaged.
+        ConfigError: the dataset or the cut does not exist.
+        DamagedShard: a file being read is damaged.
     """
+    # Search the bytes first, to decode only few lines. Other tools escape characters that are not ASCII.
     # Most lines are of other cuts, and need not be decoded. Other tools escape what is not ASCII.
     needles = {json.dumps(cut_id, ensure_ascii=ascii)[1:-1].encode("utf-8", "surrogatepass") for ascii in (True, False)}
     for shard in read_shards(directory, read_dataset(directory).num_shards):
@@ -80,16 +82,16 @@ def find_cut(directory: Location, cut_id: str) -> StoredCut:
             if any(needle in line for needle in needles) and decode_cut(path, line).get("id") == cut_id:
                 return open_stored_shard(directory, shard)(number)
     raise ConfigError(
-        f"{directory} has no cut {cut_id!r}: sharmill inspect {directory} --shard 0 lists those of a shard",
+        f"{directory} has no cut {cut_id!r}; list the cuts of a shard with sharmill inspect {directory} --shard 0",
         code="unknown_cut",
     )
 
 
 def open_stored_shard(directory: Location, shard: ShardRecord) -> Callable[[int], StoredCut]:
-    """Open the files of a shard, and return a function that returns the cut at a place of it.
+    """Open the files of a shard, and return a function that reads the cut at an index of it.
 
     Raises:
-        DamagedShard: a file is damaged; the function raises it if there is no such cut.
+        DamagedShard: a file is damaged; the function also raises it if it has no such cut.
     """
     path = _file(directory, shard, CUTS)
     lines = read_json_lines(path)
@@ -97,15 +99,15 @@ def open_stored_shard(directory: Location, shard: ShardRecord) -> Callable[[int]
 
     def read(number: int) -> StoredCut:
         if number >= len(lines):
-            raise DamagedShard(f"{path} has {len(lines)} cuts, and no number {number}")
+            raise DamagedShard(f"{path} has {len(lines)} cuts, but no number {number}")
         cut, items = decode_cut(path, lines[number]), {}
         cut_id = str(cut.get("id"))
         for field, table in tables.items():
             if number >= len(table):
-                raise table.damage(f"there are {len(table)} items, and none for {cut_id!r}, number {number}")
+                raise table.damage(f"there are {len(table)} items, but none for {cut_id!r}, number {number}")
             items[field] = table.item(number)
             if items[field].cut_id != cut_id:
-                raise table.damage(f"item {number} is that of {items[field].cut_id!r}, not of {cut_id!r}")
+                raise table.damage(f"item {number} belongs to {items[field].cut_id!r}, not to {cut_id!r}")
         return StoredCut(shard.index, number, cut, items)
 
     return read
@@ -122,7 +124,7 @@ def read_shard(directory: Location, shard: ShardRecord) -> Iterator[dict[str, An
 
 def _file(directory: Location, shard: ShardRecord, field: str) -> Location:
     if field not in shard.fields:
-        raise DamagedShard(f"{directory}: the index names no {field} of shard {shard.index}")
+        raise DamagedShard(f"{directory}: the index lists no {field} of shard {shard.index}")
     location = shard.fields[field].below(directory)
     check_copy(location)
     return location
@@ -132,16 +134,16 @@ def read_codes(item: Item) -> np.ndarray:
     """Return the codes of an item, (codebooks, frames).
 
     Raises:
-        DamagedShard: they are not codes.
+        DamagedShard: the array does not contain codes.
     """
     codes = array_from_bytes(item.data or b"", item.cut_id)
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
-        raise DamagedShard(f"{item.cut_id}: an array of shape {codes.shape} and type {codes.dtype} is no codes")
+        raise DamagedShard(f"{item.cut_id}: an array of shape {codes.shape} and type {codes.dtype} is not codes")
     return codes
 
 
 def waveform(samples: np.ndarray, width: int = 60) -> str:
-    """Return a line of blocks as high as the peaks of audio (samples,), in decibels.
+    """Return a line of block characters that shows the peaks of audio (samples,) in decibels.
 
     >>> waveform(np.array([0.0, 0.01, 1.0]), width=3)
     ' ▃█'
@@ -155,7 +157,7 @@ def waveform(samples: np.ndarray, width: int = 60) -> str:
 
 
 def dataset_rows(directory: Location, record: DatasetRecord) -> Iterator[tuple[str, str]]:
-    """Yield names and values of what the index says of a dataset."""
+    """Yield names and values that describe a dataset, from its index."""
     yield "dataset", f"{record.name}, in {directory}"
     yield "size", f"{record.num_cuts:,} cuts in {record.num_shards:,} shards"
     yield "target audio", f"{record.target_seconds / 3600:,.3f} h"
@@ -191,7 +193,7 @@ def shard_rows(cuts: Iterator[dict[str, Any]]) -> Iterator[tuple[str, str, str, 
 
 
 def cut_rows(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys and values of a cut, all of it, in the order in which it is stored.
+    """Yield all keys (dotted) and values of a cut in their stored order.
 
     Args:
         value: the cut, or one of its parts, whose key is ``key``.
@@ -204,9 +206,9 @@ def cut_rows(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def field_rows(stored: StoredCut) -> Iterator[tuple[str, str, str]]:
-    """Yield field, shape and a picture of each item of a cut: the waveform of audio, the first codes of codes.
+    """Yield field, shape and a preview of each item of a cut: the waveform of audio, or the first codes.
 
-    An item that cannot be decoded is described by what is wrong with it: the others can still be looked at.
+    An item that cannot be decoded is listed with its error, so that the other items can still be viewed.
     """
     for field, item in stored.items.items():
         if item.data is None:
@@ -237,18 +239,18 @@ def _number(value: Any) -> str:
 
 
 def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
-    """Write ``cut.json``, the audio as it is stored, arrays as ``.npy`` and values into a folder; return the files.
+    """Write ``cut.json``, the stored audio, arrays as ``.npy``, and values into a folder; return the files.
 
     Raises:
-        ConfigError: the folder has files already.
-        FatalError: it cannot be written to.
+        ConfigError: the folder is not empty.
+        FatalError: the folder is not writable.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not an empty folder: name another one", code="foreign_output")
     contents = {"cut.json": msgspec.json.format(msgspec.json.encode(stored.cut), indent=2) + b"\n"}
     for field, item in stored.items.items():
         if item.metadata is not None:
-            # They come from the dataset, and must not lead out of the folder.
+            # Names come from the dataset, and must not lead out of the folder.
             name, extension = (re.sub(r"[^\w-]+", "_", part) for part in (field, item.extension))
             value = msgspec.json.encode(item.metadata) + b"\n"
             contents[f"{name}.{extension}"] = value if item.data is None else item.data
@@ -258,10 +260,10 @@ def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
 
 
 def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
-    """Return the codec of this name, or the only one.
+    """Return the codec with this name, or the only codec.
 
     Raises:
-        ConfigError: there is none, or several to choose from.
+        ConfigError: there is no such codec, or there are several to choose from.
     """
     found = [codec for codec in record.codecs if name in (None, codec.name)]
     if len(found) != 1:
@@ -273,18 +275,18 @@ def choose_codec(record: DatasetRecord, name: str | None) -> CodecRecord:
 
 
 def load_decoder(codec: CodecRecord, model: str | None = None) -> DecodingCodec:
-    """Return the codec that made codes, loaded, to turn them into audio.
+    """Load the codec that made the codes of a dataset, to decode them to audio.
 
     Args:
-        codec: one of the dataset's.
-        model: the model to load, where the codec is none of sharmill's own.
+        codec: the record of the codec in the dataset.
+        model: the model to load, if the recorded one is not built into sharmill.
 
     Raises:
         ConfigError: the codec cannot be loaded or cannot decode.
     """
     loaded = load_recorded_codec(codec, model)
     if not isinstance(loaded, DecodingCodec) or loaded.decoded_sampling_rate is None:
-        raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot turn codes into audio", code="no_decoder")
+        raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot decode codes to audio", code="no_decoder")
     return loaded
 
 
@@ -301,16 +303,16 @@ def decode_stored_codes(
 
     Args:
         dataset: the record of its dataset.
-        codec: whose codes; one of the dataset's.
+        codec: the record of the codec in the dataset.
         decoder: the same codec, loaded.
-        context: those of the context, instead of the target.
-        most_seconds: about how much of it, from the beginning.
+        context: decode the codes of the context instead of the target.
+        most_seconds: decode only about this many seconds from the beginning.
 
     Returns:
-        Samples (samples,), as long as the audio that was encoded, or as ``most_seconds``, and their rate.
+        Samples (samples,), as long as the encoded audio or about ``most_seconds``, and their sampling rate.
 
     Raises:
-        ConfigError: there are no such codes.
+        ConfigError: the cut has no such codes.
         DamagedShard: the codes are damaged.
     """
     import torch
@@ -323,7 +325,7 @@ def decode_stored_codes(
     if most_seconds < math.inf:
         codes = codes[:, : math.ceil(most_seconds * codec.sampling_rate / codec.samples_per_frame)]
     rate = decoder.decoded_sampling_rate
-    assert rate is not None  # as load_decoder has seen
+    assert rate is not None  # load_decoder has checked this
     try:
         audio = decoder.decode(torch.from_numpy(codes.astype(np.int64))[None], torch.tensor([codes.shape[1]]))[0]
     except ValueError as error:
@@ -335,10 +337,10 @@ def decode_stored_codes(
 
 
 def export_audio(path: Path, samples: np.ndarray, sampling_rate: int) -> None:
-    """Write audio in the format that the suffix of ``path`` names.
+    """Write audio in the format named by the suffix of ``path``.
 
     Raises:
-        ConfigError: it names none, or one that cannot have this rate.
+        ConfigError: the suffix is not a known format, or the format does not support this rate.
         FatalError: the file cannot be written.
     """
     refuse(

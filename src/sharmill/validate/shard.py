@@ -1,12 +1,12 @@
-"""The check of one shard: its files, how cuts, audio and codes belong together, its sound, and its codes made again.
+"""The check of one shard: its files, the relations between cuts, audio and codes, its sound, and its recomputed codes.
 
-What sharmill itself has written is made again, and compared with what is stored: a cut is a function of the record that
-it carries and of the length of its audio, and the metadata of audio and codes are functions of the data that they
-describe. Beside these stand the limits that every context keeps. Of a shard of another tool it is what lhotse's
-manifests themselves promise, in any field layout. Fields that other stages have added are as the dataset says of them.
+Everything that sharmill wrote is computed again and compared with the stored data: a cut is a function of its record
+and the length of its audio, and the metadata of audio and codes are functions of the data. In addition, every context
+must satisfy the limits. For a shard of another tool, only the guarantees of lhotse's manifests are checked, in any
+field layout. Fields added by other stages must fit their description in the dataset.
 
-A check of contents is a function of a cut or an item that raises DamagedShard with a sentence about the first thing
-that is wrong.
+Each check of contents is a function of a cut or an item. It raises DamagedShard with a sentence about the first
+problem.
 """
 
 import errno
@@ -62,32 +62,32 @@ from sharmill.validate.accounts import RecordRow, row_of_cut
 from sharmill.validate.checked_dataset import SECONDS_TOLERANCE, CheckedDataset, Shard
 from sharmill.validate.findings import Finding
 
-# More silence than this in an item is worth a look, and so is more clipping, or a lower level, in dB of full scale.
+# Limits of silence and clipping in an item, and of its level in dB of full scale, beyond which it is worth a look.
 MAX_SILENCE_SHARE: Final = 0.8
 MAX_CLIPPING_SHARE: Final = 1e-3
 _LEAST_LOUDNESS: Final = -60.0
 # The share of a segment's codes that may differ. Batch neighbours and other hardware change the last bits of a codec's
-# arithmetic, and with them single codes; the codes of other audio, or of another model, differ in nearly all. The last
-# bits of reduced arithmetic are larger, and each wrong code of a residual codec makes those behind it wrong.
+# arithmetic, and with them single codes; codes of other audio or another model differ in nearly all places. Reduced
+# precision has larger errors, and in a residual codec each wrong code also makes the following ones wrong.
 MAX_DIFFERENT_CODES: Final = 0.05
 _MAX_DIFFERENT_REDUCED: Final = 0.5
 
-# What looking at a manifest raises that is not as it should be.
+# Errors that reading a malformed manifest raises.
 _MALFORMED: Final = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # Similarities are stored with six decimals.
 _SIMILARITY_TOLERANCE: Final = 1e-6
-# Fields whose items last as long as their cut. Contexts live on another time line.
+# Fields whose items are as long as their cut. Contexts have another time line.
 _ALIGNED_AUDIO: Final = (RECORDING, TARGET_AUDIO)
-# As far as lhotse itself lets durations and samples be apart (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
+# lhotse's own tolerance between durations and samples (LHOTSE_AUDIO_DURATION_MISMATCH_TOLERANCE).
 _DURATION_TOLERANCE: Final = 0.025
-# All that lhotse's Recording, Array, TemporalArray and Features have.
+# All keys that lhotse's Recording, Array, TemporalArray and Features have.
 _METADATA_KEYS: Final = frozenset({
     *RECORDING_KEYS,
     "storage_type", "storage_path", "storage_key", "shape", "array", "temporal_dim", "frame_shift", "start",
     "type", "num_frames", "num_features", "recording_id", "channels",
 })  # fmt: skip
 
-# Number of samples, sampling rate and measures of an item, or why it cannot be decoded.
+# Number of samples, sampling rate and measures of an item, or the reason why it cannot be decoded.
 _Measured = tuple[int, int, Sound] | RejectRecord
 
 
@@ -95,10 +95,10 @@ class ValidateProcessor(Processor):
     """The check of the shards of one dataset in one rank.
 
     Args:
-        deep: decode every audio item as well.
-        share: of the segments, targets and contexts alike, those that are encoded again.
-        codecs: by name, for that.
-        with_records: note the records that the cuts carry, to be accounted for.
+        deep: also decode every audio item.
+        share: the share of the segments (targets and contexts) to encode again.
+        codecs: the codecs for this, by name.
+        with_records: also record which records the cuts carry, for the accounts.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ValidateProcessor(Processor):
             found += check_contract(subject.dataset, shard, cuts, contents)
         else:
             found += check_foreign(subject, shard, cuts, contents, stats)
-        # All audio is gone through once to decode it, and once for each codec.
+        # The whole audio is processed once for decoding, and once for each codec.
         passes = self._deep + len(self._codecs)
 
         def finish(item: Item) -> None:
@@ -135,7 +135,7 @@ class ValidateProcessor(Processor):
             _measure_all(shard, contents, found, stats, finish)
         found += self._encode_again(shard, contents, stats, finish)
         findings, records = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.cuts.jsonl"
-        # Only ids are needed to find those that occur twice.
+        # Without accounts, only ids are needed, to find duplicates.
         rows = [row_of_cut(cut) if self._with_records else RecordRow(id=str(cut.get("id"))) for cut in cuts]
         for file, lines in ((findings, found), (records, rows)):
             write_new(staging.path(file), msgspec.json.Encoder().encode_lines(lines))
@@ -158,22 +158,22 @@ class ValidateProcessor(Processor):
         for name, file in shard.files.items():
             recorded, path = shard.record.fields[name] if shard.record else None, subject.directory / file
             if recorded is not None and name not in subject.fields:
-                add("wrong_totals", name, f"{DATASET_FILE} does not name the field")
+                add("wrong_totals", name, f"{DATASET_FILE} does not list the field")
             field = subject.dataset.fields_by_name.get(name) if subject.dataset and subject.is_own else None
             if recorded is not None and field is not None and file != field.path(shard.index):
-                add("wrong_name", name, f"{SHARDS_FILE} has {file} where {field.path(shard.index)} belongs")
+                add("wrong_name", name, f"{SHARDS_FILE} lists {file} instead of {field.path(shard.index)}")
             path = with_content(path, "", math.inf if recorded is None else recorded.max_bytes)
             of_copy = ""
             if isinstance(path, RemoteLocation):
                 of_copy = f" (in {path.cache.path_of(path.url)}: remove this copy)"
             try:
-                # A copy of another version is fetched again.
+                # Fetch the file again if its cached copy is of another version.
                 tell_version(path)
                 with open_location(path, buffering=0) as stream:
                     size = os.fstat(stream.fileno()).st_size
                     stats["files"] += 1
                     stats["bytes"] += size
-                    # One of another size is not read for its checksum: it may be sparse, and a terabyte.
+                    # Do not read a file of the wrong size for its checksum: it may be sparse and have a terabyte.
                     if recorded is not None and size != recorded.size:
                         add("wrong_size", name, f"{size} bytes instead of {recorded.size}{of_copy}", file)
                     elif recorded is not None and checksum_stream(stream) != recorded.xxh3:
@@ -187,9 +187,9 @@ class ValidateProcessor(Processor):
             except DamagedShard as error:
                 add("damaged", name, str(error), file)
             except (FileNotFoundError, NotADirectoryError, ValueError):
-                add("missing_file", name, "the file is not there", file)
+                add("missing_file", name, "the file is missing", file)
             except OSError as error:
-                # What a damaged disk, a lack of permission, or a server that breaks off answers.
+                # These errors come from a damaged disk, missing permissions, or an interrupted server.
                 if error.errno not in (errno.EIO, errno.EACCES, errno.EPERM, errno.EREMOTEIO):
                     raise
                 add("damaged", name, f"it cannot be read: {error.strerror}", file)
@@ -198,13 +198,13 @@ class ValidateProcessor(Processor):
     def _encode_again(
         self, shard: Shard, contents: dict[str, list[Item]], stats: dict[str, float], finish: Callable[[Item], None]
     ) -> Iterator[Finding]:
-        """Yield the items of a shard whose codes are not those of their audio; call ``finish`` with each audio."""
+        """Yield findings for items whose codes do not match their audio; call ``finish`` with each audio item."""
         for record in self._subject.codecs if self._codecs else ():
-            assert self._subject.dataset is not None  # that names the codecs
-            # In a dataset without contexts there are no codes of them either.
+            assert self._subject.dataset is not None  # it lists the codecs
+            # A dataset without contexts has no codes of contexts either.
             for codes, source in zip(record.fields, self._subject.dataset.audio_fields, strict=False):
                 for item, audio in zip(contents.get(codes.name, []), contents.get(source, []), strict=False):
-                    # By its bytes and a seed, so that a segment is in the sample at all its places.
+                    # Choose by the bytes and a seed, so that a segment is in the sample wherever it occurs.
                     is_chosen = xxhash.xxh3_64_intdigest(audio.data or b"", 42) < self._share * (1 << 64)
                     if is_chosen and (problem := _compare(self._codecs[record.name], record, item, audio, stats)):
                         yield shard.finding("different_codes", codes.name, problem, member=item.cut_id)
@@ -212,7 +212,7 @@ class ValidateProcessor(Processor):
 
 
 def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Finding]:
-    """Yield where number, order or seconds of a field's items are not those of the cuts and of the index."""
+    """Yield findings if number, order or seconds of a field's items differ from the cuts or the index."""
     record, cuts = shard.record, contents.get(CUTS)
     ids = [str(cut.get("id")) for cut in cuts or ()]
     expected, source = (record.count, "in the index") if record else (None if cuts is None else len(cuts), "cuts")
@@ -225,7 +225,7 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
         for position, (cut_id, item) in enumerate(zip(ids, items, strict=False)):
             if item.cut_id != cut_id:
                 yield shard.finding(
-                    "wrong_id", name, f"item {position} is {item.cut_id!r}, the cut there is {cut_id!r}"
+                    "wrong_id", name, f"item {position} belongs to {item.cut_id!r}, but the cut there is {cut_id!r}"
                 )
                 break
         if name in seconds:
@@ -235,7 +235,7 @@ def _check_items(shard: Shard, contents: dict[str, list[Any]]) -> Iterator[Findi
 
 
 def _find_clipped(shard: Shard, cuts: list[dict[str, Any]], stats: dict[str, float]) -> Iterator[Finding]:
-    """Count the items that were clipped in writing, as their cuts say, and yield those with a large share of it."""
+    """Count the items that were clipped in writing according to their cuts, and yield those with a large share."""
     for cut in cuts:
         values = cut_values(cut)
         for field, name in CLIPPED_KEYS.items():
@@ -252,7 +252,7 @@ def _measure_all(
     shard: Shard, contents: dict[str, list[Item]], found: list[Finding], stats: dict[str, float],
     finish: Callable[[Item], None],
 ) -> None:  # fmt: skip
-    """Decode every audio item, and call ``finish`` with it; the same bytes once, be they target or context."""
+    """Decode every audio item, the same bytes only once, and call ``finish`` with each item."""
     reported = {(finding.code, finding.field, finding.member) for finding in found}
     known: dict[str, _Measured] = {}
     for name, items in contents.items():
@@ -278,7 +278,7 @@ def _measure(data: bytes, stats: dict[str, float]) -> _Measured:
     except RejectRecord as reject:
         return reject
     if _contradicts_md5(data, samples):
-        return RejectRecord("unreadable_audio", "the FLAC states another MD5 sum than its samples have")
+        return RejectRecord("unreadable_audio", "the MD5 sum in the FLAC header does not match its samples")
     sound, seconds = measure_sound(samples, rate), len(samples) / rate
     stats["seconds decoded"] += seconds
     stats["seconds of silence"] += seconds * sound.silence
@@ -287,7 +287,7 @@ def _measure(data: bytes, stats: dict[str, float]) -> _Measured:
 
 
 def _contradicts_md5(data: bytes | memoryview, samples: np.ndarray) -> bool:
-    """Return True if data are mono FLAC of 16 bits that states an MD5 sum, and not that of its samples."""
+    """Return True if the data is mono 16-bit FLAC with an MD5 sum that does not match its samples."""
     bits = (int.from_bytes(data[18:26], "big") >> 36 & 31) + 1
     if flac_header(data) is None or bits != 16 or not any(data[26:42]):
         return False
@@ -296,13 +296,13 @@ def _contradicts_md5(data: bytes | memoryview, samples: np.ndarray) -> bool:
 
 
 def _sound_problem(item: Item, measured: _Measured) -> tuple[str, str] | None:
-    """Return the code and sentence of what decoding an item shows, if anything."""
+    """Return the code and the sentence of the problem that decoding an item shows; None without a problem."""
     if isinstance(measured, RejectRecord):
         return "bad_audio", str(measured)
     *found, sound = measured
     promised = [(item.metadata or {}).get(key) for key in ("num_samples", "sampling_rate")]
     problems = (
-        (found != promised, "bad_audio", f"samples and rate are {found}, the metadata says {promised}"),
+        (found != promised, "bad_audio", f"samples and rate are {found}, but {promised} in the metadata"),
         (sound.silence > MAX_SILENCE_SHARE, "silent_audio", f"{sound.silence:.0%} of it is silence"),
         (sound.loudness < _LEAST_LOUDNESS, "silent_audio", f"its level is {sound.loudness:.0f} dB of full scale"),
         (sound.clipped > MAX_CLIPPING_SHARE, "clipped_audio",
@@ -312,7 +312,7 @@ def _sound_problem(item: Item, measured: _Measured) -> tuple[str, str] | None:
 
 
 def _compare(codec: Codec, record: CodecRecord, item: Item, audio: Item, stats: dict[str, float]) -> str | None:
-    """Return what is wrong with the codes of an item; None also where other checks find nothing to compare."""
+    """Return how the codes of an item differ from the codec's; None if they match or other checks report the item."""
     if item.data is None or audio.data is None:
         return None
     try:
@@ -323,16 +323,16 @@ def _compare(codec: Codec, record: CodecRecord, item: Item, audio: Item, stats: 
     made = codec.encode(*pad([resample(samples, rate, codec.sampling_rate)]))[0].numpy()
     stats["segments encoded again"] += 1
     if made.shape != stored.shape:
-        return f"the codec gives codes of shape {made.shape}, stored are {stored.shape}"
+        return f"the codec gives codes of shape {made.shape}, but the stored ones have {stored.shape}"
     different = int(np.count_nonzero(made != stored))
     stats["codes compared"] += made.size
     stats["codes that differ"] += different
     most = MAX_DIFFERENT_CODES if record.precision == "fp32" else _MAX_DIFFERENT_REDUCED
-    return f"{different / made.size:.1%} of the codes are others" if different > most * made.size else None
+    return f"{different / made.size:.1%} of the codes differ" if different > most * made.size else None
 
 
 def _seconds(item: Item) -> float:
-    """Return the duration in the metadata; 0 where that is malformed, which is another finding."""
+    """Return the duration in the metadata; 0 if the metadata is malformed, which has its own finding."""
     try:
         return float((item.metadata or {})["duration"])
     except _MALFORMED:
@@ -342,11 +342,11 @@ def _seconds(item: Item) -> float:
 def check_contract(
     dataset: DatasetRecord, shard: Shard, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a shard of a dataset of sharmill's own.
+    """Yield the violations of the contract in a shard of a dataset written by sharmill.
 
     Args:
         cuts: its cuts.
-        contents: its items by field, as far as the files could be read.
+        contents: its items by field, if the files could be read.
     """
     targets, contexts = contents.get(TARGET_AUDIO, []), contents.get(CONTEXT_AUDIO, [])
     may_have_contexts = dataset.has_contexts or CONTEXT_AUDIO in shard.files
@@ -356,7 +356,7 @@ def check_contract(
     for name, items in ((TARGET_AUDIO, targets), (CONTEXT_AUDIO, contexts)):
         yield from _find(shard, "bad_audio", name, partial(_check_audio, dataset), items)
     for codec in dataset.codecs:
-        # A codec whose name cannot be that of a folder has no fields.
+        # A codec whose name is not a valid folder name has no fields.
         for codes, audio, temporal in zip(codec.fields, (targets, contexts), (True, False), strict=False):
             known = dataset.fields_by_name.get(codes.name)
             check = partial(_check_codes, codec, temporal, known is not None and known.optional)
@@ -372,7 +372,7 @@ def check_foreign(
     contents: dict[str, list[Item]],
     stats: dict[str, float],
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a shard; the items of which nothing is known are counted in ``stats``."""
+    """Yield the problems of another tool's shard; items of unknown formats are counted in ``stats``."""
     for cut in cuts:
         found = [*_find(shard, "bad_cut", CUTS, _check_foreign_cut, [cut])]
         yield from found or _find(shard, "foreign_tag", CUTS, _check_language, [cut])
@@ -404,7 +404,7 @@ def check_foreign(
 def _find(
     shard: Shard, code: str, field: str, check: Callable[..., object], rows: Sequence[Any], *others: Sequence[Any]
 ) -> Iterator[Finding]:
-    """Yield a finding for each cut or item of ``rows`` that a check of it, and of what belongs to it, finds wrong."""
+    """Yield a finding for each cut or item in ``rows`` that fails a check of it and its counterparts in ``others``."""
     for row, *of_row in zip(rows, *others, strict=False):
         try:
             check(row, *of_row)
@@ -412,7 +412,7 @@ def _find(
         except (DamagedShard, RejectRecord) as error:
             sentence = str(error)
         except _MALFORMED as error:
-            sentence = f"a key is absent or of the wrong type: {error!r}"
+            sentence = f"a key is missing or has the wrong type: {error!r}"
         yield shard.finding(code, field, sentence, member=row.cut_id if isinstance(row, Item) else str(row.get("id")))
 
 
@@ -423,7 +423,7 @@ def _require(condition: object, sentence: str) -> None:
 
 
 def _require_equal(subject: str, stored: dict[str, Any], made: dict[str, Any]) -> None:
-    """Raise DamagedShard with the first place at which something stored is not as it is made."""
+    """Raise DamagedShard with the first difference between a stored mapping and the one computed again."""
     if stored != made:
         for path, should, found in find_differences(made, stored):
             raise DamagedShard(f"{path} of {subject} is {show(found)}, and should be {show(should)}")
@@ -431,7 +431,7 @@ def _require_equal(subject: str, stored: dict[str, Any], made: dict[str, Any]) -
 
 
 def _check_allowed(subject: str, value: Any) -> None:
-    """Raise DamagedShard where a value has something that is never loaded."""
+    """Raise DamagedShard if a value contains anything that must never be loaded."""
     found = find_forbidden(value)
     _require(not found, f"{subject} has {found}, which is not loaded")
 
@@ -441,20 +441,20 @@ def _check_cut(may_have_contexts: bool, cut: dict[str, Any], audio: Item) -> Non
     utterance, target = utterance_of(cut), audio.metadata or {}
     path = utterance.segment.audio_filepath
     is_below = not path.startswith("/") and (".." not in path or ".." not in PurePosixPath(path).parts)
-    _require(is_below, f"its record is of {path!r}, which is not below an audio root")
+    _require(is_below, f"its record names {path!r}, which is not below an audio root")
     _require(isinstance(utterance.text, str), f"the text of its record is {utterance.text!r}")
     alignments = fit_alignments(utterance.custom.get(ALIGNMENT, {}), 0.0, 0.0, cut["duration"])
-    _require(alignments is not None, "its alignment lies outside of it, or is not in lhotse's form")
+    _require(alignments is not None, "its alignment extends beyond the cut, or is not in lhotse's form")
     _require_equal(
         "the cut", cut,
         cut_json(utterance, sampling_rate=target["sampling_rate"], num_samples=target["num_samples"]),
     )  # fmt: skip
     _require(target["id"] == cut["id"], f"the target audio has the id {target['id']!r}")
     custom = cut["supervisions"][0]["custom"]
-    # All else is as it is made.
+    # All other parts are equal to the cut computed again.
     _check_allowed("its record", custom)
     keys = sorted(custom.keys() & set(CONTEXT_KEYS))
-    _require(may_have_contexts or not keys, f"its record has {', '.join(keys)}, in a dataset without contexts")
+    _require(may_have_contexts or not keys, f"its record has {', '.join(keys)}, but the dataset has no contexts")
 
 
 def _check_context(limits: dict[str, Any], cut: dict[str, Any], audio: Item) -> None:
@@ -466,11 +466,11 @@ def _check_context(limits: dict[str, Any], cut: dict[str, Any], audio: Item) -> 
     _require(found == wanted, f"the context audio has the id {found!r} instead of {wanted!r}")
     if recording == cut["recording"]["id"]:
         times = (custom["offset"], custom["offset"] + custom["duration"], offset, offset + duration)
-        # In microseconds, as the stage match compares them, which chose the context.
+        # Compare microseconds, as the stage match does when it chooses the context.
         begin, end, other_begin, other_end = (round(time * 1_000_000) for time in times)
         is_same, is_apart = (begin, end) == (other_begin, other_end), end <= other_begin or other_end <= begin
         _require(is_apart and not is_same, "the context is the target itself, or overlaps it")
-    # Without limits, there is a finding about the dataset, not about each cut.
+    # Missing limits have their own finding about the dataset, so do not report each cut.
     if limits:
         least, longest = limits["min_similarity"], limits["max_duration"] or math.inf
         told = f"the similarity of the context is {similarity}"
@@ -486,16 +486,20 @@ def _check_copy(context: Item, target: Item) -> None:
 
 
 def _check_audio(dataset: DatasetRecord, item: Item) -> None:
-    """Check an audio item by its header, and make its metadata again."""
+    """Check the header of an audio item, and compare its metadata with metadata computed from the header."""
     if item.data is None or item.metadata is None:
         raise DamagedShard("there is no audio")
     info, wanted = probe_bytes(item.data), dataset.audio_format
     _require(info.channels == 1, f"it has {info.channels} channels")
-    _require(wanted == "original" or item.extension == info.format == wanted,
-             f"it is {info.format} under the name .{item.extension}, in a dataset of {wanted}")  # fmt: skip
+    (
+        _require(
+            wanted == "original" or item.extension == info.format == wanted,
+            f"it is {info.format} with the name .{item.extension}, in a dataset of {wanted}",
+        ),
+    )
     _require(dataset.sampling_rate in (None, info.sampling_rate),
              f"its rate is {info.sampling_rate} Hz in a dataset of {dataset.sampling_rate} Hz")  # fmt: skip
-    # The id is compared with the cut, which says whose audio it is.
+    # The id is checked against the cut, which determines it.
     _require_equal(
         "the metadata", item.metadata,
         recording_json(item.metadata.get("id", ""), info.sampling_rate, info.num_samples),
@@ -503,7 +507,7 @@ def _check_audio(dataset: DatasetRecord, item: Item) -> None:
 
 
 def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item, audio: Item) -> None:
-    """Check codes by the codec and the length of their audio, and make their metadata again."""
+    """Check codes against the codec and the length of their audio, and compare metadata computed from them."""
     if item.data is None and optional:
         return
     if item.data is None or item.metadata is None or audio.metadata is None:
@@ -520,7 +524,7 @@ def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item,
 
 
 def _expected_seconds(name: str, cuts: list[dict[str, Any]], contents: dict[str, list[Item]]) -> list[Any]:
-    """Return how long the items of a field should last, as far as cuts and audio tell."""
+    """Return the expected seconds of the items of a field according to cuts and audio; empty if unknown."""
     if name in _ALIGNED_AUDIO:
         return [cut.get("duration") for cut in cuts]
     for source in (CONTEXT_AUDIO,) if "context" in name.rpartition("/")[2] else _ALIGNED_AUDIO:
@@ -540,21 +544,21 @@ def _check_foreign_cut(cut: dict[str, Any]) -> None:
 
 
 def _check_language(cut: dict[str, Any]) -> None:
-    """Check that NeMo takes the languages of speaker tags for such."""
+    """Check that NeMo recognizes the languages in speaker tags."""
     for supervision in cut.get("supervisions") or ():
         if found := re.search(r"\bLanguage:(\S+)", str(supervision.get("speaker") or "")):
             _require(re.fullmatch(r"\w+", found[1]), f"NeMo's Magpie-TTS does not read {found[0]}")
 
 
 def _find_in_field(shard: Shard, field: Field, items: Sequence[Item]) -> Iterator[Finding]:
-    """Find what is wrong with the items of a field that a stage has added to the published layout."""
+    """Find problems in the items of a field that a stage has added to the published layout."""
     code = "bad_audio" if field.kind == "audio" else "bad_value"
     return _find(shard, code, field.name, partial(_check_field, field), items)
 
 
 def _check_field(field: Field, item: Item) -> None:
     if item.metadata is None:
-        _require(field.optional, "there is no value, and none may be missing")
+        _require(field.optional, "there is no value, although none may be missing")
     elif field.kind == "value":
         _check_value(field, item.metadata)
     else:
@@ -572,7 +576,7 @@ def _check_value(field: Field, values: dict[str, Any]) -> None:
     listed = ", ".join(sorted(values))
     _require(values.keys() == {field.attribute}, f"it has {listed} instead of {field.attribute}")
     value = values[field.attribute]
-    _require(value is not None or field.optional, "there is no value, and none may be missing")
+    _require(value is not None or field.optional, "there is no value, although none may be missing")
     if field.limits is None:
         _check_allowed("the value", value)
     elif value is not None:
@@ -583,7 +587,7 @@ def _check_value(field: Field, values: dict[str, Any]) -> None:
 
 
 def _check_metadata(item: Item) -> None:
-    """Check that metadata have nothing that readers would stumble over, or must not load."""
+    """Check that metadata has only keys that readers know and contains nothing that must not be loaded."""
     metadata = item.metadata or {}
     unknown = sorted(metadata.keys() - _METADATA_KEYS)
     _require(not unknown, f"the metadata has the key {', '.join(unknown)}, which lhotse does not know")
@@ -596,22 +600,23 @@ def _check_stored_audio(item: Item, seconds: float | None = None) -> None:
     duration, channels = metadata["duration"], len(metadata.get("channel_ids") or metadata["sources"][0]["channels"])
     found, promised = (info.num_samples, info.sampling_rate), (metadata["num_samples"], metadata["sampling_rate"])
     is_as_long = abs(found[0] - promised[0]) <= _DURATION_TOLERANCE * found[1] and found[1] == promised[1]
-    _require(is_as_long, f"samples and rate are {found}, the metadata says {promised}")
+    _require(is_as_long, f"samples and rate are {found}, but {promised} in the metadata")
     lasts = found[0] / found[1]
-    _require(abs(duration - lasts) <= _DURATION_TOLERANCE, f"it lasts {lasts} s, the metadata says {duration}")
-    _require(info.channels == channels, f"it has {info.channels} channels, the metadata says {channels}")
+    _require(abs(duration - lasts) <= _DURATION_TOLERANCE, f"it lasts {lasts} s, but {duration} s in the metadata")
+    _require(info.channels == channels, f"it has {info.channels} channels, but {channels} in the metadata")
     _require(seconds is None or abs(seconds - duration) <= _DURATION_TOLERANCE,
-             f"the cut lasts {seconds} s, its audio {duration} s")  # fmt: skip
+             f"the cut lasts {seconds} s, but its audio {duration} s")  # fmt: skip
 
 
 def _check_array(item: Item, seconds: float | None = None, codec: CodecRecord | None = None) -> np.ndarray:
-    """Return the array of an item, checked as far as its manifest, the audio's duration and the codec tell.
+    """Return the array of an item, checked against its manifest and, if known, the audio's duration and the codec.
 
-    A TemporalArray must have as many frames as its audio lasts, give or take one: tools round differently.
+    The number of frames of a TemporalArray may differ by one from the length of its audio, since tools round
+    differently.
     """
     array, metadata = array_from_bytes(item.data or b"", item.cut_id), item.metadata or {}
     shape = metadata.get("array", metadata)["shape"]
-    _require(list(array.shape) == list(shape), f"the shape is {array.shape}, described as {shape}")
+    _require(list(array.shape) == list(shape), f"the shape is {array.shape}, but {shape} in the metadata")
     if np.issubdtype(array.dtype, np.floating):
         _require(np.isfinite(array).all(), "the array has NaN or infinite values")
     elif "array" in metadata and seconds is not None:
@@ -624,6 +629,6 @@ def _check_array(item: Item, seconds: float | None = None, codec: CodecRecord | 
 
 
 def _check_range(what: str, array: np.ndarray, low: float, high: float) -> None:
-    """Raise DamagedShard where values are outside of limits."""
+    """Raise DamagedShard if values are outside their limits."""
     if array.size and not (array.min() >= low and array.max() <= high):
         raise DamagedShard(f"{what} run from {array.min()} to {array.max()}, and not from {low:g} to {high:g}")

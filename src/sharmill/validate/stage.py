@@ -27,31 +27,31 @@ from sharmill.validate.checked_dataset import check_directory, read_checked_data
 from sharmill.validate.findings import Finding, encode_report, make_report
 from sharmill.validate.shard import ValidateProcessor
 
-# A sparse file of any size is told by its size, which is among the files.
+# The maximum size of an index file to hash. A larger file is sparse, and its size in ``files`` identifies it.
 _MAX_INDEX_BYTES: Final = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateConfig(StageSection):
-    """Checks beyond those that the stage ``validate`` always makes."""
+    """Optional checks of the stage ``validate``, besides those that it always makes."""
 
     presence: ClassVar[Presence] = "always"
 
     deep: bool = False
-    """Decode all audio as well."""
+    """Also decode all audio."""
     recheck_codes: float | str = 0.0
     """Share of the segments to encode again, such as ``0.001`` or ``0.1%``."""
     codec_models: dict[str, str] = field(default_factory=dict)
-    """Model of each codec, where it is not the one that made the codes: ``{nano: "nemo:/new/place/model.nemo"}``."""
+    """Model of each codec, if it is not the model that made the codes: ``{nano: "nemo:/new/place/model.nemo"}``."""
     against_sources: bool = False
-    """Account for every record of the sources: each is in the dataset or among the rejects."""
+    """Account for every record of the sources: each must be in the dataset or among the rejects."""
 
     def __post_init__(self) -> None:
         require(0 <= self.recheck_share <= 1, "recheck_codes must be a share between 0 and 1, or a percentage")
 
     @property
     def recheck_share(self) -> float:
-        """``recheck_codes`` as a number; -1 where it is none."""
+        """``recheck_codes`` as a number; -1 if it is not a number."""
         text = str(self.recheck_codes).strip()
         try:
             return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -60,10 +60,10 @@ class ValidateConfig(StageSection):
 
 
 class ValidateStage(Stage):
-    """The check of a dataset, which leaves ``report.json`` in its folder of the run directory.
+    """The check of a dataset, which writes ``report.json`` to its folder of the run directory.
 
     Args:
-        subject: the dataset and the checks; by default those of the run's configuration.
+        subject: the dataset and the checks; by default taken from the run's configuration.
     """
 
     kind = "validate"
@@ -74,7 +74,7 @@ class ValidateStage(Stage):
         self._subject = subject
 
     def subject(self, run: StageRun) -> "Subject":
-        """Return the dataset, and how it is checked."""
+        """Return the dataset to check and how to check it."""
         return self._subject or Subject.from_config(run.config)
 
     def identity(self, run: StageRun) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class ValidateStage(Stage):
         return {
             "dataset_dir": identify_folder(folder, run.run_dir.path) if isinstance(folder, Path) else str(folder),
             "input": _index_of(folder),
-            # Damage does not change the index: what was checked before may have changed since. A check of a URL is
-            # never resumed.
+            # Damage does not change the index, so include the state of all files: they may have changed since an
+            # earlier check. A check of a URL is never resumed.
             "files": _fingerprint(folder) if isinstance(folder, Path) else "",
             "level": subject.describe_level(),
             "versions": versions(),
@@ -105,7 +105,7 @@ class ValidateStage(Stage):
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
         for position, shard in enumerate(read_checked_dataset(self.subject(run).dataset_dir).shards):
-            # Without an index, which alone tells the seconds of audio, all shards are alike.
+            # Without an index the seconds of audio are unknown, so all shards cost the same.
             cost = 1.0 if shard.record is None else round(sum(shard.record.seconds.values()), 3)
             yield make_unit(position, cost=cost, size=shard.size, params={"line": position})
 
@@ -118,7 +118,7 @@ class ValidateStage(Stage):
         dataset, level = read_checked_dataset(subject.dataset_dir), subject.level
         codecs = {}
         for record in dataset.codecs if level.recheck_share else ():
-            # The check computes on a CPU, which has no tf32.
+            # The check runs on a CPU, which has no tf32.
             precision: Precision = "bf16" if record.precision == "bf16" else "fp32"
             given, options = level.codec_models.get(record.name), subject.codec_options.get(record.name)
             codecs[record.name] = load_recorded_codec(record, given, options, precision)
@@ -139,7 +139,7 @@ class ValidateStage(Stage):
                 found, counts = accounts.check(subject.against, compare_texts=dataset.is_own)
                 checked |= counts
                 if unknown := accounts.count_unknown_origins():
-                    unchecked.append(f"which records {unknown} cuts came from: they do not say")
+                    unchecked.append(f"the records that {unknown} cuts came from: the cuts do not name them")
         findings += found
         for commit in run.commits:
             findings += read_records(run.root / commit.files[0].name, Finding)
@@ -159,12 +159,12 @@ class ValidateStage(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A dataset that is to be checked, and how.
+    """A dataset to check, and how to check it.
 
     Attributes:
-        level: checks beyond those that are always made.
-        codec_options: by codec, the options of its model.
-        against: the manifests and rejects that the dataset is to account for.
+        level: the optional checks.
+        codec_options: the options of each codec's model, by codec.
+        against: the manifests and rejects that the dataset must account for.
     """
 
     dataset_dir: Location
@@ -174,7 +174,7 @@ class Subject:
 
     @classmethod
     def from_config(cls, config: Config) -> "Subject":
-        """Return the dataset of a configuration with the checks that it asks for."""
+        """Return the dataset of a configuration with the checks that it requests."""
         level, against = config.section(ValidateConfig), None
         if level.against_sources:
             against = ExpectedRecords(
@@ -182,14 +182,14 @@ class Subject:
             )
         codecs = config.items(CodecConfig)
         if level.recheck_share:
-            # The checker loads no model because a dataset names it, but those that the configuration names itself.
+            # Do not load a model just because the dataset names it, but load the models of the user's configuration.
             own = {codec.name: codec.model for codec in codecs if codec.model != "builtin"}
             level = dataclasses.replace(level, codec_models=own | level.codec_models)
         options = {codec.name: codec.options for codec in codecs}
         return cls(dataset_dir=Path(config.dataset_dir), level=level, codec_options=options, against=against)
 
     def describe_level(self) -> dict[str, Any]:
-        """Return what the checks depend on beside the files."""
+        """Return the values, besides the files, that the checks depend on."""
         return {
             "deep": self.level.deep,
             "recheck_codes": self.level.recheck_share,
@@ -198,24 +198,24 @@ class Subject:
         }
 
     def unchecked(self, checked: dict[str, float]) -> Iterator[str]:
-        """Yield what this level leaves unchecked, a phrase each; ``checked`` has the counts of what was checked."""
+        """Yield phrases for what this level leaves unchecked; ``checked`` contains the counts of what was checked."""
         for name, number in checked.items():
             if name.startswith("unchecked "):
-                yield f"{number:.0f} {name.removeprefix('unchecked ')}: nothing is known of such data"
+                yield f"{number:.0f} {name.removeprefix('unchecked ')}: their format is unknown"
         none_sampled = self.level.recheck_share and not checked.get("segments encoded again")
         causes = (
             (not self.level.deep, "samples, silence and clipping: audio was not decoded (--deep)"),
             (not self.level.recheck_share,
-             "whether the codes are those of the audio: none was encoded again (--recheck-codes)"),
+             "that codes match the audio: none was encoded again (use --recheck-codes)"),
             (none_sampled,
-             "whether the codes are those of the audio: no segment fell in the sample, raise --recheck-codes"),
+             "that codes match the audio: no segment was in the sample (increase --recheck-codes)"),
             (self.against is None, "completeness: the dataset was not compared with its manifests (--against)"),
         )  # fmt: skip
         yield from (phrase for is_so, phrase in causes if is_so)
 
 
 def _index_of(directory: Location) -> list[str]:
-    """Return the checksums of the files of the index that are there and not far too large."""
+    """Return the checksums of the index files that exist and are not absurdly large."""
     paths = [directory / name for name in (DATASET_FILE, SHARDS_FILE)]
     return [checksum(fetch(path)) for path in paths if path.is_file() and tell_version(path)[0] <= _MAX_INDEX_BYTES]
 
@@ -231,7 +231,7 @@ def _add_up_stats(commits: Iterable[Commit]) -> dict[str, float]:
 def _fingerprint(directory: Path) -> str:
     """Return a hash of the names, sizes and times of all files.
 
-    The time of change is among them, for copying may keep that of the content.
+    This includes the time of change, since copying may preserve the time of modification.
     """
     digest = xxhash.xxh3_64()
     for path in sorted(directory.rglob("*")):

@@ -76,7 +76,7 @@ def test_a_damaged_file_of_a_finished_export_is_found(call, project, tmp_path, f
     assert "7 cuts" in call(*command)[1]
     before = snapshot(tmp_path / "o")
     flip_bit(name, 100)(tmp_path / "o")
-    assert f"{name} is not as it was written: remove it" in call(*command)[2]
+    assert f"{name} has changed since it was written: remove it" in call(*command)[2]
     (tmp_path / "o" / name).unlink()
     call(*command)
     assert snapshot(tmp_path / "o") == before
@@ -85,9 +85,9 @@ def test_a_damaged_file_of_a_finished_export_is_found(call, project, tmp_path, f
 def test_foreign_folders_are_refused(project, exported, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for out, code, words in (
-        (tmp_path, "foreign_output", "something else"),
+        (tmp_path, "foreign_output", "other files"),
         (tmp_path / "notes.txt", "bad_usage", "notes.txt"),
-        (project.dataset / "export", "bad_usage", "in the dataset itself"),
+        (project.dataset / "export", "bad_usage", "inside the dataset"),
         # The paths in its manifest are absolute.
         (copy(exported.manifest.parent, tmp_path / "moved"), "foreign_output", "another dataset"),
     ):

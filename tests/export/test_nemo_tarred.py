@@ -209,9 +209,9 @@ def test_other_folders_and_datasets_without_usable_audio_are_refused(project, ex
     write_members(tar, [(name.replace(".flac", ".m4a"), data) for name, data in members_of(tar)])
     reindex(other)
     for dataset, out, options, code, words in (
-        (project.dataset, tmp_path, {}, "foreign_output", "something else"),
+        (project.dataset, tmp_path, {}, "foreign_output", "other files"),
         (project.dataset, exported, BUCKETS, "foreign_output", "with other options"),
-        (project.dataset, project.dataset / "o", {}, "bad_usage", "in the dataset itself"),
+        (project.dataset, project.dataset / "o", {}, "bad_usage", "inside the dataset"),
         (bare, tmp_path / "o", {}, "bad_usage", "no target_audio"),
         (other, tmp_path / "o", {}, "unsupported_format", "cut-rec-a.b-0.00-0.60 is .m4a"),
     ):

@@ -155,7 +155,7 @@ IN_CUTS = {
     "a recording within that has a key of its own": (in_cut(custom__extra={**FILE, "loader": "x"}), "'loader'"),
     "a source within that has a key of its own": (
         in_cut(custom__extra=FILE | {"sources": [{"type": "file", "channels": [0], "source": "x", "k": 1}]}), "'k'"),
-    "a recording whose sources are none": (in_cut(custom__extra=FILE | {"sources": {"type": "file"}}), "no list"),
+    "a recording whose sources are none": (in_cut(custom__extra=FILE | {"sources": {"type": "file"}}), "not a list"),
 }  # fmt: skip
 # In the metadata of an archive: its field, the keys, and a word of the refusal.
 IN_METADATA = {

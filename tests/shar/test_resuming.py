@@ -132,7 +132,7 @@ def test_states_that_do_not_belong_together_are_refused(dataset, tmp_path):
     for wrong, words in (
         ([states[0], states[2]], "part 1 of 3"),
         ([*states, states[1]], "twice"),
-        ([merge_states(states)], "merged already"),
+        ([merge_states(states)], "merged state"),
         ([], "no state"),
         ([*states, *halves], "part 0 of 2"),
     ):

@@ -239,7 +239,7 @@ def test_a_dataset_at_a_url_is_validated(many, store, monkeypatch, tmp_path):
     disk, report = check_dataset(many.dataset, tmp_path / "disk", deep=True), validate("--deep", status=0)
     assert report["dataset"] == store.url("many")
     assert (report["checked"], report["findings"]) == (disk.checked, disk.findings)
-    assert set(report["unchecked"]) - set(disk.unchecked) == {"stray files: a URL is not listed"}
+    assert set(report["unchecked"]) - set(disk.unchecked) == {"stray files: folders at a URL cannot be listed"}
     # What was copied before is looked at in the store again.
     store.put(TAR, b"x" + store.get(TAR)[1:])
     del store.objects["many/cuts/cuts.000004.jsonl.gz"]

@@ -18,7 +18,7 @@ from sharmill.shar.rebuild import parse_codec_facts, rebuild_index
 
 TOY = "toy,codebook_size=64"
 NO_INDEX = "sizes and checksums of the files: there is no readable shards.jsonl"
-NO_CODEC = "the range of codes and their frames to the last one: no codec is recorded"
+NO_CODEC = "the range of codes and the exact number of their frames: no codec is recorded"
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_an_index_that_was_lost_comes_back(built, tmp_path, lost):
     if lost == "shards.jsonl":
         assert snapshot(folder) == before
     else:
-        assert "count as another tool's" in told[1]
+        assert "are treated as another tool's" in told[1]
         assert (folder / "shards.jsonl").read_bytes() == before["shards.jsonl"]
     assert check_dataset(folder, tmp_path / "run").findings == []
 
@@ -184,7 +184,7 @@ def test_gaps_in_our_own_shards_are_shards_that_are_gone(built, tmp_path):
     folder = copy(built.dataset, tmp_path / "own")
     for path in [folder / "dataset.json", folder / "shards.jsonl", *folder.rglob("*.000000.*")]:
         path.unlink()
-    with raises(ConfigError, "no_dataset", "some are gone"):
+    with raises(ConfigError, "no_dataset", "some are missing"):
         list(rebuild_index(folder))
 
 

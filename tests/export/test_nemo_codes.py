@@ -1,4 +1,4 @@
-"""``sharmill export --to nemo_codes``: what lies in the folder, that it goes on where it stopped, what is refused."""
+"""``sharmill export --to nemo_codes``: the files it writes, resuming an interrupted export, and refusals."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def exported(project):
 
 
 def read_manifest(path):
-    """As NeMo does: lines of the file in text mode."""
+    """Read the manifest as NeMo does: lines of the file in text mode."""
     with path.open(encoding="utf-8") as stream:
         return [json.loads(line) for line in stream.readlines()]
 

@@ -1,4 +1,4 @@
-"""``sharmill export --to nemo_tarred``: its files, its three readers, that it goes on after a kill, what is refused."""
+"""``sharmill export --to nemo_tarred``: its files, its three readers, resuming after a kill, and refusals."""
 
 import re
 import signal
@@ -35,7 +35,7 @@ from sharmill.shar import open_shar
 KEYS_OF_FILES = {"context_audio_filepath", "context_audio_offset", "context_audio_duration", "evil_filepath",
                  "rttm_file", "audio_filename"}  # fmt: skip
 BUCKETS = {"buckets": 2, "min_duration": 0.55, "max_duration": 1.45}
-# With names that NeMo would take apart, or that are the same without dots.
+# Names that NeMo would split, or that are equal without dots.
 SECONDS = {"a.b.flac": 0.6, "a_b.flac": 0.6, "calls/x-sub1.wav": 0.7, "c.flac": 0.8, "d.wav": 0.9, "e.flac": 0.5,
            "f.flac": 1.1, "g.flac": 1.2, "h.flac": 1.3}  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_audio_of_every_cut_byte_for_byte_and_all_keys(project, exported):
         assert row == {"lang": "en"} | {key: record[key] for key in record.keys() - KEYS_OF_FILES} | source | own
 
 
-def test_the_command_leaves_out_other_durations_and_writes_nemos_metadata(project, tmp_path):
+def test_durations_are_filtered_and_nemos_metadata_is_written(project, tmp_path):
     options = ["--to", "nemo_tarred", "--min-duration", "0.55", "--max-duration", "1.35"]
     done = run_sharmill("export", project.dataset, tmp_path / "o", *options)
     assert "8 cuts, 0.00 hours; 2 cuts of other durations are left out" in done.stdout
@@ -130,7 +130,7 @@ def by_nemos_lhotse_loader(sets, folder):
 def by_nemos_classic_class(sets, folder):
     reading = pytest.importorskip("nemo.collections.asr.data.audio_to_text")
     for sharded, tars in sets:
-        # As NeMo's page says: one manifest of all archives.
+        # Pass one manifest of all archives, as NeMo's documentation says.
         manifest = sharded.replace("sharded_manifests/manifest__OP_0..3_CL_", "tarred_audio_manifest")
         names = {row["audio_filepath"]: row["cut_id"] for row in lines(folder / manifest)}
         letters = list("abcdefghijklmnopqrstuvwxyz ")
@@ -177,7 +177,7 @@ export_dataset({str(project.dataset)!r}, "nemo_tarred", {str(out)!r}, **{BUCKETS
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     made = [path.name for path in out.rglob("*.*")]
     assert (made.count("audio_0.tar"), made.count("tarred_audio_manifest.json")) == (2, 0)
-    # As one that is killed within an archive, or between an archive and its manifest, leaves it.
+    # Imitate an export that was killed within an archive, or between an archive and its manifest.
     (out / "bucket1" / f".audio_3.tar.{'0' * 32}.tmp").write_bytes(b"half")
     (out / "bucket2" / "sharded_manifests" / "manifest_0.json").unlink()
     first = (out / "bucket1" / "audio_0.tar").stat().st_mtime_ns
@@ -188,7 +188,7 @@ export_dataset({str(project.dataset)!r}, "nemo_tarred", {str(out)!r}, **{BUCKETS
 
 @pytest.mark.parametrize(("options", "code", "words"), [
     ({"buckets": 0}, "bad_usage", "at least 1"),
-    ({"buckets": 10**9, "max_duration": 2.0}, "bad_usage", "not more than the 10 cuts"),
+    ({"buckets": 10**9, "max_duration": 2.0}, "bad_usage", "at most the number of cuts, 10"),
     ({"buckets": 2}, "bad_usage", "--max-duration"),
     ({"min_duration": 2.0, "max_duration": 2.0}, "bad_usage", "less than --max-duration 2"),
     ({"min_duration": float("nan")}, "bad_usage", "--min-duration nan"),
@@ -202,7 +202,7 @@ def test_wrong_options_are_refused_before_any_work(project, tmp_path, options, c
     assert not (tmp_path / "o").exists()
 
 
-def test_other_folders_and_datasets_without_usable_audio_are_refused(project, exported, tmp_path):
+def test_other_folders_and_unusable_datasets_are_refused(project, exported, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     bare, other = make_bare_dataset(tmp_path / "bare", [2], codes=True), copy(project.dataset, tmp_path / "other")
     tar = other / "target_audio" / "recording.000000.tar"

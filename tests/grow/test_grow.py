@@ -1,6 +1,6 @@
-"""Datasets that are appended to, merged and split: what comes out, and what is refused.
+"""Datasets that are appended to, merged and split: the results, and refusals.
 
-What is cut off anywhere is done again in ``tests/faults/test_power.py``.
+``tests/faults/test_power.py`` interrupts these commands at any point.
 """
 
 import json
@@ -85,7 +85,7 @@ def ids_of(dataset):
 
 
 @ways
-def test_what_is_made_is_whole_has_every_cut_once_and_the_sources_stay(parts, tmp_path, way):
+def test_results_have_every_cut_once_and_sources_stay(parts, tmp_path, way):
     before = [snapshot(part) for part in parts]
     way(parts, tmp_path)
     assert [snapshot(part) for part in parts] == before
@@ -104,7 +104,7 @@ def test_what_is_made_is_whole_has_every_cut_once_and_the_sources_stay(parts, tm
 
 @pytest.fixture
 def growing(coded, tmp_path):
-    """A dataset of two shards, that may be appended to."""
+    """A dataset of two shards that tests may append to."""
     return copy(coded[0], tmp_path / "growing")
 
 
@@ -125,14 +125,14 @@ def test_old_files_stay_and_an_open_reader_keeps_its_shards(coded, growing, tmp_
     again = append_dataset(growing, coded[1])
     assert (again.already, again.first, again.count) == (True, 2, 2)
     assert snapshot(growing) == after
-    # As if they had been merged, but for the name.
+    # The result is as if they had been merged, except for the name.
     merge_datasets(coded, tmp_path / "merged", name=read_dataset(growing).name)
     assert snapshot(growing) == snapshot(tmp_path / "merged")
 
 
 def test_a_killed_append_is_removed_by_checksum(coded, growing, call):
     left = [line | {"index": line["index"] + 2} for line in lines(coded[1] / "shards.jsonl")]
-    # Of an append of other shards, whose first cuts are the second ones here.
+    # These are the lines of an append of other shards, whose first cuts file is the second one here.
     left[0]["fields"]["cuts"] = left[1]["fields"]["cuts"] | {"file": "cuts/mine.txt"}
     write_lines(growing / "shards.jsonl", [*lines(growing / "shards.jsonl"), *left])
     shutil.copy(coded[1] / "cuts/cuts.000001.jsonl.gz", growing / "cuts/cuts.000002.jsonl.gz")
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(parts, tmp_path, way, ch
         assert read_dataset(tmp_path / "work/out") == read_dataset(parts[0])
 
 
-def test_a_model_in_another_place_is_the_same_and_devices_are_those_of_all(coded, tmp_path):
+def test_a_moved_model_is_the_same_and_devices_are_united(coded, tmp_path):
     other = copy(coded[1], tmp_path / "other")
     do.change_codec(model="nemo:/new/place/model.nemo", devices=["A GPU"])(other)
     do.change_description(match_devices=["A GPU"])(other)
@@ -233,7 +233,7 @@ def test_what_is_in_the_way_or_being_changed_is_refused(coded, growing, tmp_path
     with FolderLock(staging), raises(ConfigError, "locked", str(staging)):
         merge_datasets(coded, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    # What a killed append has left is no stranger's, also where another run has written the index anew meanwhile.
+    # A leftover of a killed append does not count as foreign, even if another run has rewritten the index meanwhile.
     stray.write_bytes((coded[1] / "target_audio/recording.000001.tar").read_bytes())
     assert append_dataset(growing, coded[1]).count == 2
 
@@ -243,7 +243,7 @@ def test_only_a_new_or_empty_place_is_taken(parts, tmp_path, way):
     (tmp_path / "out").mkdir()
     mine = tmp_path / "out/notes.txt"
     mine.write_text("mine")
-    # What was killed at its very end.
+    # The leftovers of a process that was killed at its very end.
     (tmp_path / f".out{STAGING_NAME}/.sharmill-lock").mkdir(parents=True)
     with raises(ConfigError, "foreign_output", "not empty"):
         way(parts, tmp_path)
@@ -276,7 +276,7 @@ def test_a_dataset_without_a_layout_grows_by_one_with_a_layout(coded, growing):
         ({"encode": {"codecs": []}}, ["encode.codecs", "[]", "['a']"]),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused_before_any_work(coded, tmp_path, changes, named):
+def test_an_unfit_configuration_is_refused_before_any_work(coded, tmp_path, changes, named):
     values = {
         "append_to": str(coded[0]), "match": {"min_similarity": 0.6, "min_duration": 0.0},
         "encode": {"codecs": [{"name": "a", "model": "builtin"}]},
@@ -332,7 +332,7 @@ def split(speech, out, **options):
 
 
 def items_of(dataset, field):
-    """The members of a field over all shards, in order."""
+    """Return the members of a field over all shards, in order."""
     return [member for file in sorted((dataset / field).iterdir()) for member in members_of(file)]
 
 
@@ -341,7 +341,7 @@ def speakers_of(dataset):
     return {cut["supervisions"][0]["speaker"] for file in files for cut in lines(file)}
 
 
-def test_every_cut_is_in_one_split_as_it_was_and_no_speaker_in_two(speech, tmp_path):
+def test_every_cut_and_speaker_is_in_exactly_one_split(speech, tmp_path):
     made = split(speech, tmp_path / "out", shard_size=4)
     total, folders = read_dataset(speech), [tmp_path / "out" / part.name for part in made]
     assert [part.name for part in made] == ["train", "valid", "test"]
@@ -352,7 +352,7 @@ def test_every_cut_is_in_one_split_as_it_was_and_no_speaker_in_two(speech, tmp_p
     for field in total.fields[1:]:
         assert dict(member for folder in folders for member in items_of(folder, field)) == dict(items_of(speech, field))
     for folder in folders:
-        # In the order of the dataset.
+        # The cuts are in the order of the dataset.
         assert all(a < b for a, b in pairwise(map(ids_of(speech).index, ids_of(folder))))
         assert [shard.count for shard in ShardedDataset(folder).shards()][:-1] in ([], [4])
     for key in ("num_cuts", "target_seconds", "context_seconds"):
@@ -366,12 +366,12 @@ def test_every_cut_is_in_one_split_as_it_was_and_no_speaker_in_two(speech, tmp_p
 def test_an_interrupted_split_is_not_mixed_with_another(speech, tmp_path, call):
     other, out, damage = copy(speech, tmp_path / "other"), tmp_path / "out", do.flip_bit(do.TARGETS, 600)
     damage(other)
-    with raises(FatalError, "units_failed", "recording.000001.tar is not what the index lists"):
+    with raises(FatalError, "units_failed", "recording.000001.tar differs from the index"):
         split(other, out)
     damage(other)
     with raises(ConfigError, "changed_plan", "seed"):
         split(other, out, seed=7)
-    # As if somebody had replaced the folder.
+    # Imitate another user who replaced the folder.
     shutil.rmtree(out / STAGING_NAME)
     mine = out / "train/cuts/cuts.000000.jsonl.gz"
     mine.write_bytes(b"mine")
@@ -387,7 +387,7 @@ def test_an_interrupted_split_is_not_mixed_with_another(speech, tmp_path, call):
 
 
 def test_speakers_with_contexts_of_each_other_stay_together(tmp_path):
-    """As with ``speaker_key: all``: 0 and 1 share contexts, 2 and 3 have their own."""
+    """As with ``speaker_key: all``, 0 and 1 share contexts, but 2 and 3 have their own."""
     project = Project(tmp_path / "shared")
     for number in range(8):
         project.add(f"{number}.flac", voice(0.5, seed=number), speaker=f"s{number // 2}")
@@ -435,10 +435,10 @@ VALUES = {
 
 @pytest.fixture
 def grown(tmp_path):
-    """Returns a function: changes of match -> the finished project of the new records, and the dataset that grew.
+    """Return a function from changes of match to the finished project of the new records and the extended dataset.
 
-    The dataset has two cuts of anna and two of bert. Of the new records one is of anna, one of carl and two, of
-    one file that the dataset has a part of, are of bert.
+    The dataset has two cuts of anna and two of bert. The new records are one of anna, one of carl, and two of bert,
+    both from a file that the dataset has a part of.
     """
 
     def make(**match):
@@ -463,7 +463,7 @@ def grown(tmp_path):
 
 
 def contexts(project):
-    """The text of each cut, and where its context came from."""
+    """Return the text of each cut, and the origin of its context."""
     found = [cut.supervisions[0] for cut in open_shar(project.dataset, [])]
     return {said.text: said.custom["context_audio_filepath"] for said in found}
 
@@ -482,7 +482,7 @@ def test_contexts_are_also_old_cuts_with_their_stored_audio(grown, max_group):
     assert [r["record"]["text"] for r in new.rejects("match") if r["reason"] == "single_utterance_speaker"] == [
         "text of carl/new.flac"
     ]
-    # With max_group, a part may have no other utterance.
+    # With max_group, a part may contain no other utterance.
     if max_group is None:
         assert found["text of anna/new.flac"] in ("anna/0.flac", "anna/1.flac")
         assert found["overlaps"] == "bert/2.flac"
@@ -497,6 +497,6 @@ def test_contexts_are_also_old_cuts_with_their_stored_audio(grown, max_group):
     appended = append_dataset(dataset, new.dataset)
     assert ShardedDataset(dataset).record().num_cuts == appended.record.num_cuts == before + len(found)
     assert len(list(open_shar(dataset))) == before + len(found)
-    # What has been appended does not change the plan, so that the run is as it was.
+    # Appending does not change the plan, so the run is still complete.
     assert run_dataset(config, Listener()).num_errors == 0
     assert append_dataset(dataset, new.dataset).already

@@ -1,4 +1,4 @@
-"""Datasets that are copied to object stores: what lies there, in which order, and what is refused."""
+"""Datasets that are copied to object stores: the objects, their order, and refusals."""
 
 import signal
 import subprocess
@@ -90,7 +90,7 @@ def test_a_killed_copy_shows_no_dataset_and_goes_on(datasets, store):
     assert there(store) == snapshot(datasets[0])
 
 
-# The faults come behind a publisher's looks at what is there; in AIStore, before the last of them.
+# The faults occur after a publisher's checks of existing objects; in AIStore, before the last of these checks.
 @pytest.mark.parametrize(
     ("kind", "methods", "after"), [(S3Store, "PUT", 0), (GcsStandIn, "POST", 0), (AIStoreStandIn, "HEAD", 1)]
 )
@@ -102,14 +102,14 @@ def test_of_two_publishers_at_one_url_one_is_stopped(datasets, tmp_path, kind, m
     with kind() as store:
         finish_other = threading.Barrier(number, action=partial(publish_dataset, other, store.url("x")))
         store.faults = [Fault(key, methods=methods, after=after, times=number, call=finish_other.wait)]
-        with pytest.raises(SharmillError, match=r"is there already|is not what was sent"):
+        with pytest.raises(SharmillError, match=r"already exists|has changed since it was sent"):
             publish_dataset(datasets[0], store.url("x"))
         assert there(store) == snapshot(other)
 
 
-def test_an_object_that_is_replaced_before_the_last_look_is_named(datasets, store):
+def test_an_object_replaced_before_the_last_check_is_named(datasets, store):
     store.faults = [Fault("dataset.json", methods="PUT", call=lambda: store.put("x/cuts/cuts.000000.jsonl.gz", b"x"))]
-    with raises(FatalError, "disk", "x/cuts/cuts.000000.jsonl.gz is not what was sent"):
+    with raises(FatalError, "disk", "x/cuts/cuts.000000.jsonl.gz has changed since it was sent"):
         publish_dataset(datasets[0], store.url("x"))
 
 
@@ -121,7 +121,7 @@ def link(store, datasets, mine):
     (mine / "cuts").symlink_to("../elsewhere")
 
 
-# What happens to the store, or to the dataset that is published.
+# Changes to the store, or to the dataset being published.
 HAPPENS = {
     "other dataset": lambda store, datasets, mine: store.upload(datasets[1], "x"),
     "other object": lambda store, datasets, mine: store.put(f"x/{CUTS}", (mine / CUTS).read_bytes()[::-1]),
@@ -141,16 +141,16 @@ HAPPENS = {
 @pytest.mark.parametrize(
     ("happens", "kind", "code", "said"),
     [
-        ("other dataset", ConfigError, "foreign_output", "s3://bucket/x is there already"),
-        ("other object", ConfigError, "foreign_output", "x/cuts/cuts.000000.jsonl.gz is there already"),
-        ("foreign index", ConfigError, "foreign_output", "x/shards.jsonl is there already"),
-        ("foreign record", ConfigError, "foreign_output", "x/dataset.json is there already"),
-        ("damaged file", DamagedShard, "damaged_shard", "recording.000001.tar is not what the index lists"),
+        ("other dataset", ConfigError, "foreign_output", "s3://bucket/x already exists"),
+        ("other object", ConfigError, "foreign_output", "x/cuts/cuts.000000.jsonl.gz already exists"),
+        ("foreign index", ConfigError, "foreign_output", "x/shards.jsonl already exists"),
+        ("foreign record", ConfigError, "foreign_output", "x/dataset.json already exists"),
+        ("damaged file", DamagedShard, "damaged_shard", "recording.000001.tar differs from the index"),
         ("link", ConfigError, "foreign_output", "cuts is a link"),
         ("unfinished", ConfigError, "no_dataset", "is not a finished dataset"),
         ("no permission", FatalError, "disk", "written by these credentials"),
         ("no reading", FatalError, "disk", "written by these credentials"),
-        ("altered object", FatalError, "disk", "recording.000000.tar is not what was sent to the store"),
+        ("altered object", FatalError, "disk", "recording.000000.tar has changed since it was sent to the store"),
     ],
 )
 def test_what_cannot_be_published_is_named_and_shows_no_dataset(datasets, store, tmp_path, happens, kind, code, said):

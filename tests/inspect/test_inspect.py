@@ -24,7 +24,7 @@ HOSTILE = "\x1b[31mred\x07 <script>alert(1)</script> [bold]x[/bold] \u202eabc\nn
 
 @pytest.fixture(scope="module")
 def looked_at(tmp_path_factory):
-    """A dataset of five cuts in two shards, with codes of ``toy``; not to be changed by tests."""
+    """A dataset of five cuts in two shards, with codes of ``toy``; tests must not change it."""
     project = Project(tmp_path_factory.mktemp("looked_at"))
     for number in range(5):
         samples = voice(1.0 + 0.125 * number, pitch=150 + 20 * number, seed=number)
@@ -35,7 +35,7 @@ def looked_at(tmp_path_factory):
 
 @pytest.fixture
 def toy():
-    """The codec that made the codes is what is loaded, whatever its name."""
+    """Load the codec that made the codes, whatever name is given."""
     with mock.patch("sharmill.models.load_codec", return_value=DecodingToy()) as load:
         yield load
 
@@ -160,7 +160,7 @@ def test_fields_that_a_stage_has_added_are_shown_and_exported(looked_at, call, t
 
 
 def levels(samples) -> np.ndarray:
-    """What the toy codec makes of the codes of these samples, as long as they are."""
+    """Return the toy codec's reconstruction of these samples, cut to their length."""
     return np.repeat(ToyCodec().codes(samples)[0] / 50, 320)[: len(samples)].astype(np.float32)
 
 
@@ -168,7 +168,7 @@ def levels(samples) -> np.ndarray:
     ("options", "original"),
     [([], voice(1.125, pitch=170, seed=1)), (["--context"], voice(1.25, pitch=190, seed=2))],
 )
-def test_the_audio_is_that_of_the_codes_and_as_long_as_the_segment(looked_at, toy, call, tmp_path, options, original):
+def test_decoded_audio_matches_the_codes_and_the_length(looked_at, toy, call, tmp_path, options, original):
     status, out, _ = call("decode", looked_at, "--cut", CUT, "-o", tmp_path / "x.wav", *options)
     assert status == 0
     samples, rate = sf.read(tmp_path / "x.wav", dtype="float32")
@@ -228,11 +228,11 @@ def test_several_codecs_must_be_told_apart(looked_at):
     ("model", "error"),
     [
         ("python:evil:Codec", ("untrusted_model", "python:evil:Codec", "--codec-model c=MODEL")),
-        # Of earlier versions.
+        # Names that earlier versions recorded.
         ("untrained", ("bad_codec", "'c'", "encode with builtin")),
     ],
 )
-def test_other_models_are_not_loaded_because_a_dataset_names_them(model, error):
+def test_other_models_named_by_a_dataset_are_not_loaded(model, error):
     with raises(ConfigError, *error):
         find_recorded_codec(codec_record(model, True), None)
     assert find_recorded_codec(codec_record(model, True), "builtin").name == "builtin"

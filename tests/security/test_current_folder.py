@@ -1,4 +1,4 @@
-"""The current folder may be a stranger's dataset: no process takes Python's own modules from there."""
+"""The current folder may be an untrusted dataset: no process imports Python's own modules from it."""
 
 import os
 import subprocess
@@ -12,22 +12,22 @@ from support.toy_stage import ToyStage
 from sharmill.executors.slurm.profile import ClusterProfile
 from sharmill.registry import ENCODERS
 
-# Each is imported by every new Python process of multiprocessing, submitit or sharmill itself.
+# Every new Python process of multiprocessing, submitit or sharmill itself imports each of these.
 MODULES = ("multiprocessing", "selectors", "pickle", "signal", "json", "xxhash", "resource", "sharmill")
 
 
 @pytest.fixture
 def hostile(built, tmp_path):
-    """A dataset with modules beside it that leave a file when they are imported."""
+    """A dataset beside modules that leave a file when they are imported."""
     dataset = copy(built.dataset, tmp_path / "dataset")
     for name in MODULES:
         (dataset / f"{name}.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\n")
     return dataset
 
 
-# How Python is called, the variables that it gets, the status that it ends with, and what it says.
+# The arguments of Python, its environment variables, its exit status, and a word of its output.
 PROCESSES = {
-    # The modules are stray files.
+    # The checker reports the modules as stray files.
     "the checker and its workers": (["-P", "-m", "sharmill", "validate", ".", "--workers", "2"], {}, 3, "stray_file"),
     "the command as a module": (["-m", "sharmill", "--version"], {}, 0, "version"),
     "a job of submitit": (["-u", "-m", "submitit.core._submit", "none"], {"PYTHONSAFEPATH": "1"}, 1, ""),
@@ -37,7 +37,7 @@ PROCESSES = {
 @pytest.mark.parametrize(("arguments", "variables", "status", "said"), PROCESSES.values(), ids=PROCESSES.keys())
 def test_processes_take_no_module_from_there(hostile, tmp_path, arguments, variables, status, said):
     if arguments[0] == "-m":
-        (hostile / "sharmill.py").unlink()  # Python itself would run it
+        (hostile / "sharmill.py").unlink()  # Python itself would import it
     plain = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}
     done = subprocess.run(
         [sys.executable, *arguments], cwd=hostile, env=plain | variables, capture_output=True, text=True, timeout=240,
@@ -48,13 +48,13 @@ def test_processes_take_no_module_from_there(hostile, tmp_path, arguments, varia
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_job_of_slurm_exports_the_safe_path_before_python_starts(tmp_path):
+def test_a_slurm_job_sets_the_safe_path_before_python_starts(tmp_path):
     stage = ToyStage(tmp_path)
     script = ToyRun(ToyDataset(stage), ClusterProfile(setup=["module load sox"])).scripts(stage.in_run, 1)[0]
     assert script.index("export PYTHONSAFEPATH=1") < script.index("eval 'module load sox'") < script.index("srun")
 
 
-def test_code_that_the_user_names_is_found_in_the_current_folder_but_replaces_nothing(tmp_path, monkeypatch):
+def test_named_code_in_the_current_folder_replaces_nothing(tmp_path, monkeypatch):
     (tmp_path / "own_encoder_of_mine.py").write_text("class Encoder: pass\n")
     (tmp_path / "colorsys.py").write_text("raise RuntimeError('imported from the current folder')\n")
     monkeypatch.chdir(tmp_path)

@@ -1,8 +1,8 @@
-"""Seeded mutations of every format that sharmill reads end in errors that it means.
+"""Seeded mutations of every format that sharmill reads end in the intended errors.
 
     SEED=7 ROUNDS=100000 pytest -m slow tests/security/test_fuzz.py
 
-goes on for as long as there is time. What is found becomes a case of the tests beside it.
+runs until it is interrupted or finished. Problems that it finds become cases of the neighbouring tests.
 """
 
 import bz2
@@ -78,7 +78,7 @@ TOKEN = "0" * 16
 
 
 def mutate(data: bytes, draws: random.Random) -> bytes:
-    """Change data: half of the time, if it is JSON, its values, which bytes rarely survive as."""
+    """Change data; if it is JSON, change its values in half of the cases, as changed bytes are rarely JSON."""
     for lines in (data.splitlines(), [data]) if draws.random() < 0.5 else ():
         with suppress(ValueError):
             rows = [json.loads(line) for line in lines]
@@ -90,7 +90,7 @@ def mutate(data: bytes, draws: random.Random) -> bytes:
 
 
 def mutate_bytes(data: bytes, draws: random.Random) -> bytes:
-    """Change one to six places of data."""
+    """Change data in one to six places."""
     changed = bytearray(data)
     for _ in range(draws.randint(1, 6)):
         place, start = draws.randrange(len(changed) + 1), draws.randrange(len(changed) + 1)
@@ -107,7 +107,7 @@ def mutate_bytes(data: bytes, draws: random.Random) -> bytes:
 
 def mutate_value(root: Any, draws: random.Random) -> Any:
     """Change, remove or add one value within a value."""
-    # A copy: a changed one that was put into itself would have no end.
+    # Copy the value: inserting a value into itself would make it infinite.
     new = deepcopy(draws.choice(VALUES))
     places: list[tuple[Any, Any]] = []
     pending = [root]
@@ -131,7 +131,7 @@ def mutate_value(root: Any, draws: random.Random) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """A file that is changed, and a function that reads it; ``pack`` makes its bytes of ``data``."""
+    """A file to change, and a function that reads it; ``pack`` makes its bytes from ``data``."""
 
     name: str
     path: Path
@@ -153,7 +153,7 @@ class Target:
 
 
 def of_run(folder: Path) -> tuple[Config, Project]:
-    """A small run and its dataset, with the files that a run has only while it is under way, or on a cluster."""
+    """Return a small run and its dataset, with files that a run has only while it works, or on a cluster."""
     project = Project(folder / "project")
     for number in range(4):
         project.add(f"{number}.wav", voice(1.0, seed=number), speaker=f"s{number // 2}")
@@ -180,7 +180,7 @@ def of_run(folder: Path) -> tuple[Config, Project]:
 
 
 def run_targets(config: Config, run_dir: Path) -> Iterator[Target]:
-    """The files of a run directory, read by ``status`` and by the page."""
+    """Yield the files of a run directory, read by ``status`` and by the report page."""
 
     def read() -> None:
         ended = CliRunner().invoke(cli, ["status", str(run_dir)])
@@ -195,7 +195,7 @@ def run_targets(config: Config, run_dir: Path) -> Iterator[Target]:
 
 
 def source_targets(folder: Path, audio: Path) -> Iterator[Target]:
-    """The files of one small corpus in the forms of all sources, read as the stage prepare reads them."""
+    """Yield the files of one small corpus in the forms of all sources, read as the stage prepare reads them."""
     records = [
         {"audio_filepath": f"{number}.wav", "duration": 1.0, "text": f"text {number}", "speaker": f"s{number // 2}"}
         for number in range(4)
@@ -224,7 +224,7 @@ def prepare(config: Config, planned: Path) -> None:
 
 
 def outputs(stage: StageRun, planned: Path) -> Iterator[list[bytes]]:
-    """The contents of the files of each unit of a stage, done in this process."""
+    """Yield the contents of the files of each unit of a stage, processed in this process."""
     shutil.rmtree(planned, ignore_errors=True)
     token_staging(planned, TOKEN).mkdir(parents=True)
     stage = replace(stage, plan_aside=planned)
@@ -235,13 +235,13 @@ def outputs(stage: StageRun, planned: Path) -> Iterator[list[bytes]]:
             try:
                 output = processor.process(unit, staging, lambda amount: None)
             except SharmillError as error:
-                # What is no dataset may be refused; a unit that is checked has findings, and never an error.
+                # A broken dataset may be refused. A unit of the checker may have findings, but never an error.
                 raise AssertionError(error) if isinstance(stage.declaration, ValidateStage) else error from error
             yield [staging.path(name).read_bytes() for name in output.files]
 
 
 def dataset_targets(folder: Path, dataset: Path) -> Iterator[Target]:
-    """The files of a dataset of sharmill's and of one without an index, read and checked deeply."""
+    """Yield the files of a dataset of sharmill and of a dataset without an index, both read and checked deeply."""
     for name in ("own", "foreign"):
         copy = folder / name
         shutil.copytree(dataset, copy)
@@ -266,11 +266,11 @@ def dataset_targets(folder: Path, dataset: Path) -> Iterator[Target]:
 
 
 def use_dataset(dataset: Path, changed: Path, folder: Path) -> None:
-    """Read all of a dataset, and check it. What lhotse raises where audio or codes are loaded is its own."""
+    """Read a whole dataset, and check it. Errors that lhotse raises when loading audio or codes are accepted."""
     index = dataset / "shards.jsonl"
     before = index.read_bytes() if index.exists() and changed != index else None
     if before is not None and changed.stat().st_size % 2:
-        reindex(dataset)  # half of them are seen by deeper checks alone
+        reindex(dataset)  # in half of the cases, only the deeper checks can see it
     try:
         for options in ({}, {"decode_threads": 1}, {"shuffle": "global"}):
             with suppress(SharmillError):
@@ -308,7 +308,7 @@ def nemo_of(config: bytes, pack: Callable[[bytes], bytes] = bytes) -> bytes:
 
 
 def other_targets(folder: Path, config: Config, own: Path) -> Iterator[Target]:
-    """Files that users write or that others may have left: configurations, models, locks and notes in a dataset."""
+    """Yield files that users write or others may have left: configurations, models, locks and notes in a dataset."""
     codec = {"model_type": "encodec", "sampling_rate": 24000, "codebook_size": 16}
     alone = folder / "alone"
     files: list[tuple[Path, bytes, Callable[[Path], object]]] = [
@@ -334,7 +334,7 @@ def other_targets(folder: Path, config: Config, own: Path) -> Iterator[Target]:
 
 @pytest.fixture
 def bounded_memory():
-    """Let a reader that takes memory by what a file claims end in an error, and not the machine."""
+    """Limit memory, so that a reader that trusts a claimed size fails instead of exhausting the machine."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (6 << 30, before[1]))
     yield
@@ -345,7 +345,7 @@ def bounded_memory():
 @pytest.mark.timeout(0)
 @pytest.mark.usefixtures("bounded_memory")
 def test_mutations_end_in_errors_that_are_meant(tmp_path, monkeypatch):
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # warnings about lines that are no records
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # hide warnings about invalid records
     config, project = of_run(tmp_path)
     targets = [
         *run_targets(config, project.run_dir), *source_targets(tmp_path, project.root),

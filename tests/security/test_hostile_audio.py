@@ -1,4 +1,4 @@
-"""Audio from a stranger: a small file cannot ask for much memory, whatever rate, length or size it claims."""
+"""Untrusted audio: a small file cannot use much memory, whatever rate, length or size it claims."""
 
 import tracemalloc
 from pathlib import Path
@@ -22,7 +22,7 @@ RATE = 655350
 
 @pytest.fixture(scope="module")
 def bomb(tmp_path_factory) -> Path:
-    """A minute of silence at the highest rate of FLAC: 157 MB of samples in some 140 KB."""
+    """A minute of silence at the highest rate of FLAC: 157 MB of samples in about 140 KB."""
     path = tmp_path_factory.mktemp("bomb") / "bomb.flac"
     with sf.SoundFile(path, "w", RATE, 1, "PCM_16") as sound:
         for _ in range(60):
@@ -33,7 +33,7 @@ def bomb(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def peak():
-    """The most memory that numpy and Python hold at once, in MB, from the beginning of the test."""
+    """Return the peak memory of numpy and Python in MB since the beginning of the test."""
     tracemalloc.start()
     yield lambda: tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
@@ -65,7 +65,7 @@ def test_a_file_longer_than_its_record_says_is_not_decoded(tmp_path, peak):
 
 
 def metadata(num_samples: int, rate: int = RATE) -> dict:
-    """Of a recording in a tar, as sharmill writes it."""
+    """Return the metadata of a recording in a tar, as sharmill writes it."""
     return {"id": "r", "sources": [{"type": "shar", "channels": [0], "source": ""}], "sampling_rate": rate,
             "num_samples": num_samples, "duration": num_samples / rate, "channel_ids": [0]}  # fmt: skip
 
@@ -76,7 +76,7 @@ def with_transforms(num_samples: int) -> dict:
 
 @pytest.mark.parametrize("make", [metadata, with_transforms], ids=["as written", "left to lhotse"])
 @pytest.mark.parametrize("load", [lambda r: r.load_audio(), _decode_recording], ids=["lhotse", "ahead"])
-def test_a_reader_decodes_no_samples_for_which_there_are_no_bytes(bomb, peak, make, load):
+def test_a_reader_decodes_no_samples_without_bytes(bomb, peak, make, load):
     recording = read_item(make(60 * RATE), "flac", bomb.read_bytes())
     with pytest.raises(AudioLoadingError, match="too few for 39321000 samples"):
         load(recording)
@@ -90,7 +90,7 @@ def test_a_reader_decodes_no_samples_for_which_there_are_no_bytes(bomb, peak, ma
 @pytest.mark.parametrize("says", [1.0, 0, "x", -1, [4.0]], ids=str)
 def test_a_reader_decodes_no_more_than_the_recording_says(says):
     second = read_item(metadata(RATE) | {"duration": says}, "flac", odd.container(np.zeros(4 * RATE), RATE, "FLAC"))
-    with pytest.raises(AudioLoadingError, match="the audio has 4 s, its recording says"):
+    with pytest.raises(AudioLoadingError, match="the audio has 4 s, but its recording claims"):
         _decode_recording(second)
     if says == 1.0:
         assert second.load_audio(offset=0.0, duration=0.5).shape == (1, RATE // 2)

@@ -1,4 +1,4 @@
-"""A configuration from a stranger: no objects, no end of memory, no waiting."""
+"""An untrusted configuration creates no objects, uses bounded memory, and does not block."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ GOOD = "name: n\nrun_dir: r\ndataset_dir: d\nsources: [{manifest: m, audio_root:
 
 
 def laughs(levels: int) -> str:
-    """``levels`` lists of ten aliases each: 10 ** levels values."""
+    """Return ``levels`` lists of ten aliases each: 10 ** levels values."""
     lines = ["a0: &a0 [" + ", ".join(["ha"] * 10) + "]"]
     for level in range(1, levels):
         lines.append(f"a{level}: &a{level} [" + ", ".join([f"*a{level - 1}"] * 10) + "]")
@@ -24,8 +24,8 @@ def laughs(levels: int) -> str:
 
 RAN = "!!python/object/apply:os.mkdir [ran]"
 DEEP = "speaker_key: " + "[" * 100_000
-# By whom it is read, the code and a word of the refusal. A stored one is of a run directory, which others may have
-# written; an escaped newline is good YAML, and a bad value.
+# Reader, error code and a word of the refusal. A stored configuration is in a run directory, which others may have
+# written; an escaped newline is valid YAML, but an invalid value.
 REFUSED = {
     "a list that contains itself": (load_config, "speaker_key: &a [*a]", "bad_config_file", ""),
     "100,000 levels": (load_config, DEEP, "bad_config_file", ""),
@@ -41,7 +41,7 @@ REFUSED = {
     "a line within a value": (load_config, 'match: {encoder: "a\\n#SBATCH --wrap=x"}', "bad_config_value", ""),
     "a line within a key": (load_config, 'prepare: {filters: {"a\\nb": "< 1"}}', "bad_config_value", ""),
     "two documents": (load_config, "---\nname: again\n", "bad_config_file", ""),
-    # Of OmegaConf's resolvers there is the environment; none opens files.
+    # The only OmegaConf resolver available is the one for the environment; none opens files.
     "a command": (load_config, "speaker_key: ${run:touch}", "bad_config_value", "run"),
     "stored, a billion laughs": (load_for_display, laughs(9), "bad_config_file", "an alias"),
     "stored, a list that contains itself": (load_for_display, "speaker_key: &a [*a]", "bad_config_file", "an alias"),

@@ -1,7 +1,7 @@
-"""A dataset from a stranger: reading and checking it runs nothing, writes nothing, and needs no memory that it names.
+"""An untrusted dataset: reading and checking it executes nothing, writes nothing, and allocates no claimed memory.
 
-Each attack goes to ``open_shar``, which refuses it, and to the checker, which finds it.
-(An index that names files outside of the dataset: see ``tests/shar/test_reader.py``.)
+Each attack is tried on ``open_shar``, which refuses it, and on the checker, which finds it.
+(``tests/shar/test_reader.py`` tests an index that names files outside the dataset.)
 """
 
 import gzip
@@ -30,7 +30,7 @@ INDEX = ("dataset.json", "shards.jsonl")
 
 @pytest.fixture
 def dataset(built, tmp_path, monkeypatch):
-    """A copy to spoil; whatever is written to the current folder is seen."""
+    """A copy to damage; the current folder is an empty one, in which written files would be noticed."""
     folder = tmp_path / "current/one/two"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -38,12 +38,12 @@ def dataset(built, tmp_path, monkeypatch):
 
 
 def check(dataset: Path) -> set[str]:
-    """The codes of what the checker finds."""
+    """Return the codes of the checker's findings."""
     return {row["code"] for row in check_dataset(dataset, dataset.parent / "check", deep=True).findings}
 
 
 def load_all(dataset: Path, fields: list[str] | None = None) -> None:
-    """Everything that a training script might touch."""
+    """Access everything that a training script might use."""
     for cut in list(open_shar(dataset, fields)):
         for name in ("audio", "target_audio", "context_audio", "target_codes", "context_codes", "extra"):
             if name == "audio" or cut.has_custom(name):
@@ -51,7 +51,7 @@ def load_all(dataset: Path, fields: list[str] | None = None) -> None:
 
 
 def written(folder: Path) -> dict[Path, int]:
-    """When each file below a folder was written, but for those of the checker."""
+    """Return when each file below a folder was written, except for the checker's files."""
     found = (path for path in folder.rglob("*") if not path.is_dir() and "check" not in path.parts)
     return {path: path.lstat().st_mtime_ns for path in found}
 
@@ -70,12 +70,12 @@ def transform(name: str, **settings) -> dict:
 
 
 def reverb(impulse: dict) -> dict:
-    """A transform that convolves the audio with a recording of its own."""
+    """Return a transform that convolves the audio with another recording."""
     return transform("ReverbWithImpulseResponse", rir={**impulse, "channel_ids": [0]})
 
 
 def in_cut(**values) -> do.Damage:
-    """Puts values into the first cut, each at keys and numbers with ``__`` between them."""
+    """Return a change that puts values into the first cut, each at keys and indices joined by ``__``."""
 
     def change(cuts):
         for place, value in values.items():
@@ -90,14 +90,14 @@ def in_cut(**values) -> do.Damage:
 
 
 def before_members(*members: tuple[str, bytes, bytes]) -> do.Damage:
-    """Puts members, each a name, data and a type, before those of the target audio."""
+    """Return a change that inserts members (name, data, type) before those of the target audio."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, data, kind in members:
             info = tarfile.TarInfo(name)
             info.type, info.size, info.linkname = kind, len(data), "/etc/passwd"
             archive.addfile(info, io.BytesIO(data))
-        # Before the archive's end.
+        # Read the stream before it is closed, so that the archive has no end marker.
         return before_bytes(stream.getvalue())
 
 
@@ -111,7 +111,7 @@ def npy(kind: str, shape: str, data: bytes = b"") -> bytes:
 
 
 def without_index(dataset: Path) -> None:
-    """Leaves what another tool would have written: no index, and nothing beside the cuts' own keys."""
+    """Leave a dataset as another tool would write it: no index, and only the usual keys of cuts."""
     for name in INDEX:
         (dataset / name).unlink()
     for path in (dataset / "cuts").iterdir():
@@ -119,7 +119,7 @@ def without_index(dataset: Path) -> None:
 
 
 COMMAND = recording("command", "touch ran")
-# Makes a folder where it is unpickled.
+# A pickle that creates a folder when it is loaded.
 PICKLE = b"cos\nmkdir\n(S'ran'\ntR."
 FILE = recording("file", "x")
 URL = "http://127.0.0.1:9/a.wav"
@@ -129,7 +129,7 @@ FEATURES = {"type": "fbank", "num_frames": 1, "num_features": 1, "frame_shift": 
 IMAGE = {"storage_type": "pillow_files", "storage_path": ".", "storage_key": "x.eps", "width": 1, "height": 1}
 CUT = {"id": "x", "start": 0, "duration": 1.0, "channel": 0, "supervisions": [], "recording": COMMAND,
        "type": "MonoCut"}  # fmt: skip
-# In a cut: what is put in, and a word of the refusal.
+# Values to put into a cut, and a word of the refusal.
 IN_CUTS = {
     "a recording of a command": (in_cut(recording=COMMAND), "command"),
     "a recording of a URL": (in_cut(recording=recording("url", URL)), "url"),
@@ -157,7 +157,7 @@ IN_CUTS = {
         in_cut(custom__extra=FILE | {"sources": [{"type": "file", "channels": [0], "source": "x", "k": 1}]}), "'k'"),
     "a recording whose sources are none": (in_cut(custom__extra=FILE | {"sources": {"type": "file"}}), "not a list"),
 }  # fmt: skip
-# In the metadata of an archive: its field, the keys, and a word of the refusal.
+# Changes to the metadata in an archive: its field, the keys, and a word of the refusal.
 IN_METADATA = {
     "a reverberation by a command": (TARGETS, {"transforms": [reverb(COMMAND)]}, "command"),
     "a reverberation by a cut of a command": (TARGETS, {"transforms": [
@@ -182,9 +182,10 @@ MEMBERS = {
     "a FIFO": [("a.flac", b"", tarfile.FIFOTYPE)],
     "a folder": [("../a", b"", tarfile.DIRTYPE)],
 }
-# A link to a good file is one, a loop is no index, and zeros behind lines are not read.
+# Harmless in the place of an index: a link to a good file counts as the file, a loop as a missing index, and zeros
+# after lines are not read.
 LEFT_OUT = ("a link", "a loop of links", "a terabyte of nothing")
-# A reader and the checker see that files are none, whatever the index says of their bytes.
+# Files that reader and checker must refuse, whatever the index lists for them.
 NO_FILES = {
     **{f"{what} in the place of {name}": (lambda dataset, name=name, make=make: make(dataset / name), name)
        for what, make in do.STRANGE_FILES.items() for name in INDEX if what not in LEFT_OUT},
@@ -208,7 +209,7 @@ NUMBERS = {
     "no fields": (do.change_description(fields=[]), {"wrong_totals"}),
     "no field of cuts": (do.change_description(fields=lambda fields: fields[1:]), {"wrong_totals"}),
 }  # fmt: skip
-# By name: the change, an expression for the refusal, and codes of which the checker finds one at least.
+# By name: the change, a regular expression for the refusal, and codes of which the checker finds at least one.
 ATTACKS = {
     **{name: (do.all_of(change, reindex), word, {"bad_cut"}) for name, (change, word) in IN_CUTS.items()},
     **{f"{name}, {index.__name__}": (
@@ -228,7 +229,7 @@ ATTACKS = {
 def test_an_attack_is_refused_and_found_and_changes_nothing(dataset, tmp_path, attack, words, found):
     attack(dataset)
     before = written(tmp_path)
-    # Lines of cuts are looked at whatever the fields are.
+    # Lines of cuts are checked whichever fields are read.
     for fields in (None, []) if "bad_cut" in found else (None,):
         with pytest.raises(DamagedShard, match=words):
             load_all(dataset, fields)
@@ -244,7 +245,7 @@ NAMES = ["x;touch ran;x.SPH", "pipe:0", "concat:a|b", "/dev/zero", "-", "fifo", 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_plain_file_is_kept_as_a_name_and_not_opened(dataset, tmp_path, name):
-    """lhotse reads .sph through a shell that sees the name as it stands, and ours only tell where audio came from."""
+    """lhotse passes .sph names to a shell unescaped, but in our datasets they only name the origin of the audio."""
     os.mkfifo("fifo")
     values = {"recording__sources": recording("file", name)["sources"]}
     if name == "fifo":
@@ -258,7 +259,7 @@ def test_what_is_no_plain_file_is_kept_as_a_name_and_not_opened(dataset, tmp_pat
 
 
 def test_the_name_of_an_opus_file_for_a_shell_is_not_loaded(dataset, tmp_path):
-    """lhotse reads .opus through a shell where this variable asks for it, which it looks at once in a process."""
+    """lhotse reads .opus through a shell if this variable asks for it, which it checks once per process."""
     in_cut(recording__sources__0__source="x;touch ran;x.Opus")(dataset)
     script = """
 import sys
@@ -277,11 +278,11 @@ except Exception as error:
 
 
 RESAMPLE = {"source_sampling_rate": 16000}
-# Transforms of audio at a rate, and a word of their refusal; those that trainings use are allowed.
+# Transforms of audio at a rate, and a word of their refusal; transforms that are common in training are allowed.
 TRANSFORMS = [
     *((655350, *row) for row in (
         (transform("Speed", factor=1e-9), "factor"),
-        (transform("Speed", factor=0.999999), "Hz"),  # no common divisor
+        (transform("Speed", factor=0.999999), "Hz"),  # the rates have no common divisor
         (transform("Tempo", factor=1e9), "factor"),
         (transform("Resample", **RESAMPLE, target_sampling_rate=10**9), "target_sampling_rate"),
         (transform("Resample", **RESAMPLE, target_sampling_rate=655349), "Hz"),
@@ -324,7 +325,7 @@ HOSTILE_VALUES = {
 
 @pytest.mark.parametrize(("values", "what"), HOSTILE_VALUES.values(), ids=HOSTILE_VALUES.keys())
 def test_hostile_lines_of_values_are_damage(dataset, values, what):
-    """A field in lhotse's JSON lines, whose values are given as they are."""
+    """The values of a field in lhotse's JSON lines are returned unchanged, so they must be checked."""
     without_index(dataset)
     (dataset / "extra").mkdir()
     for path in (dataset / "cuts").iterdir():
@@ -346,7 +347,7 @@ def test_a_model_that_only_the_dataset_names_is_not_loaded(dataset, tmp_path, mo
 
 
 def test_ids_like_paths_are_ids(dataset, tmp_path):
-    """Cut and member agree on a name that leads out of every folder: it names nothing on disk."""
+    """Cut and member agree on a name that leads out of every folder, but it names nothing on disk."""
     bad = "cut-../../../escape-0.00-1.00"
     in_cut(id=bad)(dataset)
     for path in dataset.rglob("*.000000.tar"):
@@ -359,7 +360,7 @@ def test_ids_like_paths_are_ids(dataset, tmp_path):
     assert {name for name in snapshot(tmp_path) if not name.startswith("check/")} == set(before)
 
 
-# Reads and checks a dataset in a process that may have 1 GiB more than its libraries need.
+# A program that reads and checks a dataset with at most 1 GiB more memory than its libraries need.
 BOUNDED = """
 import resource, sys
 from pathlib import Path
@@ -385,7 +386,7 @@ print(sorted({row["code"] for row in report.findings}) if report else result.fai
 
 
 def spaces(data: bytes) -> bytes:
-    """Gzip of 3 GiB of spaces, made without holding them."""
+    """Return gzip data of 3 GiB of spaces, made without holding them in memory."""
     stream = io.BytesIO()
     with gzip.GzipFile(fileobj=stream, mode="wb", mtime=0, compresslevel=6) as packed:
         for _ in range(3 << 10):
@@ -394,19 +395,19 @@ def spaces(data: bytes) -> bytes:
 
 
 def header(size: int, name: str = "a.flac", kind: bytes = tarfile.REGTYPE) -> bytes:
-    """The header of a member without data."""
+    """Return the header of a member without its data."""
     info = tarfile.TarInfo(name)
     info.type, info.size = kind, size
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
 def audio(data: bytes, extension: str, num_samples: int) -> do.Damage:
-    """Audio, and metadata that agrees with what its header claims."""
+    """Return a change to audio whose metadata agrees with what its header claims."""
     claims = {"num_samples": num_samples, "duration": num_samples / 16000}
     return do.change_item(TARGETS, 0, data=data, extension=extension, metadata=lambda old: old | claims)
 
 
-# What makes it, what the reader does, what the checker finds.
+# The change, the reader's result, and the checker's finding.
 OVERSIZED = {
     "an array of a petabyte": (
         do.change_item(CODES, 0, data=npy("<i2", "(3, 200000000000000)")), "refused", "bad_codes"),
@@ -425,12 +426,12 @@ OVERSIZED = {
         before_bytes(header(1 << 40, "././@LongLink", tarfile.GNUTYPE_LONGNAME)), "refused", "damaged"),
     "a cut of 3 GB in gzip": (do.change_bytes(CUTS, spaces), "refused", "damaged"),
     "JSON of 100,000 levels": (do.change_bytes(CUTS, lambda data: gzip.compress(do.DEEP)), "refused", "damaged"),
-    # The reader takes the part that the cut asks for, which is there.
+    # The reader takes the part that the cut asks for, which exists.
     "a WAV that claims 2^32 bytes": (audio(odd.wav(data_size=2**32 - 64), "wav", 2**31 - 32), "read", "bad_audio"),
     "a FLAC that claims 2^32 samples": (audio(odd.flac_claiming(2**32), "flac", 2**32), "read", "bad_audio"),
     "a FLAC that claims 2^36 samples": (audio(odd.flac_claiming(2**36 - 1), "flac", 2**36 - 1), "read", "bad_audio"),
 }  # fmt: skip
-# Each is a process of its own: `make test` has two of them.
+# Each case needs a separate process, so `make test` runs only two of them.
 QUICK = ("16,777,216 cuts of a shard", "40,000 fields", "an array of 20 GB", "a member of 7 GB")
 OVERSIZED_CASES = [
     pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in OVERSIZED.items()

@@ -1,7 +1,7 @@
-"""A manifest from a stranger: it runs nothing, leaves the audio root by no way, and says nothing to the terminal.
+"""An untrusted manifest executes nothing, cannot leave the audio root, and sends nothing harmful to the terminal.
 
-All kinds of bad input, commands and paths among them, go through a whole run in ``tests/e2e/test_input_kinds.py``.
-There is no report in HTML; text goes into JSON and to the terminal only.
+``tests/e2e/test_input_kinds.py`` runs all kinds of bad input, including commands and paths, through a whole run.
+There is no report in HTML; text only goes into JSON and to the terminal.
 """
 
 import json
@@ -21,7 +21,7 @@ from sharmill.executors.local import LocalExecutor
 from sharmill.pipeline import run_dataset
 from sharmill.shar import open_shar
 
-# Clears the screen, names the window, rings, turns the line around, ends the line; C1 controls; HTML; rich's markup.
+# Clears the screen, sets the title, rings, reverses the line, ends the line; C1 controls; HTML; rich's markup.
 NASTY = "\x1b[2J\x1b]0;owned\x07\u202egnp\r\b\x9b31m\x7f\u2066<script>alert(1)</script>[red]x[/red]"
 
 
@@ -31,17 +31,17 @@ def controls(text: str) -> list[str]:
 
 @pytest.fixture
 def project(tmp_path):
-    """Two utterances whose names, texts and further keys are nasty."""
+    """Two utterances whose names, texts and further keys contain control characters."""
     project = Project(tmp_path)
     for number in range(2):
         name = f"{number}{NASTY}.wav".replace("/", "|")
         project.add(name, duration=4.0, text=NASTY, speaker="anna", **{NASTY: NASTY})
-        # libsndfile takes no such name.
+        # Rename the file afterwards, since libsndfile does not accept such a name.
         put(tmp_path / "audio/plain.wav", voice(4.0, seed=number)).rename(project.root / name)
     return project
 
 
-def test_no_command_says_anything_to_the_terminal_that_is_no_text(project, call, tmp_path):
+def test_no_command_sends_control_characters_to_the_terminal(project, call, tmp_path):
     config = tmp_path / "config.yaml"
     changes = {"executor": {"workers": 1}, "encode": {"codecs": []}, "match": {"min_similarity": -1.0}}
     config.write_bytes(to_yaml(project.configure(**changes)))
@@ -56,7 +56,7 @@ def test_no_command_says_anything_to_the_terminal_that_is_no_text(project, call,
     assert len(controls(NASTY)) == 8
     assert say("run", config)[0] == 0
     assert [cut.supervisions[0].text for cut in open_shar(project.dataset)] == [NASTY] * 2
-    # What ``status`` shows of units that failed comes from a file of the run directory.
+    # Messages about failed units in ``status`` come from a file of the run directory.
     failures = project.run_dir / "prepare/failures.jsonl"
     failures.write_bytes(msgspec.json.encode(FailedAttempt(0, f"OSError: {NASTY}", "")) + b"\n")
     dataset = copy(project.dataset, tmp_path / f"one\n  forged\u2028forged {NASTY}".replace("/", "|"))
@@ -82,7 +82,7 @@ def test_no_command_says_anything_to_the_terminal_that_is_no_text(project, call,
 
 
 def test_a_matched_manifest_cannot_leave_the_audio_root(project, tmp_path):
-    """Each path is looked at when its audio is read."""
+    """Each path is checked when its audio is read."""
     put(tmp_path / "outside.wav", voice(4.0))
     config = project.configure(match={"min_duration": 0.0})
     utterances = project.match_by_hand(config)
@@ -96,7 +96,7 @@ def test_a_matched_manifest_cannot_leave_the_audio_root(project, tmp_path):
 
 
 LONG = "x" * (1 << 20)
-# Records of 10 KiB to 1 MiB that are rejected.
+# Rejected records of 10 KiB to 1 MiB.
 LARGE = [
     {"audio_filepath": "absent.wav", "duration": 1.0, "more": LONG},
     {"audio_filepath": "y" * 5000, "duration": 1.0, "more": LONG},
@@ -108,8 +108,8 @@ LARGE = [
 ]
 
 
-def test_rejects_keep_a_part_of_large_records_and_are_accounted_for(tmp_path, call):
-    """Of records, and of lines of 17 MiB that take next to nothing on disk."""
+def test_rejects_keep_a_part_of_large_records(tmp_path, call):
+    """The records are large; there are also lines of 17 MiB, which take almost no space on disk."""
     project = Project(tmp_path).add_voices([4.0] * 2, "{}.wav")
     config = project.configure(match={"min_similarity": -1.0}, encode={"codecs": []}, max_reject_fraction=0.9)
     manifest = project.folder / "small.json"
@@ -121,7 +121,7 @@ def test_rejects_keep_a_part_of_large_records_and_are_accounted_for(tmp_path, ca
             stream.seek(17 << 20, os.SEEK_CUR)
             stream.write(b"\n")
         stream.write(json.dumps({"text": LONG}).encode() + b"\n" + b"no json" * 9000 + b"\n")
-        # The same record with a longer text is a cut.
+        # The same record with a longer text becomes a cut.
         stream.write(json.dumps(project.records[0] | {"_skipme": "x" * 9000}).encode() + b"\n")
     assert manifest.stat().st_blocks * 512 < manifest.stat().st_size / 5
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Checkpoints from a stranger: code in the weights, in the configuration and in the names of members is not run."""
+"""Untrusted checkpoints: code in the weights, in the configuration and in the names of members is not executed."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from sharmill.models import find_codec, find_speaker_encoder, load_codec, load_s
 
 
 class Bomb:
-    """Makes a folder where it is unpickled."""
+    """An object whose unpickling creates a folder."""
 
     def __reduce__(self):
         return os.mkdir, ("ran",)
@@ -38,7 +38,7 @@ def saved(weights: Any) -> bytes:
 
 @pytest.fixture(autouse=True)
 def nothing_runs(tmp_path, monkeypatch):
-    """Has the tests work in a folder of their own, where an attack would leave ``ran``, as many users of NeMo do."""
+    """Run a test in an empty folder, in which an attack would leave ``ran``."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     yield
@@ -52,7 +52,7 @@ def good_nemo(tmp_path_factory):
 
 @pytest.fixture
 def repack(good_nemo, tmp_path):
-    """Returns a function: changes by the end of a member's name, members to add -> .nemo file."""
+    """Return a function from member changes (by the end of the name) and added members to a .nemo file."""
 
     def make(*added: tarfile.TarInfo, data: bytes = b"hi", **changes: Callable[[bytes], bytes]) -> Path:
         path = tmp_path / "model.nemo"
@@ -70,7 +70,7 @@ def repack(good_nemo, tmp_path):
 
 
 def with_values(values: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """Return a function that puts values into a configuration; those of a part are put beside what it has."""
+    """Return a function that puts values into a configuration; mappings are merged with the existing part."""
 
     def change(data: bytes) -> bytes:
         config = yaml.safe_load(data)
@@ -91,8 +91,8 @@ CODE = {
     "os.mkdir": {"path": "ran"}, "subprocess.check_output": {"args": ["mkdir", "ran"]},
     "builtins.eval": {"_args_": ["__import__('os').mkdir('ran')"]},
 }  # fmt: skip
-# What is put into the configuration of a checkpoint, by its parts. Each function or class is on NeMo's own list of what
-# a configuration may name, but for those of Python's library.
+# Values to put into the configuration of a checkpoint, by its parts. All functions and classes except Python's own are
+# on NeMo's list of what a configuration may name.
 NOT_KNOWN: dict[str, dict[str, Any]] = {
     **{f"{target} as {part}": {part: {"_target_": target, **arguments}}
        for target, arguments in CODE.items() for part in ("preprocessor", "encoder", "decoder")},
@@ -119,7 +119,7 @@ NOT_KNOWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("values", NOT_KNOWN.values(), ids=NOT_KNOWN.keys())
-def test_what_is_not_known_in_the_configuration_of_a_nemo_checkpoint(values, repack):
+def test_unknown_values_in_the_configuration_of_a_nemo_file(values, repack):
     path = repack(model_config=with_values(values))
     for use in (resolve, load_speaker_encoder):
         with raises(ConfigError, "untrusted_model", f"since {next(iter(values))}.", "allow_targets"):
@@ -127,7 +127,7 @@ def test_what_is_not_known_in_the_configuration_of_a_nemo_checkpoint(values, rep
 
 
 def packed(data: bytes) -> bytes:
-    """The same weights as torch does not store them: compressed."""
+    """Return the same weights in a form that torch does not write: compressed."""
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as new:
         for info in old.infolist():
@@ -140,7 +140,7 @@ def with_line(line: str) -> Callable[[bytes], bytes]:
     return lambda data: data + f"\n{line}\n".encode()
 
 
-# What is changed of a checkpoint, where it is refused, and code and word of the refusal.
+# Changes to a checkpoint, the step that refuses it, and code and word of the refusal.
 BAD_MEMBERS = {
     "code in the weights": (
         {"model_weights": lambda data: saved(Bomb())}, load_speaker_encoder, "bad_model", "weights"),
@@ -168,12 +168,12 @@ def test_a_class_that_is_allowed_by_name(repack):
         resolve(f"nemo:{path}")
     trusted = find_speaker_encoder(f"nemo:{path}", allow_targets=[sequence["_target_"]])
     assert trusted.identity().keys() == {"backend", "name", "checksum"}
-    # It is NeMo that refuses now: its encoder takes no such argument.
+    # The refusal now comes from NeMo, whose encoder does not accept such an argument.
     with raises(ConfigError, "bad_model", "ConvASRDecoderClassification"):
         load_speaker_encoder(f"nemo:{path}", "cpu", allow_targets=[sequence["_target_"]])
 
 
-def test_the_last_configuration_of_several_in_an_archive_is_the_one_that_is_checked_and_used(repack):
+def test_the_last_of_several_configurations_is_checked_and_used(repack):
     evil = yaml.safe_dump({"target": "os.mkdir", "encoder": {"_target_": "os.mkdir"}}).encode()
     path = repack(tarfile.TarInfo("other/model_config.yaml"), data=evil)
     with raises(ConfigError, "untrusted_model", "os.mkdir"):
@@ -203,7 +203,7 @@ def link(name: str, kind: bytes, to: Path) -> tarfile.TarInfo:
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE], ids=["a symlink", "a hard link"])
 def test_members_of_a_nemo_checkpoint_stay_in_its_folder(repack, tmp_path, kind):
-    """Names that lead out, links to a file outside and to a folder, and members that would be written through them."""
+    """The members have names that lead out, are links to a file or folder outside, or would be written through one."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "mine.txt").write_text("mine")
@@ -235,7 +235,7 @@ def test_weights_of_a_transformers_directory(encodec, name, weights, code, words
 
 
 def test_code_beside_the_weights_of_a_transformers_directory(encodec):
-    """A model may bring its own classes; they are not asked for."""
+    """A model may bring its own classes, but they are not loaded."""
     config = json.loads((encodec / "config.json").read_text())
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
     (encodec / "config.json").write_text(json.dumps(config))
@@ -243,7 +243,7 @@ def test_code_beside_the_weights_of_a_transformers_directory(encodec):
     load_codec(f"transformers:{encodec}", "cpu")
 
 
-# Files of a transformers model; where PEFT is installed, transformers loads the model that an adapter names.
+# Files of a transformers model. If PEFT is installed, transformers loads the model that an adapter names.
 FETCHING = [
     ("adapter_config.json", {"base_model_name_or_path": "someone/else"}),
     ("config.json", {"model_type": "encodec", "quantization_config": {"load_in_4bit": True}}),
@@ -261,7 +261,7 @@ def test_code_that_the_files_of_a_transformers_model_would_fetch(encodec, name, 
 
 
 INDEX = "model.safetensors.index.json"
-# Names of weights in an index, whether such a file is packed, and what is said.
+# Weight files named in an index, whether such a file is packed, and a word of the message.
 INDEXED: dict[str, tuple[Any, bool, str]] = {
     "in the folder above": ("../other.safetensors", False, "'../other.safetensors'"),
     "anywhere": ("/other.safetensors", False, "'/other.safetensors'"),
@@ -274,7 +274,7 @@ INDEXED: dict[str, tuple[Any, bool, str]] = {
 
 
 @pytest.mark.parametrize(("named", "is_packed", "said"), INDEXED.values(), ids=INDEXED.keys())
-def test_an_index_of_a_transformers_model_names_whole_files_beside_it(encodec, named, is_packed, said):
+def test_an_index_of_a_model_names_whole_files_beside_it(encodec, named, is_packed, said):
     if is_packed:
         (encodec / "sub").mkdir()
         (encodec / said).write_bytes(packed(saved(torch.zeros(10))))
@@ -293,7 +293,7 @@ def test_a_model_in_several_files_is_loaded(encodec):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", sorted(STRANGE_FILES.keys() - {"a link", "a list"}))
-def test_the_configuration_of_a_transformers_model_may_be_anything(encodec, name):
+def test_a_strange_configuration_of_a_model_is_refused(encodec, name):
     STRANGE_FILES[name](encodec / "config.json")
     with raises(ConfigError, "bad_model", "config.json"):
         find_codec(f"transformers:{encodec}").resolve()

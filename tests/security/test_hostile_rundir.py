@@ -1,4 +1,4 @@
-"""A run directory from a stranger, or on a disk that others write to: what is in it runs nothing and leads nowhere."""
+"""A run directory that is untrusted or writable by others: its contents execute nothing and lead nowhere."""
 
 import json
 import os
@@ -25,7 +25,7 @@ strange = pytest.mark.parametrize("change", STRANGE_FILES.values(), ids=STRANGE_
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A run directory after ``prepare``, of four records of which one is rejected, and its configuration."""
+    """A run directory after ``prepare`` of four records, one of them rejected, and its configuration."""
     project = Project(tmp_path_factory.mktemp("rundir")).add_voices([1.0] * 3, "{}.wav")
     project.add("absent.wav", duration=1.0)
     config = project.configure(prepare={"min_duration": 0.0, "unit_records": 2}, executor={"workers": 1})
@@ -35,7 +35,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def run_dir(prepared):
-    """The run directory, put back afterwards: paths in it are its own."""
+    """The run directory, restored after the test; it must stay in place, since it contains its own paths."""
     folder, _ = prepared
     kept = folder.with_name("kept")
     shutil.copytree(folder, kept)
@@ -49,7 +49,7 @@ def prepare(config, **options):
 
 
 def require_whole(prepared) -> None:
-    """Going on mends what can be mended, and no file of this machine has been copied."""
+    """Require that resuming repairs everything that can be repaired, and that no file of this machine was copied."""
     run_dir, config = prepared
     assert prepare(config).ok
     rejects = (run_dir / "rejects.jsonl").read_bytes().splitlines()
@@ -69,7 +69,7 @@ def error_of(read) -> ConfigError | None:
 @pytest.mark.timeout(60)
 @strange
 @pytest.mark.parametrize("name", ["plan/identity.json", "plan/units.jsonl", "plan/token", "done.json"])
-def test_files_of_plans_that_are_none_do_no_harm_or_end_in_one_line(prepared, run_dir, name, change):
+def test_invalid_plan_files_do_no_harm_or_end_in_one_line(prepared, run_dir, name, change):
     change(run_dir / "prepare" / name)
     for read in (lambda: read_run(run_dir), lambda: prepare(prepared[1])):
         error = error_of(read)
@@ -173,7 +173,7 @@ def test_a_linked_file_of_rejects_is_made_again_and_not_copied(prepared, run_dir
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 @pytest.mark.parametrize("name", ["prepare/plan/units.jsonl", "manifests"])
 def test_what_a_stranger_put_where_anybody_may_write_is_refused(prepared, run_dir, name):
-    """One who may write by the group of a folder is no stranger."""
+    """A user who may write because of a folder's group is trusted."""
     os.chown(run_dir / name, 12345, -1)
     (run_dir / name).parent.chmod(0o770)
     (run_dir / "prepare/done.json").unlink()
@@ -184,7 +184,7 @@ def test_what_a_stranger_put_where_anybody_may_write_is_refused(prepared, run_di
         prepare(prepared[1])
 
 
-# What is at the place of a lock, and the name in the refusal.
+# The thing in place of a lock, and the name in the refusal.
 LOCKS = {
     "a file": (lambda lock: lock.write_text("a file"), LOCK_NAME),
     "a FIFO as its owner": (lambda lock: (lock.mkdir(), os.mkfifo(lock / "owner-1.json")), LOCK_NAME),
@@ -206,7 +206,7 @@ def test_a_lock_that_is_none_is_refused(tmp_path, make, named):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("seconds", [1e300, -1.0])
-def test_a_lease_that_no_process_asks_for_is_as_that_of_a_torn_record(tmp_path, seconds):
+def test_an_absurd_lease_counts_as_a_torn_record(tmp_path, seconds):
     (tmp_path / LOCK_NAME).mkdir()
     record = {"host": "node7", "kernel": "another", "lease_seconds": seconds}
     (tmp_path / LOCK_NAME / "owner-1.json").write_text(json.dumps(record))

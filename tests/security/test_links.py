@@ -1,4 +1,4 @@
-"""Links and files of others below run and dataset directories: nothing behind them is read, written or removed."""
+"""Links and other users' files below run and dataset directories: nothing behind them is read, written or removed."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def web(tmp_path, monkeypatch):
 
 
 def put_elsewhere(path: Path) -> Path:
-    """Puts a file or a folder beside, with a link in its place."""
+    """Rename a file or folder, and put a link to it in its place."""
     behind = path.with_name(f"elsewhere-{path.name}")
     path.rename(behind)
     path.symlink_to(behind.name)
@@ -86,7 +86,7 @@ def test_links_in_run_directory_and_output_are_refused(tmp_path, name, restart):
      ("encode.segments/parts", ["encode.segments/plan/token"], "000000.npy")],
 )  # fmt: skip
 def test_a_restart_removes_nothing_behind_a_link(tmp_path, link, names, behind):
-    """The names of what is removed are in the run directory, which may be that of somebody else."""
+    """The names of the files to remove are in the run directory, which another user may have written."""
     project = Project(tmp_path).add_voices([0.4])
     config = project.configure(match=None, executor={"workers": 1})
     run_dataset(config, Listener(), stages=["prepare", "write"])
@@ -103,7 +103,7 @@ def test_a_restart_removes_nothing_behind_a_link(tmp_path, link, names, behind):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["link.log", "fifo.log", "hard.log", "folder.log"])
 def test_logs_are_appended_to_files_alone(tmp_path, name):
-    """A link that came after the folders were looked at."""
+    """The link was created after the folders were checked."""
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "hard.log").hardlink_to(tmp_path / "mine")
     (tmp_path / "folder.log").mkdir()
@@ -128,7 +128,7 @@ def test_a_folder_that_becomes_a_link_while_ranks_are_at_work(tmp_path):
 
 
 REFUSED_LOCKS = {kind: "damaged_run_dir" for kind in TAKERS if kind != "a file of another user's"}
-# By the names in a cache: the codes of the refusals of what may be there; all else is replaced, or taken as it is.
+# Names in a cache, and the codes of the refusals by what is there. Anything else is replaced, or accepted as it is.
 IN_CACHES = {
     "about-{}": {"a folder of another user's": "disk"},
     "{}": {"a folder of another user's": "disk"},
@@ -179,12 +179,13 @@ def test_a_cache_that_another_user_keeps_to_himself_is_named():
             os.seteuid(0)
 
 
-# Those functions, and files elsewhere: of a corpus that is made anew, of the kernel, and temporary ones.
+# Exceptions: modules that define the safe functions, or that write elsewhere: new corpora, files of the kernel, and
+# temporary files.
 WRITE_THEMSELVES = ("files/", "demo/corpus.py", "models/memory.py", "training/buckets/")
 
 
 def test_all_modules_open_files_for_writing_by_those_functions():
-    """What opens a name itself would follow a link there: ``sharmill.files.regular`` has what does not."""
+    """Opening a name directly would follow a link there; ``sharmill.files.regular`` has functions that do not."""
     found = []
     for path in (REPOSITORY / "src/sharmill").rglob("*.py"):
         text, name = path.read_text(), path.relative_to(REPOSITORY / "src/sharmill").as_posix()
@@ -197,14 +198,14 @@ def test_all_modules_open_files_for_writing_by_those_functions():
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two small datasets that can become one, with one codec."""
+    """Two small datasets with one codec that can be merged."""
     folder = tmp_path_factory.mktemp("links")
     return [make_voices(folder / name, name, codecs="a").dataset for name in "pq"]
 
 
 @pytest.fixture
 def dataset(made, tmp_path):
-    """One of them, as an append that was killed has left it."""
+    """One of the datasets, as a killed append has left it."""
     dataset = copy(made[0], tmp_path / "dataset")
     (dataset / STAGING_NAME).mkdir()
     index = dataset / "shards.jsonl"
@@ -214,7 +215,7 @@ def dataset(made, tmp_path):
     return dataset
 
 
-# What changes a dataset, and the folders that it must find to be its own.
+# Commands that change a dataset, and the folders that they must check for links.
 CHANGES = [
     *((lambda dataset, other: write_sidecars(dataset), field) for field in ("cuts", "target_audio", CODES, "codes_a")),
     *((append_dataset, field) for field in ("cuts", CODES, "codes_a", STAGING_NAME)),
@@ -224,7 +225,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "field"), CHANGES)
-def test_nothing_is_written_or_removed_behind_a_link_in_a_dataset(made, dataset, change, field):
+def test_nothing_changes_behind_a_link_in_a_dataset(made, dataset, change, field):
     behind = put_elsewhere(dataset / field)
     before = snapshot(behind)
     with raises(ConfigError, "foreign_output", f"{dataset / field} is a link"):

@@ -1,4 +1,4 @@
-"""Values that a configuration takes from the environment are used, and not stored: the files name the variables."""
+"""Values that a configuration takes from the environment are used but not stored: files contain the variable names."""
 
 import pytest
 from support.project import REPOSITORY, raises
@@ -75,7 +75,7 @@ def test_a_changed_value_is_noticed(config_file, tmp_path, monkeypatch):
         run_dataset(load_config(config_file), Listener(), stages=stages, executor=LocalExecutor(1))
 
 
-def test_the_page_of_a_run_finds_its_dataset_where_the_environment_is_another(config_file, tmp_path, call, monkeypatch):
+def test_the_page_finds_its_dataset_in_another_environment(config_file, tmp_path, call, monkeypatch):
     assert run_dataset(load_config(config_file), Listener(), executor=LocalExecutor(1)).ok
     monkeypatch.setenv("TO", "elsewhere")
     monkeypatch.delenv("RANKS")

@@ -1,6 +1,6 @@
-"""What listens on the network: nothing of sharmill's own, and Ray's head on loopback unless nodes lie apart.
+"""Network listeners: sharmill has none of its own, and Ray's head uses loopback unless nodes are on other machines.
 
-No cluster is started here; ``tests/ray`` has one, on 127.0.0.1.
+No cluster is started here; ``tests/ray`` starts one on 127.0.0.1.
 """
 
 import os
@@ -15,7 +15,7 @@ from sharmill.executors.ray_node import node_command
 
 
 @pytest.mark.parametrize(("address", "node"), [("127.0.0.1", 0), ("127.0.0.1", 1), ("10.0.0.7", 0)])
-def test_a_head_stays_on_loopback_unless_it_is_elsewhere_and_has_no_dashboard(address, node, tmp_path):
+def test_a_local_head_uses_loopback_and_has_no_dashboard(address, node, tmp_path):
     environment = {"SLURM_NODEID": str(node), "SLURM_CPUS_PER_TASK": "2"}
     command = node_command(address, 6379, tmp_path, environment)
     assert ("--include-dashboard=false" in command) == (node == 0)
@@ -27,13 +27,13 @@ def test_a_cluster_in_an_allocation_asks_for_a_token_of_its_own():
     started = script.index('sharmill.executors.ray_node "$head_address"')
     assert script.index("export RAY_AUTH_MODE=token") < started
     assert script.index("secrets.token_hex(32)") < started
-    # Where all nodes are one machine, Ray is told to believe it.
+    # If all nodes are on one machine, Ray must be told.
     assert "127.*) export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in script[:started]
 
 
 @pytest.fixture
 def asked(tmp_path):
-    """Returns a function: number of nodes -> words that train.sbatch asks a stub of srun to run, and its variables."""
+    """Return a function from a number of nodes to the arguments and variables that train.sbatch passes to srun."""
     stubs = {
         "scontrol": 'case "$*" in *hostnames*) printf "node1\\nnode2\\n" ;; *node1) echo "NodeAddr=localhost x" ;; '
         '*) echo "NodeAddr=127.0.0.1 x" ;; esac',
@@ -57,7 +57,7 @@ def asked(tmp_path):
     return ask
 
 
-def test_nodes_of_a_training_meet_at_a_random_place_where_nothing_is_unpickled(asked):
+def test_nodes_meet_at_a_random_port_without_unpickling(asked):
     one, other = asked(2), asked(2)
     assert {"--rdzv-backend=bound", "--nnodes=2", "jobs/train.py", "x.yaml"} <= set(one)
     assert any(re.fullmatch(r"--rdzv-endpoint=127\.0\.0\.1:2\d{4}", word) for word in one)
@@ -72,7 +72,7 @@ def test_a_training_on_one_node_stays_on_loopback(asked):
     assert not any("standalone" in word for word in one)
 
 
-# Prints every address that a process of this training listens on, once all ranks have met.
+# Prints every address that a process of this training listens on, after all ranks have met.
 LISTENERS = """
 import os, socket
 from pathlib import Path
@@ -93,7 +93,7 @@ dist.barrier()
 
 
 @pytest.mark.slow
-def test_the_store_and_the_ranks_of_one_node_listen_on_loopback_alone(tmp_path):
+def test_store_and_ranks_of_one_node_listen_on_loopback_only(tmp_path):
     (tmp_path / "ranks.py").write_text(LISTENERS)
     command = [
         sys.executable, str(REPOSITORY / "jobs/start_ranks.py"), "--nnodes=1", "--node-rank=0", "--nproc-per-node=2",

@@ -1,8 +1,8 @@
-"""Links, FIFOs and files of others in the place of what commands write: nothing elsewhere changes, nothing blocks.
+"""Links, FIFOs and other users' files in place of command outputs: nothing elsewhere changes, and nothing blocks.
 
     SEED=7 ROUNDS=5000 CASES="killed . run" pytest -m slow tests/security/test_taken_names.py
 
-goes on for as long as there is time, with the cases that match.
+runs until it is interrupted or finished, with the cases that match.
 """
 
 import os
@@ -27,19 +27,19 @@ COMMANDS = (
     "publish dataset s3://bucket/x", "sidecars dataset", "index dataset", "split dataset parts --by-speaker --test 50%",
     "calibrate config.yaml", "validate config.yaml", "run config.yaml cache_dir=cache",
 )  # fmt: skip
-# What a run has when it comes: nothing, all that one has left, or what a killed one has left.
+# The state of the run directory at the start: nothing, the files of a finished run, or the files of a killed run.
 STATES = ("new", "finished", "killed")
 
 
 @dataclass(frozen=True)
 class Made:
-    """A folder with a run of audio at URLs and its dataset, another dataset, and all names that the run has had."""
+    """A folder with a run on audio at URLs, its dataset, another dataset, and all names that the run has used."""
 
     folder: Path
     names: list[str]
 
     def put_back(self, state: str) -> None:
-        """Have the run as it is in a state."""
+        """Restore the run to a state."""
         for name in ("run", "dataset", "cache", "codes", "merged", "parts"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         if state != "new":
@@ -51,7 +51,7 @@ class Made:
             (self.folder / "dataset/dataset.json").unlink()
 
     def problem(self, arguments: str, name: str, kind: str) -> str:
-        """Return what is wrong where a command meets a thing of a kind in the place of a name; "" for nothing."""
+        """Return the problem of a command if a thing of a kind is in place of a name; "" if there is none."""
         elsewhere = self.folder / "elsewhere"
         shutil.rmtree(elsewhere, ignore_errors=True)
         take(self.folder / name, kind, elsewhere)
@@ -102,7 +102,7 @@ def names_in(folder: Path) -> Iterator[str]:
 
 
 def make(folder: Path) -> Made:
-    """Run both configurations, and note the names that the second run has while it is at work and at its end."""
+    """Run both configurations, and record the names that the second run uses during its work and at its end."""
     (folder / "cluster.yaml").write_text("driver_units: 0\n")
     Made(folder, []).call("run second/config.yaml").check_returncode()
     kept, names = folder / "kept", set()

@@ -1,4 +1,4 @@
-"""A dataset as plain lhotse sees it: every promise of the contract about cuts, recordings and arrays."""
+"""A dataset as plain lhotse sees it: all guarantees of the contract about cuts, recordings and arrays."""
 
 import json
 import math
@@ -21,7 +21,7 @@ LONG = "deep/" * 30 + "utterance"
 
 @pytest.fixture(scope="module")
 def contract(tmp_path_factory):
-    """Six cuts with offsets, further keys, long ids, contexts longer and shorter than their targets, 22.05 kHz."""
+    """Six cuts with offsets, further keys, long ids, contexts longer and shorter than their targets, at 22.05 kHz."""
     project = Project(tmp_path_factory.mktemp("contract"))
     long = voice(6.0, rate=22050, seed=1)
     project.add("book/ch.1/long.wav", long, rate=22050, offset=0.5, duration=1.25, speaker="anna")
@@ -97,7 +97,7 @@ def test_the_cut_has_exactly_the_contracts_keys(contract):
         {"id": "x", "sources": [], "sampling_rate": 1},
     ],
 )
-def test_objects_that_lhotse_would_take_for_manifests_are_kept_as_text(project, value):
+def test_objects_like_lhotse_manifests_are_kept_as_text(project, value):
     project.add_voices([0.3] * 2, "{}.wav", video=value, plain={"height": 1})
     project.write()
     for reader in (open_shar(project.dataset), CutSet.from_shar(fields=shar_fields(project.dataset))):

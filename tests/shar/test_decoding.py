@@ -1,4 +1,4 @@
-"""FLAC by dr_flac: the samples of libsndfile, and whatever is not whole is left to libsndfile."""
+"""FLAC decoding by dr_flac: it gives libsndfile's samples, and leaves damaged files to libsndfile."""
 
 import io
 import re
@@ -23,7 +23,7 @@ def by_libsndfile(data: bytes) -> np.ndarray:
 
 
 def outcome(decoder, data: bytes) -> object:
-    """The samples, or that they are refused."""
+    """Return shape and bytes of the samples, or "refused"."""
     try:
         samples = decoder(data)
     except (RuntimeError, TypeError):
@@ -46,13 +46,13 @@ def test_the_samples_are_those_of_libsndfile(subtype, channels, rate):
 
 
 def frames_of(data: bytes) -> list[int]:
-    """Where the frames of a mono FLAC begin."""
+    """Return where the frames of a mono FLAC begin."""
     return [found.start() for found in re.finditer(rb"\xff\xf8.\x08", data, re.DOTALL)]
 
 
 def flipped(data: bytes, rng: np.random.Generator) -> bytes:
     damaged = bytearray(data)
-    # Half of them in what comes before the first frame.
+    # Flip a bit before the first frame in half of the cases.
     damaged[rng.integers(4, 120 if rng.integers(2) else len(data))] ^= 1 << int(rng.integers(8))
     return bytes(damaged)
 
@@ -62,7 +62,7 @@ def cut_off(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def frames_moved(data: bytes, rng: np.random.Generator) -> bytes:
-    """One frame is lost, is there twice, or has changed places with another."""
+    """Remove, repeat or swap one frame."""
     starts = frames_of(data)
     frames = [data[at:end] for at, end in zip(starts, [*starts[1:], len(data)], strict=True)]
     one, other = rng.integers(len(frames), size=2)
@@ -84,7 +84,7 @@ def other_count(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def other_metadata(data: bytes, rng: np.random.Generator) -> bytes:
-    """A block of any type, and of any length that it claims, behind STREAMINFO."""
+    """Insert a block of any type, claiming any length, after STREAMINFO."""
     length = int(rng.choice([0, 1, 18, 19, 200]))
     claimed = length if rng.integers(4) else int(rng.integers(400))
     block = bytes([int(rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 126, 127]))]) + claimed.to_bytes(3, "big")
@@ -95,7 +95,7 @@ DAMAGE = (flipped, cut_off, frames_moved, other_count, other_metadata)
 
 
 def claims_too_much(data: bytes) -> bool:
-    """Such a file is refused before anything is decoded."""
+    """Return True if a file claims so many samples that it is refused before decoding."""
     try:
         return sf.info(io.BytesIO(data)).frames > 1_000_000
     except (sf.LibsndfileError, TypeError):
@@ -104,8 +104,8 @@ def claims_too_much(data: bytes) -> bool:
 
 @pytest.mark.parametrize("good_first", [True, False])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_files_are_refused_as_by_libsndfile_or_have_their_samples(damage, good_first):
-    # Each order has a file of its own, of which this process has seen nothing.
+def test_damaged_files_are_refused_or_give_the_right_samples(damage, good_first):
+    # Use a different file for each order, so that this process has not decoded it before.
     data = flac(9000 + good_first, rate=16000 + good_first + 2 * DAMAGE.index(damage))
     rng = np.random.default_rng(0)
     if good_first:
@@ -114,7 +114,7 @@ def test_damaged_files_are_refused_as_by_libsndfile_or_have_their_samples(damage
     for change in range(150):
         damaged = damage(data, rng)
         if not claims_too_much(damaged):
-            # Damage that the samples come through unchanged, as of metadata, may pass: their MD5 sum is right.
+            # Damage that does not affect the samples, for example in metadata, may pass: their MD5 sum is right.
             allowed = (outcome(by_libsndfile, damaged), outcome(by_libsndfile, data))
             assert outcome(decoded, damaged) in allowed, change
             compared += 1
@@ -122,8 +122,8 @@ def test_damaged_files_are_refused_as_by_libsndfile_or_have_their_samples(damage
     np.testing.assert_array_equal(decoded(data), by_libsndfile(data))
 
 
-def test_samples_of_an_earlier_decoding_are_not_taken_for_decoded(monkeypatch):
-    """As where the memory of an earlier decoding of the same recording is given out again."""
+def test_samples_of_an_earlier_decoding_are_not_returned(monkeypatch):
+    """This happens if the memory of an earlier decoding of the same recording is reused."""
     data = flac(9000)
     before = (by_libsndfile(data).T * 32768).astype(np.int16)
     empty = np.empty

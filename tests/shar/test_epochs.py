@@ -1,4 +1,4 @@
-"""Epochs of finite readers in loaders: each is whole and has an order of its own, also after the end of another one."""
+"""Epochs of finite readers in loaders: each is complete and has its own order, also after an interrupted epoch."""
 
 from itertools import islice
 
@@ -63,13 +63,15 @@ def read(loader, count=None):
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (3, False), (1, True), (3, True)])
 @pytest.mark.parametrize("kind", READERS)
 def test_each_epoch_of_a_loader_is_whole_and_another(dataset, kind, num_workers, persistent, loader):
-    """And it is the one that ``set_epoch`` begins."""
+    """Each iteration of a loader also reads the epoch that ``set_epoch`` selects."""
     options = {"kind": loader, "persistent_workers": persistent}
     plain = load(examples(dataset, kind), num_workers, **options)
     epochs = [read(plain) for _ in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [WHOLE] * 3
     assert len(set(map(tuple, epochs))) == 3
-    options["persistent_workers"] = persistent and kind != "lhotse"  # whose set_epoch does not reach them
+    options["persistent_workers"] = (
+        persistent and kind != "lhotse"
+    )  # lhotse's set_epoch does not reach persistent workers
     chosen = load(examples(dataset, kind), num_workers, **options)
     for epoch in (2, 1):
         chosen.dataset.set_epoch(epoch)
@@ -100,7 +102,7 @@ def test_the_state_of_a_finished_epoch_begins_the_next(dataset, kind, num_worker
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (3, False), (3, True)])
 @pytest.mark.parametrize("kind", MERGES)
 def test_a_later_epoch_goes_on_where_it_was_stopped(dataset, kind, num_workers, persistent, stop):
-    """Also in the workers that had given nothing of it; what follows are whole epochs."""
+    """This includes workers that had yielded nothing in that epoch; the following epochs are complete."""
     stopped = load(examples(dataset, kind), num_workers, persistent_workers=persistent)
     read(stopped)
     begun = read(stopped, stop)
@@ -127,7 +129,7 @@ def test_what_a_pipeline_leaves_out_ends_with_the_epoch(dataset, num_workers):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_epoch_left_early_is_followed_by_whole_ones(dataset, persistent):
-    """Although some workers have ended it, ahead of the loader, and others have not."""
+    """Some workers are then ahead of the loader and have finished the epoch, and others have not."""
     left = load(examples(dataset), 3, persistent_workers=persistent)
     for stop in (1, 19, 20):
         read(left, stop)

@@ -1,4 +1,4 @@
-"""The fields that a dataset says it has: what may be said, and datasets that do not say it."""
+"""The fields that a dataset declares: valid declarations, and datasets without any."""
 
 import json
 
@@ -47,7 +47,7 @@ from sharmill.shar.rebuild import rebuild_index
     ],
     ids=str,
 )
-def test_a_field_that_leads_elsewhere_or_replaces_an_attribute_is_refused(tmp_path, changes):
+def test_a_field_with_a_bad_path_or_attribute_is_refused(tmp_path, changes):
     make_bare_dataset(tmp_path, [1])
     path = tmp_path / "dataset.json"
     content = json.loads(path.read_text())
@@ -57,7 +57,7 @@ def test_a_field_that_leads_elsewhere_or_replaces_an_attribute_is_refused(tmp_pa
         read_dataset(tmp_path)
 
 
-def test_what_a_dataset_says_of_published_fields_counts_for_nothing(tmp_path):
+def test_declarations_of_published_fields_are_ignored(tmp_path):
     make_bare_dataset(tmp_path, [1], codes=True)
     before, path = read_dataset(tmp_path), tmp_path / "dataset.json"
     content = json.loads(path.read_text())
@@ -67,7 +67,7 @@ def test_what_a_dataset_says_of_published_fields_counts_for_nothing(tmp_path):
     assert read_dataset(tmp_path) == before
 
 
-def test_a_dataset_that_does_not_say_it_has_the_published_layout(tmp_path):
+def test_a_dataset_without_a_layout_has_the_published_one(tmp_path):
     make_bare_dataset(tmp_path, [1], codes=True)
     said = read_dataset(tmp_path)
     path = tmp_path / "dataset.json"
@@ -113,7 +113,7 @@ def test_what_lhotse_writes_is_read(dataset, tmp_path):
     assert [(cut.custom or {}).get("score") for cut in found] == [None, 0.1, 0.2]
 
 
-def test_a_field_is_chosen_by_its_folder_where_several_have_its_attribute(dataset):
+def test_fields_with_one_attribute_are_chosen_by_folder(dataset):
     other = Field(name="b/score", file="b/score/score.{:06d}.jsonl.gz", kind="value", attribute="score", by="b")
     shards = list(read_shards(dataset))
     for shard in shards:
@@ -136,7 +136,7 @@ def test_a_field_is_chosen_by_its_folder_where_several_have_its_attribute(datase
          b'"sampling_rate": 1}}', "which is not loaded"),
     ],
 )  # fmt: skip
-def test_a_line_that_is_damaged_or_would_run_something_is_an_error(dataset, line, message):
+def test_a_damaged_or_hostile_line_is_an_error(dataset, line, message):
     path = dataset / SCORE.path(0)
     lines = read_json_lines(path)
     cut_id = next(read_cut_ids(dataset / "cuts/cuts.000000.jsonl.gz")).encode()
@@ -145,14 +145,14 @@ def test_a_line_that_is_damaged_or_would_run_something_is_an_error(dataset, line
         list(open_shar(dataset, ["score"]))
 
 
-def test_a_field_that_is_called_like_a_method_of_cuts_is_not_read(dataset):
+def test_a_field_named_like_a_method_of_cuts_is_not_read(dataset):
     path = dataset / "dataset.json"
     path.write_text(path.read_text().replace('"attribute": "score"', '"attribute": "truncate"'))
     with pytest.raises(DamagedShard, match="method of cuts"):
         list(open_shar(dataset))
 
 
-def test_an_index_that_is_made_again_keeps_what_the_old_one_says_of_them(built, tmp_path):
+def test_a_rebuilt_index_keeps_the_declared_fields(built, tmp_path):
     dataset = add_fields(copy(built.dataset, tmp_path / "dataset"))
     before = snapshot(dataset)
     (dataset / "shards.jsonl").unlink()

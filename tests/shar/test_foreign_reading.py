@@ -26,7 +26,7 @@ KEPT = ("shar_position", "shard_origin", "shar_epoch")
 
 
 def plain(cut):
-    """A cut without the notes of the reader that made it."""
+    """Return a cut without the attributes that its reader added."""
     for key in KEPT:
         cut.drop_custom(key)
     if cut.custom == {}:
@@ -35,7 +35,7 @@ def plain(cut):
 
 
 def make_cuts(tone, folder, count=7):
-    """Cuts with what lhotse's Shar can hold: several channels, features, arrays, alignments, nothing at all."""
+    """Yield cuts with everything that lhotse's Shar can hold: channels, features, arrays, alignments, or nothing."""
     for number in range(count):
         path = tone(folder / f"{number}.wav", 0.5 + 0.1 * number, channels=2 if number == 3 else 1)
         recording = Recording.from_file(path)
@@ -72,7 +72,7 @@ def lhotse_shar(tmp_path_factory):
 
 
 def test_a_recording_beside_the_target_audio_stays(tmp_path):
-    # Speech to speech: the recording is what is heard, the target audio what is answered.
+    # In speech-to-speech data, the recording is what is heard, and the target audio is the answer.
     heard, answered = (
         Recording.from_file(write_tone(tmp_path / f"{rate}.wav", 0.5, rate=rate)) for rate in (16000, 24000)
     )
@@ -143,7 +143,7 @@ SOURCE = {"type": "file", "channels": [0], "source": "/audio/a.wav"}
 
 @pytest.fixture
 def published(tmp_path):
-    """Two shards as the published scripts leave them: whole-file recordings, and the offset in ``start``."""
+    """Two shards as the published scripts write them: whole-file recordings, and the offset in ``start``."""
     rng = random.Random(0)
     for index in range(2):
         cuts, audio, contexts, codes, context_codes = [], [], [], [], []
@@ -203,8 +203,8 @@ def test_the_published_layout_gives_whole_targets_and_contexts(published, decode
         assert short.load_context_audio().shape == (1, cut.context_audio.num_samples)
 
 
-def test_supervisions_of_the_published_layout_begin_with_their_cuts(published):
-    """The scripts give them the offset in the source, where lhotse counts from the beginning of the cut."""
+def test_published_supervisions_begin_with_their_cuts(published):
+    """The scripts store the offset in the source, but lhotse counts from the beginning of the cut."""
     for path in sorted((published / "cuts").iterdir()):
         lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
         for cut in lines:
@@ -221,7 +221,7 @@ def test_supervisions_of_the_published_layout_begin_with_their_cuts(published):
     assert [cut.supervisions[0].start for cut in cuts] == [0.0] * 6
     assert [cut.supervisions[0].alignment["word"][0].start for cut in cuts] == pytest.approx([0.1] * 6)
     assert all(len(cut.truncate(offset=0.2, duration=0.3).supervisions) == 1 for cut in cuts)
-    # Without the codes, whose dimension -1 lhotse does not take.
+    # Read no codes, since lhotse does not accept their dimension -1.
     audio = CutSet.from_cuts(open_shar(published, ["target_audio"])).drop_alignments()
     batch = K2SpeechRecognitionDataset(input_strategy=AudioSamples())[audio]
     assert batch["supervisions"]["start_sample"].tolist() == [0] * 6
@@ -229,7 +229,7 @@ def test_supervisions_of_the_published_layout_begin_with_their_cuts(published):
 
 @pytest.mark.skipif(not (DATA / "published_segments").is_dir(), reason="../shared/data is not here")
 def test_published_segments_as_the_scripts_left_them():
-    """Real output: the scripts round 21.53 frames a second to 21.5, and leave the offset in supervisions."""
+    """This is real output: the scripts round 21.53 frames per second to 21.5, and leave the offset in supervisions."""
     cuts = CutSet.from_cuts(open_shar(DATA / "published_segments"))
     assert len(cuts) == 24
     for cut in cuts:
@@ -244,7 +244,7 @@ def test_published_segments_as_the_scripts_left_them():
     assert len(K2SpeechRecognitionDataset(input_strategy=AudioSamples())[audio]["supervisions"]["text"]) == 24
 
 
-def test_published_codes_alone_stay_on_the_time_line_of_the_source(published):
+def test_published_codes_alone_keep_the_time_line_of_the_source(published):
     for cut in open_shar(published, ["target_codes", "context_codes"]):
         assert cut.start >= 100
         assert cut.recording.duration == 3600
@@ -257,7 +257,7 @@ def test_published_codes_alone_stay_on_the_time_line_of_the_source(published):
 # -- strictness ------------------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_that_is_being_written_is_not_taken_for_a_foreign_one(published):
+def test_an_unfinished_dataset_is_not_read_as_foreign_shards(published):
     (published / "shards.jsonl").touch()
     with raises(ConfigError, "no_dataset"):
         open_shar(published)
@@ -289,7 +289,7 @@ def of_nested(*indices):
     return [(int(index), dict(zip(fields, nested(index), strict=True))) for index in indices]
 
 
-# Files, and the shards that they make up.
+# File names, and the shards that they form.
 LAYOUTS = {
     "a folder per field": (nested("000000", "000001"), of_nested("000000", "000001")),
     "a single shard without a number": (

@@ -1,6 +1,6 @@
-"""``ResumableDataset`` in torchdata's StatefulDataLoader: workers, and other numbers of ranks after them.
+"""``ResumableDataset`` in torchdata's StatefulDataLoader, with workers, and resumed with other numbers of ranks.
 
-Training that is killed, and goes on with other ranks and workers: ``tests/jobs/test_train.py``.
+``tests/jobs/test_train.py`` tests training that is killed and resumed with other numbers of ranks and workers.
 """
 
 import pytest

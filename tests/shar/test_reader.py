@@ -1,4 +1,4 @@
-"""``open_shar``: chosen fields and codecs, the cuts, codes and audio that lhotse reads, and what becomes of damage."""
+"""``open_shar``: chosen fields and codecs, the cuts, codes and audio that lhotse reads, and damaged datasets."""
 
 import logging
 import pickle
@@ -37,7 +37,7 @@ def damaged(built, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["context_audio", "context_codes"])
-def test_a_context_that_a_dataset_does_not_have_is_an_error_that_says_so(without_contexts, field):
+def test_a_missing_context_field_is_a_clear_error(without_contexts, field):
     with raises(ConfigError, "unknown_field", f"no field '{field}': it has no contexts", "target_audio"):
         open_shar(without_contexts.dataset, ["target_audio", field])
 
@@ -140,7 +140,7 @@ def test_placeholders_leave_the_cut_without_the_field(damaged):
     assert [cut.has_custom("target_audio") for cut in cuts] == [True] * 3 + [False] + [True] * 3
 
 
-def test_an_unfinished_dataset_is_not_taken_for_shards_of_another_tool(built, tmp_path):
+def test_an_unfinished_dataset_is_not_read_as_another_tools(built, tmp_path):
     folder = copy(built.dataset, tmp_path / "unfinished")
     for name in ("dataset.json", "shards.jsonl"):
         (folder / name).unlink()
@@ -151,7 +151,7 @@ def test_an_unfinished_dataset_is_not_taken_for_shards_of_another_tool(built, tm
         open_shar(folder)
 
 
-def test_another_shard_in_the_place_of_one_that_is_to_be_read_is_damage(built, tmp_path):
+def test_an_exchanged_shard_is_damage(built, tmp_path):
     folder = copy(built.dataset, tmp_path / "dataset")
     cuts = iter(open_shar(folder))
     next(cuts)
@@ -163,7 +163,7 @@ def test_another_shard_in_the_place_of_one_that_is_to_be_read_is_damage(built, t
 
 @pytest.fixture
 def pairs(built):
-    """Our cuts and lhotse's, without what tells where they come from; ``recording`` is ours alone."""
+    """Our cuts and lhotse's, without attributes that describe their origin; only ours have ``recording``."""
     ours, theirs = list(open_shar(built.dataset)), list(CutSet.from_shar(fields=shar_fields(built.dataset, "toy")))
     for cut in (*ours, *theirs):
         for key in ("shar_position", "shard_origin", "shar_epoch"):
@@ -207,7 +207,7 @@ def test_audio_that_is_decoded_ahead_is_lhotses(formats):
             np.testing.assert_array_equal(change(ours).load_context_audio(), change(plain).load_context_audio())
 
 
-def test_decoding_ahead_keeps_the_order_and_what_the_state_counts(built):
+def test_decoding_ahead_keeps_the_order_and_the_state(built):
     reader = open_shar(built.dataset, shuffle=True, decode_threads=2, decode_prefetch=7)
     begun = [(cut.id, cut.shar_position) for cut in islice(iter(reader), 2)]
     resumed = open_shar(built.dataset, shuffle=True)
@@ -222,7 +222,7 @@ def ids(cuts):
 
 @pytest.fixture
 def holed(tmp_path):
-    """Twelve cuts in four shards: the whole of the second is damaged, and the last cut of the third."""
+    """Twelve cuts in four shards: the second shard is damaged completely, and the last cut of the third."""
     dataset = make_bare_dataset(tmp_path, [3, 3, 3, 3], codes=True)
     (dataset / "codes_toy/context_codes/codes.000001.tar").write_bytes(b"")
     path = dataset / "codes_toy/target_codes/codes.000002.tar"
@@ -234,7 +234,7 @@ def holed(tmp_path):
 
 @pytest.fixture
 def whole(holed):
-    """The ids of all cuts in order, and the places of those that can be read."""
+    """The ids of all cuts in order, and the indices of the readable ones."""
     return ids(open_shar(holed, [])), [0, 1, 2, 6, 7, 9, 10, 11]
 
 
@@ -257,7 +257,7 @@ def test_more_than_the_budget_is_raised(holed):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_count_goes_on_after_a_resume_on_another_number_of_ranks(holed, whole, shuffle):
+def test_the_damage_count_survives_a_resume_on_other_ranks(holed, whole, shuffle):
     everything, left = whole
     options = {"shuffle": shuffle, "seed": 3, "block_size": 1, "on_damage": "skip"}
     ranks = [open_shar(holed, rank=rank, world_size=2, **options).data for rank in range(2)]

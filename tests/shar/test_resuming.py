@@ -1,4 +1,4 @@
-"""The order of an epoch and its parts, and exactly once: whatever the interruptions, and however many ranks go on."""
+"""The order of an epoch and its parts; every cut is read exactly once, whatever interruptions and ranks there are."""
 
 import json
 import random
@@ -27,7 +27,7 @@ def dataset(tmp_path_factory):
 
 
 def parts(dataset, count, state=None, **options):
-    """A reader for each of ``count`` parts."""
+    """Return a reader for each of ``count`` parts."""
     readers = [open_shar(dataset, [], rank=rank, world_size=count, **options) for rank in range(count)]
     for reader in readers:
         if state is not None:
@@ -81,7 +81,7 @@ def numbers_of(cuts):
 
 @pytest.mark.parametrize("ahead", [0, 4])
 @pytest.mark.parametrize("seed", range(40))
-def test_every_cut_comes_once_per_epoch_whatever_the_interruptions(dataset, seed, ahead):
+def test_every_cut_comes_once_per_epoch_despite_interruptions(dataset, seed, ahead):
     rng = random.Random(seed)
     options = {"shuffle": True, "seed": seed, "mix_shards": rng.choice([1, 3, 8]), "infinite": True, "block_size": 1}
     used, state = Counter(), None
@@ -92,7 +92,7 @@ def test_every_cut_comes_once_per_epoch_whatever_the_interruptions(dataset, seed
             reader.count_only_marked()
         streams, buffers = [iter(reader) for reader in readers], [[] for _ in readers]
         for _ in range(rng.randint(0, TOTAL)):
-            # A buffer that gives out in any order, as shuffling and buckets do.
+            # The buffer yields in any order, as shuffling and buckets do.
             rank = rng.randrange(count)
             while len(buffers[rank]) <= ahead:
                 buffers[rank].append(next(streams[rank]))

@@ -1,4 +1,4 @@
-"""Index files: for lhotse 2, read by its pre-release in a process of its own, and for ``shuffle="global"``."""
+"""Index files: for lhotse 2, whose pre-release reads them in a separate process, and for ``shuffle="global"``."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print(json.dumps({"version": lhotse.__version__, "num_cuts": len(cuts), "found":
 
 @pytest.fixture(scope="session")
 def lhotse_2(tmp_path_factory):
-    """A folder with the pre-release of lhotse 2, to be put before the installed one."""
+    """A folder with the pre-release of lhotse 2, to be placed before the installed version in the path."""
     folder = tmp_path_factory.mktemp("lhotse_2")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--pre", "--no-deps", "--target", str(folder)]
     done = subprocess.run([*command, "lhotse>=2.0.0a0"], capture_output=True, text=True, check=False, timeout=300)
@@ -66,7 +66,7 @@ def test_lhotse_2_takes_any_cut_by_its_number(lhotse_2, dataset, tmp_path, apart
 
 def test_the_checker_knows_them_and_the_reader_does_not_mind(dataset):
     before = [cut.id for cut in open_shar(dataset)]
-    # Of a process that was killed.
+    # Temporary files of a killed process.
     for name in ("cuts/.cuts.000001.jsonl", "target_audio/.recording.000001.tar.idx"):
         (dataset / f"{name}.{'0' * 32}.tmp").touch()
     write_sidecars(dataset)
@@ -130,7 +130,7 @@ def test_the_cuts_are_those_of_the_reader_without_index_files(dataset):
 
 
 def test_cuts_of_a_shard_are_spread_over_the_whole_epoch(many):
-    """With 40 shards and 8 of them mixed, the cuts of one lie within a fifth of the epoch."""
+    """Mixing 8 of 40 shards would keep the cuts of one shard within a fifth of the epoch."""
     spread = {}
     for shuffle in (True, "global"):
         places = {number: place for place, number in enumerate(numbers(open_shar(many, shuffle=shuffle, seed=3)))}

@@ -1,6 +1,6 @@
-"""Tar archives and arrays: what is written is read, by others too.
+"""Tar archives and arrays: written ones can be read, also by other tools.
 
-The walk over an archive finds every damage, and tolerantly all before it.
+The walk over an archive finds any damage, and a tolerant walk also yields all members before it.
 """
 
 import os
@@ -30,7 +30,7 @@ def tar(tmp_path):
 
 
 def read(path, data, *, strict, begin=0):
-    """The (name, content) pairs of the members, and the damage behind them, if there is any."""
+    """Return the (name, content) pairs of the members, and the damage after them, if there is any."""
     path.write_bytes(data)
     found = []
     with path.open("rb") as stream:
@@ -53,7 +53,7 @@ def test_headers_are_those_of_the_standard_library(name, size):
     assert tar_header(name, size) == expected.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-# What does not fit into half a MiB is mapped into memory.
+# Archives of more than half a MiB are mapped into memory.
 @settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(
@@ -118,7 +118,7 @@ def test_what_is_no_regular_file_is_passed_over_or_damage(format, tmp_path):
     (folder / "3_link.wav").symlink_to("1.wav")
     os.mkfifo(folder / "4_fifo.wav")
     with (folder / "5_sparse.wav").open("wb") as stream:
-        # So many holes that the map of them takes further headers.
+        # Make so many holes that their map takes further headers.
         for number in range(60):
             stream.seek(number << 16)
             stream.write(b"s" * 4096)
@@ -175,10 +175,10 @@ def pax(records: bytes) -> bytes:
 
 
 LONG_NAME = header(size=b"%011o\0" % 3, kind=b"L") + b"abc".ljust(512, b"\0")
-NO_HEADER = "is damaged at byte 1024, where no header is"
+NO_HEADER = "is damaged at byte 1024: there is no header"
 NO_PAX = "a PAX header cannot be parsed"
 CUT_OFF = "within its member 'a'"
-# What comes after a good member: what is wrong with it, and how many members a tolerant walk finds behind that.
+# Bytes after a good member, words about their damage, and the number of members that a tolerant walk finds after them.
 DAMAGE = [
     (END[:512], "within its end marker", 0),
     (END + b"\1", "data after its end marker", 0),
@@ -218,7 +218,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("data", "words", "num_tolerated"), DAMAGE)
-def test_every_damage_is_found_and_what_sources_may_have_is_tolerated(tar, data, words, num_tolerated):
+def test_damage_is_found_and_kinds_in_sources_are_tolerated(tar, data, words, num_tolerated):
     kept, damage = read(tar, GOOD + data, strict=True)
     assert (kept, words in str(damage), damage.header in (1024, 2048)) == ([("a", b"abc")], True, True), str(damage)
     kept, damage = read(tar, GOOD + data, strict=False)
@@ -284,7 +284,7 @@ def test_an_error_while_writing_leaves_no_end_marker(tar):
         list(read_field(tar))
 
 
-def test_a_small_archive_that_is_cut_off_while_open_keeps_its_members(tar):
+def test_a_small_archive_cut_off_while_open_keeps_its_members(tar):
     write_members(tar, MEMBERS)
     table = ItemTable(tar)
     tar.write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Datasets in stores: as on disk, by copies in a bounded cache, whatever the store does meanwhile."""
+"""Datasets in stores: read as on disk, through copies in a bounded cache, even if the store changes or fails."""
 
 import json
 import multiprocessing
@@ -20,7 +20,7 @@ from sharmill.shar.reading.loading import ResumableDataset, merge_loader_states
 
 @pytest.fixture
 def store(request, many, no_waits):
-    """A store with the dataset of ``many`` as ``many``, of the kind that a test asks for."""
+    """A store of the requested kind that contains the dataset of ``many`` as ``many``."""
     with getattr(request, "param", AIStoreStandIn)() as store:
         store.upload(many.dataset, "many")
         yield store
@@ -28,7 +28,7 @@ def store(request, many, no_waits):
 
 @pytest.fixture
 def at_url(store, tmp_path):
-    """Returns a function: options -> the cuts of the dataset in the store."""
+    """Return a function from options to the cuts of the dataset in the store."""
     return lambda *fields, **options: open_shar(
         store.url("many"), *fields, **{"cache_dir": str(tmp_path / "cache")} | options
     )
@@ -48,7 +48,7 @@ def test_cuts_order_and_states_are_those_on_disk(options, many, at_url):
     assert [next(streams[0]).id for _ in range(25)] == [next(streams[1]).id for _ in range(25)]
     state = json.loads(json.dumps(remote.data.state_dict()))
     assert state == disk.data.state_dict()
-    # Saved here and resumed there, either way, by one reader more.
+    # Save on one side and resume on the other, in both directions, with one more reader.
     rest = [cut.id for cut in streams[1]]
     for opened in (lambda **part: open_shar(many.dataset, **options, **part), lambda **part: at_url(**options, **part)):
         parts = [opened(rank=rank, world_size=2) for rank in range(2)]
@@ -94,7 +94,7 @@ def test_shards_are_copied_ahead_of_their_use(store, at_url):
     while store.requests["GET", "many/target_audio/recording.000002.tar"] != 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert store.requests["GET", "many/target_audio/recording.000002.tar"] == 1
-    # A number of them, and only the fields that are read.
+    # Some shards are copied, but only the fields that are read.
     assert store.requests["GET", "many/cuts/cuts.000005.jsonl.gz"] == 0
     assert not [key for _, key in store.requests if "context" in key]
 
@@ -157,9 +157,9 @@ def test_a_server_that_cannot_be_reached_is_no_damage(on_damage, store, at_url):
 def test_what_cannot_be_opened_is_said_in_a_line(store, at_url, monkeypatch, tmp_path):
     with raises(ConfigError, "bad_config_value", "copy the dataset to a disk"):
         at_url(shuffle="global")
-    with raises(ConfigError, "bad_config_value", "cache_gib is '1', and not above 0"):
+    with raises(ConfigError, "bad_config_value", "cache_gib is '1': it must exceed 0"):
         at_url(cache_gib="1")
-    with raises(ConfigError, "no_dataset", "ais://bucket/none/dataset.json is not there; one without an index"):
+    with raises(ConfigError, "no_dataset", "ais://bucket/none/dataset.json is not there; a dataset at a URL needs an index"):
         open_shar(store.url("none"))
     with raises(ConfigError, "bad_config_value", "must begin with https://"):
         open_shar("ftp://host/many")
@@ -181,7 +181,7 @@ def test_a_full_disk_of_the_cache_is_said_in_a_line(at_url, small_disk):
 
 
 @pytest.mark.parametrize("store", [S3Store], ids=["s3"], indirect=True)
-def test_a_reader_that_is_killed_while_it_copies_leaves_nothing_half(many, store, at_url):
+def test_a_reader_killed_while_copying_leaves_no_partial_file(many, store, at_url):
     reader = multiprocessing.get_context("fork").Process(target=lambda: list(at_url()))
     store.faults.append(Fault(TAR, methods="GET", cut=5000, times=1, call=lambda: reader.kill()))
     reader.start()
@@ -200,7 +200,7 @@ def test_a_copy_that_is_damaged_is_named(store, at_url, call, monkeypatch, tmp_p
     assert f"{copy}, the copy" in call("inspect", store.url("many"), cut_id)[2]
 
 
-def test_a_new_version_of_a_dataset_is_read_when_it_is_opened_again(built, store, at_url):
+def test_a_new_version_of_a_dataset_is_read_on_reopening(built, store, at_url):
     old = at_url([])
     assert len(list(old)) == 60
     store.upload(built.dataset, "many")
@@ -240,7 +240,7 @@ def test_a_dataset_at_a_url_is_validated(many, store, monkeypatch, tmp_path):
     assert report["dataset"] == store.url("many")
     assert (report["checked"], report["findings"]) == (disk.checked, disk.findings)
     assert set(report["unchecked"]) - set(disk.unchecked) == {"stray files: folders at a URL cannot be listed"}
-    # What was copied before is looked at in the store again.
+    # Copies are compared with the store again.
     store.put(TAR, b"x" + store.get(TAR)[1:])
     del store.objects["many/cuts/cuts.000004.jsonl.gz"]
     store.put("many/context_audio/recording.000000.tar", b"x" * 20_000)

@@ -78,6 +78,6 @@ def test_bad_archives_are_rejected_and_named_and_the_rest_goes_on(tmp_path):
         "outside_root", "outside_root", "outside_root", "outside_root", "outside_root", "outside_root",
     ]  # fmt: skip
     assert "cut.tar is cut off at byte 1540, within its member 'a.txt'" in found[1][1]
-    assert "is damaged at byte 0, where no header is" in found[2][1]
+    assert "is damaged at byte 0: there is no header" in found[2][1]
     assert "is a URL and not below the audio root" in found[10][1]
     assert found[-1]["key"] == "a"

@@ -9,12 +9,12 @@ from support.project import Project, ToyCodec, voice
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A folder with three finished datasets; not to be changed by tests.
+    """A folder with three finished datasets that tests must not change.
 
     ``dataset`` has 7 cuts in 3 shards, at 16 kHz, with the codes of a toy codec. Cut n has the context n + 1. In shard
     1, the first two targets and the first context are equally long, and the last target has a context of the same
-    recording. ``project`` is what it was made from. ``again`` has the same cuts at 8 kHz, with codes of twice as many
-    frames; ``foreign`` has other cuts.
+    recording. ``project`` is the corpus it was made from. ``again`` has the same cuts at 8 kHz, with codes of twice as
+    many frames; ``foreign`` has other cuts.
     """
     folder = tmp_path_factory.mktemp("finished")
     _build(folder, "dataset", 16000, 320, "spk")

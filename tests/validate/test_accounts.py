@@ -1,4 +1,4 @@
-"""``--against``: every record of the manifests ends in the dataset or among the rejects, once."""
+"""``--against``: every manifest record is in the dataset or among the rejects, exactly once."""
 
 import json
 import resource
@@ -17,7 +17,7 @@ from sharmill.validate.findings import read_report
 
 
 def account(project, scratch, **changes):
-    """(code, shard, what names the record) of the findings about accounts."""
+    """Return (code, shard, name of the record) of the findings about accounts."""
     options = {
         "sources": (NemoSource(manifest=str(project.folder / "small.json"), audio_root="."),),
         "rejects": tuple(str(path) for path in sorted(project.run_dir.glob("*/rejects.jsonl"))),
@@ -29,7 +29,7 @@ def account(project, scratch, **changes):
 
 @pytest.fixture
 def many_kinds(project):
-    """Records of all forms that ends in the dataset or in the rejects of ``prepare`` and ``write``."""
+    """Records of all forms, in the dataset or in the rejects of ``prepare`` and ``write``."""
     long = voice(3.0, seed=1)
     project.add("book/long.wav", long, offset=0.5, duration=1.0)
     project.add("book/long.wav", offset=1.5, duration=1)
@@ -61,7 +61,7 @@ def many_kinds(project):
 
 def test_all_forms_of_records_are_accounted_for(many_kinds, tmp_path):
     assert len(many_kinds.rejects("prepare")) == 14
-    assert len(many_kinds.rejects("write")) == 2  # the record itself, and that whose context it is
+    assert len(many_kinds.rejects("write")) == 2  # the record itself, and the record that has it as context
     assert account(many_kinds, tmp_path / "check") == []
     checked = read_report(tmp_path / "check" / "validate" / "report.json").checked
     counts = {name: number for name, number in checked.items() if name.startswith("records")}
@@ -97,7 +97,7 @@ def test_a_record_that_is_in_the_dataset_and_rejected_is_doubled(many_kinds, tmp
     assert (code, shard) == ("doubled_record", 0)
 
 
-def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many_kinds, tmp_path):
+def test_records_of_a_manifest_not_given_are_only_warnings(many_kinds, tmp_path):
     other = tmp_path / "other.json"
     other.write_text("")
     with raises(ConfigError, "bad_manifest", str(other)):
@@ -111,7 +111,7 @@ def test_of_a_manifest_that_was_not_given_all_is_unknown_and_only_a_warning(many
     assert counts == {"lost_record": ("error", 1), "unknown_record": ("warning", num_cuts)}
 
 
-def test_files_that_are_not_what_they_should_be_are_configuration_errors(many_kinds, tmp_path):
+def test_unreadable_account_files_are_configuration_errors(many_kinds, tmp_path):
     for changes, code, name in (
         ({"sources": (NemoSource(manifest="nothing.json", audio_root="."),)}, "missing_input", "nothing.json"),
         ({"rejects": ("nothing.jsonl",)}, "missing_input", "nothing.jsonl"),
@@ -128,7 +128,7 @@ def test_a_cut_that_does_not_say_where_it_came_from_has_no_key(custom):
     assert row_of_cut({"id": "x", "supervisions": [{"custom": custom}]}) == RecordRow(id="x")
 
 
-def test_a_full_folder_for_temporary_files_is_named_with_the_remedy():
+def test_a_full_temporary_folder_is_named_with_the_remedy():
     rows = [RecordRow(id=f"{number:080}") for number in range(50_000)]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
@@ -166,7 +166,7 @@ def test_what_does_not_add_up_is_the_difference_of_multisets(manifests, cuts, re
     st.floats(0, 1e6, allow_nan=False),
 )
 def test_a_record_has_the_key_of_its_cut(path, offset, duration):
-    """As the stage prepare writes it down."""
+    """The cut has the record as the stage prepare stores it."""
     custom = {"audio_filepath": path.lstrip("/") or "x", "offset": offset, "duration": duration, "text": path}
     cut = {"id": "", "supervisions": [{"custom": custom, "text": path}]}
     assert row_of(custom) == row_of_cut(cut)

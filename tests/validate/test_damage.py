@@ -1,7 +1,7 @@
-"""Every kind of damage to a finished dataset is found, at the level that can see it, and no reader is fooled by it.
+"""Every kind of damage to a finished dataset is found at the level that can see it, and never misleads a reader.
 
-Files are damaged in two ways: alone, as a disk or a copy does it, so that the index tells; and with the index of the
-damaged files, as a faulty writer leaves it, so that only the content tells. The kinds are in ``damage_kinds``.
+Files are damaged in two ways: alone, as by a disk or a copy, so that the index reveals it; and with a matching index,
+as by a faulty writer, so that only the content reveals it. The kinds are in ``damage_kinds``.
 """
 
 import gzip
@@ -51,7 +51,7 @@ def exchange_records(shards):
     return [second, first, *shards[2:]]
 
 
-# Files whose bytes are others than they were. More zeros after an archive's or a gzip file's end are legal.
+# Files whose bytes have changed. Additional zeros after the end of an archive or gzip file are legal.
 _FILES: dict[str, tuple[do.Damage, str]] = {
     "a link to another shard in the place of a file": (
         do.replace_by(TARGETS, lambda path: path.symlink_to("recording.000000.tar")),
@@ -144,7 +144,7 @@ _FILES: dict[str, tuple[do.Damage, str]] = {
     "cuts of another dataset": (do.take_files("cuts"), "wrong_id bad_cut"),
 }
 
-# Which files there are, and what the index says of shards and fields.
+# Files that exist, and the entries of the index about shards and fields.
 _DIRECTORY: dict[str, tuple[do.Damage, str]] = {
     "a file is gone": (do.remove_files(TARGETS), "missing_file"),
     "the cuts of a shard are gone": (do.remove_files(CUTS), "missing_file"),
@@ -236,7 +236,7 @@ _DIRECTORY: dict[str, tuple[do.Damage, str]] = {
 
 
 def _places_to_cut():
-    """Where an archive may be cut off, in words: functions from its bytes to a length."""
+    """Return places where an archive may be cut off: functions from its bytes to a length, by descriptions."""
     at = {
         "after one byte": lambda data: 1,
         "within the first header": lambda data: 300,
@@ -283,7 +283,7 @@ DIRECTORY_DAMAGED = {name: Kind(*row) for name, row in _DIRECTORY.items()}
 
 
 def within_last_audio(archive):
-    """Two thirds into the last audio of an archive."""
+    """Return a position two thirds into the last audio of an archive."""
     place = do.places(archive)[-2]
     return place.offset_data + place.size * 2 // 3
 
@@ -309,7 +309,7 @@ def with_first(value):
 
 
 def repeat_first_cut(dataset):
-    """The first cut of the shard before takes the place of the first of this one, in every field."""
+    """Replace the first cut of this shard by the first cut of the previous shard, in every field."""
     for name in FILES:
         other = dataset / name.replace("000001", "000000")
         if name == CUTS:
@@ -320,7 +320,7 @@ def repeat_first_cut(dataset):
 
 
 def target_as_context(dataset):
-    """The context audio of the first cut is its target audio, and everything says that it is the context."""
+    """Use the target audio of the first cut as its context audio, consistently in all metadata."""
     target = next(iter(read_field(dataset / TARGETS)))
     do.change_item(CONTEXTS, data=target.data)(dataset)
 
@@ -350,7 +350,7 @@ def with_command():
 
 
 def in_every_field(change):
-    """The same change to the cuts and to the items of all fields."""
+    """Return the same change for the cuts and for the items of all fields."""
     return do.all_of(do.change_cuts(CUTS, change), *(do.change_items(name, change) for name in FILES[1:]))
 
 
@@ -567,7 +567,7 @@ _CODES = {
     "codes of another codec of the same audio": (do.take_files("codes_toy/target_codes", other="again"), "bad_codes"),
 }
 
-# The index itself is what is damaged: no other index would be that of the files.
+# Damage to the index itself; an index rebuilt from the files would not have it.
 _INDEX = {
     "seconds of targets": (do.change_shard(1, target_seconds=9.0), "wrong_totals"),
     "seconds of contexts": (do.change_shard(1, context_seconds=0.0), "wrong_totals"),
@@ -588,7 +588,7 @@ _INDEX = {
     "a codec with wider codes": (do.change_codec(codebook_size=1 << 16), "bad_codes"),
 }
 
-# Nothing in the dataset itself tells that it once had more or other cuts.
+# Damage after which nothing in the dataset reveals that it once had more or other cuts.
 ACCOUNT = ("lost_record", "against")
 _LOST = {
     "a cut dropped from every field": (in_every_field(lambda rows: rows[:-1]), *ACCOUNT),
@@ -610,7 +610,7 @@ IN_ONE_WAY = DIRECTORY_DAMAGED | DESCRIPTION_DAMAGED
 KINDS = IN_TWO_WAYS | IN_ONE_WAY | RECORDS_LOST
 STRUCTURE = FILES_DAMAGED | DIRECTORY_DAMAGED
 
-# Options of the checker, by level, for a dataset.
+# Options of the checker for a dataset, by level.
 LEVELS = {
     "default": lambda dataset: {},
     "deep": lambda dataset: {"deep": True},
@@ -627,7 +627,7 @@ CHANGED_BYTES = {"wrong_size", "wrong_checksum"}
 
 @pytest.fixture(autouse=True)
 def toy_codec(monkeypatch):
-    """What made the codes is what is loaded to make them again."""
+    """Make the checker load the codec that made the codes."""
     monkeypatch.setattr("sharmill.models.load_codec", lambda model, **trust: ToyCodec())
 
 
@@ -654,7 +654,7 @@ def test_the_index_tells_every_file_that_has_changed(dataset, name):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_content_the_directory_or_the_account_of_the_manifest_tells_where_the_index_cannot(dataset, name):
+def test_damage_with_a_matching_index_is_found_at_its_level(dataset, name):
     kind = KINDS[name]
     kind.do(dataset)
     if name not in IN_ONE_WAY:
@@ -664,7 +664,7 @@ def test_the_content_the_directory_or_the_account_of_the_manifest_tells_where_th
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.level != "default"])
-def test_what_is_found_at_a_further_level_is_not_seen_before(dataset, name):
+def test_damage_of_a_deeper_level_is_not_found_before(dataset, name):
     KINDS[name].do(dataset)
     index_as_written(dataset)
     assert check(dataset) == []
@@ -680,7 +680,7 @@ def test_nothing_is_found_or_changed_where_nothing_is_damaged(dataset, level):
 
 
 @pytest.mark.parametrize("facts", [{"checksum": "other"}, {"sampling_rate": 32000, "samples_per_frame": 640}])
-def test_codes_are_not_compared_with_those_of_a_codec_that_is_another(dataset, facts):
+def test_codes_are_not_compared_with_those_of_another_codec(dataset, facts):
     change_codec(**facts)(dataset)
     assert check(dataset) == []
     with raises(ConfigError, "bad_codec", "'toy'"):
@@ -695,7 +695,7 @@ def test_a_dataset_of_another_version_is_refused(dataset):
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_any_flipped_bit_is_found_and_no_reader_loses_or_moves_a_cut_by_it(dataset, right, file):
+def test_any_flipped_bit_is_found_and_moves_no_cut(dataset, right, file):
     path = dataset / file
     data = path.read_bytes()
     choice = random.Random(file)
@@ -712,7 +712,7 @@ def test_any_flipped_bit_is_found_and_no_reader_loses_or_moves_a_cut_by_it(datas
 
 
 def read(dataset):
-    """What a reader gets of each cut, and the error that ends it."""
+    """Return what a reader gets from each cut, and the error that ends reading."""
     cuts = []
     try:
         for cut in open_shar(dataset, FIELDS):

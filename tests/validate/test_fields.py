@@ -1,4 +1,4 @@
-"""Fields that a stage has added: checked by what the dataset says of them, with no plug-in that made them."""
+"""Fields added by a stage: checked against their declaration, without the plug-in that made them."""
 
 import msgspec
 import numpy as np
@@ -20,13 +20,13 @@ def dataset(finished, tmp_path):
 
 
 def found(dataset):
-    """Code, shard, field and member of each finding."""
+    """Return code, shard, field and member of each finding."""
     report = check_dataset(dataset, dataset.with_name("checks"), deep=True)
     return [(row["code"], row["shard"], row["field"], row["member"]) for row in report.findings]
 
 
 def write(dataset, scores=None, voices=None):
-    """Write the fields of shard 1 anew, with other values for some cuts, and the index of what was written."""
+    """Write the fields of shard 1 again, with other values for some cuts, and a matching index."""
     ids = list(read_cut_ids(dataset / "cuts/cuts.000001.jsonl.gz"))
     all_scores = [(scores or {}).get(number, score_of(cut_id)) for number, cut_id in enumerate(ids)]
     all_voices = [(voices or {}).get(number, voice_of(cut_id)) for number, cut_id in enumerate(ids)]
@@ -91,7 +91,7 @@ def test_a_value_that_must_not_be_missing_is_found(dataset):
         (do.change_bytes(SCORES, lambda data: data[:-9]), {"damaged"}),
     ],
 )
-def test_damaged_lines_are_found_by_their_content_and_by_the_index(dataset, damage, codes):
+def test_damaged_lines_are_found_by_content_and_by_index(dataset, damage, codes):
     damage(dataset)
     by_index = found(dataset)
     assert {row[:3] for row in by_index} >= {("wrong_size", 1, "score")} or by_index[0][0] == "wrong_checksum"

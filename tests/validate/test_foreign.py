@@ -1,4 +1,4 @@
-"""Shars of other tools: checked as far as they can be, with what cannot be checked said, and given an index."""
+"""Shars of other tools: checked as far as possible, with a list of what cannot be checked, and given an index."""
 
 import json
 import re
@@ -23,7 +23,7 @@ NO_CODEC = "the range of codes and the exact number of their frames: no codec is
 
 @pytest.fixture
 def flat(tmp_path):
-    """What lhotse writes itself: five cuts in shards of two, with audio and codes, all in one folder."""
+    """A Shar written by lhotse: five cuts in shards of two, with audio and codes, all in one folder."""
     cuts = []
     for number in range(5):
         path = put(tmp_path / f"audio/{number}.wav", voice(1.0 + number / 10, seed=number))
@@ -46,12 +46,14 @@ def flat(tmp_path):
 
 @pytest.fixture
 def published(built, tmp_path):
-    """A folder per field and no index; contexts are TemporalArrays whose offset is left in ``start``."""
+    """A folder per field and no index; contexts are TemporalArrays that still have an offset in ``start``."""
     folder = copy(built.dataset, tmp_path / "published")
     for name in ("dataset.json", "shards.jsonl"):
         (folder / name).unlink()
     for path in sorted((folder / "cuts").iterdir()):
-        write_lines(path, [cut | {"custom": None} for cut in lines(path)])  # else they are sharmill's own
+        write_lines(
+            path, [cut | {"custom": None} for cut in lines(path)]
+        )  # otherwise the cuts look like sharmill's own
     described = {"temporal_dim": -1, "frame_shift": 0.02, "start": 1.5}
     for path in (folder / "codes_toy/context_codes").iterdir():
         do.change_items(path, lambda items: [
@@ -66,7 +68,7 @@ def found(report):
 
 @pytest.mark.parametrize("layout", ["flat", "published"])
 @pytest.mark.parametrize("deep", [False, True])
-def test_a_sound_one_has_no_findings_and_is_told_what_was_not_checked(layout, deep, request, tmp_path):
+def test_an_intact_shar_has_no_findings_but_lists_unchecked(layout, deep, request, tmp_path):
     folder = request.getfixturevalue(layout)
     before = snapshot(folder)
     report = check_dataset(folder, tmp_path / "run", deep=deep)
@@ -119,7 +121,7 @@ def test_shards_that_are_numbered_from_five_have_no_gap(is_indexed, flat, tmp_pa
 
 
 def test_an_index_makes_it_a_dataset_that_opens_and_validates(published, tmp_path):
-    # Of a process that was killed.
+    # A temporary file of a killed process.
     (published / f".shards.jsonl.{'0' * 32}.tmp").touch()
     told = list(rebuild_index(published, [parse_codec_facts(TOY)]))
     description = json.loads((published / "dataset.json").read_text())
@@ -128,7 +130,7 @@ def test_an_index_makes_it_a_dataset_that_opens_and_validates(published, tmp_pat
         "name": "toy", "model": "unknown", "checksum": "unknown", "trained": True, "sampling_rate": 16000,
         "samples_per_frame": 320, "num_codebooks": 3, "codebook_size": 64, "devices": [], "precision": "fp32",
     }]  # fmt: skip
-    assert "16000 Hz, the rate of the audio, with 320 samples a frame" in told[-1]
+    assert "16000 Hz, the rate of the audio, with 320 samples per frame" in told[-1]
     report = check_dataset(published, tmp_path / "first")
     assert report.findings == []
     assert NO_INDEX not in report.unchecked
@@ -149,7 +151,7 @@ def test_the_range_of_codes_is_checked_once_the_codec_is_known(published, tmp_pa
 
 @pytest.mark.parametrize("lost", ["shards.jsonl", "both"])
 def test_an_index_that_was_lost_comes_back(built, tmp_path, lost):
-    """To the byte where the description is left, with all its codecs."""
+    """If the description still exists, it comes back to the byte, with all its codecs."""
     folder = copy(built.dataset, tmp_path / "dataset")
     before = snapshot(folder)
     (folder / "shards.jsonl").unlink()
@@ -176,7 +178,7 @@ def test_what_the_files_do_not_tell_must_be_given(published, tmp_path):
     with raises(ConfigError, "bad_codec", "sampling_rate", "samples_per_frame"):
         list(rebuild_index(published, [parse_codec_facts(TOY)]))
     with raises(ConfigError, "bad_codec", "codebook_size, sampling_rate, samples_per_frame"):
-        list(rebuild_index(published))  # all at once
+        list(rebuild_index(published))  # it names all missing facts at once
     assert not (published / "dataset.json").exists()
 
 

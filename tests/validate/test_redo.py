@@ -1,4 +1,4 @@
-"""Damage, the units that would mend it, and doing those again: afterwards the bytes are the original ones."""
+"""Damage, the units that repair it, and doing these again, which restores the original bytes."""
 
 import pytest
 from support import damage as do
@@ -49,7 +49,7 @@ class Finished:
         ]
 
     def run(self):
-        """The ordinary relaunch."""
+        """Run the same configuration again."""
         with loading(ToyCodec()):
             assert all(run(stage).ok for stage in self.stages())
 
@@ -172,8 +172,8 @@ def test_what_is_no_report_is_a_configuration_error(tmp_path, content):
         read_report(tmp_path / "nothing.json")
 
 
-def test_a_context_that_is_a_copy_needs_another_match_and_no_redo(tmp_path):
-    """The writer would store the same context again: only the stage match can pick another."""
+def test_a_copied_context_needs_another_match_and_no_redo(tmp_path):
+    """The writer would store the same context again; only the stage match can choose another."""
     project = Project(tmp_path)
     for number in (0, 1):
         project.add(f"{number}.flac", voice(1.0, seed=7))
@@ -207,10 +207,10 @@ def test_what_cannot_be_done_again_is_refused_before_any_work(finished, tmp_path
     assert finished.commits() == finished.ledgers
 
 
-def test_a_shard_whose_source_has_changed_is_not_passed_off_as_the_same(finished, tmp_path):
+def test_a_shard_with_a_changed_source_is_not_rebuilt(finished, tmp_path):
     flip_audio(finished.dataset)
     take_back_commits(finished.config, finished.validate(tmp_path / "check"), STAGES)
-    # Of the same size: another size would be noticed before anything is written.
+    # Keep the size, since another size would be noticed before anything is written.
     path = finished.project.root / "4.flac"
     size = path.stat().st_size
     path.write_bytes(put(path, 0.5 * voice(0.8, seed=99)).read_bytes().ljust(size, b"\0"))

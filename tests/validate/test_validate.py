@@ -1,4 +1,4 @@
-"""The checker: clean datasets have no findings, and what each level says of others. All kinds: ``test_damage``."""
+"""The checker has no findings for clean datasets; its levels on other ones. ``test_damage`` has all kinds of damage."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def dataset(built, tmp_path):
 
 @pytest.fixture(autouse=True)
 def toy():
-    """The codec that made the codes is what is loaded."""
+    """Make the checker load the codec that made the codes."""
     with (
         mock.patch("sharmill.models.load_codec", return_value=ToyCodec()) as load,
         mock.patch("sharmill.models.find_codec"),
@@ -45,7 +45,7 @@ def test_a_dataset_without_codecs_and_one_without_cuts_are_clean(project, tmp_pa
     project.add_voices([0.5] * 2, "{}.wav")
     project.write(match={"min_duration": 0.0})
     assert found(project.dataset, tmp_path / "first") == set()
-    # An empty audio root would be that of a disk that is not mounted.
+    # Keep the audio root from being empty, since it would count as a disk that is not mounted.
     (project.root / "notes.txt").touch()
     for number in range(2):
         (project.root / f"{number}.wav").unlink()
@@ -55,7 +55,7 @@ def test_a_dataset_without_codecs_and_one_without_cuts_are_clean(project, tmp_pa
 
 
 def test_a_damage_done_after_a_check_is_found_by_the_next(dataset, tmp_path):
-    """Also where it keeps the number of files and their times, as copying an older file does."""
+    """This also holds if the number of files and their times stay the same, as after copying an older file."""
     run_dir = tmp_path / "run"
     assert found(dataset, run_dir) == set()
     path = dataset / do.TARGETS
@@ -66,7 +66,7 @@ def test_a_damage_done_after_a_check_is_found_by_the_next(dataset, tmp_path):
 
 
 def test_ids_with_line_breaks_are_no_duplicates(project, tmp_path):
-    """Of ids that differ before a line break only, the ends are the same."""
+    """The ids differ only before a line break, so their last lines are the same."""
     for name in ("a\nb.wav", "c\nb.wav"):
         project.add(name, voice(0.5, seed=ord(name[0])))
     config = project.write([1, 0], match={"min_duration": 0.0})
@@ -93,7 +93,7 @@ def test_silent_and_clipped_audio_are_warnings_of_the_deep_level(project, tmp_pa
     project.write(match={"min_duration": 0.0})
     assert kinds(check_dataset(project.dataset, tmp_path / "default")) == {}
     report = check_dataset(project.dataset, tmp_path / "deep", deep=True)
-    # Each is a target once and a context once, and decoded once.
+    # Each item is a target once and a context once, but is decoded only once.
     assert kinds(report) == {"silent_audio": 2, "clipped_audio": 2}
     assert (report.errors, report.warnings, report.units_to_repeat) == (0, 4, [])
     assert report.checked["items decoded"] == 6
@@ -128,7 +128,7 @@ def test_codes_may_differ_by_as_much_as_arithmetic_does(dataset, tmp_path, share
     cut_id = lines(dataset / do.CUTS)[0]["id"]
     rows = [(row["shard"], row["field"], row["member"]) for row in report.findings if row["code"] == "different_codes"]
     assert rows == ([(1, "codes_toy/target_codes", cut_id)] if is_found else [])
-    # Its checksum is wrong in either case; the wrong codes may also be those of the run directory.
+    # The checksum is wrong in either case; if the codes differ too, the run directory may hold the same wrong codes.
     expected = [("encode/toy", False), ("encode/toy", True)] if is_found else [("encode/toy", False)]
     assert [(unit.stage, unit.encode_again) for unit in report.units_to_repeat] == expected
 
@@ -138,10 +138,10 @@ def test_the_sample_is_a_share_and_does_not_depend_on_the_run(tmp_path):
     project.encode(project.write(write={"shard_size": 7}, match={"min_duration": 0.0}))
     first = check_dataset(project.dataset, tmp_path / "first", recheck_codes=0.25).checked
     assert check_dataset(project.dataset, tmp_path / "second", recheck_codes=0.25).checked == first
-    assert 15 <= first["segments encoded again"] <= 45  # 30 of 120, give or take
+    assert 15 <= first["segments encoded again"] <= 45  # about 30 of 120
 
 
-def test_another_model_is_refused_and_one_that_has_moved_is_looked_for_where_it_is_said(dataset, toy, tmp_path):
+def test_another_model_is_refused_and_a_moved_one_is_found(dataset, toy, tmp_path):
     check_dataset(dataset, tmp_path / "run", recheck_codes=1.0, codec_models={"toy": "transformers:/there"})
     assert {call.args for call in toy.call_args_list} == {("transformers:/there",)}
     with raises(ConfigError, "unknown_codec", "'other'"):
@@ -151,7 +151,7 @@ def test_another_model_is_refused_and_one_that_has_moved_is_looked_for_where_it_
         check_dataset(dataset, tmp_path / "other", recheck_codes=1.0)
 
 
-def test_a_dataset_without_contexts_is_checked_at_every_level_and_accounted_for(without_contexts, tmp_path):
+def test_a_dataset_without_contexts_is_checked_at_every_level(without_contexts, tmp_path):
     sources = (NemoSource(manifest=str(without_contexts.folder / "small.json"), audio_root="."),)
     rejects = (str(without_contexts.run_dir / "prepare/rejects.jsonl"),)
     against = ExpectedRecords(sources=sources, rejects=rejects)
@@ -163,14 +163,14 @@ def test_a_dataset_without_contexts_is_checked_at_every_level_and_accounted_for(
 
 
 @pytest.mark.parametrize("lie", [{"context_seconds": 1.0}, {"limits": {"min_similarity": 0.5}}])
-def test_seconds_and_limits_of_contexts_that_are_not_there_are_found(without_contexts, tmp_path, lie):
+def test_seconds_and_limits_without_contexts_are_found(without_contexts, tmp_path, lie):
     dataset = copy(without_contexts.dataset, tmp_path / "dataset")
     do.change_description(**lie)(dataset)
     assert found(dataset, tmp_path / "run") == {("wrong_totals", None, None)}
 
 
 def test_a_dataset_with_contexts_cannot_pass_for_one_without(dataset, tmp_path):
-    """Its description says so everywhere; the files and ``shards.jsonl`` still have contexts."""
+    """Its description is consistent, but the files and ``shards.jsonl`` still have contexts."""
 
     def without(fields):
         return [field for field in fields if "context" not in field]
@@ -178,7 +178,7 @@ def test_a_dataset_with_contexts_cannot_pass_for_one_without(dataset, tmp_path):
     do.change_description(fields=without, limits={}, context_seconds=0.0)(dataset)
     unnamed = {("wrong_totals", s, f) for s in range(3) for f in ("context_audio", "codes_toy/context_codes")}
     assert found(dataset, tmp_path / "run") == {("wrong_totals", None, None)} | unnamed
-    # With an index that does not name the files either.
+    # Remove them from the lines of the index as well.
     for number in range(3):
         do.change_shard(number, context_seconds=0.0, fields=lambda old: {field: old[field] for field in without(old)})(
             dataset
@@ -187,7 +187,7 @@ def test_a_dataset_with_contexts_cannot_pass_for_one_without(dataset, tmp_path):
     assert found(dataset, tmp_path / "run") == expected
 
 
-def test_a_dataset_whose_contexts_were_removed_is_nobodys_any_more(dataset, tmp_path):
+def test_a_dataset_whose_contexts_were_removed_is_foreign(dataset, tmp_path):
     for folder in ("context_audio", "codes_toy/context_codes"):
         shutil.rmtree(dataset / folder)
     assert any("without" in line for line in rebuild_index(dataset))

@@ -37,7 +37,7 @@ from sharmill.sources import Source, record_text
 from sharmill.sources.files import decode_object, iterate_lines
 from sharmill.validate.findings import Finding
 
-# Where records come from. Findings name a record by its first side in this order.
+# The origin of records. Findings name a record by its first side in this order.
 _SIDES: Final = {"manifests": 0, "cuts": 1, "rejects": 2}
 _WRONG: Final = {
     "lost_record": "neither in the dataset nor among the rejects",

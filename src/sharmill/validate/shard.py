@@ -135,7 +135,7 @@ class ValidateProcessor(Processor):
             _measure_all(shard, contents, found, stats, finish)
         found += self._encode_again(shard, contents, stats, finish)
         findings, records = f"parts/{unit.index:06d}.findings.jsonl", f"parts/{unit.index:06d}.cuts.jsonl"
-        # Without accounts, only ids are needed, to find duplicates.
+        # Only ids are needed if there are no accounts, to find duplicates.
         rows = [row_of_cut(cut) if self._with_records else RecordRow(id=str(cut.get("id"))) for cut in cuts]
         for file, lines in ((findings, found), (records, rows)):
             write_new(staging.path(file), msgspec.json.Encoder().encode_lines(lines))

@@ -105,7 +105,7 @@ class ValidateStage(Stage):
 
     def plan(self, run: StageRun) -> Iterator[Unit]:
         for position, shard in enumerate(read_checked_dataset(self.subject(run).dataset_dir).shards):
-            # Without an index the seconds of audio are unknown, so all shards cost the same.
+            # All shards cost the same if there is no index, since their seconds of audio are unknown.
             cost = 1.0 if shard.record is None else round(sum(shard.record.seconds.values()), 3)
             yield make_unit(position, cost=cost, size=shard.size, params={"line": position})
 

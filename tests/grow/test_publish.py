@@ -168,4 +168,4 @@ def test_what_cannot_be_published_is_named_and_shows_no_dataset(datasets, store,
 def test_what_is_no_place_in_a_store_is_refused(call, datasets, url):
     status, _, err = call("publish", datasets[0], url)
     assert (status, err.count("\n")) == (2, 1)
-    assert f"{hide_secrets(url)} is not a place in an object store: name s3://" in err
+    assert f"{hide_secrets(url)} is not a place in an object store: use s3://" in err

@@ -76,7 +76,7 @@ class NemoTarred(Export):
         super().__init__(dataset, out)
         self._field = self.record.audio_fields[0]
         refuse(
-            (self._field not in self.record.fields, f"{dataset} has no target_audio: name a dataset that has audio"),
+            (self._field not in self.record.fields, f"{dataset} has no target_audio: choose a dataset with audio"),
             (not 1 <= buckets <= max(1, self.record.num_cuts),
              f"--buckets is {buckets}: give at least 1, and at most the number of cuts, {self.record.num_cuts}"),
             (not 0 <= min_duration < max_duration,

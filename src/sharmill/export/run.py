@@ -182,7 +182,7 @@ def _write_unit(files: Export, unit: Any, record: Path) -> None:
 
 def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -> None:
     """Raise ConfigError unless a folder is missing, empty, or contains this export."""
-    refuse((out.exists() and not out.is_dir(), f"{out} is a file: name a folder"), code="bad_usage")
+    refuse((out.exists() and not out.is_dir(), f"{out} is a file: choose a folder"), code="bad_usage")
     require_trusted_owner(out, [out / EXPORT_FILE, *folders])
     own = (LOCK_NAME, f".{EXPORT_FILE}.")
     if not out.exists() or all(path.name.startswith(own) for path in out.iterdir()):
@@ -194,7 +194,7 @@ def _require_own(out: Path, identity: dict[str, Any], folders: Sequence[Path]) -
     if found != identity:
         what = "an export of another dataset or version, of an earlier state, or with other options"
         raise ConfigError(
-            f"{out} contains {what if found else 'other files'}: name an empty folder, or remove it",
+            f"{out} contains {what if found else 'other files'}: choose an empty folder, or remove this one",
             code="foreign_output",
         )
 

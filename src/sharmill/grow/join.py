@@ -372,7 +372,7 @@ def merge_datasets(
     """
     out = Path(out).resolve()
     parts = [SourceDataset.read(Path(source)) for source in sources]
-    refuse((not parts, "name the datasets to merge"), code="bad_usage")
+    refuse((not parts, "give the datasets to merge"), code="bad_usage")
     staging = out.with_name(f".{out.name}{STAGING_NAME}")
     if not staging.exists():
         # Otherwise the leftovers of a killed process are removed first, even if it had almost finished.

@@ -52,7 +52,7 @@ def publish_dataset(
     """
     refuse(
         (not re.fullmatch(r"(s3|gs|ais)://[^/?#]+(/[^?#]*)?", url),
-         f"{url} is not a place in an object store: name s3://, gs:// or ais://BUCKET/FOLDER"),
+         f"{url} is not a place in an object store: use s3://, gs:// or ais://BUCKET/FOLDER"),
         code="bad_usage",
     )  # fmt: skip
     source = SourceDataset.read(Path(dataset), any_tool=True)

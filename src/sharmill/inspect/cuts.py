@@ -74,7 +74,6 @@ def find_cut(directory: Location, cut_id: str) -> StoredCut:
         DamagedShard: a file being read is damaged.
     """
     # Search the bytes first, to decode only few lines. Other tools escape characters that are not ASCII.
-    # Most lines are of other cuts, and need not be decoded. Other tools escape what is not ASCII.
     needles = {json.dumps(cut_id, ensure_ascii=ascii)[1:-1].encode("utf-8", "surrogatepass") for ascii in (True, False)}
     for shard in read_shards(directory, read_dataset(directory).num_shards):
         path = _file(directory, shard, CUTS)
@@ -170,7 +169,7 @@ def dataset_rows(directory: Location, record: DatasetRecord) -> Iterator[tuple[s
         if not field.is_published or field.optional:
             yield f"field {field.name}", field.describe()
     for codec in record.codecs:
-        trained = "" if codec.trained else "; untrained: its codes mean nothing"
+        trained = "" if codec.trained else "; untrained: its codes are meaningless"
         yield (
             f"codec {codec.name}",
             f"{codec.model}: {codec.num_codebooks} codebooks of {codec.codebook_size}, "
@@ -228,7 +227,7 @@ def _describe_item(item: Item) -> tuple[str, str]:
         is_codes = array.ndim == 2 and array.dtype.kind in "iu"
         first = ", ".join(map(str, (array[0] if is_codes and array.size else array).flat[:8]))
         shape = f"{array.shape} {array.dtype}{', codebooks and frames' if is_codes else ''}"
-        return shape, f"{'the first codebook' if is_codes else 'it'} begins {first}"
+        return shape, f"{'the first codebook' if is_codes else 'it'} starts with {first}"
     samples, rate = decode_bytes(item.data or b"")
     shape = f"({len(samples)},) at {rate} Hz, {len(samples) / rate:.3f} s of {item.extension}"
     return shape, waveform(samples)
@@ -246,7 +245,7 @@ def export_cut(stored: StoredCut, folder: Path) -> list[Path]:
         FatalError: the folder is not writable.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not an empty folder: name another one", code="foreign_output")
+        raise ConfigError(f"{folder} is not an empty folder: choose another one", code="foreign_output")
     contents = {"cut.json": msgspec.json.format(msgspec.json.encode(stored.cut), indent=2) + b"\n"}
     for field, item in stored.items.items():
         if item.metadata is not None:
@@ -345,7 +344,7 @@ def export_audio(path: Path, samples: np.ndarray, sampling_rate: int) -> None:
     """
     refuse(
         (path.suffix.lower() not in _SUFFIXES, f"{path}: the name must end in one of {', '.join(_SUFFIXES)}"),
-        (path.is_dir(), f"{path} is a folder: name a file"),
+        (path.is_dir(), f"{path} is a folder: give the name of a file"),
         code="bad_usage",
     )
     write_atomic(path, encode(samples, sampling_rate, path.suffix.lower()[1:]))

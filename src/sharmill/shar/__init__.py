@@ -63,7 +63,7 @@ def open_shar(
             If False, each worker reads all cuts of the rank.
         infinite: iterate over one epoch after another without end. If False, each iteration is one epoch: first the
             first epoch, then the next.
-        tail: what to do if ranks and workers would get different numbers of cuts in an epoch. ``keep`` accepts the
+        tail: how to handle different numbers of cuts per rank and worker in an epoch. ``keep`` accepts the
             difference; ``drop`` ends all of them at the smallest number; ``pad`` extends all of them to the largest
             number by repeating cuts from the start of the epoch, marked by ``cut.shar_padding = True``.
         decode_threads: the number of threads that decode the chosen audio ahead, in order. Cuts then hold decoded

@@ -94,8 +94,8 @@ def _parse_header(header: bytes) -> tuple[tuple[np.dtype, tuple[int, ...], bool,
         raise ValueError(f"arrays of version {version} are not supported")
     shape, column_major, dtype = _READ_HEADER[version](stream)
     if dtype.hasobject:
-        raise ValueError("the array has pickled objects")
+        raise ValueError("the array contains pickled objects")
     if min(shape, default=0) < 0 or not dtype.itemsize:
-        raise ValueError(f"there is no array of shape {shape} and type {dtype}")
+        raise ValueError(f"an array cannot have shape {shape} and type {dtype}")
     start = stream.tell()
     return (dtype, shape, column_major, start), start + math.prod(shape) * dtype.itemsize

@@ -78,13 +78,13 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
-        before, behind = f"{self.name}/", f".{_INDEX}{_ENDINGS[self.kind]}"
-        stem = self.file.removeprefix(before).removesuffix(behind)
+        prefix, suffix = f"{self.name}/", f".{_INDEX}{_ENDINGS[self.kind]}"
+        stem = self.file.removeprefix(prefix).removesuffix(suffix)
         for is_wrong, problem in (
             (not self.name.isprintable() or not _NAME.fullmatch(self.name) or self.name in (DATASET_FILE, SHARDS_FILE),
              f"{self.name!r} is not a valid field name"),
-            (not _STEM.fullmatch(stem) or self.file != f"{before}{stem}{behind}",
-             f"the files of the field {self.name} are named {self.file!r} instead of {before}NAME{behind}"),
+            (not _STEM.fullmatch(stem) or self.file != f"{prefix}{stem}{suffix}",
+             f"the files of the field {self.name} are named {self.file!r} instead of {prefix}NAME{suffix}"),
             ((self.kind == "cuts") != (self.name == CUTS), f"the field {self.name} is of the kind {self.kind}"),
             (not self.attribute.isidentifier() or self.attribute[0] == "_" or self.attribute in _OWN_ATTRIBUTES,
              f"the field {self.name} cannot be named {self.attribute!r} on a cut"),

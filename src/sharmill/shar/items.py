@@ -1,4 +1,4 @@
-"""The items of a field: what a shard's file contains for each cut.
+"""The items of a field: the content of a shard's file for each cut.
 
 Values are JSON lines. In any other field, each cut has a pair of members of an archive: data, and its lhotse manifest.
 With an index file, single items can be read: opening a file then reads only its index. Without one, opening a file
@@ -73,8 +73,10 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
 
     def _add(self, cut_id: str, extension: str, data: bytes, metadata: bytes) -> int:
         start = self._end + write_member(self._stream, f"{cut_id}.{extension}", data)
-        behind = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
-        self._end = start + padded(len(data)) + write_member(self._stream, behind, metadata) + padded(len(metadata))
+        metadata_name = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
+        self._end = (
+            start + padded(len(data)) + write_member(self._stream, metadata_name, metadata) + padded(len(metadata))
+        )
         return start
 
 

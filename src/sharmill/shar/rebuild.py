@@ -84,8 +84,8 @@ def find_shards(directory: Path, *, complete: bool = True) -> list[ShardRecord]:
 
     Two layouts are known. In lhotse's layout all files are in one folder (``cuts.000000.jsonl.gz``,
     ``recording.000000.tar``), and a field is named after its files. In the layout of sharmill and the published scripts
-    each field has a folder (``cuts/cuts.000000.jsonl.gz``, ``codes_x/target_codes/codes.000000.tar``), which it is
-    named after. Other files (``.idx`` beside a shard, notes) and hidden files are ignored.
+    each field has a folder (``cuts/cuts.000000.jsonl.gz``, ``codes_x/target_codes/codes.000000.tar``) and is named
+    after it. Other files (``.idx`` beside a shard, notes) and hidden files are ignored.
 
     Args:
         complete: refuse shards that lack fields, and fields with additional shards. The checker passes False, since it

@@ -205,21 +205,21 @@ def walk(
             else:
                 name, start, size, is_regular, link = _read_headers(data, first, strict=strict)
             text = name.decode("utf-8", "surrogateescape")
-            behind = start + size
-            if behind > num_bytes:
+            data_end = start + size
+            if data_end > num_bytes:
                 raise TarDamage(f"is cut off at byte {num_bytes}, within its member {text[:200]!r}", text)
-            following = padded(behind)
-            if strict and not EMPTY.startswith(data[behind:following]):
-                raise TarDamage(f"is damaged at byte {behind}: the padding of a member is not empty")
+            next_header = padded(data_end)
+            if strict and not EMPTY.startswith(data[data_end:next_header]):
+                raise TarDamage(f"is damaged at byte {data_end}: the padding of a member is not empty")
             if link:
                 if earlier is None:
                     for member, _, *place in walk(data, known, first, strict=False, earlier=places):
                         places[clean_name(member)] = place[0], place[1]
                     known = first
-                start, size = places.get(clean_name(link.decode("utf-8", "surrogateescape")), (behind, -1))
+                start, size = places.get(clean_name(link.decode("utf-8", "surrogateescape")), (data_end, -1))
             if (is_regular or link) and (strict or not text.endswith("/")):
                 yield text, first, start, size
-            first = following
+            first = next_header
         if first != end:
             raise TarDamage("has no member that ends where its index says; write it again with sharmill sidecars")
     except TarDamage as damage:

@@ -186,7 +186,7 @@ class Accounts:
         return int(self._records.execute("SELECT count(*) FROM records WHERE side = 1 AND key IS NULL").fetchone()[0])
 
     def check(self, expected: ExpectedRecords, *, compare_texts: bool) -> tuple[list[Finding], dict[str, int]]:
-        """Account for the records of the manifests; return the findings, and the numbers of records by where they are.
+        """Account for the records of the manifests; return the findings, and counts of records by place.
 
         Args:
             compare_texts: require cuts to have the transcripts of the manifests, as in a dataset written by sharmill.
@@ -234,7 +234,7 @@ class Accounts:
         for name, shard, text, expected in other:
             yield Finding(
                 code="different_text", shard=shard, field=CUTS, member=name,
-                sentence=f"its text is {text!r:.80}, but {expected!r:.80} in the manifest",
+                sentence=f"its text is {text!r:.80}, but the manifest has {expected!r:.80}",
             )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ CODES: Final[dict[str, FindingKind]] = {
     ),
     "missing_field": FindingKind("a shard lacks a field that the others have", _REDO, (INDEX, _SHARD)),
     "damaged": FindingKind("a file cannot be read to its end", _REDO, (_SHARD,)),
-    "wrong_count": FindingKind("a field does not have as many items as the shard has cuts", _REDO, (INDEX, _SHARD)),
+    "wrong_count": FindingKind("a field's number of items differs from the number of cuts", _REDO, (INDEX, _SHARD)),
     "wrong_id": FindingKind("the n-th item of a field does not belong to the n-th cut", _REDO, (_SHARD,)),
     "duplicate_id": FindingKind("two cuts of the dataset have the same id", _REDO, (_SHARD,)),
     "bad_cut": FindingKind("a cut violates the contract", _REDO, (_SHARD,)),
@@ -92,7 +92,7 @@ CODES: Final[dict[str, FindingKind]] = {
         "dataset.json, shards.jsonl and the files disagree about fields, numbers or seconds", _INDEX, (INDEX,)
     ),
     "different_codes": FindingKind(
-        "the codec gives other codes for the stored audio",
+        "encoding the stored audio again gives other codes",
         f"{_REDO}; if it is found again, another codec made the codes",
         (_CODES,),
     ),

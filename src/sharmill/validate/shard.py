@@ -426,7 +426,7 @@ def _require_equal(subject: str, stored: dict[str, Any], made: dict[str, Any]) -
     """Raise DamagedShard with the first difference between a stored mapping and the one computed again."""
     if stored != made:
         for path, should, found in find_differences(made, stored):
-            raise DamagedShard(f"{path} of {subject} is {show(found)}, and should be {show(should)}")
+            raise DamagedShard(f"{path} of {subject} is {show(found)} but should be {show(should)}")
         raise DamagedShard(f"{subject} is not as it should be")
 
 
@@ -474,8 +474,8 @@ def _check_context(limits: dict[str, Any], cut: dict[str, Any], audio: Item) -> 
     if limits:
         least, longest = limits["min_similarity"], limits["max_duration"] or math.inf
         told = f"the similarity of the context is {similarity}"
-        _require(similarity >= least - _SIMILARITY_TOLERANCE, f"{told}, less than {least}")
-        _require(similarity <= 1 + _SIMILARITY_TOLERANCE, f"{told}, more than a cosine can be")
+        _require(similarity >= least - _SIMILARITY_TOLERANCE, f"{told}, below the limit of {least}")
+        _require(similarity <= 1 + _SIMILARITY_TOLERANCE, f"{told}, but a cosine is at most 1")
         _require(limits["min_duration"] <= duration <= longest,
                  f"the context lasts {duration} s, which is outside the limits")  # fmt: skip
 
@@ -515,9 +515,9 @@ def _check_codes(codec: CodecRecord, temporal: bool, optional: bool, item: Item,
     codes = array_from_bytes(item.data, item.cut_id)
     frames = num_frames(audio.metadata, codec.sampling_rate, codec.samples_per_frame)
     shape, dtype = (codec.num_codebooks, frames), codes_dtype(codec.codebook_size)
-    _require(codes.shape == shape, f"the shape is {codes.shape}, and should be {shape}")
+    _require(codes.shape == shape, f"the shape is {codes.shape} but should be {shape}")
     _require(codes.dtype == dtype and item.extension == "npy",
-             f"the type is {codes.dtype} in a .{item.extension}, and should be {dtype} in a .npy")  # fmt: skip
+             f"the type is {codes.dtype} in a .{item.extension} but should be {dtype} in a .npy")  # fmt: skip
     made = temporal_array_json(shape, codec.samples_per_frame / codec.sampling_rate) if temporal else array_json(shape)
     _require_equal("the metadata", item.metadata, made)
     _check_range("codes", codes, 0, codec.codebook_size - 1)
@@ -631,4 +631,4 @@ def _check_array(item: Item, seconds: float | None = None, codec: CodecRecord | 
 def _check_range(what: str, array: np.ndarray, low: float, high: float) -> None:
     """Raise DamagedShard if values are outside their limits."""
     if array.size and not (array.min() >= low and array.max() <= high):
-        raise DamagedShard(f"{what} run from {array.min()} to {array.max()}, and not from {low:g} to {high:g}")
+        raise DamagedShard(f"{what} range from {array.min()} to {array.max()} instead of {low:g} to {high:g}")

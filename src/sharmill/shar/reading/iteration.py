@@ -69,7 +69,7 @@ class SharReader:
         # The process of the most recent iteration, and whether it has loaded a state since then.
         self._process = os.getpid()
         self._is_loaded = False
-        self._start: Progress | None = None  # where an iteration starts, unless at the beginning of an epoch
+        self._start: Progress | None = None  # the start of the next iteration, unless it is the beginning of an epoch
         self._running: Progress | None = None
         self._only_marked = False
         self.num_left_out = 0
@@ -93,7 +93,7 @@ class SharReader:
     def begin_pass(self, *, next_epoch: bool = False) -> None:
         """Move to the start of the next iteration, which ``state_dict`` describes from then on.
 
-        A new worker process starts at the epoch after the one that the loader's workers began most recently.
+        A new worker process starts one epoch after the epoch that the loader's workers began most recently.
 
         Args:
             next_epoch: also do so in a persistent worker. Its epoch is unfinished if the loader's iteration was left

@@ -52,7 +52,7 @@ class ShardSource(ABC):
     @property
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """The values that distinguish this dataset from others in saved states, whatever fields are read."""
+        """The values that distinguish this dataset from others in saved states, regardless of the fields read."""
 
     @abstractmethod
     def count(self, shard: int) -> int:

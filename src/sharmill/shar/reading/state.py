@@ -81,7 +81,7 @@ class Order:
     Args:
         num_shards: the number of shards.
         blocks_per_shard: the number of blocks in each shard.
-        shuffle: if False, the order is that of the dataset.
+        shuffle: if False, use the order of the dataset.
         seed: the seed of permutations and drawn numbers.
         mix_shards: the number of shards in a group. Without ``shuffle`` each shard is its own group.
         sequential: cuts of a shard keep their relative order, because the shard can only be read in that order.
@@ -340,7 +340,7 @@ class Progress:
                 for epoch, known in found.epochs.items()
             }
             if any(not 0 <= epoch <= _MAX_EPOCH for epoch in epochs):
-                raise ValueError("there is no such epoch")
+                raise ValueError("an epoch is out of range")
             part = None if found.part is None else Part(*found.part)
             return cls(found.identity, found.epoch, part, epochs, found.num_damaged)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:  # includes msgspec's errors

@@ -73,10 +73,8 @@ class FieldWriter(AbstractContextManager["FieldWriter"]):
 
     def _add(self, cut_id: str, extension: str, data: bytes, metadata: bytes) -> int:
         start = self._end + write_member(self._stream, f"{cut_id}.{extension}", data)
-        metadata_name = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
-        self._end = (
-            start + padded(len(data)) + write_member(self._stream, metadata_name, metadata) + padded(len(metadata))
-        )
+        second = f"{cut_id}.{_NO_METADATA if extension == NO_DATA else 'json'}"
+        self._end = start + padded(len(data)) + write_member(self._stream, second, metadata) + padded(len(metadata))
         return start
 
 

@@ -116,7 +116,7 @@ def salvage_lines(path: Location) -> tuple[list[bytes], DamagedShard | None]:
     if path.name.endswith(".gz") and len(data) <= _MAX_CUTS_BYTES:
         data, problem = _unpack(data)
     if len(data) > _MAX_CUTS_BYTES:
-        # No line of such a file is wanted, and splitting them would take as much memory again.
+        # Drop the content: its lines are not needed, and splitting them would double the memory.
         data, problem = b"", f"the cuts of a shard must not exceed {_MAX_CUTS_BYTES >> 20} MiB"
     lines = data.split(b"\n")
     # A line that is cut off by the damage does not count.

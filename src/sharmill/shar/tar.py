@@ -184,7 +184,7 @@ def walk(
     """
     first, num_bytes = begin, len(data)
     places = {} if earlier is None else earlier
-    known = 0  # the header up to which this walk knows the places of members
+    known = 0  # position of the header before which all members are in ``places``
     try:
         while end is None or first < end:
             header = data[first : first + BLOCK]

@@ -1,1 +1,1 @@
-"""The reader: datasets and Shars of other tools as lhotse's cuts, in an order that can be resumed anywhere."""
+"""Reading of datasets and other tools' Shars as lhotse cuts, in an order that can be resumed at any cut."""

@@ -133,7 +133,7 @@ class EpochReader:
         return prefetch(decode, cuts, threads=options.decode_threads, ahead=options.decode_prefetch)
 
     def _read_epoch(self, progress: Progress, part: Part) -> Iterator[Found]:
-        """Yield the cuts that are left for a part."""
+        """Yield the cuts that are left for a part, shortened or padded according to ``tail``."""
         # Copy the progress: reading runs ahead of what was yielded and must not see later changes.
         known = progress.for_part(part).current()
         cuts = self._read(progress.epoch, known, part)

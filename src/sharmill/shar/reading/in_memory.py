@@ -111,7 +111,7 @@ class MemoryArray(_EqualToLhotses, Array):
 
 @dataclass(eq=False)
 class TimeLastArray(_EqualToLhotses, TemporalArray):
-    """A TemporalArray with ``temporal_dim=-1`` that loads the right part of itself."""
+    """A TemporalArray with ``temporal_dim=-1`` whose ``load`` slices correctly along time."""
 
     _kind = TemporalArray
 

@@ -113,7 +113,7 @@ class OpenShard:
         if self._foreign:
             _align(cut, custom)
         target = items.get(TARGET_AUDIO)
-        # Another tool's Shar for speech-to-speech has its own recording besides: the speech that is answered.
+        # In another tool's speech-to-speech Shar, ``recording`` is other audio (the input speech), so keep it.
         if target is not None and items.get(RECORDING) is None:
             set_field(cut, RECORDING, with_id(target, cut.recording.id) if cut.recording is not None else target)
 

@@ -99,7 +99,7 @@ def test_what_is_exported_is_what_is_stored(looked_at, call, tmp_path):
     ("command", "arguments", "names"),
     [
         ("inspect", ["absent"], ["absent", "--shard"]),
-        ("inspect", ["--shard", 2], ["no shard 2", "2 shards"]),
+        ("inspect", ["--shard", 2], ["no shard 2", "0 to 1"]),
         ("inspect", ["--shard", "x"], ["--shard"]),
         ("inspect", [CUT, "--shard", 0], ["not both"]),
         ("inspect", ["--export", "out"], ["--export"]),
@@ -153,7 +153,7 @@ def test_fields_that_a_stage_has_added_are_shown_and_exported(looked_at, call, t
         _, out, _ = call("inspect", dataset, cut.id, "--export", tmp_path / cut.id)
         score = score_of(cut.id)
         assert ('score: nothing\n  ""' if score is None else f"score: a value\n  {score}") in out
-        assert f"voices/voice: (4,) float32\n  it begins {voice_of(cut.id)[0]!s}" in out
+        assert f"voices/voice: (4,) float32\n  it starts with {voice_of(cut.id)[0]!s}" in out
         np.testing.assert_array_equal(np.load(tmp_path / cut.id / "voices_voice.npy"), voice_of(cut.id))
         if score is not None:
             assert json.loads((tmp_path / cut.id / "score.json").read_text()) == {"score": score}

@@ -143,7 +143,7 @@ def test_cuts_of_a_shard_are_spread_over_the_whole_epoch(many):
 def test_index_files_may_lie_elsewhere(many, tmp_path):
     into = tmp_path / "index"
     bare = make_bare_dataset(tmp_path / "dataset", COUNTS[:3])
-    with raises(ConfigError, "missing_input", "is not there", f"sharmill sidecars {bare}"):
+    with raises(ConfigError, "missing_input", "is missing", f"sharmill sidecars {bare}"):
         open_shar(bare, shuffle="global")
     write_sidecars(bare, into)
     assert sorted(numbers(open_shar(bare, shuffle="global", sidecars=into))) == list(range(27))

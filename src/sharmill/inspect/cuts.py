@@ -169,7 +169,7 @@ def dataset_rows(directory: Location, record: DatasetRecord) -> Iterator[tuple[s
         if not field.is_published or field.optional:
             yield f"field {field.name}", field.describe()
     for codec in record.codecs:
-        trained = "" if codec.trained else "; untrained: its codes are meaningless"
+        trained = "" if codec.trained else "; untrained: its codes mean nothing"
         yield (
             f"codec {codec.name}",
             f"{codec.model}: {codec.num_codebooks} codebooks of {codec.codebook_size}, "
@@ -285,7 +285,7 @@ def load_decoder(codec: CodecRecord, model: str | None = None) -> DecodingCodec:
     """
     loaded = load_recorded_codec(codec, model)
     if not isinstance(loaded, DecodingCodec) or loaded.decoded_sampling_rate is None:
-        raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot decode codes to audio", code="no_decoder")
+        raise ConfigError(f"the codec {codec.name!r} ({codec.model}) cannot turn codes into audio", code="no_decoder")
     return loaded
 
 

@@ -15,7 +15,7 @@ from sharmill.encode.config import CodecConfig, EncodeConfig
 from sharmill.engine.executor import Executor, Listener, StageResult, Submitted, Unlocked
 from sharmill.engine.fence import release, require_own_output, stop_ranks
 from sharmill.engine.launch import describe_workers, find_workers, read_attempts
-from sharmill.engine.order import choose_stages, make_stages, stage_classes, stages_behind
+from sharmill.engine.order import choose_stages, dependent_stages, make_stages, stage_classes
 from sharmill.engine.plan import read_ledger, refuse_linked_folders, request_replan, request_replan_if_audio_came
 from sharmill.engine.run import locked, merge_files, reserved, run_stage
 from sharmill.engine.run_dir import RunDir, RunOutcome, RunRequest
@@ -65,7 +65,7 @@ class DatasetResult:
                 f"tracebacks: {stage.dir.failures}",
                 code="units_failed",
             )
-        out = [sentence for stage, _ in self.stages for sentence in read_attempts(stage).describe_out()]
+        out = [sentence for stage, _ in self.stages for sentence in read_attempts(stage).describe_excluded()]
         done = "all stages are done" if self.stages else "there is no stage to run"
         if self.left and self.stages:
             asked = ", ".join(dict.fromkeys(step_of(stage.kind) for stage, _ in self.stages))
@@ -269,7 +269,7 @@ def _begin(config: Config, request: RunRequest, executor: Executor, *, restart: 
         roots = segment_roots(config)
         for stage in make_stages(config):
             request_replan_if_audio_came(stage, roots.may_have)
-    executor.begin(run_dir, request, jobs, joins=joins)
+    executor.begin(run_dir, request, jobs, is_joining=joins)
 
 
 def _run_stages(
@@ -311,7 +311,7 @@ def _run_stages(
 
 def _restart_command(config: Config, stages: Sequence[str], changed: StageRun) -> str:
     """Return the command that begins a stage anew, and those behind it, whose input is another then."""
-    behind = stages_behind(config, changed.kind)
+    behind = dependent_stages(config, changed.kind)
     begun = {stage.kind for stage in make_stages(config, behind) if any(stage.ranks.ledger.glob("*.jsonl"))}
     named = [kind for kind in behind if kind in stages or kind in begun or kind == changed.kind]
     steps = dict.fromkeys(map(step_of, named)) if len(named) < len(choose_stages(config)) else []

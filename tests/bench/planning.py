@@ -124,7 +124,7 @@ def _plan(path: Path, name: str) -> int:
 
 def _count_units(stage: StageRun, path: Path) -> int:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        return len(list(stage.declaration.plan(replace(stage, plan_aside=Path(folder)))))
+        return len(list(stage.declaration.plan(replace(stage, plan_draft=Path(folder)))))
 
 
 def write_tables(folder: Path, num_records: int) -> None:

@@ -145,9 +145,9 @@ def test_jobs_on_slurm_end_and_an_end_is_noted_unless_there_is_one(run_dir, jobs
 # Of a run directory, by what the refusal says: its id may be that of another run, whose jobs it would end.
 FOREIGN = {
     "id belongs to another user": lambda path: os.chown(path / "id", 65534, 65534),
-    "id is no file of its own": lambda path: ((path / "victim").hardlink_to(path / "id"), os.chown(path, 65534, 65534)),
+    "id is a link": lambda path: ((path / "victim").hardlink_to(path / "id"), os.chown(path, 65534, 65534)),
     "reserved is a link": lambda path: (path / "reserved").symlink_to("victim"),
-    "in which the run was begun": lambda path: RunDir(path).begin(
+    "in which the run was started": lambda path: RunDir(path).begin(
         RunRequest(stages=[], run=str(shutil.copytree(path, path / "first")), cluster="here")
     ),
 }

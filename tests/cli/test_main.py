@@ -204,7 +204,7 @@ def test_a_run_in_which_nothing_went_on_is_begun_anew_with_another_configuration
     assert call("run", path, "prepare", "prepare.require_text=false")[::2] == (0, "")
     # What went on is kept.
     status, _, err = call("run", path, "prepare")
-    assert (status, "was begun differently" in err) == (2, True)
+    assert (status, "was started with other" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_no_more_is_given_than_may_be_ahead(ahead, number):
 
 ENDS = {
     "kill": "was ended by signal SIGKILL", "segfault": "was ended by signal SIGSEGV",
-    "exit": "ended with exit status 3", "hang": "has given nothing for",
+    "exit": "ended with exit status 3", "hang": "has not answered for",
 }  # fmt: skip
 
 

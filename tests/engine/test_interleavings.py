@@ -201,7 +201,7 @@ def test_where_every_slot_is_bad_the_stage_ends(tmp_path, num_units):
     assert run.results[0].failures.keys() == set(range(num_units))
     assert run.commits() == {}
     # Ten different units tell that a slot is bad; fewer are given up, since nothing else could tell.
-    assert run.attempts().slots_out() == {}
+    assert run.attempts().excluded_slots() == {}
 
 
 @pytest.mark.parametrize("is_useful", [False, True])
@@ -209,7 +209,7 @@ def test_a_host_with_three_bad_slots_is_taken_out_unless_others_of_it_work(tmp_p
     ranks = [Host(f"bad/rank {number}", good_for=0) for number in range(3)]
     ranks += [Host("bad/rank 3")] if is_useful else []
     run = simulate(tmp_path, [*ranks, Host("good/rank 4")], units=40)
-    out = run.attempts().out()
+    out = run.attempts().excluded()
     assert is_among("bad/rank 0", out)
     assert is_among("bad/rank 3", out) is not is_useful
     assert not is_among("good/rank 4", out)

@@ -12,7 +12,7 @@ from sharmill.engine.watch import Watcher
 
 
 def launch(stage, units):
-    begin_launch(stage, units, 1, goes_on=True)
+    begin_launch(stage, units, 1, keeps_attempts=True)
     watcher = Watcher(stage)
     watcher.look()
     return watcher, Claims(stage, Rank(0, "node/rank 0", "cpu"), watcher)

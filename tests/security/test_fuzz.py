@@ -227,7 +227,7 @@ def outputs(stage: StageRun, planned: Path) -> Iterator[list[bytes]]:
     """Yield the contents of the files of each unit of a stage, processed in this process."""
     shutil.rmtree(planned, ignore_errors=True)
     token_staging(planned, TOKEN).mkdir(parents=True)
-    stage = replace(stage, plan_aside=planned)
+    stage = replace(stage, plan_draft=planned)
     stage.declaration.identity(stage)
     processor = stage.declaration.open(stage, "cpu")
     for unit in stage.declaration.plan(stage):

@@ -79,7 +79,7 @@ class ToyDataset:
             joins = bool(find_live(self.stage.dir, ranks=False))
             jobs = executor.find_jobs(executor.run_dir)
             if jobs is not None:
-                executor.begin(executor.run_dir, executor.given, jobs, joins=joins)
+                executor.begin(executor.run_dir, executor.given, jobs, is_joining=joins)
             for stage in self.make_stages():
                 result = run_stage(stage, executor, Listener(), restart=restart, unlocked=lock.released)
                 results.append((stage, result))

@@ -310,9 +310,9 @@ def _print_sums(run: RunView, gpu_hour: float | None) -> None:
 
 def _print_pace(view: StageView, pace: Pace, *, verbose: bool) -> None:
     """Print what holds a stage up; if ``verbose``, also where its time went, and which ranks and units are slow."""
-    if pace.hindrance:
+    if pace.bottleneck:
         worked = f"{view.name}: its GPUs work for {pace.delays['model']:.0%} of their time"
-        say(f"{worked}: {pace.hindrance}", style="yellow")
+        say(f"{worked}: {pace.bottleneck}", style="yellow")
     if not verbose:
         return
     kind = "ranks on GPUs" if pace.on_gpu else "ranks on cores"

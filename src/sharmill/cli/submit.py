@@ -123,7 +123,7 @@ def _show_submission(run: DatasetRun, jobs: SlurmExecutor, *, verbose: bool) -> 
         say(f"{config.name}: once all stages are done, its shards are appended to {config.append_to}")
     left: list[tuple[StageRun, list[Unit]]] = []
     for stage in run.make_stages():
-        units, done = read_or_preview_units(stage, anew=jobs.restart) if not left else ([], {})
+        units, done = read_or_preview_units(stage, restart=jobs.restart) if not left else ([], {})
         missing = [unit for unit in units if unit.index not in done]
         if missing or left:
             left.append((stage, missing))

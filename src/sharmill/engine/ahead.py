@@ -1,4 +1,4 @@
-"""Work ahead of a model: the next unit is begun while the one before it is at work."""
+"""Prefetching for a model: load the input of the next unit while the current unit is processed."""
 
 from abc import abstractmethod
 from typing import Any, Generic, TypeVar
@@ -12,10 +12,10 @@ Begun = TypeVar("Begun")
 
 
 class AheadProcessor(Processor, Generic[Begun]):
-    """A processor that gives the tasks of its next unit to its feeders while the unit before it is at work.
+    """A processor whose feeders load the next unit while the current unit is processed.
 
-    Another unit than the expected one may come: what was begun is dropped then. An error is raised where the unit is
-    taken, so that it ends that unit and no other.
+    If a unit other than the expected one comes, the prefetched input is dropped. An error while prefetching is raised
+    when its unit is taken, so that it fails this unit and no other.
     """
 
     def __init__(self, feeders: Feeders[Any, Any]) -> None:
@@ -25,29 +25,29 @@ class AheadProcessor(Processor, Generic[Begun]):
 
     @abstractmethod
     def begin(self, unit: Unit) -> Begun:
-        """Begin to load the input of a unit."""
+        """Start to load the input of a unit."""
 
     def expect(self, unit: Unit | None) -> None:
         self._expected = unit
 
     def begin_next(self) -> None:
-        """Begin the expected unit, since the one at work has nothing more to load."""
+        """Start to load the expected unit; called when the current unit has nothing more to load."""
         unit, self._expected = self._expected, None
         if unit is not None:
             try:
                 with spent_on("decoding"):
                     self._begun = unit, self.begin(unit)
-            except Exception as error:  # noqa: BLE001 - it is raised by ``take``
+            except Exception as error:  # noqa: BLE001 - ``take`` raises it
                 self._begun = unit, error
 
     def take(self, unit: Unit) -> Begun:
-        """Return what ``begin`` makes of a unit."""
+        """Return the result of ``begin`` for a unit, prefetched if possible."""
         with spent_on("decoding"):
             ready, self._begun = self._begun, None
             begun = self.begin(unit) if ready is None or ready[0] != unit else ready[1]
             if isinstance(begun, Exception):
                 raise begun
-            # Of units that have failed, or were begun and done by others.
+            # Drop the input of units that failed or that other ranks have completed.
             self.feeders.drop_earlier()
             return begun
 

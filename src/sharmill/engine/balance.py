@@ -1,4 +1,4 @@
-"""Spread items of known cost over bins so that the fullest bin is as light as possible, or into runs of equal cost."""
+"""Balancing of items with known costs: packing into bins of similar load, and division into runs of equal cost."""
 
 import heapq
 import math
@@ -8,16 +8,15 @@ import numpy as np
 
 
 def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
-    """Greedy bin packing: the largest item first, each into the bin with the least load so far.
+    """Pack items into bins greedily: in order of decreasing cost, each item goes into the bin with the lowest load.
 
     This is the LPT rule of R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", SIAM J. Appl. Math. 17
-    (1969): the fullest bin holds at most 4/3 - 1/(3 * num_bins) times that of the best possible packing.
-    Among equal costs the lower index goes first, among equal loads the lower bin is filled first: the result
-    depends on nothing but the arguments.
+    (1969): the load of the fullest bin is at most 4/3 - 1/(3 * num_bins) times the optimum. Ties are broken by the
+    lower item index and the lower bin index, so the result depends only on the arguments.
 
     Args:
         costs: one number per item, in any unit.
-        num_bins: how many bins; some stay empty if there are fewer items.
+        num_bins: number of bins; some stay empty if there are fewer items.
 
     Returns:
         ``num_bins`` lists of item indices, each in order of decreasing cost.
@@ -36,8 +35,8 @@ def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
         if not 0 <= cost < math.inf:
             raise ValueError(f"the cost of item {item} must be finite and not negative, got {cost}")
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [(0.0, index) for index in range(num_bins)]  # a heap from the start
-    # `reverse` keeps equal costs in order of their index.
+    loads = [(0.0, index) for index in range(num_bins)]  # this is already a valid heap
+    # ``sorted`` is stable, also with ``reverse``, so items of equal cost stay in the order of their index.
     for item in sorted(range(len(values)), key=values.__getitem__, reverse=True):
         load, index = loads[0]
         bins[index].append(item)
@@ -46,11 +45,11 @@ def pack(costs: Iterable[float], num_bins: int) -> list[list[int]]:
 
 
 def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
-    """Divide items in their order into runs of nearly equal cost, none of them empty.
+    """Divide items, in order, into non-empty runs of nearly equal cost.
 
     Returns:
-        The bounds (number + 1,): run n has the items from bound n to before bound n + 1. They are where the costs so
-        far are nearest to equal shares; at the first of two places as near.
+        The number + 1 bounds: run n has the items from bound n up to, but not including, bound n + 1. Each bound is the
+        position at which the cumulative cost is nearest to an equal share, the first position in case of a tie.
 
     >>> divide_evenly(np.array([4.0, 1.0, 1.0, 1.0, 1.0]), 2)
     [0, 1, 5]
@@ -61,7 +60,7 @@ def divide_evenly(costs: np.ndarray, number: int) -> list[int]:
     after = np.maximum(np.searchsorted(so_far, wanted), 1)
     nearer = so_far[after] - wanted < wanted - so_far[after - 1]
     inner = np.where(nearer, after, after - 1)
-    # At least one item for each run before a bound, and for each behind it.
+    # Keep at least one item per run on each side of a boundary.
     inner = np.maximum.accumulate(np.maximum(inner, 1) - runs) + runs
     inner = np.minimum(inner, count - number + runs)
     return [0, *inner.tolist(), count]

@@ -1,4 +1,4 @@
-"""Claims of a rank on units: which unit is the next, and that no other rank takes it."""
+"""Claims of a rank on units: the choice of its next unit, and the exclusion of other ranks from that unit."""
 
 import logging
 from random import Random
@@ -14,29 +14,29 @@ from sharmill.files.stored import load_record
 
 log = logging.getLogger(__name__)
 
-# A rank that has lost so many claims to others lists those that there are, after a pause.
+# After losing so many claims to other ranks, a rank pauses and then lists the existing claims.
 _MOST_LOSSES = 2
-# That pause grows with each, and with the number of ranks, which may all be at that.
-_SECONDS_OF_RANK = 0.005
+# The first pause is proportional to the number of ranks, since all of them may list the claims at the same time.
+_PAUSE_PER_RANK = 0.005
 
 
 class Claims:
-    """The units of a stage as one rank takes them: which is the next, and the claims on it.
+    """The claims of one rank on the units of a stage, and the choice of its next unit.
 
-    The claim on a unit is the file ``<unit>.<generation>``, whose content names its owner; that of the highest
-    generation holds. Where an attempt has ended without a commit, the leader offers the next generation; it also ends
-    the attempts of ranks that are dead. Of two that try, one succeeds, and neither can push a newer owner out: that one
-    has created a later name. A claim is no guard. A rank that was taken for dead may go on with its unit; both bring
-    the same bytes then.
+    The claim on a unit is the file ``<unit>.<generation>``, whose content names its owner. The claim with the highest
+    generation is valid. If an attempt has ended without a commit, the leader offers the next generation; it also ends
+    the attempts of dead ranks. If two ranks try to create the same claim, one succeeds. An older owner cannot displace
+    a newer one, because the newer claim has another name. A claim is not a lock: a rank that was wrongly taken for dead
+    may continue with its unit, but both ranks then produce the same bytes.
 
-    A rank does the units of its own bin first, without a look at anybody, then those that the state offers, then one of
-    the bins with most cost left (work stealing, Blumofe and Leiserson 1999, doi:10.1145/324133.324234). These are drawn
-    with a weight, so that many that steal do not all try the same unit.
+    A rank first processes the units of its own bin, independently of other ranks. Then it takes units that the state
+    offers. Finally it takes units from other bins, preferring the bins with the most cost left (work stealing, Blumofe
+    and Leiserson 1999, doi:10.1145/324133.324234). The choice is random, so that ranks do not all try the same unit.
 
     Args:
-        stage: its plan is the present one.
-        rank: the rank that takes them.
-        parent: what has started it.
+        stage: the stage, with its current plan.
+        rank: the rank that claims units.
+        parent: the process that has started the rank.
     """
 
     def __init__(self, stage: StageRun, rank: Rank, parent: Parent) -> None:
@@ -49,18 +49,20 @@ class Claims:
         self._units = stage.dir.read_units()
         bins = self.launch.bins
         self._own = bins[rank.number][::-1] if rank.number < len(bins) else []
-        # Units that nobody had claimed when claims were listed last, by their bins; None if they are to be listed.
+        # Units without a claim at the last listing, by bin; None if the claims must be listed again.
         self._free: list[list[int]] | None = None
         self._random = Random(rank.owner)
         self._tried: set[tuple[int, int]] = set()
 
     def next(self) -> tuple[Unit, int, Unit | None] | None:
-        """Return the next unit as soon as there is one, or None if nothing is left for this rank.
+        """Wait for the next unit and claim it.
 
-        Returned with it are the generation of its claim, and the unit that will probably come after it.
+        Returns:
+            The unit, the generation of its claim, and the unit that will probably come after it; None if this rank has
+            nothing left to do.
         """
-        pause = max(0.05, _SECONDS_OF_RANK * len(self.launch.bins))
-        while not self.are_over():
+        pause = max(0.05, _PAUSE_PER_RANK * len(self.launch.bins))
+        while not self.is_finished():
             claim = self._claim_own() or self._claim_offered() or self._steal()
             if claim is not None:
                 return self._units[claim[0]], claim[1], self._units[self._own[-1]] if self._own else None
@@ -68,8 +70,8 @@ class Claims:
             self._parent.wait(self._random.uniform(0.5, 1.0) * pause)
         return None
 
-    def are_over(self) -> bool:
-        """Return True if nothing is left for this rank: the stage has ended, or its slot is taken out of work.
+    def is_finished(self) -> bool:
+        """Return True if this rank has nothing left to do, because the stage ended or its slot was excluded.
 
         Raises:
             FatalError: the plan has been replaced or finished by another process.
@@ -80,35 +82,35 @@ class Claims:
             require_current(self._stage)
             raise
         if is_among(self.rank.slot, state.out):
-            log.error("rank %d: %s is taken out of work", self.rank.number, self.rank.slot)
+            log.error("rank %d: slot %s is excluded after repeated failures", self.rank.number, self.rank.slot)
             return True
         return state.ended
 
     def make(self, unit: int, generation: int) -> bool:
-        """Claim a unit; return False if another rank has this generation of the claim."""
+        """Create a claim on a unit; return False if another rank has claimed this generation already."""
         return make_claim(self._stage, f"{unit}.{generation}", Claim(owner=self.rank.owner, slot=self.rank.slot))
 
     def is_taken(self, unit: int, generation: int) -> bool:
-        """Return True if another rank has taken over a unit that this rank had claimed."""
+        """Return True if another rank has taken over a unit that this rank has claimed."""
         return (self._stage.ranks.claims / f"{unit}.{generation + 1}").exists()
 
     def _claim_own(self) -> tuple[int, int] | None:
         while self._own:
             if (claim := self._claim_first(self._own.pop())) is not None:
                 return claim
-            # Others are at this bin: what they have is known after one look.
+            # Another rank takes units from this bin: drop all units that it has claimed.
             free = {index for part in self._list_free() for index in part}
             self._own = [index for index in self._own if index in free]
         return None
 
     def _claim_offered(self) -> tuple[int, int] | None:
-        """Claim a unit whose last attempt has failed or was given back, unless others are to try it first."""
-        # As long as the leader has not seen a claim, the offer stands.
+        """Claim an offered unit, whose last attempt has ended without a commit, unless this slot must avoid it."""
+        # Remember the claims tried, because an offer remains until the leader has seen a claim.
         offered = [
             (index, offer.generation) for index, offer in self._file.state.offers.items()
             if self.rank.slot not in offer.avoid and (index, offer.generation) not in self._tried
         ]  # fmt: skip
-        # Of the first, which have failed least often, any: else all ranks would try the same.
+        # Choose at random among the first offers, which have failed least often, so that ranks try different units.
         first = offered[: max(8, len(offered) // 4)]
         for claim in self._random.sample(first, min(_MOST_LOSSES, len(first))):
             self._tried.add(claim)
@@ -122,10 +124,10 @@ class Claims:
         return claim if self.make(*claim) else None
 
     def _steal(self) -> tuple[int, int] | None:
-        """Claim a unit of another bin, the last of one that was drawn by the cost that is left in it."""
+        """Claim the last unit of a bin drawn at random, with the cost left in each bin as its weight."""
         if self._free is None:
             self._free = self._list_free()
-        # To try units that others have claimed is work for the file system, and so is a list of all claims.
+        # Lost claims and listings both cost the file system work, so stop after a few losses.
         for _ in range(_MOST_LOSSES):
             if not self._free:
                 return None
@@ -139,7 +141,7 @@ class Claims:
         return None
 
     def _list_free(self) -> list[list[int]]:
-        """Return which units nobody has claimed, by their bins; once there are none, there will be no more of them."""
+        """Return the units without a claim, by bin. Units never return to this list."""
         claimed = latest_claims(self._stage)
         parts = ([index for index in part if index not in claimed] for part in self.launch.bins)
         return [part for part in parts if part]

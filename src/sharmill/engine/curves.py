@@ -1,6 +1,6 @@
-"""Curves of throughput and rejects in Weights & Biases, which are off unless configured.
+"""Curves of throughput and rejects in Weights & Biases; off by default.
 
-A missing package, a missing key or a network that is down costs the curve, never the run.
+A missing package, a missing key or a network failure only stops the curves, never the run.
 """
 
 import io
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class Curves:
-    """Values over steps in places such as Weights & Biases. An error of a place ends its curves, never the run."""
+    """Values over steps in trackers such as Weights & Biases. An error of a tracker ends its curves, never the run."""
 
     def __init__(self) -> None:
-        # By name: what adds the values of a step, and what writes what is still held.
+        # For each tracker, the function that adds the values of a step, and the function that closes it.
         self._places: dict[str, tuple[Callable[[dict[str, Any], int], object], Callable[[], object]]] = {}
 
     def add_point(self, values: dict[str, Any], step: int) -> None:
@@ -30,22 +30,22 @@ class Curves:
             self._try(name, write, values, step)
 
     def close(self) -> None:
-        """Write what the curves still hold."""
+        """Flush and close all curves."""
         for name, (_, close) in list(self._places.items()):
             self._try(name, close)
 
     def _open_wandb(self, *, timeout: float = 30.0, **options: Any) -> None:
-        """Begin a run in Weights & Biases; no key is asked for, and no wait is without a limit.
+        """Start a run in Weights & Biases without asking for a key and without waiting longer than ``timeout``.
 
         Args:
             timeout: seconds to wait for the server at the start and at the end.
-            options: of ``wandb.init``.
+            options: arguments for ``wandb.init``.
         """
         import wandb
 
-        # Without a limit a network that goes down during the run would keep its end waiting for ever.
+        # A network failure during the run would otherwise block its end forever.
         settings = wandb.Settings(init_timeout=timeout, finish_timeout=timeout, silent=True)
-        # Without a key, Weights & Biases would ask for one at a terminal, and the run would wait for an answer.
+        # If no key is set, wandb would ask for one on the terminal and block the run.
         stdin, sys.stdin = sys.stdin, io.StringIO()
         try:
             run = wandb.init(settings=settings, **options)
@@ -62,9 +62,10 @@ class Curves:
 
 
 class MetricsLog(Curves):
-    """Curves of one rank over its units; ``folder`` is there as long as the plan is the present one.
+    """Curves of one rank over its units.
 
     Args:
+        folder: the folder for wandb's files; it is removed together with the plan.
         timeout: seconds to wait for the server at the start and at the end.
     """
 
@@ -82,7 +83,7 @@ class MetricsLog(Curves):
             )  # fmt: skip
 
     def commit(self, unit: Unit, commit: Commit) -> None:
-        """Add the point of a unit that is done."""
+        """Add the point of a completed unit."""
         self._units += 1
         self._audio_seconds += unit.cost
         self._rejects += commit.num_rejected

@@ -1,4 +1,4 @@
-"""Where the time of a rank goes: seconds of waiting for decoding, of its model's work, and of the disk."""
+"""Breakdown of a rank's time: seconds spent waiting for decoding, in the model, and on the disk."""
 
 import time
 from collections import defaultdict
@@ -13,15 +13,15 @@ Delay = Literal["decoding", "model", "disk"]
 
 
 def add_delay(delay: Delay, seconds: float) -> None:
-    """Add time to that of a kind, for the rank that this process is."""
+    """Add seconds to the total of a kind of delay, for the rank in this process."""
     _seconds[delay] += seconds
 
 
 @contextmanager
 def spent_on(delay: Delay) -> Iterator[None]:
-    """Add the time of a context to that of a kind, for the rank that this process is.
+    """Add the duration of a ``with`` block to the total of a kind of delay, for the rank in this process.
 
-    For the one thread that does the units: what runs ahead beside it delays nothing.
+    Only for the thread that processes the units, because work in other threads delays nothing.
     """
     started = time.monotonic()
     try:
@@ -31,7 +31,7 @@ def spent_on(delay: Delay) -> Iterator[None]:
 
 
 def take_delays() -> dict[str, float]:
-    """Return the seconds since the last call, by kind, and begin anew."""
+    """Return the seconds of each kind since the last call, and reset them to zero."""
     taken = {name: round(seconds, 3) for name, seconds in sorted(_seconds.items())}
     _seconds.clear()
     return taken

@@ -1,4 +1,4 @@
-"""Contracts of what runs the ranks of a stage and of what follows a run, and the outcome of a stage."""
+"""The interfaces of executors and of listeners to a run, and the result of a stage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -16,11 +16,11 @@ Unlocked = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Submitted:
-    """An executor has submitted ranks and, behind them, a job that continues when they have ended.
+    """Submitted jobs: ranks, and a driver job that continues the run after them.
 
     Attributes:
-        message: one sentence that says so.
-        jobs: the numbers of all these jobs.
+        message: one sentence about the submission.
+        jobs: the ids of all submitted jobs.
     """
 
     message: str
@@ -29,13 +29,13 @@ class Submitted:
 
 @dataclass(frozen=True)
 class StageResult:
-    """Outcome of a stage, or of the work of an executor on it.
+    """Result of a stage, or of an executor's work on it.
 
     Attributes:
-        totals: the accounts of a stage that is done.
+        totals: the accounts of a finished stage; None if it is not finished.
         failures: the units that failed for good, by index.
-        submitted: what was submitted and is not done yet.
-        given_up: names ranks and devices that could not be used on the way, a sentence each.
+        submitted: the submitted jobs that will do the work, None if there are none.
+        given_up: one sentence for each rank or device that could not be used.
     """
 
     totals: Totals | None = None
@@ -45,55 +45,57 @@ class StageResult:
 
     @property
     def ok(self) -> bool:
-        """Return True if the stage is done."""
+        """Return True if the stage is finished."""
         return self.totals is not None
 
 
 class Listener:
-    """Base of those that follow a run: a subclass overrides the events that it shows; the others do nothing.
+    """Base class for listeners to the events of a run. A subclass overrides the events that it needs.
 
     All methods are called in the thread that runs the stage.
     """
 
     def stage_started(self, stage: StageRun, units: Sequence[Unit], done: Sequence[Commit]) -> None:
-        """Take note that a stage begins; ``done`` are the commits of earlier runs."""
+        """Called when a stage starts; ``done`` has the commits of earlier runs."""
 
     def looked(self, ranks: Sequence[RankProgress]) -> None:
-        """Take note of the heartbeats of all ranks, those that have ended too; called about once a second."""
+        """Called about once a second with the progress of all ranks, including finished ones."""
 
     def unit_done(self, unit: Unit, commit: Commit) -> None:
-        """Take note that a unit is done."""
+        """Called when a unit is complete."""
 
     def stage_ended(self, stage: StageRun, result: StageResult) -> None:
-        """Take note that a stage is done, or has units that failed, or is submitted."""
+        """Called when a stage is finished, has failed units, or is submitted."""
 
 
 class Executor(ABC):
-    """Base of what runs the worker loop on ranks.
+    """Base class for executors, which start the ranks of a stage.
 
-    One that ``waits`` returns when its ranks have ended; another submits them to a queue, which knows which are alive.
+    Attributes:
+        waits: True if ``run`` returns when the ranks have ended; False if it submits them to a queue, which then knows
+            which ranks are alive.
     """
 
     waits: ClassVar[bool] = True
 
-    def require_devices(self, stages: Iterable[StageRun]) -> None:  # noqa: B027 - most find out where the ranks are
-        """Raise ConfigError where stages are to run on GPUs of this machine, and none can be used."""
+    def require_devices(self, stages: Iterable[StageRun]) -> None:  # noqa: B027 - most executors check on the nodes
+        """Raise ConfigError if the stages need GPUs of this machine and none can be used."""
 
     def find_jobs(self, run_dir: RunDir) -> Sequence[Any] | None:
-        """Return the jobs of a run that are in a queue, each of which has a text.
+        """Return the queued jobs of a run; ``str`` of a job describes it.
 
-        None in a process that goes on with a run which another one has begun: it begins nothing.
+        Return None in a process that continues a run which another process has started.
 
         Raises:
-            ConfigError: jobs are, or may be, in a queue beside which this executor must not begin.
-            FatalError: the run that this process was to go on with has ended.
+            ConfigError: queued jobs exist, or may exist, beside which this executor must not start.
+            FatalError: the run that this process should continue has ended.
         """
         return ()
 
-    def begin(self, run_dir: RunDir, given: RunRequest, jobs: Sequence[Any], *, joins: bool) -> None:
-        """Note the beginning of a run, unless this process joins it; ``jobs`` are those of ``find_jobs``."""
-        if not joins:
-            run_dir.begin(given)
+    def begin(self, run_dir: RunDir, request: RunRequest, jobs: Sequence[Any], *, is_joining: bool) -> None:
+        """Record the start of a run, unless this process joins it; ``jobs`` is the result of ``find_jobs``."""
+        if not is_joining:
+            run_dir.begin(request)
 
     @abstractmethod
     def run(
@@ -103,12 +105,12 @@ class Executor(ABC):
         listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:
-        """Do the units, and return those that failed for good; or submit ranks that will do them.
+        """Process the units and return those that failed for good, or submit ranks that will process them.
 
-        The listener follows what the executor sees: where ranks are submitted, nothing. An executor that waits for
-        ranks does so in an ``unlocked`` context, so that others may join.
+        An executor that waits for ranks does so in an ``unlocked`` context, so that other processes may join, and
+        reports their progress to the listener. An executor that submits ranks reports nothing.
 
         Raises:
-            ConfigError: the stage cannot be run like this.
-            FatalError: the stage cannot go on, or more is rejected than the stage allows.
+            ConfigError: the stage cannot be run with this configuration.
+            FatalError: the stage cannot continue, or it has rejected more records than allowed.
         """

@@ -1,8 +1,8 @@
-"""Feeders: processes of a rank that read and decode ahead of its model.
+"""Feeders: processes of a rank that read and decode audio ahead of its model.
 
-In threads, decoding would hold Python's lock, for which what keeps the device busy would wait. A feeder gets bundles of
-tasks through a pipe and answers them in their order, and notes on a board, which is shared memory, which task it has at
-hand: if it ends, that one is to blame.
+Decoding in threads would hold Python's lock, and delay the code that keeps the device busy. A feeder receives bundles
+of tasks through a pipe and answers them in order. It also writes the number of its current task to a board in shared
+memory. If the feeder dies, this task is to blame.
 """
 
 import errno
@@ -31,42 +31,50 @@ from sharmill.files.messages import Line, RemoteTraceback, anonymous_file, porta
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Batches of a model that are loaded while it computes.
+# Number of a model's batches that are loaded while it computes.
 BATCHES_AHEAD: Final = 2
-# A bundle takes some 20 ms, beside which a message is cheap.
+# Seconds of audio in a bundle. Decoding them takes about 20 ms, so the cost of a message is negligible.
 _BUNDLE_SECONDS: Final = 40.0
-# Bundles that a feeder has without a look of the rank. All fit into a pipe, so that neither end waits for the other.
+# Number of bundles that a feeder may have before the rank looks again. All of them fit into a pipe, so that neither end
+# blocks.
 _BUNDLES_AHEAD: Final = 8
 _MOST_BUNDLES: Final = 2 * _BUNDLES_AHEAD
-# Feeders in a row that may end without a task at hand: more would end as well.
+# Number of consecutive feeders that may end without a current task; after that, further ones would probably end too.
 _MOST_LOST: Final = 3
-# Parts of a long recording, each of some megabytes and a file, that wait to be used.
+# Number of parts of a long recording that may wait to be used; each takes some megabytes and a file.
 _MOST_PARTS: Final = 100
-# Beside the seconds of audio. Shorter than the limit of a unit, so that the recording is named; a server may stall.
+# Time limit for a bundle in addition to its seconds of audio. A server may stall, but the limit must be shorter than
+# that of a unit, so that the error names the recording.
 _HANG_SECONDS: Final = 1800.0
 _SECONDS_TO_END: Final = 2.0
 _ENVIRONMENT: Final = {
-    # Threads of numpy's libraries would take memory, and a place among the processes of the user.
+    # Threads of numpy's libraries would take memory, and count towards the user's limit on processes.
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    # glibc gives no memory back between two recordings, so that the kernel need not clear it again.
+    # Keep glibc from returning memory between two recordings, so that the kernel need not clear the pages again.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
-# Bytes of a board: the number of the task at hand, that of its bundle, and which files of answers are in use.
+# Size of a board. Its bytes are the number of the current task, the number of its bundle, and flags for the files of
+# answers that are in use.
 _BOARD_BYTES: Final = 256
-# The number that a feeder notes that has no task at hand.
+# The task number that stands for no current task.
 _NOTHING: Final = 255
 
 
 @dataclass(eq=False, slots=True)
-class _Errand(Generic[Task, Result]):
-    """A task, its seconds of audio, and what has come of it so far: parts of its result, an error and its traceback.
+class _Request(Generic[Task, Result]):
+    """A task for a feeder, with the results so far.
 
     Attributes:
-        feed: the number of the feed that it is of.
-        num_parts: how many have come.
-        num_known: how many come once more, where it was given to a second feeder.
-        is_dropped: nobody waits for it any more.
+        feed: the number of its feed.
+        task: the task.
+        seconds: seconds of audio.
+        is_done: True if no more parts will come.
+        is_dropped: True if the result is no longer needed.
+        parts: received parts of the result that are still to be used.
+        num_parts: number of parts received.
+        num_known: number of parts that a second feeder will send again.
+        error, traceback: the error that ended the task, if any.
     """
 
     feed: int
@@ -81,7 +89,7 @@ class _Errand(Generic[Task, Result]):
     traceback: str = ""
 
     def add(self, part: Result) -> None:
-        """Add a part that has come, unless it is known, or nobody waits for it."""
+        """Add a received part, unless it is a repetition or the request was dropped."""
         if self.num_known:
             self.num_known -= 1
         elif not self.is_dropped:
@@ -89,22 +97,29 @@ class _Errand(Generic[Task, Result]):
             self.num_parts += 1
 
     def end(self, error: Exception | None = None, traceback: str = "") -> None:
-        """Note that no more parts come."""
+        """Note that no more parts will come."""
         self.is_done, self.error, self.traceback = True, error, traceback
 
 
 @dataclass(eq=False, slots=True)
 class _Feeder:
-    """A feeder, and the bundles that it has not answered, the first of which it has had since ``since``.
+    """A feeder as seen by the rank.
 
-    It is lost if it is no longer known which it has answered. ``seconds`` are those of audio in the bundles,
-    ``cpu_seconds`` those that its answers have taken, and ``memory_mb`` is the most that it has held.
+    Attributes:
+        process, line, board: the process, the connection to it, and the shared memory.
+        bundles: the bundles that it has not answered yet.
+        num_answered: number of bundles that it has answered.
+        is_lost: True if an answer was lost, so that the feeder must be replaced.
+        seconds: seconds of audio in the bundles.
+        since: the time, by ``time.monotonic``, since which it has been working on the first bundle without an answer.
+        cpu_seconds: processor time for its answers so far.
+        memory_mb: peak memory so far.
     """
 
     process: ForkedProcess
     line: Line
     board: memoryview
-    bundles: deque[list[_Errand]] = field(default_factory=deque)
+    bundles: deque[list[_Request]] = field(default_factory=deque)
     num_answered: int = 0
     is_lost: bool = False
     seconds: float = 0.0
@@ -114,25 +129,27 @@ class _Feeder:
 
     @property
     def is_far_ahead(self) -> bool:
-        """True if many parts of a long recording wait to be used."""
-        return bool(self.bundles) and sum(len(errand.parts) for errand in self.bundles[0]) > _MOST_PARTS
+        """Return True if many parts of a long recording are waiting to be used."""
+        return bool(self.bundles) and sum(len(request.parts) for request in self.bundles[0]) > _MOST_PARTS
 
-    def has(self, errand: "_Errand") -> bool:
-        """Return True if an errand is with this feeder."""
-        return any(errand in bundle for bundle in self.bundles)
+    def has(self, request: "_Request") -> bool:
+        """Return True if this feeder has a request."""
+        return any(request in bundle for bundle in self.bundles)
 
 
 class Feeders(Generic[Task, Result]):
-    """Processes that do tasks for this one, ahead of their use.
+    """Processes that compute the results of tasks ahead of their use.
 
     Args:
-        do: yields the parts of the result of a task; it, tasks and parts can be pickled, and it imports no torch.
-        number: of processes. With 0 a task is done in this process, when its result is asked for.
+        do: yields the parts of the result of a task. The function, the tasks and the parts must be picklable, and its
+            module must not import torch.
+        number: number of processes; if 0, each task is done in this process when its result is requested.
         weigh: returns the seconds of audio of a task.
-        ahead: seconds of audio that wait, or are at work.
+        ahead: seconds of audio to give out ahead of use.
+        hang_seconds: time limit for a bundle of tasks, in addition to its seconds of audio.
 
     Raises:
-        DeviceError: the processes cannot be started; they could be elsewhere.
+        DeviceError: the processes cannot be started on this machine.
     """
 
     def __init__(
@@ -147,11 +164,11 @@ class Feeders(Generic[Task, Result]):
         self._bundle_seconds = max(_BUNDLE_SECONDS, self.ahead / (_BUNDLES_AHEAD * max(1, number)))
         self._hang_seconds = hang_seconds
         self._server = ForkServer([type(do).__module__], environment=_ENVIRONMENT, runs_main=False)
-        # Also where what has made them fails before it can close them.
+        # End the processes even if the caller fails before it can close this object.
         self._end = weakref.finalize(self, self._server.end)
         self._feeders: list[_Feeder] = []
         self._num_feeds = 0
-        # Feeders that have ended one after the other without an answer or a task at hand.
+        # Number of consecutive feeders that ended without an answer or a current task.
         self._num_lost = 0
         try:
             self._feeders += [self._start() for _ in range(number)]
@@ -160,21 +177,21 @@ class Feeders(Generic[Task, Result]):
             raise
 
     def feed(self, tasks: Iterable[Task]) -> "Feed[Task, Result]":
-        """Give out tasks, as far ahead as may be, and return an iterator over their results."""
+        """Give out tasks as far ahead as allowed, and return an iterator over their results."""
         self._num_feeds += 1
         return Feed(self, tasks, self._num_feeds)
 
     def drop_earlier(self) -> None:
-        """Drop what is left of all feeds but the last: of units that have failed or were done by others."""
+        """Drop the requests of all feeds except the last; their units failed or were completed by other ranks."""
         for feeder in self._feeders:
-            for errand in (errand for bundle in feeder.bundles for errand in bundle):
-                if errand.feed != self._num_feeds:
-                    errand.is_dropped = True
-                    errand.parts.clear()
+            for request in (request for bundle in feeder.bundles for request in bundle):
+                if request.feed != self._num_feeds:
+                    request.is_dropped = True
+                    request.parts.clear()
 
     @property
     def memory_mb(self) -> float:
-        """The most memory that the processes have held."""
+        """The sum of the processes' peak memory, in MB."""
         return sum(feeder.memory_mb for feeder in self._feeders)
 
     def close(self) -> None:
@@ -185,25 +202,29 @@ class Feeders(Generic[Task, Result]):
         self._feeders.clear()
 
     def take_cpu_seconds(self) -> float:
-        """Return the processor time of the processes since the last call, as far as they have answered."""
+        """Return the processor time of the processes since the last call, as reported in their answers."""
         seconds, self._cpu_seconds = self._cpu_seconds, 0.0
         return seconds
 
-    def give(self, errands: "Iterator[_Errand[Task, Result]]", waiting: float) -> list["_Errand[Task, Result]"]:
-        """Give out errands while less than what may be ahead is waiting, and return those that were given."""
-        given: list[_Errand[Task, Result]] = []
+    def give(self, requests: "Iterator[_Request[Task, Result]]", waiting: float) -> list["_Request[Task, Result]"]:
+        """Give out requests until enough is waiting, and return the requests that were given out.
+
+        Args:
+            waiting: seconds of audio that are waiting already; the limit is ``ahead``.
+        """
+        given: list[_Request[Task, Result]] = []
         while waiting < self.ahead:
             feeder = min(self._feeders, key=lambda feeder: feeder.seconds)
             if len(feeder.bundles) >= _MOST_BUNDLES:
                 break
-            bundle: list[_Errand[Task, Result]] = []
+            bundle: list[_Request[Task, Result]] = []
             seconds = 0.0
             while (
                 seconds < self._bundle_seconds and len(bundle) < _NOTHING
-                and (errand := next(errands, None)) is not None
+                and (request := next(requests, None)) is not None
             ):  # fmt: skip
-                bundle.append(errand)
-                seconds += errand.seconds
+                bundle.append(request)
+                seconds += request.seconds
             if not bundle:
                 break
             self._give_to(feeder, bundle)
@@ -211,32 +232,32 @@ class Feeders(Generic[Task, Result]):
             waiting += seconds
         return given
 
-    def parts_of(self, errand: "_Errand[Task, Result]") -> Iterator[Result]:
-        """Yield the parts of the result of an errand that was given, as they come; raise its error."""
-        while not errand.is_done or errand.parts:
-            if errand.parts:
-                yield errand.parts.popleft()
+    def parts_of(self, request: "_Request[Task, Result]") -> Iterator[Result]:
+        """Yield the parts of a request's result as they come, and raise its error."""
+        while not request.is_done or request.parts:
+            if request.parts:
+                yield request.parts.popleft()
             else:
-                self.listen(errand)
-        if errand.error is not None:
-            raise errand.error from (RemoteTraceback(errand.traceback) if errand.traceback else None)
+                self.listen(request)
+        if request.error is not None:
+            raise request.error from (RemoteTraceback(request.traceback) if request.traceback else None)
 
-    def listen(self, errand: "_Errand[Task, Result] | None" = None) -> None:
-        """Wait for answers, a second at most, and take them; end what hangs.
+    def listen(self, request: "_Request[Task, Result] | None" = None) -> None:
+        """Wait up to a second for answers and take them, and replace feeders that hang.
 
-        A feeder that is far ahead of an ``errand`` has to wait, unless it has the errand itself.
+        While waiting for one ``request``, ignore feeders that are far ahead, unless they have the request themselves.
         """
         heard = {
             one.line.pipe: one
-            for one in self._feeders if errand is None or not one.is_far_ahead or one.has(errand)
+            for one in self._feeders if request is None or not one.is_far_ahead or one.has(request)
         }  # fmt: skip
         for pipe in wait(list(heard), timeout=1.0):
             self._take_answer(heard[pipe])  # type: ignore[index]
         for feeder in [*heard.values()]:
-            limit = self._hang_seconds + sum(errand.seconds for errand in (feeder.bundles or [[]])[0])
+            limit = self._hang_seconds + sum(request.seconds for request in (feeder.bundles or [[]])[0])
             if feeder in self._feeders and feeder.bundles and time.monotonic() - feeder.since > limit:
                 feeder.process.kill()
-                self._replace(feeder, f"has given nothing for {limit:.0f} s")
+                self._replace(feeder, f"has not answered for {limit:.0f} s")
 
     def _start(self) -> _Feeder:
         try:
@@ -257,27 +278,27 @@ class Feeders(Generic[Task, Result]):
         host = socket.gethostname()
         return DeviceError(
             f"a process that decodes audio {what} on {host} ({why or 'it ends at once'}): see the log of the rank, and "
-            "raise the limits on processes (ulimit -u), open files (-n) and memory (-v), or set executor.feeders lower",
+            "raise the limits on processes (ulimit -u), open files (-n) and memory (-v), or lower executor.feeders",
             place=host,
             code="setup_failed",
         )
 
-    def _give_to(self, feeder: _Feeder, bundle: list["_Errand[Task, Result]"]) -> None:
-        # If it has ended, that is seen where it is listened to.
+    def _give_to(self, feeder: _Feeder, bundle: list["_Request[Task, Result]"]) -> None:
+        # If the feeder has ended, ``listen`` will notice.
         try:
             with suppress(ConnectionError):
-                feeder.line.send([errand.task for errand in bundle], wait=self.listen)
+                feeder.line.send([request.task for request in bundle], wait=self.listen)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            raise self._refused("cannot be given its tasks", str(error)) from error
+            raise self._refused("cannot receive its tasks", str(error)) from error
         if not feeder.bundles:
             feeder.since = time.monotonic()
         feeder.bundles.append(bundle)
-        feeder.seconds += sum(errand.seconds for errand in bundle)
+        feeder.seconds += sum(request.seconds for request in bundle)
 
     def _take_answer(self, feeder: _Feeder) -> None:
-        """Take the next answer of a feeder that has one, or has ended."""
+        """Take the next answer of a feeder, or replace the feeder if it has ended."""
         try:
             if feeder.is_lost:
                 raise EOFError
@@ -286,38 +307,38 @@ class Feeders(Generic[Task, Result]):
             self._replace(feeder, describe_exit(feeder.process.wait(_SECONDS_TO_END)))
             return
         except OSError as error:
-            # Too many open files, or no memory: an answer is lost, and no recording is to blame.
+            # With too many open files or no memory, an answer is lost, and no recording is to blame.
             feeder.process.kill()
             feeder.is_lost, feeder.board[0] = True, _NOTHING
-            raise self._refused("cannot be heard", str(error)) from error
+            raise self._refused("cannot deliver its answer", str(error)) from error
         bundle = feeder.bundles[0]
         for number, part, failure, trace in answers.parts:
             if failure is None:
                 bundle[number].add(part)
             else:
                 bundle[number].end(failure, trace)
-        for errand in bundle[: answers.at_hand]:
-            if not errand.is_done:
-                errand.end(*answers.failure)
+        for request in bundle[: answers.at_hand]:
+            if not request.is_done:
+                request.end(*answers.failure)
         if answers.at_hand is None:
             feeder.bundles.popleft()
-            feeder.seconds -= sum(errand.seconds for errand in bundle)
+            feeder.seconds -= sum(request.seconds for request in bundle)
             feeder.num_answered += 1
         feeder.since, self._num_lost = time.monotonic(), 0
         self._cpu_seconds += answers.cpu_seconds - feeder.cpu_seconds
         feeder.cpu_seconds, feeder.memory_mb = answers.cpu_seconds, answers.memory_mb
 
     def _replace(self, feeder: _Feeder, how: str) -> None:
-        """Put another in the place of a feeder that has ended. The task that it had at hand has failed."""
+        """Replace a feeder that has ended. Its current task has failed."""
         at_hand, bundle = feeder.board[:2]
         is_blamed = bool(
-            # It may have answered all that it had begun.
+            # The board may name a task that the feeder has already answered.
             feeder.bundles and bundle == feeder.num_answered % 256 and at_hand < len(feeder.bundles[0])
         )  # fmt: skip
         self._num_lost = 0 if is_blamed else self._num_lost + 1
         if self._num_lost > _MOST_LOST:
-            raise self._refused(how, "without a recording at hand")
-        # If none can be started, the next look at this one tries again.
+            raise self._refused(how, "while it was decoding no recording")
+        # If this fails, the feeder stays in the list, and the next call of ``listen`` tries again.
         fresh = self._start()
         feeder.line.close()
         self._feeders[self._feeders.index(feeder)] = fresh
@@ -325,25 +346,25 @@ class Feeders(Generic[Task, Result]):
             failed = feeder.bundles[0][at_hand]
             failed.end(UnitFailed(f"the process that decoded {failed.task} {how}", code="process_ended"))
         for given in feeder.bundles:
-            left = [errand for errand in given if not (errand.is_done or errand.is_dropped)]
-            for errand in left:
-                errand.num_known = errand.num_parts
+            left = [request for request in given if not (request.is_done or request.is_dropped)]
+            for request in left:
+                request.num_known = request.num_parts
             if left:
                 self._give_to(fresh, left)
 
 
 class Feed(Generic[Task, Result]):
-    """The results of tasks, in their order, each an iterable of its parts; in it an error is raised.
+    """Iterator over the results of tasks, in order. Each result is an iterable of its parts, which raises its error.
 
     Attributes:
-        all_given: no task is left that has not been given out.
+        all_given: True if all tasks have been given out.
     """
 
     def __init__(self, feeders: Feeders[Task, Result], tasks: Iterable[Task], number: int) -> None:
         self.all_given = False
         self._feeders = feeders
-        self._errands = self._make_errands(tasks, number)
-        self._given: deque[_Errand[Task, Result]] = deque()
+        self._requests = self._make_requests(tasks, number)
+        self._given: deque[_Request[Task, Result]] = deque()
         self._seconds = 0.0
         self._give()
 
@@ -352,32 +373,32 @@ class Feed(Generic[Task, Result]):
 
     def __next__(self) -> Iterable[Result]:
         if not self._feeders.number:
-            return self._feeders.do(next(self._errands).task)
-        # The feeders may have all that they may have, of units that have failed.
+            return self._feeders.do(next(self._requests).task)
+        # The feeders may be full with requests of units that failed.
         while not self._given and not self.all_given:
             self._feeders.listen()
             self._give()
         if not self._given:
             raise StopIteration
-        errand = self._given.popleft()
-        self._seconds -= errand.seconds
+        request = self._given.popleft()
+        self._seconds -= request.seconds
         self._give()
-        return self._feeders.parts_of(errand)
+        return self._feeders.parts_of(request)
 
     def _give(self) -> None:
         if self._feeders.number and self._seconds < self._feeders.ahead:
-            given = self._feeders.give(self._errands, self._seconds)
+            given = self._feeders.give(self._requests, self._seconds)
             self._given.extend(given)
-            self._seconds += sum(errand.seconds for errand in given)
+            self._seconds += sum(request.seconds for request in given)
 
-    def _make_errands(self, tasks: Iterable[Task], number: int) -> Iterator[_Errand[Task, Result]]:
+    def _make_requests(self, tasks: Iterable[Task], number: int) -> Iterator[_Request[Task, Result]]:
         for task in tasks:
-            yield _Errand(number, task, self._feeders.weigh(task))
+            yield _Request(number, task, self._feeders.weigh(task))
         self.all_given = True
 
 
 class _Inherited:
-    """An open file of this process, for a process that is forked from a server."""
+    """An open file of this process, to be passed to a process that is forked from the fork server."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -391,8 +412,8 @@ def _detach(handle: Any) -> int:
 
 
 def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
-    """Do tasks in a feeder until the rank ends, with which the kernel ends it too, whatever it does then."""
-    # Ctrl-C, and the SIGTERM of a scheduler, which reach all processes of a job, are for the rank.
+    """Do tasks in a feeder until the rank ends; the kernel then ends the feeder too."""
+    # Ctrl-C and a scheduler's SIGTERM reach all processes of a job, but only the rank must handle them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_server()
@@ -414,7 +435,7 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
                 for number, task in enumerate(tasks):
                     board[0] = number
                     for place, part in enumerate(_attempt(do, task)):
-                        # Of a long recording what came before, so that it is nowhere in memory as a whole.
+                        # Send the parts of a long recording one by one, so that it is never in memory as a whole.
                         if place:
                             answer(parts, number)
                             parts = []
@@ -422,7 +443,7 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
                 answer(parts, None)
             except ConnectionError:
                 raise
-            except Exception as error:  # noqa: BLE001 - there is no room for the answer: no recording is to blame
+            except Exception as error:  # noqa: BLE001 - sending the answer failed, so no recording is to blame
                 answer([], None, portable(error))
     os._exit(0)
 
@@ -435,10 +456,10 @@ class _Answers(NamedTuple):
     """A message of a feeder.
 
     Attributes:
-        parts: of the tasks of its bundle.
-        at_hand: the number of the task that it has at hand, those before which are done; None if all are.
-        failure: the error and the traceback of those of which it has answered nothing, if there is one.
-        cpu_seconds, memory_mb: processor time since its start, and its most memory.
+        parts: parts of the results of its bundle's tasks.
+        at_hand: the number of the current task; all tasks before it are done. None if the whole bundle is done.
+        failure: the error and the traceback for all finished tasks without an answer, if any.
+        cpu_seconds, memory_mb: processor time since the start of the feeder, and its peak memory.
     """
 
     parts: list[_Part]
@@ -449,11 +470,11 @@ class _Answers(NamedTuple):
 
 
 def _attempt(do: Callable[[Any], Iterable[Any]], task: Any) -> Iterator[tuple[Any, Exception | None, str]]:
-    """Yield the parts of the result of a task, and the error that ends it."""
+    """Yield the parts of a task's result, and the error that ends it, if any."""
     try:
         for part in do(task):
             yield part, None, ""
-    except Exception as error:  # noqa: BLE001 - it is raised where the result would have come
+    except Exception as error:  # noqa: BLE001 - it is raised when the result is used
         yield None, *portable(error)
 
 

@@ -1,20 +1,20 @@
-"""The search for equal hashes among those of a whole dataset, in memory."""
+"""Search for equal hashes in a whole dataset, in memory."""
 
 import numpy as np
 
 
 def find_first(*columns: np.ndarray) -> np.ndarray:
-    """Return for each row (N,) uint32 the number of the first row that is equal in all columns.
+    """Return, for each row, the number of the first row that is equal in all columns; shape (N,), uint32.
 
-    It takes about 30 bytes a row beside the columns.
+    Besides the columns, this takes about 30 bytes of memory per row.
 
     Args:
-        columns: arrays (N,) of uint64; two of them hold hashes of 128 bits.
+        columns: arrays of shape (N,), uint64; two columns hold hashes of 128 bits.
 
     >>> find_first(np.array([7, 5, 7, 7]), np.array([0, 0, 0, 1])).tolist()
     [0, 1, 0, 3]
     """
-    # Stable: the first of equal rows comes first.
+    # The sort is stable, so the first of several equal rows comes first.
     order = np.lexsort(columns)
     assert len(order) <= 1 << 32
     begins = np.zeros(len(order), bool)

@@ -1,4 +1,4 @@
-"""Launches: the start of ranks for what is missing of a stage, and who is at work on a run."""
+"""Launches of ranks for the missing units of a stage, claims on units, and the search for live processes of a run."""
 
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,14 +26,14 @@ from sharmill.files.stored import NOT_JSON, load_record, read_record, read_store
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """The start of ranks, frozen until all of them have ended.
+    """The values that ranks are started with; frozen until all of them have ended.
 
     Attributes:
-        id: a random name, by which notes of attempts are known to be of these ranks.
-        bins: the indices of the units of each rank, none for ranks that came later.
-        join_seconds: so long ranks may take to join that could do what those which are there cannot.
-        begun: how many attempts had ended each time that ranks were started, last at these ranks.
-        first: the generation of the first claim on units of which attempts have ended before; 0 of all others.
+        id: a random name, which notes of attempts repeat.
+        bins: the indices of the units of each rank; empty for ranks that join later.
+        join_seconds: time for other ranks to join before units that the present ranks cannot process are given up.
+        begun: number of attempts that had ended at each start of ranks, the last entry being for these ranks.
+        first: the generation of the first claim on each unit with earlier attempts; 0 for all other units.
     """
 
     id: str
@@ -49,26 +49,27 @@ def begin_launch(
     num_ranks: int,
     *,
     join_seconds: float = 0.0,
-    goes_on: bool = False,
-    joins: bool = False,
+    keeps_attempts: bool = False,
+    is_joining: bool = False,
 ) -> range:
-    """Divide units among ranks by their cost, and return the numbers of the ranks; or add ranks to those at work.
+    """Divide units among ranks by cost, or add ranks to a running launch; return the numbers of the ranks.
 
-    Of ranks that have all ended the claims are forgotten. The caller holds the lock of the run directory.
+    A new launch removes the claims of earlier ranks, all of which have ended. The caller holds the lock of the run
+    directory.
 
     Args:
-        missing: the units that are to be done.
-        join_seconds: as that of ``Launch``.
-        goes_on: the attempts of ranks that have ended count on; else they are forgotten too.
-        joins: other ranks are there, or about to begin.
+        missing: the units to be processed.
+        join_seconds: see ``Launch``.
+        keeps_attempts: True if the attempts of earlier ranks still count; otherwise they are forgotten.
+        is_joining: True if other ranks are running or about to start.
     """
     ranks = stage.ranks
-    if joins:
+    if is_joining:
         launch = load_record(ranks.launch, Launch)
         numbers = range(len(launch.bins), len(launch.bins) + num_ranks)
         launch.bins += [[] for _ in numbers]
     else:
-        before = read_record(ranks.launch, Launch) if goes_on else None
+        before = read_record(ranks.launch, Launch) if keeps_attempts else None
         launch = Launch(id=before.id if before else uuid4().hex, bins=[], join_seconds=join_seconds)
         launch.bins = [[unit.index for unit in part] for part in pack_units(missing, num_ranks)]
         if before is not None:
@@ -90,34 +91,36 @@ def begin_launch(
 
 @contextmanager
 def driven_launch(
-    stage: StageRun, missing: Sequence[Unit], num_ranks: int, *, join_seconds: float = 0.0, goes_on: bool = False
+    stage: StageRun, missing: Sequence[Unit], num_ranks: int, *, join_seconds: float = 0.0, keeps_attempts: bool = False
 ) -> Iterator[range]:
-    """Begin a launch, or join that of ranks at work, and give heartbeats until all have ended; see ``begin_launch``.
+    """Begin or join a launch, and send heartbeats as its driver until the context ends; see ``begin_launch``.
 
-    An error ends the context alone if another process has finished the stage, or begun it anew.
+    Errors are suppressed if another process has finished or restarted the stage.
     """
-    joins = bool(find_live(stage.dir, stage.options.lease_seconds))
-    numbers = begin_launch(stage, missing, num_ranks, join_seconds=join_seconds, goes_on=goes_on, joins=joins)
+    is_joining = bool(find_live(stage.dir, stage.options.lease_seconds))
+    numbers = begin_launch(
+        stage, missing, num_ranks, join_seconds=join_seconds, keeps_attempts=keeps_attempts, is_joining=is_joining
+    )
     record = RankProgress.this(rank=-1, slot="", owner=uuid4().hex, started=0.0)
     interval = stage.options.lease_seconds / BEATS_PER_LEASE
     with ProgressWriter(stage.ranks.progress, record, interval=interval, kind="driver"):
         try:
             yield numbers
         except (FatalError, FileNotFoundError):
-            # Another process may have finished the stage, or begun it anew.
+            # Another process may have finished or restarted the stage.
             if is_current(stage):
                 raise
 
 
 def pack_units(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
-    """Return the units of each rank, balanced by cost; never more ranks than units, and no rank without one."""
-    # Units without cost would all be packed into one bin.
+    """Return the units of each rank, balanced by cost; at most ``num_ranks`` non-empty lists."""
+    # Use a minimum cost, because units without cost would all be packed into one bin.
     costs = [max(unit.cost, 1e-3) for unit in units]
     return [[units[index] for index in part] for part in pack(costs, min(num_ranks, len(units))) if part]
 
 
 def read_attempts(stage: StageRun) -> Attempts:
-    """Return the attempts of the last launch of a stage, by the logs of all its ranks."""
+    """Return the attempts of the last launch of a stage, read from the logs of all ranks."""
     launch = read_record(stage.ranks.launch, Launch)
     attempts = Attempts(launch.id if launch is not None else "")
     for record in ledger_records(stage.dir).records():
@@ -126,15 +129,15 @@ def read_attempts(stage: StageRun) -> Attempts:
 
 
 def end_attempts(stage: StageRun, missing: Container[int]) -> Attempts:
-    """Note the end of attempts whose ranks could not do so, all of which have ended; return all attempts.
+    """Note the failure of attempts whose ranks ended without a note, and return all attempts.
 
-    ``missing`` are the units without a commit.
+    All ranks have ended. ``missing`` are the units without a commit.
     """
     attempts, log = read_attempts(stage), RecordLog(stage.ranks.log(uuid4().hex))
     for unit, generation in latest_claims(stage).items():
         if unit in missing and not attempts.has_ended(unit, generation):
             claim = read_claim(stage, f"{unit}.{generation}")
-            words = f"its rank on {claim.slot} ended in the middle of it; see {stage.dir.logs}"
+            words = f"the rank on {claim.slot} ended during the attempt; see {stage.dir.logs}"
             note = Note(kind="failed", slot=claim.slot, launch=attempts.launch, unit=unit, generation=generation,
                         message=words)  # fmt: skip
             log.append(note)
@@ -143,11 +146,11 @@ def end_attempts(stage: StageRun, missing: Container[int]) -> Attempts:
 
 
 def has_seen_ends(stage: StageRun) -> bool:
-    """Return True if all ranks that have begun have told their end, and all that they had noted by then is seen here.
+    """Return True if all started ranks have given their last heartbeat, and their complete logs are visible here.
 
-    Of one that was killed together with its supervisor nobody tells that.
+    A rank that was killed together with its supervisor never gives a last heartbeat.
     """
-    # It brings the names of others up to date.
+    # This call makes the node refresh its view of the folder.
     time_of_folder(stage.ranks.progress)
     ends = list_heartbeats(stage.ranks.progress).values()
     logs = [(end, stage.ranks.log(end.owner)) for end in ends]
@@ -157,7 +160,7 @@ def has_seen_ends(stage: StageRun) -> bool:
 
 
 def latest_claims(stage: StageRun) -> dict[int, int]:
-    """Return the highest generation of the claims on each unit; it takes one listing."""
+    """Return the highest generation of the claims on each unit; this takes a single listing."""
     found: dict[int, int] = {}
     for path in stage.ranks.claims.iterdir():
         unit, _, generation = path.name.partition(".")
@@ -167,20 +170,20 @@ def latest_claims(stage: StageRun) -> dict[int, int]:
 
 
 def make_claim(stage: StageRun, name: str, claim: Claim) -> bool:
-    """Make a claim of a name that has none; return False if another process was faster."""
+    """Create a claim with this name; return False if another process has created it before."""
     path = stage.ranks.claims / name
     with stopping_errors(path):
         try:
             with path.open("xb") as stream:
                 stream.write(msgspec.json.encode(claim))
         except FileExistsError:
-            # The server's answer may have been lost, and the client have asked it again.
+            # The claim may be this one: an NFS client repeats a request whose answer was lost.
             return read_claim(stage, name).owner == claim.owner
     return True
 
 
 def read_claim(stage: StageRun, name: str) -> Claim:
-    """Return a claim; one without an owner if its rank was killed while it wrote the claim."""
+    """Return a claim. It has no owner if its rank was killed while writing it."""
     try:
         return msgspec.json.decode(read_stored(stage.ranks.claims / name), type=Claim)
     except (*NOT_JSON, FileNotFoundError):
@@ -188,30 +191,30 @@ def read_claim(stage: StageRun, name: str) -> Claim:
 
 
 def find_workers(run_dir: RunDir, *, ranks: bool = True) -> list[str]:
-    """Return a few words about each process that may be at work on a run; ``ranks`` as that of ``find_live``."""
-    # Unlike the method of a path, this passes over folders that another process removes meanwhile.
+    """Return a short description of each process that may be at work on a run; for ``ranks``, see ``find_live``."""
+    # Unlike ``Path.glob``, this ignores folders that another process removes meanwhile.
     names = [*glob("*/ranks", root_dir=run_dir.path), *glob("*/*/ranks", root_dir=run_dir.path)]  # noqa: PTH207
     folders = sorted((run_dir.path / name).parent for name in names)
     return [words for folder in folders for words in find_live(StageDir(folder), ranks=ranks)]
 
 
 def describe_workers(live: Sequence[str]) -> str:
-    """Return words that name processes which are at work on a run, whatever their number."""
+    """Return the descriptions of the first three processes, and the number of further ones."""
     more = f" and {len(live) - 3} more" if len(live) > 3 else ""
     return f"{', '.join(live[:3])}{more}"
 
 
 def find_live(paths: StageDir, lease_seconds: float = RunOptions.lease_seconds, *, ranks: bool = True) -> list[str]:
-    """Return a few words about each process that may be at work on the plan of a stage that is not finished.
+    """Return a short description of each process that may be at work on an unfinished stage.
 
     Args:
-        ranks: also ranks, rather than their drivers alone; a scheduler's queue knows better than heartbeats which ranks
-            are alive.
+        ranks: include ranks as well as drivers. Leave them out if a scheduler's queue knows better than heartbeats
+            which ranks are alive.
     """
     found = paths.ranks
     if paths.done.exists() or not found.launch.exists():
         return []
-    # By the clock of the file system, as what is written there; what others have just made is seen from here on.
+    # Take the time from the file system, whose clock set the times of the records. This also refreshes its listing.
     now = time_of_folder(found.path)
     records = [one for kind in ("driver", *(["rank"] if ranks else [])) for one in read_progress(found.progress, kind)]
     live = [one for one in records if one.is_alive(now, lease_seconds)]

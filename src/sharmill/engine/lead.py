@@ -1,8 +1,8 @@
-"""The leader of a stage: one process that reads what all ranks have noted, decides, and writes the state of the stage.
+"""The leader of a stage: one process that reads the notes of all ranks, decides, and writes the state of the stage.
 
-It is the driver where one runs, else a supervisor. Nobody has to be the leader: ranks go on with what they have, and
-another takes over when the state has not been touched for a lease. Two leaders at once do no harm, since the ledger
-alone says what is done; the one that the state names stays.
+The leader is the driver if there is one, otherwise a supervisor. Ranks keep working if it dies, and another process
+takes over when the state has not been touched for a lease. Two leaders at once do no harm, since only the ledger
+decides which units are complete. The leader that is named in the state stays.
 """
 
 import logging
@@ -29,7 +29,8 @@ from sharmill.files.record_log import RecordLog
 
 log = logging.getLogger(__name__)
 
-# In a lease. Each is one more reading of the state by all; a shared disk may show it a minute late.
+# Heartbeats of the leader per lease. Every process reads the state again after each heartbeat, so there should be few;
+# but a shared disk may show a heartbeat up to a minute late.
 _STATE_BEATS = 3
 
 
@@ -41,55 +42,55 @@ def decide(
     *,
     has_waited: bool = True,
 ) -> State:
-    """Return the state that follows from what is known of a stage.
+    """Return the state that follows from the attempts, the claims and the live ranks of a stage.
 
     Args:
-        attempts: those that have ended.
-        missing: the units that are not committed.
-        claimed: the highest generation of the claims on units that have been tried; one that nobody has claimed in
-            this launch has its first.
-        live: the slots of ranks that are alive, and ready or soon so.
-        has_waited: ranks that could do what is given up have had the time to come.
+        attempts: the finished attempts.
+        missing: the units without a commit.
+        claimed: the highest generation of the claims on each unit that was tried. For a unit without a claim in this
+            launch, it is the first generation.
+        live: the slots of live ranks that are ready or will be soon.
+        has_waited: True if ranks on other hosts, which could process units that are given up, have had time to join.
     """
-    out = attempts.out()
-    is_over = are_given_up(attempts, missing, live if has_waited else {*live, "another host/rank"})
-    usable = {slot for slot in live if not is_among(slot, out)}
+    excluded = attempts.excluded()
+    is_over = all_given_up(attempts, missing, live if has_waited else {*live, "another host/rank"})
+    usable = {slot for slot in live if not is_among(slot, excluded)}
     offers: dict[int, Offer] = {}
     tried = [
         index for index in attempts.tried if index in missing and attempts.generation(index) > claimed.get(index, 0)
     ]
     for index in sorted(tried, key=lambda index: (len(attempts.failures(index)), index)):
-        if not attempts.is_given_up(index, usable, out):
+        if not attempts.is_given_up(index, usable, excluded):
             slots = {note.slot for note in attempts.failures(index)}
-            # Slots that have not tried it come first, where there are any.
+            # Prefer slots that have not tried the unit, if there are any.
             avoid = sorted(slots) if not usable <= slots else []
             offers[index] = Offer(generation=attempts.generation(index), avoid=avoid)
     return State(
         num_missing=len(missing),
         offers=offers,
-        out=sorted(out),
+        out=sorted(excluded),
         stopped=StoredError(**stored_fields(attempts.stopped)) if attempts.stopped is not None else None,
         ended=attempts.stopped is not None or is_over,
     )
 
 
-def are_given_up(attempts: Attempts, missing: Collection[int], live: Collection[str]) -> bool:
-    """Return True if no further attempt at any of these units is worth it."""
-    # One that has never failed tells at once, as long as there is any.
+def all_given_up(attempts: Attempts, missing: Collection[int], live: Collection[str]) -> bool:
+    """Return True if no further attempt at any of these units is worthwhile."""
+    # This quick check answers in most cases: a unit that has never failed is not given up.
     if not all(index in attempts.failed for index in missing):
         return False
-    out = attempts.out()
-    return all(attempts.is_given_up(index, live, out) for index in missing)
+    excluded = attempts.excluded()
+    return all(attempts.is_given_up(index, live, excluded) for index in missing)
 
 
 class Leader:
-    """Reads what all ranks have noted, decides, and writes the state.
+    """The leader of a stage; it reads the notes of all ranks, decides, and writes the state.
 
     Args:
-        stage: its plan is the present one.
-        notes: of its ranks, as this process has read them.
-        id: by which the state names it.
-        term: how many leaders there were.
+        stage: the stage, with its current plan.
+        notes: the notes of the ranks, as read by this process.
+        id: the id by which the state names the leader.
+        term: number of leaders so far, including this one.
     """
 
     def __init__(self, stage: StageRun, notes: StageNotes, id: str, term: int) -> None:
@@ -101,28 +102,28 @@ class Leader:
         self._log = RecordLog(stage.ranks.log(self.id))
         self._looked = time.monotonic()
         self._written = -math.inf
-        # The heartbeat of each rank, since when it has been the same, and when the first was seen.
+        # For each rank: its last heartbeat, the time of its last change, and the time when the rank was first seen.
         self._beats: dict[str, tuple[str, float, float]] = {}
         self._dead: set[str] = set()
         self._new_dead = False
-        # Claims as they were listed last, and those that were read.
+        # The claims at the last listing, and the content of claims that were read.
         self._claims_listed = -math.inf
         self._claimed: dict[int, int] = dict(notes.launch.first)
         self._claims: dict[tuple[int, int], Claim] = {}
-        # Since when all that is missing is given up.
+        # The time since which all missing units are given up.
         self._over_since = math.inf
 
     def silent_ranks(self) -> list[int]:
-        """Return the numbers of the ranks that are dead by their heartbeats alone, at the last look of a leader."""
+        """Return the numbers of the ranks that stopped sending heartbeats without a note of their end."""
         notes = self.notes
         ended = {owner for owner, heartbeat in notes.heartbeats.items() if heartbeat.has_ended}
         return sorted(notes.ranks[owner].rank for owner in (self._dead - ended) & notes.ranks.keys())
 
     def lead(self, found: State) -> State:
-        """Decide by the notes as they were read last, and return the state, which is written where it has changed.
+        """Derive the state from the notes read last, write it if it has changed, and return it.
 
         Args:
-            found: the state that is there.
+            found: the state on disk.
 
         Raises:
             FatalError: a user has cancelled the run.
@@ -136,38 +137,38 @@ class Leader:
             raise
         attempts, missing = notes.attempts, notes.missing
         live = self._find_live(now)
-        # They are listed as well to see whether a rank has what is to be tried again.
+        # List the claims more often while units are offered, to see which of these were claimed.
         pause = self._lease / BEATS_PER_LEASE if found.offers else self._lease
         if self._new_dead or now - self._claims_listed >= pause:
-            self._end_abandoned(now)
+            self._end_attempts_of_dead_ranks(now)
         if attempts.stopped is None:
             try:
                 check_rejects(stage, notes.expected_in, notes.rejects, notes.num_in)
             except FatalError as error:
                 self._note(Note(kind="stopped", slot="", launch=attempts.launch, **stored_fields(error)))
-        is_over = bool(missing) and are_given_up(attempts, missing, live)
+        is_over = bool(missing) and all_given_up(attempts, missing, live)
         self._over_since = min(self._over_since, now) if is_over else math.inf
         has_waited = now - self._over_since >= notes.launch.join_seconds or self._are_all_here()
         return self.write(decide(attempts, missing, self._claimed, live, has_waited=has_waited), found)
 
     def write(self, state: State, found: State, *, leads: bool = True) -> State:
-        """Write the state where it has changed, and as a heartbeat; on a full disk it stays as it was.
+        """Write the state if it has changed or a heartbeat is due. On a full disk, the file stays unchanged.
 
         Args:
-            leads: this process goes on to lead; else others may at once.
+            leads: True if this process stays the leader; otherwise other processes may lead at once.
 
         Raises:
             FatalError: the end of the stage cannot be written.
         """
         state = msgspec.structs.replace(state, leader=self.id if leads else "", term=self.term)
         path, now = self._stage.ranks.state, time.monotonic()
-        aside = temp_path(path)
-        # Others need not read it for each unit that is done.
+        temporary = temp_path(path)
+        # A changed number of missing units alone is not written at once, so that others need not read it for each unit.
         is_same = state == msgspec.structs.replace(found, num_missing=state.num_missing)
         try:
             if not is_same or now - self._written >= self._lease / _STATE_BEATS:
-                write_new(aside, msgspec.json.encode(state))
-                aside.replace(path)
+                write_new(temporary, msgspec.json.encode(state))
+                temporary.replace(path)
                 self._written = now
             self._looked = now
         except FileNotFoundError:
@@ -175,23 +176,23 @@ class Leader:
         except OSError as error:
             log.warning("the state of %s cannot be written: %s", self._stage.name, error)
             with suppress(OSError):
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             if state.ended:
-                # Without it, ranks would wait for ever.
+                # Raise, because ranks would wait forever for the end of the stage.
                 with stopping_errors(path):
                     raise
         return state
 
     def _find_live(self, now: float) -> set[str]:
-        """Return the slots of the ranks that are alive, and have loaded what they need or may do so soon."""
+        """Return the slots of the live ranks that are ready, or still loading within the first lease."""
         notes, lease = self.notes, self._lease
         if now - self._looked > 0.4 * lease:
-            # What was not seen meanwhile says nothing.
+            # This process has not looked for a while, so heartbeats may have changed unseen: restart the clocks.
             self._beats = {owner: (beat, now, first) for owner, (beat, _, first) in self._beats.items()}
-        # One whose first heartbeat could not be written has told this process of itself.
+        # ``ranks`` also has ranks of this process whose first heartbeat could not be written.
         dead = {owner for owner in notes.heartbeats.keys() | notes.ranks.keys() if self.is_dead(owner, now)}
         self._new_dead, self._dead = bool(dead - self._dead), dead
-        # One that hangs while it loads is waited for by nobody.
+        # Do not count on a rank that is still loading after a lease, since it may hang.
         return {
             rank.slot
             for owner, rank in notes.ranks.items()
@@ -199,12 +200,12 @@ class Leader:
         }
 
     def _are_all_here(self) -> bool:
-        """Return True if each rank that was started is alive: one in a bad slot may be requeued, on a good host."""
+        """Return True if all started ranks are alive; a rank that is not may be requeued on another host."""
         here = {rank.rank for owner, rank in self.notes.ranks.items() if owner not in self._dead}
         return here.issuperset(range(len(self.notes.launch.bins)))
 
     def is_dead(self, owner: str, now: float) -> bool:
-        """Return True if a rank has ended, or its heartbeat was the same for a lease by this process's clock."""
+        """Return True if a rank has ended, or its heartbeat has not changed for a lease by this process's clock."""
         heartbeat, lease = self.notes.heartbeats.get(owner), self._lease
         beat = heartbeat.beat if heartbeat is not None else ""
         before, since, first = self._beats.get(owner, (beat, now, now))
@@ -214,11 +215,11 @@ class Leader:
             return True
         record = self.notes.ranks.get(owner)
         is_gone = record is not None and record.is_known_dead()
-        # If the rank has a supervisor, that notes how it ended within a second.
+        # Even if the process is gone, give its supervisor a few seconds to note how it ended.
         return now - since >= (min(lease, 3.0) if is_gone else lease)
 
-    def _end_abandoned(self, now: float) -> None:
-        """List the claims, and note the end of attempts whose ranks are dead."""
+    def _end_attempts_of_dead_ranks(self, now: float) -> None:
+        """List the claims, and note the failure of attempts whose ranks are dead."""
         attempts, self._claims_listed = self.notes.attempts, now
         claimed = latest_claims(self._stage)
         self._claimed = self.notes.launch.first | claimed
@@ -229,10 +230,10 @@ class Leader:
             claim = self._claims.get((unit, generation)) or read_claim(self._stage, f"{unit}.{generation}")
             if claim.owner:
                 self._claims[unit, generation] = claim
-            # One that was never written has no owner.
+            # A claim without an owner was created but never written; its name stands for the owner then.
             if self.is_dead(claim.owner or f"{unit}.{generation}", now):
-                log.warning("unit %d is taken from rank %s, which has ended", unit, claim.owner)
-                words = f"its rank on {claim.slot} ended in the middle of it, or gave no heartbeat any more"
+                log.warning("unit %d is released, because its rank %s is dead", unit, claim.owner)
+                words = f"the rank on {claim.slot} died or stopped sending heartbeats"
                 self._note(
                     Note(kind="failed", slot=claim.slot, launch=attempts.launch, owner=claim.owner, unit=unit,
                          generation=generation, message=words)

@@ -1,4 +1,4 @@
-"""All that the ranks of a stage have noted, as one process has read it; a look reads only what has changed."""
+"""Incremental reading of the logs and heartbeats of a stage's ranks; each look reads only the changes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ class Notes:
     """The logs and heartbeats of the ranks of a plan.
 
     Args:
-        stage: the run of the stage with the plan.
-        for_people: the progress within units is read too.
+        stage: the stage, with the plan's token.
+        for_people: read the progress within units too.
 
     Attributes:
-        heartbeats: the last of each rank, by its owner.
-        ranks: the progress of each rank, by its owner, as it was read last.
+        heartbeats: the last heartbeat of each rank, by owner.
+        ranks: the progress of each rank that was read last, by owner.
     """
 
     def __init__(self, stage: StageRun, *, for_people: bool) -> None:
@@ -34,15 +34,15 @@ class Notes:
         self._has_looked = False
 
     def new_records(self) -> Iterator[Commit | Note]:
-        """Yield the records that are new."""
+        """Yield the records that were added since the last call."""
         self._look_at_heartbeats()
-        # Not every log has a heartbeat: of ranks of earlier launches, and of leaders.
+        # The first call reads all logs, since those of leaders and of earlier launches have no heartbeat.
         grown = [f"{one.owner}.jsonl" for one in self.heartbeats.values() if self._has_grown(one)]
         yield from self._tail.records(grown if self._has_looked else None)
         self._has_looked = True
 
     def hear(self, progress: RankProgress) -> None:
-        """Take note of what a rank of this process has said of itself."""
+        """Take note of the progress of a rank that reports to this process directly."""
         self._heard.add(progress.owner)
         self.ranks[progress.owner] = progress
 
@@ -51,13 +51,13 @@ class Notes:
 
     def _look_at_heartbeats(self) -> None:
         folder = self.stage.ranks.progress
-        # A name that is seen late is taken for one that has not changed.
+        # A new name that is not visible yet looks like an unchanged heartbeat.
         for owner, heartbeat in list_heartbeats(folder).items():
             before, self.heartbeats[owner] = self.heartbeats.get(owner), heartbeat
             known = self.ranks.get(owner)
             if known is not None and heartbeat.has_ended:
                 known.ended, known.unit = True, None
-            # Ranks of this process tell more. Where nobody watches, it only matters whether a rank is ready.
+            # Ranks that report to this process directly need no reading. If nobody watches, only ``ready`` matters.
             elif owner not in self._heard and (
                 known is None or (before != heartbeat and (self._for_people or not known.ready))
             ):
@@ -67,19 +67,19 @@ class Notes:
 
 
 class StageNotes(Notes):
-    """The commits and attempts of the ranks of a stage since a launch.
+    """The commits and attempts of the ranks of a stage since its launch.
 
     Args:
-        stage: its plan is the present one.
-        for_people: as that of ``Notes``.
+        stage: the stage, with its current plan.
+        for_people: see ``Notes``.
 
     Attributes:
-        launch: the start of its ranks.
-        missing: the indices of the units that no rank has committed.
+        launch: the launch of the ranks.
+        missing: the indices of the launch's units without a commit.
         attempts: the attempts of the launch.
-        expected_in: how many records all units have.
-        rejects: how many records were rejected, by reason.
-        num_in: how many records were read for that.
+        expected_in: number of records in all units.
+        rejects: number of rejected records by reason.
+        num_in: number of records in the committed units.
     """
 
     def __init__(self, stage: StageRun, *, for_people: bool) -> None:
@@ -94,11 +94,11 @@ class StageNotes(Notes):
         self._uncommitted = {unit.index: unit.id for unit in units}
 
     def look(self) -> list[Commit]:
-        """Read what is new, and return the commits of units that were missing."""
+        """Read the new records, and return the commits of units that were missing."""
         new = []
         for record in self.new_records():
             self.attempts.add(record)
-            # A second commit of a unit counts for nothing.
+            # Ignore a second commit of a unit.
             if counts(record, self.stage.token) and self._uncommitted.get(record.index) == record.id:
                 del self._uncommitted[record.index]
                 self.rejects.update(record.rejects)

@@ -1,4 +1,4 @@
-"""The stages of a configuration, in the order in which they run."""
+"""The stages of a configuration and their order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,10 +14,10 @@ from sharmill.registry import ROUNDS, STAGES
 
 
 def stage_classes(config: Config) -> dict[str, type[Stage]]:
-    """Return the classes of the stages of a dataset by their kinds, in the order in which they run.
+    """Return the classes of the stages of a dataset by kind, in the order in which they run.
 
     Raises:
-        ConfigError: a stage of another package is not as it has to be.
+        ConfigError: the stage of a plug-in has a bad declaration.
     """
     kinds = dict.fromkeys((*STAGES.own, *config.sections))
     classes: dict[str, type[Stage]] = {kind: STAGES.load_class(kind) for kind in kinds}
@@ -26,15 +26,15 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
         refuse(
             (
                 getattr(stage, "kind", None) != kind,
-                f"the stage {kind!r} calls itself {getattr(stage, 'kind', None)!r}",
+                f"the class of the stage {kind!r} has the kind {getattr(stage, 'kind', None)!r}: both must be the same",
             ),
             (
                 stage.resource not in get_args(Resource),
-                f"the stage {kind!r} needs {stage.resource!r}; a resource is {' or '.join(get_args(Resource))}",
+                f"the stage {kind!r} has the resource {stage.resource!r}; it must be {' or '.join(get_args(Resource))}",
             ),
             (
                 not {*stage.after} <= {"*", *STAGES.names()},
-                f"the stage {kind!r} reads the output of {', '.join(stage.after)}, of which one is no stage",
+                f"the stage {kind!r} has after = {', '.join(stage.after)}, but not all of these are stages",
             ),
             code="bad_plugin",
         )
@@ -49,31 +49,33 @@ def stage_classes(config: Config) -> dict[str, type[Stage]]:
     try:
         return {kind: classes[kind] for kind in TopologicalSorter(before).static_order()}
     except CycleError as error:
-        raise ConfigError(f"stages read each other's output: {', '.join(error.args[1])}", code="bad_plugin") from error
+        raise ConfigError(
+            f"these stages depend on each other in a circle: {', '.join(error.args[1])}", code="bad_plugin"
+        ) from error
 
 
 def _reads(stage: type[Stage], kind: str) -> bool:
-    """Return True if a stage names a kind, or the step of which that is a round, as one whose output it reads."""
+    """Return True if ``after`` of a stage names this kind, or the other step to which this kind belongs."""
     step = step_of(kind)
     return kind in stage.after or (step in stage.after and step != step_of(stage.kind))
 
 
-def stages_behind(config: Config, kind: str) -> list[str]:
-    """Return a kind of stage and those that read its output, or that of one of these, in the order of the run."""
-    classes, behind = stage_classes(config), {kind}
+def dependent_stages(config: Config, kind: str) -> list[str]:
+    """Return a kind of stage and all kinds that depend on it, directly or indirectly, in the order in which they run."""
+    classes, dependents = stage_classes(config), {kind}
     for other, stage in classes.items():
-        if "*" in stage.after or any(_reads(stage, one) for one in behind):
-            behind.add(other)
-    return [other for other in classes if other in behind]
+        if "*" in stage.after or any(_reads(stage, one) for one in dependents):
+            dependents.add(other)
+    return [other for other in classes if other in dependents]
 
 
 def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequence[str]:
-    """Return the kinds of the stages that are named, with all rounds of a step, or all of the dataset if none are.
+    """Return the kinds of the named stages, including all rounds of a step; by default all stages.
 
-    Without sources there is a finished dataset, and all are those that need no more than that.
+    A configuration without sources stands for a finished dataset; all stages are then those that need nothing else.
 
     Raises:
-        ConfigError: one is named that a dataset of this kind does not have.
+        ConfigError: the dataset has no stage with one of these names.
     """
     classes = stage_classes(config)
     if names is None:
@@ -91,7 +93,7 @@ def choose_stages(config: Config, names: Iterable[str] | None = None) -> Sequenc
 
 
 def make_stages(config: Config, names: Iterable[str] | None = None) -> list[StageRun]:
-    """Return the stages in the order in which they run, by default all: one for each item of a section."""
+    """Return the named stages, by default all, in the order in which they run; one for each item of a section."""
     run_dir, options, classes = RunDir(Path(config.run_dir)), RunOptions.from_config(config), stage_classes(config)
     runs = []
     for kind in choose_stages(config, names):
@@ -104,27 +106,28 @@ def make_stages(config: Config, names: Iterable[str] | None = None) -> list[Stag
 
 
 def config_of_run(run_dir: str | Path) -> Config:
-    """Return the configuration that a run directory has, to show its run; see ``load_for_display``.
+    """Return the configuration stored in a run directory, for display only; see ``load_for_display``.
 
     Raises:
-        ConfigError: it is no run directory.
+        ConfigError: the folder is not a run directory.
     """
     paths = RunDir(Path(run_dir))
     if not paths.config.exists():
-        raise ConfigError(f"{run_dir} is not a run directory: there is no {paths.config.name} in it", code="no_run_dir")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {paths.config.name}", code="no_run_dir")
     shown = load_for_display(paths.config)
     dataset_dir = shown.dataset_dir
     if ("dataset_dir",) in shown.references.written:
         dataset_dir = str(paths.read_reserved() or dataset_dir)
-    # By its own path: the stored one is relative to where the run was started, if it is relative.
+    # Use the given path, because a relative path in the stored configuration refers to the folder of the start.
     return replace(shown, run_dir=str(run_dir), dataset_dir=dataset_dir)
 
 
 def dependent_folders(stage: StageRun) -> list[StageDir]:
-    """Return the folders of the stages whose output goes when a stage is started again.
+    """Return the folders of the stages whose output is removed when a stage is restarted.
 
-    If it replaces all of ``root``, these are all in the run directory but those that do not read its output, and those
-    that read the output of all stages, which notice a change by themselves.
+    There are none unless the stage replaces all of ``root``. In that case, these are all stages in the run directory,
+    except stages that do not depend on its output, and stages that read the output of all stages, which detect the
+    change themselves.
     """
     if stage.publication is None or not stage.publication.replaces_root:
         return []
@@ -132,6 +135,6 @@ def dependent_folders(stage: StageRun) -> list[StageDir]:
     patterns = [f"{depth}/{name}" for depth in ("*", "*/*") for name in ("plan", "ranks")]
     found = {path.parent for pattern in patterns for path in root.glob(pattern)}
     names = [path.relative_to(root).as_posix() for path in sorted(found)]
-    classes, behind = stage_classes(stage.config), stages_behind(stage.config, stage.kind)
-    kept = {kind for kind, one in classes.items() if kind not in behind or "*" in one.after} | {stage.kind}
+    classes, dependents = stage_classes(stage.config), dependent_stages(stage.config, stage.kind)
+    kept = {kind for kind, one in classes.items() if kind not in dependents or "*" in one.after} | {stage.kind}
     return [stage.run_dir.stage(name) for name in names if name.partition("/")[0] not in kept]

@@ -1,4 +1,4 @@
-"""A rank as it is started, and what it has of the process that has started it."""
+"""The parameters of a rank, and its interface to the process that has started it."""
 
 import time
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from sharmill.engine.progress import RankProgress
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as it is started.
+    """The parameters with which a rank is started.
 
     Attributes:
-        number: that of its bin and of its log; one beyond the bins has none of its own.
-        slot: the host with the GPU or core, as ``host/gpu 0``.
+        number: the number of its bin and of its log. A rank whose number is beyond the bins has no bin of its own.
+        slot: the host with the GPU or core, such as ``host/gpu 0``.
         device: ``cpu`` or ``cuda``.
         owner: the random id of the process.
-        job_seconds: the time limit of the job that it is in, None where there is none.
-        is_replaced: a supervisor starts a fresh process where this one ends.
-        most_pause: the most seconds between two looks at the state of a rank that has nothing to do.
+        job_seconds: the time limit of its job, None if there is none.
+        is_replaced: True if a supervisor replaces this process with a fresh one when it ends.
+        most_pause: the longest time between two looks at the state while the rank is idle, in seconds.
     """
 
     number: int
@@ -31,21 +31,21 @@ class Rank:
     most_pause: float = 5.0
 
     def progress(self) -> RankProgress:
-        """Return the record of its progress at its start, in its process."""
+        """Return the initial progress of the rank; called in the process of the rank."""
         return RankProgress.this(rank=self.number, slot=self.slot, owner=self.owner, started=time.time())
 
 
 class Parent(Protocol):
-    """The process that has started a rank, as the rank has it: it need not look at files to see how the rank does.
+    """Interface of a rank to the process that has started it, which gets the rank's progress without reading files.
 
     Attributes:
-        interval: seconds between two tellings at most.
+        interval: the longest time between two calls of ``tell``, in seconds.
     """
 
     interval: float
 
     def tell(self, progress: RankProgress) -> object:
-        """Tell how the rank does; called from its threads, and never waits."""
+        """Report the progress of the rank. This is called from several threads, and never blocks."""
 
     def wait(self, seconds: float) -> object:
-        """Wait until the state of the stage may have changed, for so long at most."""
+        """Wait until the state of the stage may have changed, but at most so many seconds."""

@@ -1,10 +1,11 @@
-"""The frozen plan of a stage, which is made once, and the ledger: what is in it is done, what is not is not.
+"""The frozen plan of a stage, and the ledger of the units that are complete.
 
-A plan is bound to its identity, which is all that the output bytes depend on: configuration, inputs and versions of
-packages. A difference of two is told in words.
+A plan is bound to its identity: everything that the output bytes depend on, which is the configuration, the inputs and
+the versions of packages. Differences between two identities are described in words.
 
-In the ledger every process appends to a log of its own, one JSON line a commit, synced to disk, and notes of attempts
-beside them; so a process that is killed can only leave one incomplete last line, which is not a record.
+The ledger has one log per process. A process appends each commit as one JSON line and syncs it to disk; notes about
+attempts go into the same log. A process that is killed can therefore leave only one incomplete last line, which does
+not count as a record.
 """
 
 import os
@@ -48,19 +49,19 @@ from sharmill.manifest import Reject
 from sharmill.registry import STAGES
 
 _lines = msgspec.json.Encoder()
-# Files of the engine in a stage's folder, beside the plan and the folders of ranks.
+# The engine's own files in a stage's folder, except the plan and the folders of ranks.
 _OWN_FILES: Final = (
     "done.json", "failures.jsonl", "rejects.jsonl", "revoked.jsonl", "merged", f"parts/{6 * '[0-9]'}.*",
     "logs/driver*.log", "logs/rank-[0-9]*.log",
 )  # fmt: skip
 _SHOWN_CHARACTERS: Final = 60
 _FOLDER_KEYS: Final = {"folder", "from_run_dir"}
-# Their values say nothing to people.
+# Identity keys whose values mean nothing to people, with a description of their change.
 _CHECKSUMS: Final = {"input": "the input has other content", "files": "files of the dataset have changed"}
 
 
 def find_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return a clause for each difference of two identities: ``match.min_similarity is 0.7, was 0.6``."""
+    """Return a clause for each difference between two identities: ``match.min_similarity is 0.7, was 0.6``."""
     changes = []
     for path, before, now in find_differences(old, new):
         top = path.partition(".")[0].partition("[")[0]
@@ -69,10 +70,10 @@ def find_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def find_differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the innermost places at which two values differ, and what is there; keys in their alphabetical order.
+    """Yield the innermost paths at which two nested values differ, with the old and the new value, in order of keys.
 
-    It is ``msgspec.UNSET`` where only the other has the key. Folders that ``identify_folder`` has identified are the
-    same where their paths are, or their places as seen from the run directory.
+    The value is ``msgspec.UNSET`` on the side that lacks the key. Folders from ``identify_folder`` are equal if their
+    resolved paths or their paths relative to the run directory are equal.
 
     >>> list(find_differences({"a": [1, 2], "b": 3}, {"a": [1, 5], "b": 3}))
     [('a[1]', 2, 5)]
@@ -99,10 +100,11 @@ def show(value: Any) -> str:
 
 
 def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageRun, list[Unit]]:
-    """Return the stage with its plan's token, and the units of the plan; it is made if there is none.
+    """Return the stage with its plan's token, and the units of the plan. The plan is made if there is none.
 
     Raises:
-        ConfigError: there is a plan, but of another configuration, input or version; or the output is another run's.
+        ConfigError: the existing plan has another configuration, input or version, or the output belongs to another
+            run.
     """
     refuse_linked_folders(stage)
     require_trusted_owner(stage.root, [stage.root / name for name in stage.folders])
@@ -111,48 +113,50 @@ def read_or_make_plan(stage: StageRun, *, restart: bool = False) -> tuple[StageR
     require_own_output(stage)
     identity = stage.declaration.identity(stage)
     if stage.kind not in STAGES.own and stage.kind in STAGES.names():
-        # Another package brings it.
+        # A plug-in brings the stage, and its version affects the output.
         identity |= {"package": STAGES.version(stage.kind)}
-    # As it is read back: JSON has no tuples, and the keys are stored in order.
+    # Convert the identity to the form in which it is read back: JSON has no tuples, and the keys are sorted.
     identity = stage.options.references.identify(identity, step_of(stage.kind))
     identity = msgspec.json.decode(msgspec.json.encode(identity, order="sorted"))
     if stage.dir.identity.exists() and not restart:
         changes = find_changes(load_record(stage.dir.identity, dict[str, Any]), identity)
         if not changes:
             return stage.with_plan(stage.dir.read_token()), stage.dir.read_units()
-        # Where everything was rejected, nothing is lost.
-        goes_on = any(commit.num_out for commit in iterate_ledger(stage.dir))
-        if goes_on and not _loses_nothing(stage):
+        # A new plan loses no work if all records were rejected so far.
+        has_output_records = any(commit.num_out for commit in iterate_ledger(stage.dir))
+        if has_output_records and not _is_cheap_to_replan(stage):
             raise ConfigError(
-                f"{stage.name} was begun differently in {stage.run_dir.path}: {'; '.join(changes[:4])}. "
-                "Restore that, choose another run_dir, or begin the stage anew",
+                f"{stage.name} was started with other settings, inputs or versions in {stage.run_dir.path}: "
+                f"{'; '.join(changes[:4])}. Restore them, choose another run_dir, or start the stage over with "
+                "--restart",
                 code="changed_plan",
             )
     elif not restart and _is_planned(stage):
-        # Another node has made the plan, and this one did not see it yet.
+        # Another node has made the plan, and this node had not seen it yet.
         return read_or_make_plan(stage, restart=False)
     return _freeze(stage, identity, run_id)
 
 
-def _loses_nothing(stage: StageRun) -> bool:
-    """Return True if another plan loses nothing: for a check of all stages, and rounds of a step that load no model."""
+def _is_cheap_to_replan(stage: StageRun) -> bool:
+    """Return True if another plan loses little work: for checks of all stages, and for secondary rounds of a step."""
     return "*" in stage.declaration.after or step_of(stage.kind) != stage.kind
 
 
 def request_replan(stage: StageRun) -> None:
-    """Have the next run that comes to the stage make another plan, also one without ``--restart``.
+    """Make the next run that reaches the stage plan it again, even without ``--restart``.
 
-    A run may end before it has come there itself: killed, or since jobs are to go on.
+    The request is stored because the current run may end before it reaches the stage: it may be killed, or it may leave
+    the rest to jobs.
     """
     if stage.dir.token_file.exists():
         write_atomic(stage.dir.replan, b"")
 
 
 def request_replan_if_audio_came(stage: StageRun, has_audio: Callable[[Any, int | None], bool]) -> None:
-    """Have the stage planned again if it rejected all records, and audio of one that was missing is in place now.
+    """Request another plan if the stage rejected all records, and the missing audio of one of them exists by now.
 
     Args:
-        has_audio: returns True if the audio of a record, from the source of a number, may be there.
+        has_audio: returns True if the audio of a record may exist; its second argument is the number of the source.
     """
     paths = []
     for commit in iterate_ledger(stage.dir):
@@ -166,10 +170,14 @@ def request_replan_if_audio_came(stage: StageRun, has_audio: Callable[[Any, int 
 
 
 def _is_planned(stage: StageRun) -> bool:
-    """Return True if there is a plan, by the answer of the server: whatever a node sees, only one makes a folder."""
+    """Return True if a plan exists.
+
+    The check creates the plan's folder, because only the file server's answer to that is reliable: a node may see an
+    outdated listing.
+    """
     make_folder(stage.dir.path)
     with stopping_errors(stage.dir.plan):
-        # Left by a process that was killed here.
+        # A process that was killed during this check may have left an empty folder.
         remove_if_empty(stage.dir.plan)
         try:
             stage.dir.plan.mkdir()
@@ -182,7 +190,7 @@ def _is_planned(stage: StageRun) -> bool:
 
 
 def count_planned(stage: StageRun) -> int | None:
-    """Return the number of units of a plan, or None where it is damaged: it is to be discarded all the same."""
+    """Return the number of units of a plan, or None if the plan is damaged; a damaged plan can still be discarded."""
     try:
         return len(stage.dir.read_units())
     except (ConfigError, FileNotFoundError):
@@ -190,37 +198,37 @@ def count_planned(stage: StageRun) -> int | None:
 
 
 def discard_stage(stage: StageRun) -> None:
-    """Remove the stage's plan, ledger and output, and the plans of the stages whose output goes with that.
+    """Remove the stage's plan, ledger and output, and the plans of the stages whose output is removed with it.
 
-    The output is that of this run, which has reserved it. First of all go the folders that ranks write to, so that none
-    of these plans can publish any more. The output goes before the plan, for good, so that neither a process that dies
-    in between nor a loss of power leaves output that belongs to nothing: by the ledger its units are to be done again.
+    The output belongs to this run, which has reserved it. The folders that ranks write to are removed first, so that
+    ranks of these plans cannot publish any more. The output is removed durably before the plan. A process that is
+    killed in between, or a power failure, therefore leaves no output without a plan.
     """
     with stopping_errors(stage.dir.path):
-        behind = dependent_folders(stage)
-        for paths in (stage.dir, *behind):
+        dependents = dependent_folders(stage)
+        for paths in (stage.dir, *dependents):
             remove_fences(paths, stage.root)
         products = _find_products(stage)
         remove(stage.dir.done)
-        # Without a plan, files where the stage publishes are not this run's to remove.
+        # If there is no plan, the published files may belong to another run.
         if stage.dir.token_file.exists():
             remove(*products)
             if stage.publication is not None:
                 stage.publication.discard()
-        for paths in (*behind, stage.dir):
+        for paths in (*dependents, stage.dir):
             _remove_files(paths)
 
 
 def _find_products(stage: StageRun) -> list[Path]:
-    """Return the files that a stage has left for others; none if the record of its end is damaged.
+    """Return the files that a stage has left for other stages; none if its ``done.json`` is damaged.
 
     Raises:
-        ConfigError: one lies behind a link.
+        ConfigError: a file lies behind a link.
     """
     try:
         totals = stage.dir.read_totals()
     except ConfigError:
-        # The stage is to be discarded all the same.
+        # A stage with a damaged record can still be discarded.
         return []
     found = [stage.run_dir.path / file.name for file in totals.products.values()] if totals is not None else []
     require_trusted_owner(stage.run_dir.path, found)
@@ -229,30 +237,30 @@ def _find_products(stage: StageRun) -> list[Path]:
 
 def has_output(stage: StageRun) -> bool:
     """Return True if everything that a finished stage has left for others is still in place."""
-    is_there = all(path.exists() for path in _find_products(stage))
-    return is_there and (stage.publication is None or stage.publication.is_complete())
+    has_products = all(path.exists() for path in _find_products(stage))
+    return has_products and (stage.publication is None or stage.publication.is_complete())
 
 
 def _remove_files(paths: StageDir) -> None:
-    """Remove from a stage's folder what the engine writes there, the plan last; what others have put there stays."""
+    """Remove the engine's files from a stage's folder, the plan last. Files of others stay."""
     folders = [paths.path / name for name in ("parts", "logs", "ranks", STAGING_NAME)]
     if paths.token_file.exists():
         remove_temp_files(paths.path)
         remove(*(path for pattern in _OWN_FILES for path in paths.path.glob(pattern)))
         remove_if_empty(*folders)
-        # What came back without the plan would be refused as a stranger's.
+        # Sync before the plan is removed: files that reappeared after a power failure would be refused as foreign.
         fsync(paths.path)
         remove_at_once(paths.plan)
     remove_if_empty(*folders, paths.path, paths.path.parent)
 
 
 def refuse_linked_folders(stage: StageRun) -> None:
-    """Raise ConfigError where a folder of the stage, a log or a file of a cluster's jobs is a link or a stranger's.
+    """Raise ConfigError if a folder of the stage, a log or a file of a cluster's jobs is a link or not this user's.
 
-    What lies behind a link is not this run's to change.
+    A link is refused because its target may not belong to this run.
     """
     run = stage.run_dir
-    # Submitit itself makes links of such names, which SLURM does not write to.
+    # Submitit itself makes links with these names; SLURM does not write to them.
     jobs = [path for path in run.jobs.glob("*") if not path.match(".submission_file_*.sh")]
     own = [run.manifests, run.copies, run.jobs, *jobs]
     for paths in (stage.dir, *dependent_folders(stage)):
@@ -272,36 +280,37 @@ def refuse_linked_folders(stage: StageRun) -> None:
 
 
 def _freeze(stage: StageRun, identity: dict[str, Any], run_id: str) -> tuple[StageRun, list[Unit]]:
-    """Make a new plan, and return the stage with its token, and its units.
+    """Make a new plan. Return the stage with the plan's token, and the units.
 
     Raises:
-        ConfigError: the stage's folder has files, but no plan and nothing that one leaves on its way.
+        ConfigError: the stage's folder has files that do not belong to the engine, and no plan.
     """
-    # An empty one was left by a process that was killed while it asked whether there is a plan.
+    # ``_is_planned`` leaves an empty folder if its process is killed.
     remove_if_empty(stage.dir.plan)
     make_folder(stage.dir.path)
     names = sorted(path.name for path in stage.dir.path.iterdir() if not path.name.startswith("."))
-    # Stages of several sections of one kind lie in each other's folders where there was a single one before.
+    # A section that has become a list has the folders of its stages inside the folder of the former single stage.
     foreign = [name for name in names if name != "ranks" and not StageDir(stage.dir.path / name).token_file.exists()]
     if foreign and not stage.dir.token_file.exists():
         raise ConfigError(
-            f"{stage.dir.path} has {foreign[0]!r}, which is not sharmill's: choose another run_dir, or move that away",
+            f"{stage.dir.path} contains {foreign[0]!r}, which sharmill has not written: choose another run_dir, or "
+            "move that file away",
             code="foreign_output",
         )
     reserve([stage], restart=True)
     discard_stage(stage)
     make_folder(stage.dir.path)
     token = f"{run_id}-{secrets.token_hex(8)}"
-    with open_folder_atomic(stage.dir.plan) as aside:
-        units = list(stage.declaration.plan(replace(stage, plan_aside=aside)))
-        write_new(aside / stage.dir.units.name, _lines.encode_lines(units))
-        write_new(aside / stage.dir.identity.name, msgspec.json.encode(identity))
-        write_new(aside / stage.dir.token_file.name, token.encode())
+    with open_folder_atomic(stage.dir.plan) as draft:
+        units = list(stage.declaration.plan(replace(stage, plan_draft=draft)))
+        write_new(draft / stage.dir.units.name, _lines.encode_lines(units))
+        write_new(draft / stage.dir.identity.name, msgspec.json.encode(identity))
+        write_new(draft / stage.dir.token_file.name, token.encode())
     return stage.with_plan(token), units
 
 
 def read_ledger(paths: StageDir, units: Iterable[Unit]) -> dict[int, Commit]:
-    """Return the commit of every unit that is done, by unit index. Records of another plan do not count."""
+    """Return the commits of all complete units, by unit index. Records of another plan do not count."""
     return {commit.index: commit for commit in iterate_ledger(paths, {unit.index: unit.id for unit in units})}
 
 
@@ -311,12 +320,12 @@ def ledger_records(paths: StageDir) -> Tail[Commit | Note]:
 
 
 def iterate_ledger(paths: StageDir, ids: Mapping[int, str] | None = None) -> Iterator[Commit]:
-    """Yield the commits of units of a plan; one at a time is held in memory.
+    """Yield the commits of a plan's units, with only one at a time in memory.
 
-    A unit that two attempts have ended has two, of the same output.
+    A unit that was completed by two attempts has two commits with the same output.
 
     Args:
-        ids: the ids of the units that count, by their indices; by default all units of the plan.
+        ids: the ids of the units whose commits are wanted, by unit index; by default all units of the plan.
     """
     token = paths.ranks.token
     for record in ledger_records(paths).records():
@@ -330,24 +339,24 @@ def counts(record: Commit | Note, token: str) -> TypeGuard[Commit]:
 
 
 def committed_files(stage: StageRun) -> list[PublishedFile]:
-    """Return the files of all units that the stage's present plan has finished, those that were revoked too."""
+    """Return the files of all units that the stage's current plan has completed, including revoked units."""
     if not stage.ranks.token:
         return []
-    # Without a look at the plan's units: it may be damaged, and is to be discarded then.
+    # The list of units is not read, because a damaged plan must be discardable too.
     commits = [*iterate_ledger(stage.dir), *read_revoked(stage).values()]
     return [file for commit in commits for file in commit.files]
 
 
 def revoke(stage: StageRun, indices: Collection[int]) -> None:
-    """Take the commits of units out of the ledger, so that the next run does them again.
+    """Remove the commits of units from the ledger, so that the next run processes these units again.
 
-    They are kept aside, for what comes out then is to be the same. Interrupted in between, some units are done again
-    and others not: the same call makes up for it. Only for the one process that directs a run.
+    The commits are kept in a separate file, because the new output must be the same. If the call is interrupted, repeat
+    it. Only the process that directs a run may call it.
     """
     remove_temp_files(stage.ranks.ledger)
     commits = read_ledger(stage.dir, stage.dir.read_units())
-    taken_back = {index: commits[index] for index in indices if index in commits} | read_revoked(stage)
-    write_atomic(stage.dir.revoked, _lines.encode_lines(taken_back.values()))
+    revoked = {index: commits[index] for index in indices if index in commits} | read_revoked(stage)
+    write_atomic(stage.dir.revoked, _lines.encode_lines(revoked.values()))
     kept = [commit for commit in commits.values() if commit.index not in indices]
     earlier = list(stage.ranks.ledger.glob("*.jsonl"))
     write_atomic(stage.ranks.ledger / f"{uuid4().hex}.jsonl", _lines.encode_lines(kept))
@@ -355,7 +364,7 @@ def revoke(stage: StageRun, indices: Collection[int]) -> None:
 
 
 def read_revoked(stage: StageRun) -> dict[int, Commit]:
-    """Return the commits that were revoked and whose units are not finished again, by unit index."""
+    """Return the commits that were revoked since the stage was last finished, by unit index."""
     if not stage.dir.revoked.exists():
         return {}
     return {commit.index: commit for commit in read_records(stage.dir.revoked, Commit)}
@@ -364,14 +373,17 @@ def read_revoked(stage: StageRun) -> dict[int, Commit]:
 def find_outstanding(
     stage: StageRun, units: Sequence[Unit], done: Mapping[int, Commit], *, check: Sequence[Unit]
 ) -> tuple[dict[int, Commit], list[Unit]]:
-    """Return the commits whose output is in place, and the units without one; only output of ``check`` is looked at.
+    """Return the commits whose output is in place, and the units without such a commit.
 
-    The files of a unit have the sizes of its commit, and its rejects are there. Once a stage is finished, the folders
-    of its files are listed instead: that tells what was removed since, or replaced by a link, and asks a shared file
-    system for little.
+    The output of a unit is in place if its files have the sizes in the commit and its file of rejects exists. For a
+    finished stage, the folders are only listed. This costs a shared file system little, and still finds files that were
+    removed or replaced by links.
+
+    Args:
+        check: the units whose output is checked; other commits are trusted.
 
     Raises:
-        ConfigError: a folder on the way to one of them is a link, or a stranger's.
+        ConfigError: a folder that leads to the output is a link, or belongs to another user.
     """
     ranks = stage.ranks
     is_finished = stage.dir.done.exists()
@@ -384,8 +396,8 @@ def find_outstanding(
         if commit.num_rejected:
             output.append((ranks.unit_rejects(commit.index), -1))
         for path, size in output:
-            is_there = path.name in list_folder(path.parent) if is_finished else _is_regular_file(path, size)
-            if not is_there:
+            exists = path.name in list_folder(path.parent) if is_finished else _is_regular_file(path, size)
+            if not exists:
                 commits.pop(commit.index, None)
     return commits, [unit for unit in units if unit.index not in commits]
 
@@ -393,14 +405,15 @@ def find_outstanding(
 def wait_for_units(
     stage: StageRun, units: Sequence[Unit], given: Sequence[Unit], failures: Container[int]
 ) -> tuple[dict[int, Commit], list[Unit]]:
-    """Wait until this node sees that units are done which ranks have reported as such.
+    """Wait until this node sees the output of all units that ranks have reported as complete.
 
     Args:
-        units: all those of the stage.
-        given: those that the executor was given.
+        units: all units of the stage.
+        given: the units that the executor was given.
         failures: the indices of units that failed for good.
 
-    Returns: the commits whose files are in place, and the units without one.
+    Returns:
+        The commits whose files are in place, and the units without such a commit.
     """
     found: tuple[dict[int, Commit], list[Unit]] = ({}, [])
 
@@ -412,7 +425,7 @@ def wait_for_units(
     if not VisibilityTimeout(stage.options.seconds_until_seen).wait_until(
         look, f"{stage.name}: the output of all units"
     ):
-        # Here an error that has not passed ends the stage.
+        # Look again, so that an error that persists is raised.
         look()
     return found
 
@@ -426,7 +439,7 @@ def _regular_files(folder: Path) -> set[str]:
 
 
 def _is_regular_file(path: Path, size: int) -> bool:
-    """Return True if there is a file of this size, or of any for -1."""
+    """Return True if a regular file of this size exists; a size of -1 stands for any size."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,7 +1,8 @@
-"""Heartbeats: each rank and driver has a file with its progress, whose name changes with every heartbeat.
+"""Progress and heartbeats of ranks and drivers: one file per process, whose name changes with every heartbeat.
 
-The name is ``<kind>-<owner>.<beat>.<size>.json``: how often the process has given a heartbeat, ``ended`` at last, and
-the size of its log. So one listing of the folder tells who is alive and whose log has grown, however many there are.
+The name is ``<kind>-<owner>.<beat>.<size>.json``. ``beat`` counts the heartbeats and is ``ended`` in the last one;
+``size`` is the size of the process's log. A single listing of the folder therefore shows which processes are alive and
+which logs have grown.
 """
 
 import math
@@ -22,22 +23,33 @@ from sharmill.files.host import Process
 from sharmill.files.stored import NOT_JSON, open_stored
 
 BEATS_PER_LEASE = 6
-# A shared file system may show a record to other nodes half a minute later.
+# A process counts as silent after this time. A shared file system may show a record to other nodes half a minute late.
 SILENT_SECONDS = 60.0
 ENDED = "ended"
 
-# Plausible bounds on a rank's seconds or megabytes.
+# Plausible bounds on the numbers of a rank, such as seconds or megabytes.
 _Number = Annotated[float, msgspec.Meta(gt=-1e12, lt=1e12)]
 
 
 class RankProgress(Process, kw_only=True):
-    """The progress of one process, a rank or its driver: the last that it has said of itself.
+    """The latest progress of one process, a rank or a driver.
 
-    ``owner`` is the random id of the process, and ``slot`` the host with its GPU or core; a driver has neither.
-    Times are Unix seconds by the rank's own clock, which may be minutes from others; ``written`` alone is by that of
-    the file system, set when the record is read. ``ready`` is the time at which a rank had loaded what it needs, 0
-    before. ``cost_done`` is the cost of the units done, and ``unit_cost_done``
-    what is done of the cost of the unit in flight, whose attempt may take ``unit_limit`` seconds.
+    Times are Unix seconds by the rank's own clock, which may differ from others by minutes.
+
+    Attributes:
+        rank: number of the rank, -1 for a driver.
+        slot: the host with its GPU or core, "" for a driver.
+        owner: the random id of the process.
+        started, updated: times of the start and of the last update.
+        unit, generation: the unit in progress, None if there is none, and the generation of the claim on it.
+        unit_began: the time at which the attempt at the unit began.
+        unit_limit: the time limit of the attempt in seconds, None if there is none.
+        units_done, cost_done: number and total cost of the completed units.
+        unit_cost_done: the processed part of the cost of the unit in progress.
+        peak_memory_mb: peak memory of the process so far.
+        ready: the time at which the rank was loaded, 0 before that.
+        ended: True if the process has ended.
+        written: the time at which the record was written, by the clock of the file system; set when it is read.
     """
 
     rank: int
@@ -58,15 +70,23 @@ class RankProgress(Process, kw_only=True):
     written: float = 0.0
 
     def is_alive(self, now: float, seconds: float = SILENT_SECONDS) -> bool:
-        """Return True if the process has not ended, as far as can be told, and has written in the last ``seconds``.
+        """Return True if the process has not ended, as far as known, and has written within the last ``seconds``.
 
-        ``now`` is by the clock of the file system, as ``written``; a time to come is no heartbeat's.
+        ``now`` is by the clock of the file system, like ``written``. A ``written`` time far in the future does not
+        count as a heartbeat.
         """
         return not self.ended and abs(now - self.written) <= seconds and not self.is_known_dead()
 
 
 class Heartbeat(NamedTuple):
-    """The name of a process's file: its ``beat``, or ``ended``, and how many bytes its log had."""
+    """A heartbeat, parsed from the name of a process's file.
+
+    Attributes:
+        file: the name of the file.
+        owner: the random id of the process.
+        beat: number of heartbeats so far, or ``ended``.
+        size: size of the process's log in bytes.
+    """
 
     file: str
     owner: str
@@ -79,7 +99,7 @@ class Heartbeat(NamedTuple):
 
 
 def list_heartbeats(folder: Path, kind: str = "rank") -> dict[str, Heartbeat]:
-    """Return the last heartbeats of all processes of a kind, by their owners; it takes one listing."""
+    """Return the last heartbeat of each process of a kind, by owner; this takes a single listing."""
     found: dict[str, Heartbeat] = {}
     for file in sorted(path.name for path in folder.iterdir()):
         name, _, rest = file.partition(".")
@@ -87,7 +107,7 @@ def list_heartbeats(folder: Path, kind: str = "rank") -> dict[str, Heartbeat]:
         if not (name.startswith(f"{kind}-") and size.isdecimal() and (beat.isdecimal() or beat == ENDED)):
             continue
         heartbeat = Heartbeat(file, name.removeprefix(f"{kind}-"), beat, int(size))
-        # One that was taken for dead, and goes on, has two. It has ended if it has none but such.
+        # A process that was wrongly taken for dead has two files. It has ended only if all its files say so.
         before = found.get(heartbeat.owner)
         if before is None or _order(before) < _order(heartbeat):
             found[heartbeat.owner] = heartbeat
@@ -99,15 +119,15 @@ def _order(heartbeat: Heartbeat) -> tuple[int, int]:
 
 
 class ProgressWriter:
-    """Gives heartbeats from a thread of its own, so that a long unit does not look like a dead rank.
+    """Writes heartbeats from its own thread, so that a long unit does not look like a dead rank.
 
     Args:
-        folder: that of all heartbeats of the stage.
-        interval: seconds between two of them at most.
-        tell: gets the record every ``tell_interval`` seconds, for those who watch this process alone.
+        folder: the folder of all heartbeats of the stage.
+        interval: the longest time between two heartbeats, in seconds.
+        tell: is called with the record every ``tell_interval`` seconds, so that the parent need not read the file.
 
     Attributes:
-        record: its owner changes it; what changes is written with the next heartbeat.
+        record: the progress, which the owner updates; changes are written with the next heartbeat.
     """
 
     def __init__(
@@ -122,7 +142,7 @@ class ProgressWriter:
         self._tell = tell
         self._tick = min(interval, tell_interval)
         self._beat = self._size = 0
-        # As it was written last.
+        # The value in the record that was written last.
         self._ready = 0.0
         self._path: Path | None = None
         self._is_ended = False
@@ -141,7 +161,7 @@ class ProgressWriter:
         self._write(rewrite=False)
 
     def write_soon(self, size: int) -> None:
-        """Give a heartbeat now; the log has this size. The record follows with the next one that is due."""
+        """Give a heartbeat now, with this size of the log. The record itself is written with the next regular one."""
         self._size = size
         self._wake.set()
 
@@ -153,7 +173,7 @@ class ProgressWriter:
             if self._is_ended:
                 return
             self.record.peak_memory_mb = peak_memory_mb()
-            # At once where its supervisor, or the leader, would take it for one that still loads.
+            # Write ``ready`` at once, because the supervisor and the leader treat ranks that are loading differently.
             is_due = time.monotonic() >= next_write or self.record.ready != self._ready
             if is_due:
                 next_write = time.monotonic() + self._interval
@@ -162,7 +182,7 @@ class ProgressWriter:
             self._tell(self.record)
 
     def _write(self, *, rewrite: bool = True) -> None:
-        """Give a heartbeat; a full disk is reported by the unit that meets it."""
+        """Give a heartbeat. Disk errors are ignored here, since the next write of a unit reports them."""
         self.record.updated = time.time()
         self._beat += 1
         beat = ENDED if self._is_ended else str(self._beat)
@@ -170,7 +190,7 @@ class ProgressWriter:
         with suppress(OSError):
             before, is_renamed = self._path, False
             if before is not None and not rewrite:
-                # Others that have taken this process for dead have given it another name.
+                # A process that has taken this one for dead has renamed the file.
                 with suppress(FileNotFoundError):
                     before.rename(path)
                     is_renamed = True
@@ -183,16 +203,16 @@ class ProgressWriter:
 
 
 def peak_memory_mb() -> float:
-    """Return the most memory that this process has held so far, in MB."""
+    """Return the peak memory of this process so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def mark_ended(folder: Path, owner: str, *, size: int | None = None, record: RankProgress | None = None) -> None:
-    """Give the last heartbeat of a rank that has ended, and may not have done so itself.
+    """Write the last heartbeat on behalf of a rank that has ended, unless it has done so itself.
 
     Args:
-        size: that of its log by now; by default as it said last.
-        record: of one that has never begun.
+        size: the present size of its log; by default the size in its last heartbeat.
+        record: the progress to write for a rank that has never given a heartbeat.
     """
     with suppress(OSError):
         found = list_heartbeats(folder).get(owner)
@@ -207,9 +227,9 @@ def mark_ended(folder: Path, owner: str, *, size: int | None = None, record: Ran
 
 
 def read_heartbeat(folder: Path, heartbeat: Heartbeat) -> RankProgress | None:
-    """Return the progress of a process by its heartbeat; None if it cannot be read, or has changed its name since."""
-    # It is not synced to disk: it may be empty after a power cut, gone because a relaunch has begun, or stale on a
-    # shared disk. Progress is for people to look at: no such error ends a run.
+    """Return the progress in the file of a heartbeat; None if the file cannot be read or was renamed meanwhile."""
+    # The file is not synced to disk, so it may be empty after a power failure, removed by a new launch, or stale on a
+    # shared disk. None of these may end a run, because progress is only for display.
     with suppress(*NOT_JSON, OSError, ConfigError):
         with open_stored(folder / heartbeat.file) as stream:
             record = msgspec.json.decode(stream.read(1 << 20), type=RankProgress)
@@ -222,7 +242,7 @@ def read_heartbeat(folder: Path, heartbeat: Heartbeat) -> RankProgress | None:
 def read_progress(folder: Path, kind: str = "rank") -> list[RankProgress]:
     """Return the progress of all processes of a kind, in the order of the ranks."""
     found: dict[str, RankProgress] = {}
-    # A name may change between the listing and the look.
+    # Try twice, because a name may change between listing and reading.
     for _ in range(2):
         with suppress(FileNotFoundError):
             for owner, heartbeat in list_heartbeats(folder, kind).items():
@@ -232,5 +252,5 @@ def read_progress(folder: Path, kind: str = "rank") -> list[RankProgress]:
 
 
 def in_order(ranks: Iterable[RankProgress]) -> list[RankProgress]:
-    """Return the progress of ranks in their order."""
+    """Return the progress of ranks in the order of their numbers."""
     return sorted(ranks, key=lambda record: (record.rank, record.started))

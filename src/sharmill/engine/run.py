@@ -1,4 +1,4 @@
-"""Run one stage: plan, do what is missing, check the accounts, finalize; with any stage and any executor."""
+"""Running one stage with any executor: plan it, process the missing units, check the accounts, and finalize."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,11 +41,11 @@ from sharmill.files.stored import open_stored
 
 
 def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
-    """Return the lock on a run directory: two processes that direct one run would undo each other's work.
+    """Return the lock on a run directory, without which two processes that direct the run could undo each other's work.
 
     Raises:
-        ConfigError: the directory cannot be written, or, when the lock is entered, another process still holds it
-            after ``wait_seconds``.
+        ConfigError: the directory is not writable, or, on entering the lock, another process still holds it after
+            ``wait_seconds``.
     """
     require_writable(run_dir.path)
     return FolderLock(run_dir.path, wait_seconds=wait_seconds)
@@ -53,14 +53,14 @@ def locked(run_dir: RunDir, wait_seconds: float = 0.0) -> FolderLock:
 
 @contextmanager
 def reserved(run_dir: RunDir, stages: Sequence[StageRun], *, restart: bool, releases: bool = True) -> Iterator[None]:
-    """Reserve what the stages of a run publish into; if it ``releases``, that ends with it.
+    """Reserve the folders into which the stages of a run publish, and release them at the end if ``releases`` is True.
 
     Raises:
-        ConfigError: another run has reserved it.
+        ConfigError: another run has reserved one of the folders.
     """
 
     def end() -> None:
-        # What others still need stays; they release it.
+        # Other processes of the run still need the reservation; the last of them releases it.
         if releases and not find_workers(run_dir):
             release(stages)
 
@@ -68,7 +68,7 @@ def reserved(run_dir: RunDir, stages: Sequence[StageRun], *, restart: bool, rele
         reserve(stages, restart=restart)
         yield
     except BaseException:
-        # The error that ended the run is the one to be raised.
+        # Raise the error that ended the run, rather than an error of the release.
         with suppress(FatalError, OSError):
             end()
         raise
@@ -83,32 +83,33 @@ def run_stage(
     restart: bool = False,
     unlocked: Unlocked = nullcontext,
 ) -> StageResult:
-    """Do what is missing of a stage, and finalize it when all is done; join those that are at work on it already.
+    """Process the missing units of a stage, and finalize it when all are complete; or join processes at work on it.
 
     Args:
-        unlocked: makes a context in which others may direct the run; the caller holds the run directory's lock.
+        unlocked: returns a context in which other processes may direct the run. The caller holds the lock of the run
+            directory.
 
     Raises:
-        ConfigError: before any work.
-        FatalError: the stage stopped: too many rejects, a full disk, accounts that do not add up.
+        ConfigError: the configuration or the output directory cannot be used; raised before any work.
+        FatalError: the stage stopped because of too many rejects, a full disk, or accounts that do not add up.
     """
     stage, units = read_or_make_plan(stage, restart=restart)
     _remove_leftovers(stage)
     if stage.ranks.ledger.is_dir():
-        # Another process may just have finished the stage, or left it to this one.
+        # Another process may have written commits just now; this makes the node refresh its view of the ledger.
         time_of_folder(stage.ranks.ledger)
-    joins = bool(find_live(stage.dir, stage.options.lease_seconds, ranks=executor.waits))
+    is_joining = bool(find_live(stage.dir, stage.options.lease_seconds, ranks=executor.waits))
     commits = read_ledger(stage.dir, units)
     missing = [unit for unit in units if unit.index not in commits]
-    if not joins:
-        commits, missing = _take_back_lost(stage, units, commits)
+    if not is_joining:
+        commits, missing = _revoke_lost(stage, units, commits)
     listener.stage_started(stage, units, list(commits.values()))
     result = StageResult()
     if missing:
-        if not joins:
+        if not is_joining:
             make_fence(stage)
             if not any(commit.device_kind for commit in commits.values()):
-                # Nothing is done, so it may begin on any kind of device.
+                # No commit depends on a device yet, so the stage may use any kind of device.
                 remove(stage.ranks.device_kind)
         result = executor.run(stage, missing, listener, unlocked)
     if result.submitted is None:
@@ -119,25 +120,26 @@ def run_stage(
     return result
 
 
-def _take_back_lost(
-    stage: StageRun, units: list[Unit], done: dict[int, Commit]
-) -> tuple[dict[int, Commit], list[Unit]]:
-    """Return the commits whose output is there, and the units that are to be done, for which the output is reserved.
+def _revoke_lost(stage: StageRun, units: list[Unit], done: dict[int, Commit]) -> tuple[dict[int, Commit], list[Unit]]:
+    """Revoke commits whose output is missing, and reserve the output folders of a stage that is not finished.
+
+    Returns:
+        The commits whose output is in place, and the units to be processed.
 
     Raises:
-        ConfigError: nothing is left of all that was done: it was moved rather than lost.
+        ConfigError: all output is missing, so it was probably moved rather than lost.
     """
     commits, missing = find_outstanding(stage, units, done, check=units)
     lost = done.keys() - commits.keys()
     files = [stage.root / file.name for index in lost for file in done[index].files]
     if not commits and stage.shares_root and files and not any(path.exists() for path in files):
         raise ConfigError(
-            f"{stage.name}: the output of the {len(done)} units that are done is not in {stage.root} any more: move it "
-            "back, name its new place in the configuration, or have it done anew with --restart",
+            f"{stage.name}: the output of all {len(done)} finished units is missing from {stage.root}: move it back, "
+            "put its new path into the configuration, or create it again with --restart",
             code="no_dataset",
         )
     if lost:
-        # A second commit that may differ, as on another GPU, must not stand beside the first.
+        # Remove the first commit, because the second one may differ, for instance on another GPU.
         revoke(stage, lost)
     if missing or not has_output(stage):
         remove(stage.dir.done)
@@ -147,7 +149,7 @@ def _take_back_lost(
 
 
 def _finish(stage: StageRun, units: list[Unit], commits: dict[int, Commit], outcome: StageResult) -> StageResult:
-    """Finalize a stage of which all units are done, or note the errors of the others."""
+    """Finalize a stage if all its units are complete; otherwise record the errors of the missing units."""
     paths = stage.dir
     missing = [unit.index for unit in units if unit.index not in commits]
     if missing:
@@ -157,13 +159,13 @@ def _finish(stage: StageRun, units: list[Unit], commits: dict[int, Commit], outc
         return StageResult(failures=errors, given_up=outcome.given_up)
     totals = stage.dir.read_totals()
     if totals is None:
-        # All is there: a rank that still does a unit once more changes nothing from here on.
+        # All units are complete. Remove the staging folder, so that a late rank cannot publish any more.
         staging, ranks = token_staging(stage.root, stage.token), stage.ranks
         remove_at_once(staging)
         remove_if_empty(staging.parent)
         for folder in (ranks.path, ranks.rejects, ranks.notes):
             remove_temp_files(folder)
-        _check_redone(stage, commits)
+        _check_repeated(stage, commits)
         in_order = [commits[unit.index] for unit in units]
         merge_files((ranks.unit_rejects(commit.index) for commit in in_order if commit.num_rejected), paths.rejects)
         totals = stage.declaration.finalize(replace(stage, units=units, commits=in_order))
@@ -176,28 +178,28 @@ def _finish(stage: StageRun, units: list[Unit], commits: dict[int, Commit], outc
     return StageResult(totals, given_up=outcome.given_up)
 
 
-def _check_redone(stage: StageRun, commits: dict[int, Commit]) -> None:
-    """Raise FatalError where units that were done again did not give what they gave at first.
+def _check_repeated(stage: StageRun, commits: dict[int, Commit]) -> None:
+    """Raise FatalError if units that were processed again gave a different result.
 
-    On a GPU bytes may depend on its type: there, only the records count.
+    For a stage on GPUs, only the counts of records are compared, because the bytes may depend on the type of GPU.
     """
     for index, first in read_revoked(stage).items():
         now = commits[index]
         if (now.num_out, now.rejects) != (first.num_out, first.rejects):
-            what = f"{now.num_out} records went on instead of {first.num_out}"
+            what = f"{now.num_out} records were kept instead of {first.num_out}"
         elif stage.resource == "cpu" and now.files != first.files:
             what = "its files have other bytes"
         else:
             continue
         raise FatalError(
-            f"{stage.name}: unit {index} was done again with another outcome: {what}. Its input has changed since: "
-            "restore that and have it done again, or begin the stage anew",
+            f"{stage.name}: unit {index} was processed again with a different result: {what}. Its input has changed: "
+            "restore it and run the unit again, or start the stage over with --restart",
             code="changed_input",
         )
 
 
 def merge_files(paths: Iterable[Path], goal: Path) -> None:
-    """Publish the contents of files of a run directory, one after the other, as one."""
+    """Concatenate files of a run directory, and publish the result as one file."""
     with open_atomic(goal) as merged:
         for path in paths:
             with open_stored(path) as part:
@@ -205,7 +207,7 @@ def merge_files(paths: Iterable[Path], goal: Path) -> None:
 
 
 def _remove_leftovers(stage: StageRun) -> None:
-    """Remove what killed processes left aside, but nothing of ranks, which may be at work for the same plan."""
+    """Remove temporary files of killed processes, but no files of ranks, which may be at work for the same plan."""
     remove_dead_attempts(token_staging(stage.root, stage.token))
     paths = stage.run_dir
     own = (

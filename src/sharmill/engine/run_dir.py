@@ -1,7 +1,7 @@
-"""The paths of a run directory, and the records about a run that lie in it.
+"""The paths in a run directory, and its records about the run.
 
-Only the request of a run and its outcome are recorded: all else follows from plans, ledgers, the ``done.json`` of each
-stage and the queue. Files that a stage keeps in its own folder beside these are named by the stage.
+Only the request and the outcome of a run are recorded. Everything else is derived from the plans, the ledgers, the
+``done.json`` of each stage, and the queue. Other files in the folder of a stage are named by the stage itself.
 """
 
 import os
@@ -21,10 +21,10 @@ from sharmill.files.stored import damaged_file, read_record, read_records, read_
 
 
 def _read_name(path: Path, pattern: str, problem: str) -> str:
-    """Return the text of a file, which is a part of the names of folders; "" if there is no such file.
+    """Return the text of a file, which is used in the names of folders; "" if the file is missing.
 
     Raises:
-        ConfigError: it does not have the pattern; ``problem`` says so, behind the path.
+        ConfigError: the text does not match the pattern; the message is the path followed by ``problem``.
     """
     try:
         text = read_stored(path).decode("ascii", "replace").strip()
@@ -36,17 +36,17 @@ def _read_name(path: Path, pattern: str, problem: str) -> str:
 
 
 class RankFolders:
-    """Everything that the ranks of one plan write in the run directory, except their logs.
+    """The files that the ranks of one plan write to the run directory, except their log files.
 
     Args:
-        path: the folder, which is named by the token of the plan.
+        path: the folder, whose name is the token of the plan.
         token: the plan's token, "" if there is no plan.
     """
 
     def __init__(self, path: Path, token: str) -> None:
         self.path = path
         self.token = token
-        # Of each rank one log: the commits of its units, and notes of its attempts.
+        # One log per rank, with the commits of its units and notes about its attempts.
         self.ledger = path / "ledger"
         self.claims = path / "claims"
         self.progress = path / "progress"
@@ -54,10 +54,10 @@ class RankFolders:
         self.rejects = path / "rejects"
         self.notes = path / "notes"
         self.all = [self.ledger, self.claims, self.progress, self.metrics, self.rejects, self.notes]
-        # The values that the ranks that are at work were started with, and what their leader has decided since.
+        # The values with which the present ranks were started, and the decisions of their leader.
         self.launch = path / "launch.json"
         self.state = path / "state.json"
-        # The kind of device that the stage keeps to.
+        # The kind of device of the first rank, which all later ranks must have too.
         self.device_kind = path / "device_kind"
 
     def log(self, owner: str) -> Path:
@@ -67,7 +67,7 @@ class RankFolders:
         return self.rejects / f"{index:06d}.jsonl"
 
     def notes_on(self, checksums: Iterable[str]) -> Path:
-        """Return the path of the notes of a unit on all the files that it has published, which have these checksums."""
+        """Return the path of a unit's notes on its published files, which have these checksums."""
         return self.notes / f"{checksum_bytes(''.join(sorted(checksums)).encode())}.npy"
 
 
@@ -75,8 +75,8 @@ class StageDir:
     """The folder of one stage in a run directory: plan, logs, rejects, and the folders of its ranks.
 
     Args:
-        token: the token of the plan whose ranks are meant; by default the token of the plan that is there when
-            ``ranks`` is asked for.
+        token: the token of the plan to which ``ranks`` belongs; by default the token in the folder at the time of
+            access.
     """
 
     def __init__(self, path: Path, token: str = "") -> None:
@@ -85,17 +85,17 @@ class StageDir:
         self.identity = self.plan / "identity.json"
         self.units = self.plan / "units.jsonl"
         self.token_file = self.plan / "token"
-        # There once a user has asked for another plan, whose folder takes the place of this one.
+        # Exists if another plan was requested; it is removed with the folder of this plan.
         self.replan = self.plan / "replan"
         self.logs = path / "logs"
         self.driver_log = self.logs / "driver.log"
         self.failures = path / "failures.jsonl"
         self.rejects = path / "rejects.jsonl"
-        # The first commits of units that were to be done again.
+        # The first commits of units that must be processed again.
         self.revoked = path / "revoked.jsonl"
-        # Written last of all: the stage is finished, with these totals.
+        # The totals, written last of all: if the file exists, the stage is finished.
         self.done = path / "done.json"
-        # The stage's own merged files, for the stages behind it.
+        # The stage's own merged files, for later stages.
         self.merged = path / "merged"
         self.all_ranks = path / "ranks"
         self.token = token
@@ -109,23 +109,24 @@ class StageDir:
         return RankFolders(self.all_ranks / (token or "none"), token)
 
     def is_finished(self) -> bool:
-        """Return True if the stage is finished and no other plan was asked for."""
+        """Return True if the stage is finished and no other plan was requested."""
         return self.done.exists() and not self.replan.exists()
 
     def read_token(self) -> str:
-        """Return the token of the plan that is there, "" if there is none."""
-        return _read_name(self.token_file, "[0-9A-Za-z_-]{0,64}", "is damaged: it has no token; begin this stage anew")
+        """Return the token of the present plan, "" if there is none."""
+        problem = "is damaged: it has no valid token; start this stage over with --restart"
+        return _read_name(self.token_file, "[0-9A-Za-z_-]{0,64}", problem)
 
     def read_units(self) -> list[Unit]:
-        """Return the units of a plan that is known to exist."""
+        """Return the units of the plan, which must exist."""
         return list(read_records(self.units, Unit))
 
     def read_totals(self) -> Totals | None:
-        """Return the totals of a finished stage, or None."""
+        """Return the totals of the stage, or None if it is not finished."""
         return read_record(self.done, Totals)
 
     def read_failures(self) -> list[FailedAttempt]:
-        """Return the units that failed for good when the stage ended last."""
+        """Return the units that had failed for good when the stage last ended."""
         return list(read_records(self.failures, FailedAttempt)) if self.failures.exists() else []
 
     def rank_log(self, rank: int) -> Path:
@@ -133,30 +134,30 @@ class StageDir:
 
 
 class RunDir:
-    """Plans, ledgers, logs, progress, rejects and intermediate manifests of one dataset."""
+    """The run directory of one dataset: plans, ledgers, logs, progress, rejects and intermediate manifests."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # A random number, by which the jobs and the reservations of the run are found.
+        # A random number that identifies the jobs and the reservation of the run.
         self.id = path / "id"
-        # The path of the dataset directory in which the run has reservations.
+        # The path of the dataset directory in which the run has a reservation.
         self.reserved = path / "reserved"
         self.config = path / "resolved_config.yaml"
         self.request = path / "given.json"
         self.outcome = path / "end.json"
         self.rejects = path / "rejects.jsonl"
-        # Of stages that keep the cuts of what they reject: segments and cuts without codes.
+        # Segments and cuts without codes: the rejects of stages that keep the cuts.
         self.bad_codes = path / "bad_codes.jsonl"
         self.stats = path / "stats.json"
-        # The page that ``sharmill report`` makes.
+        # The page written by ``sharmill report``.
         self.report = path / "report.html"
-        # Written by ``sharmill calibrate``: similarities, yields, rejects and rates of a pilot.
+        # Similarities, yields, rejects and rates of a pilot run, written by ``sharmill calibrate``.
         self.calibration = path / "calibration.json"
-        # The scripts of a cluster's jobs, their input and their output, and the log of its advance jobs.
+        # The scripts, input and output of a cluster's jobs, and the log of the driver jobs.
         self.jobs = path / "jobs"
         self.advance_log = self.jobs / "advance.log"
         self.manifests = path / "manifests"
-        # Audio that was fetched from URLs.
+        # Audio that was downloaded from URLs.
         self.copies = path / "copies"
 
     def stage(self, name: str) -> StageDir:
@@ -166,40 +167,40 @@ class RunDir:
         """Return the id of the run, "" if it has none yet."""
         return _read_name(
             self.id, "[0-9a-f]{16}",
-            "is not the id of a run directory, by which its jobs and reservations are found: look for jobs with "
-            "squeue, and remove the file once there are none",
+            "is damaged: it has no valid run id, which identifies the jobs and reservations of the run; check with "
+            "squeue that no jobs of the run are left, then remove the file",
         )  # fmt: skip
 
     def make_id(self) -> str:
-        """Return the id of the run, made now if it has none. The caller holds the lock of the run directory."""
+        """Return the id of the run, which is created if necessary. The caller holds the lock of the run directory."""
         if not self.read_id():
             write_atomic(self.id, secrets.token_hex(8).encode())
         return self.read_id()
 
     def read_reserved(self) -> Path | None:
-        """Return the directory in which the run has reservations; None if it never had one."""
+        """Return the directory in which the run has made a reservation; None if it never made one."""
         if not self.reserved.exists():
             return None
         root = Path(os.fsdecode(read_stored(self.reserved)))
         if not root.is_absolute() or "\0" in str(root):
-            raise damaged_file(self.reserved, "it names no directory")
+            raise damaged_file(self.reserved, "it does not contain an absolute path")
         return root
 
     def begin(self, request: "RunRequest") -> None:
-        """Record the request of a run; the outcome of an earlier one goes. The caller holds the lock."""
+        """Record the request of a run, and remove the outcome of an earlier run. The caller holds the lock."""
         write_atomic(self.request, msgspec.json.encode(request) + b"\n")
         self.outcome.unlink(missing_ok=True)
 
     def read_request(self) -> "RunRequest | None":
-        """Return the request of the run; None if none has begun."""
+        """Return the request of the run; None if no run was started."""
         return read_record(self.request, RunRequest)
 
     def read_outcome(self) -> "RunOutcome | None":
-        """Return how the run has ended; None if it is under way, or was killed."""
+        """Return the outcome of the run; None if the run is in progress or was killed."""
         return read_record(self.outcome, RunOutcome)
 
     def note_outcome(self, outcome: "RunOutcome") -> None:
-        """Record how the run has ended; a cancelled run stays cancelled."""
+        """Record the outcome of the run, unless the run was cancelled."""
         if not self.is_cancelled():
             write_atomic(self.outcome, msgspec.json.encode(outcome) + b"\n")
 
@@ -215,11 +216,14 @@ class RunDir:
 
 
 class RunRequest(msgspec.Struct, kw_only=True):
-    """Values that a run was begun with; whoever joins it, and the jobs that continue it, take them from here.
+    """The values with which a run was started, for processes that join it and jobs that continue it.
 
-    ``stages`` are the names of its stages, ``folder`` is the folder that relative paths of its configuration begin at,
-    and ``run`` is the run directory, so that a copy of it is recognized. ``command`` continues the run, "" if nobody
-    knows one. ``cluster`` is the name of the SLURM cluster that has its jobs, "" if it has none.
+    Attributes:
+        stages: the names of its stages.
+        folder: the folder to which relative paths in its configuration refer.
+        run: the path of the run directory, so that a copy of the directory is recognized.
+        command: the command that continues the run, "" if none is known.
+        cluster: the name of the SLURM cluster with the jobs of the run, "" if there is none.
     """
 
     stages: list[str]
@@ -230,7 +234,7 @@ class RunRequest(msgspec.Struct, kw_only=True):
 
 
 class StoredError(msgspec.Struct, kw_only=True):
-    """An error as a file of a run directory has it; ``place`` is that of a ``DeviceError``."""
+    """An error as stored in a run directory; ``place`` belongs to a ``DeviceError``."""
 
     message: str = ""
     code: str = ""
@@ -239,7 +243,7 @@ class StoredError(msgspec.Struct, kw_only=True):
     is_config: bool = False
 
     def as_error(self) -> SharmillError:
-        """Return the error, to be raised."""
+        """Return the exception for this error."""
         code = self.code if self.code in CODES else "unspecified"
         if self.place:
             return DeviceError(self.message, place=self.place, code=code)
@@ -248,7 +252,7 @@ class StoredError(msgspec.Struct, kw_only=True):
 
 
 def stored_fields(error: SharmillError) -> dict[str, Any]:
-    """Return the values of a ``StoredError`` for an error."""
+    """Return the fields of a ``StoredError`` for an error."""
     return {
         "message": error.lines[0],
         "details": list(error.lines[1:]),
@@ -259,14 +263,14 @@ def stored_fields(error: SharmillError) -> dict[str, Any]:
 
 
 class RunOutcome(StoredError, kw_only=True):
-    """The end of a run, with the error that has ended it; ``findings`` are the errors that the checker found."""
+    """The end of a run, with the error that ended it; ``findings`` is the number of errors found by the checker."""
 
     state: Literal["done", "failed", "cancelled"]
     findings: int = 0
 
     @classmethod
     def from_error(cls, error: BaseException) -> "RunOutcome":
-        """Return the outcome of a run that an error has ended."""
+        """Return the outcome of a run that was ended by an error."""
         if not isinstance(error, SharmillError):
             return cls(state="failed", message=f"{type(error).__name__}: {error}")
         return cls(

@@ -1,7 +1,8 @@
-"""Stages: what one declares, and the object with everything that belongs to its run.
+"""The interface of a stage, and ``StageRun``, the object with everything that belongs to its run.
 
-A stage declares nine members and knows nothing of folders, ranks or executors. The engine makes one ``StageRun`` for
-each stage of a run, and passes it: it has the configuration, the folders, the plan's token and the limits.
+A stage declares nine members and knows nothing about folders, ranks or executors. The engine creates one ``StageRun``
+for each stage of a run and passes it to the stage's methods. It holds the configuration, the folders, the plan's token
+and the limits.
 """
 
 import os
@@ -26,62 +27,63 @@ from sharmill.files.staging import PublishedFile, Staging
 from sharmill.files.stored import damaged_file, open_stored
 from sharmill.files.trust import require_trusted_owner
 
-# Called by a processor with the part of a unit's cost that it has done since the last call.
+# A processor calls it with the part of a unit's cost that it has processed since the last call.
 Advance = Callable[[float], None]
 Resource = Literal["cpu", "gpu"]
 CostUnit = Literal["records", "seconds of audio"]
 Counted = Literal["records", "segments"]
 
-# More would decode faster than any GPU embeds.
+# This many feeders decode audio faster than any GPU embeds it.
 _MOST_FEEDERS: Final = 16
 
 
 class Processor(ABC):
-    """A stage in one rank, ready to do units.
+    """A stage that is loaded in one rank and ready to process units.
 
     Attributes:
-        device_kind: the kind of device that its output depends on, the same text for devices that give the same bytes;
-            empty if it depends on none.
+        device_kind: the kind of device that the output depends on. Devices that give the same bytes have the same text;
+            it is empty if the output does not depend on the device.
     """
 
     device_kind: str = ""
 
     @property
     def memory_mb(self) -> float:
-        """The most memory that other processes have held which it has for itself."""
+        """The peak memory of the child processes of this processor, in MB."""
         return 0.0
 
     @abstractmethod
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
-        """Do one unit: write its files into ``staging`` and return their names, the rejects and the counts.
+        """Process one unit: write its files into ``staging`` and return their names, the rejects and the counts.
 
-        ``advance`` is for people who watch: call it now and then with the cost done since the last call. What is not
-        reported is added when the unit ends.
+        Args:
+            advance: reports progress. Call it now and then with the cost processed since the last call; the engine adds
+                any unreported cost when the unit ends.
         """
 
-    def expect(self, unit: Unit | None) -> None:  # noqa: B027 - only what feeds a model has to be ahead
-        """Note the unit that will probably come after the next one, so that its input can be made ready in time.
+    def expect(self, unit: Unit | None) -> None:  # noqa: B027 - only processors that feed a model prefetch
+        """Note the unit that will probably come after the next one, so that its input can be prefetched.
 
-        Another may come instead, or none.
+        The prediction may be wrong: another unit may come instead, or none.
         """
 
-    def close(self) -> None:  # noqa: B027 - most processors hold nothing that has to be closed
+    def close(self) -> None:  # noqa: B027 - most processors hold no resources
         """Release the resources of the processor; called once, when the rank ends."""
 
 
 class Stage(ABC):
-    """One step of the pipeline: what the engine has to know of it, and the work.
+    """One step of the pipeline: its declaration for the engine, and its work.
 
     Methods get the ``run``, which has the configuration and the folders. A stage that loads a model, reads audio,
-    publishes in a dataset or can tell its size in advance says so by one of the small protocols below.
+    publishes into a dataset or can predict its number of units also implements one of the small protocols below.
 
     Attributes:
-        kind: the stage as the command line calls it, such as ``encode``: its name in the registry. A step that is done
-            in several rounds has a stage for each, whose kind has the round behind a dot: users meet the step alone.
-        section: the class of its keys in a configuration, which lie below its kind; None if it has none of its own.
-        after: the kinds of the stages whose output it reads; ``*`` for all that do not read its own, and the rejects of
-            all. They run before it.
-        resource: ``gpu`` for one rank per visible GPU if there are any.
+        kind: the name of the stage in the registry and on the command line, such as ``encode``. A step with several
+            rounds has one stage for each round, whose kind is ``<step>.<round>``; users see only the step.
+        section: the class of its section in a configuration, whose key is ``kind``; None if it has no section.
+        after: the kinds of the stages whose output it reads; they run before it. ``*`` stands for all stages that do
+            not read its output, and for the rejects of all stages.
+        resource: ``gpu`` for one rank per visible GPU, if there are any.
         cost_unit: the measure of the costs of its units.
     """
 
@@ -93,28 +95,29 @@ class Stage(ABC):
 
     @abstractmethod
     def identity(self, run: "StageRun") -> dict[str, Any]:
-        """Return all that the output bytes depend on: configuration, inputs (size and checksum), versions.
+        """Return everything that the output bytes depend on: configuration, inputs (size and checksum), versions.
 
         Raises:
-            ConfigError: the configuration or an input cannot be used; nothing has been done yet.
+            ConfigError: the configuration or an input cannot be used; no work has been done yet.
         """
 
     @abstractmethod
     def plan(self, run: "StageRun") -> Iterator[Unit]:
         """Yield the units, in order.
 
-        Files that the processor needs beside them may be written to ``run.plan_folder``.
+        Other files that the processor needs may be written to ``run.plan_folder``.
         """
 
     @abstractmethod
     def open(self, run: "StageRun", device: str) -> Processor:
-        """Load the model, once per rank, and return the processor. ``device`` is ``cpu`` or ``cuda``."""
+        """Load the model and return the processor; called once per rank. ``device`` is ``cpu`` or ``cuda``."""
 
     @abstractmethod
     def finalize(self, run: "StageRun") -> Totals:
         """Merge the output of ``run.units`` and return the totals, with the products for other stages.
 
-        ``run.commits`` are in the order of the plan, one for every unit. Called again if it was interrupted.
+        ``run.commits`` has one commit for every unit, in the order of the plan. The method must be idempotent: it is
+        called again after an interruption.
         """
 
 
@@ -123,25 +126,25 @@ class Model(Protocol):
 
     @property
     def modules(self) -> Sequence[str]:
-        """The modules that a rank imports for it; the ranks of one machine import them once."""
+        """The modules that the model needs; they are imported once for all ranks of a machine."""
 
     def check(self) -> None:
         """Raise ConfigError if the model can neither be found on this machine nor be downloaded."""
 
 
 class StageInput(Protocol):
-    """The input of a stage outside of the run directory, such as the folders of its audio."""
+    """Input of a stage that lies outside the run directory, such as its audio folders."""
 
     def check(self) -> None:
-        """Raise ConfigError, before any work, if it cannot be read."""
+        """Raise ConfigError if the input cannot be read; called before any work."""
 
     def check_node(self) -> None:
-        """Raise DeviceError ``unlike_nodes`` if the node of this process does not see it."""
+        """Raise DeviceError ``unlike_nodes`` if the input is not visible on the node of this process."""
 
 
 @runtime_checkable
 class ChecksConfig(Protocol):
-    """A stage that checks its part of a configuration before any work, whichever stages are to run."""
+    """A stage that checks its part of the configuration before any work, even if the stage itself is not to run."""
 
     def check(self, config: Config) -> None:
         """Raise ConfigError with what to change."""
@@ -149,7 +152,7 @@ class ChecksConfig(Protocol):
 
 @runtime_checkable
 class HasInput(Protocol):
-    """A stage that reads more than other stages have left in the run directory."""
+    """A stage that reads input from outside the run directory."""
 
     def input(self, run: "StageRun") -> StageInput:
         """Return the input."""
@@ -160,45 +163,45 @@ class HasModel(Protocol):
     """A stage whose ranks load a model."""
 
     def model(self, run: "StageRun") -> Model:
-        """Return the model, not loaded."""
+        """Return the model without loading it."""
 
 
 @runtime_checkable
 class WaitsForInput(Protocol):
-    """A stage whose input may be seen late on another node."""
+    """A stage whose input may become visible late on another node."""
 
     def input_visible(self, run: "StageRun") -> bool:
-        """Return True if this node sees the input that the plan was made from, rather than an older one."""
+        """Return True if this node sees the planned input rather than an older version."""
 
 
 @runtime_checkable
 class EstimatesUnits(Protocol):
-    """A stage whose number of units follows from the size of its input; other stages have a unit for each shard."""
+    """A stage whose number of units depends on the size of its input; other stages have one unit per shard."""
 
     def expect_units(self, run: "StageRun", num_records: float, cost: float) -> int:
-        """Return the number of units that an input of so many records and this cost is divided into."""
+        """Return the number of units for an input with this many records and this cost."""
 
 
 @runtime_checkable
 class Publishes(Protocol):
-    """A stage that publishes in a directory which runs share."""
+    """A stage that publishes into a directory shared by several runs."""
 
     def publication(self, run: "StageRun") -> "Publication":
-        """Return what it publishes there."""
+        """Return the description of the files that the stage publishes."""
 
 
 class Publication:
-    """Files of a stage in a directory that runs share, such as a dataset, reserved until the stage is finished.
+    """Files of a stage in a directory shared by several runs, such as a dataset; reserved until the stage is finished.
 
     Args:
         root: the directory.
 
     Attributes:
         in_place: ranks publish files below ``root``; otherwise the stage only reserves folders for a later one.
-        replaces_root: started again, the stage removes all of ``root`` that stages of this and of other runs have
-            published.
+        replaces_root: a restart of the stage removes everything that stages of this run and of other runs have
+            published below ``root``.
         rejects_keep_cut: a rejected record stays in the dataset, without the fields of this stage.
-        counts: the things that its units count; the accounts of stages that count records must fit each other.
+        counts: what ``Unit.size`` counts. The accounts of consecutive stages that count records must match.
     """
 
     in_place: ClassVar[bool] = True
@@ -210,41 +213,41 @@ class Publication:
         self.root = root
 
     def folders(self) -> Sequence[str]:
-        """Return the folders below ``root`` that the ranks publish files in."""
+        """Return the folders below ``root`` into which the ranks publish files."""
         return ()
 
     def reserves(self) -> Sequence[str]:
-        """Return the folders below ``root`` that no other run may change before this stage ends."""
+        """Return the folders below ``root`` that no other run may change until this stage is finished."""
         return self.folders()
 
     def check_output(self) -> None:
-        """Raise ConfigError if ``root`` holds files in these folders that the run's present plan has not published."""
+        """Raise ConfigError if these folders contain files that the run's current plan has not published."""
 
     def is_complete(self) -> bool:
-        """Return True if everything that ``finalize`` published is still in place."""
+        """Return True if everything that ``finalize`` has published is still in place."""
         return True
 
     def discard(self) -> None:
-        """Remove for good what the stage has published, before it is started again."""
+        """Remove everything that the stage has published, before it is restarted."""
 
     def units_of(self, shards: set[int]) -> set[int]:
-        """Return the units that have to be done again for findings in some shards."""
+        """Return the units that must be processed again to repair these shards."""
         return shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Limits and habits of the ranks of a run.
+    """Limits and other options for the ranks of a run.
 
     Attributes:
         metrics: the curves that ranks write.
-        references: references of the configuration to the environment, whose values are not to be stored.
+        references: references from the configuration to environment variables, whose values must not be stored.
         unit_time_limit: see ``time_limit``.
-        max_reject_fraction: the share of its records that may be rejected before a stage stops.
-        lease_seconds: a rank counts as dead if its heartbeat has not been seen for so long.
-        scratch: a folder of each machine in which ranks write before they publish, or None.
-        seconds_until_seen: seconds until every node sees what another has written.
-        log_level: the least level of what ranks log.
+        max_reject_fraction: the share of its records that a stage may reject before it stops.
+        lease_seconds: a rank counts as dead if its heartbeat has not changed for this long.
+        scratch: a folder on each machine in which ranks write before they publish, or None.
+        seconds_until_seen: the longest delay, in seconds, until every node sees a file that another node has written.
+        log_level: the lowest level that ranks log.
         feeders: see ``num_feeders``.
     """
 
@@ -260,7 +263,7 @@ class RunOptions:
 
     @classmethod
     def from_config(cls, config: Config) -> "RunOptions":
-        """Return the options that a configuration gives."""
+        """Return the options from a configuration."""
         executor = config.executor
         return cls(
             metrics=config.metrics,
@@ -274,15 +277,18 @@ class RunOptions:
         )
 
     def num_feeders(self, device: str) -> int:
-        """Return how many processes decode audio for a rank: by default its cores but one where it has a GPU."""
+        """Return the number of processes that decode audio for a rank.
+
+        By default, a rank with a GPU has one feeder per core except for one core; a CPU rank has none.
+        """
         if self.feeders != "auto":
             return self.feeders
         return min(max(1, usable_cores() - 1), _MOST_FEEDERS) if device == "cuda" else 0
 
     def time_limit(self, unit: Unit) -> float | None:
-        """Return the seconds after which an attempt at a unit ends its rank, None for no limit."""
+        """Return the seconds after which an attempt at a unit ends its rank; None if there is no limit."""
         if self.unit_time_limit == "auto":
-            # No stage is known to be as slow, by record or second of audio; a disk or a model server may stand still.
+            # All known stages need far less time per record or second of audio, and a stalled disk gets an hour.
             return max(3600.0, 10.0 * unit.cost)
         return self.unit_time_limit
 
@@ -295,11 +301,11 @@ class StageRun:
         declaration: the stage.
         run_dir: the run directory of the dataset.
         given: the configuration of the dataset; None for a stage that belongs to no dataset.
-        settings: the section of the stage, or the item of a list that it is made for.
-        options: limits and habits of its ranks.
+        settings: the section of the stage; for a section that is a list, the item of this stage.
+        options: limits and other options for its ranks.
         token: the token of its plan, "" before the plan is read or made.
-        units, commits: all of them, in the order of the plan, when the stage is finalized.
-        plan_aside: the folder of a plan that is being made.
+        units, commits: all units and their commits, in the order of the plan; set only for ``finalize``.
+        plan_draft: the temporary folder of a plan that is being made.
     """
 
     declaration: Stage
@@ -310,11 +316,11 @@ class StageRun:
     token: str = ""
     units: Sequence[Unit] = ()
     commits: Sequence[Commit] = ()
-    plan_aside: Path | None = None
+    plan_draft: Path | None = None
 
     @property
     def config(self) -> Config:
-        assert self.given is not None  # a stage that belongs to no dataset does not ask
+        assert self.given is not None  # a stage that belongs to no dataset never needs the configuration
         return self.given
 
     @property
@@ -331,13 +337,13 @@ class StageRun:
 
     @cached_property
     def key(self) -> str:
-        """The folder of the stage in the run directory: the kind, and behind it the ``name`` in its settings."""
+        """The folder of the stage in the run directory: ``kind``, or ``kind/name`` if its settings have a ``name``."""
         item = getattr(self.settings, "name", "")
         return f"{self.kind}/{item}" if item else self.kind
 
     @property
     def name(self) -> str:
-        """The stage in messages, as in ``encode/mimi``; the rounds of a step have one name."""
+        """The name of the stage in messages, such as ``encode/mimi``; all rounds of a step have the same name."""
         return display_name(self.key)
 
     @cached_property
@@ -350,12 +356,12 @@ class StageRun:
 
     @property
     def plan_folder(self) -> Path:
-        """The folder of the plan, for files that processors need beside the units."""
-        return self.plan_aside or self.dir.plan
+        """The folder of the plan, which may also hold other files that processors need."""
+        return self.plan_draft or self.dir.plan
 
     @cached_property
     def publication(self) -> Publication | None:
-        """The files that the stage publishes in a directory that runs share, None if it does not."""
+        """The files that the stage publishes into a shared directory; None if it publishes none."""
         return self.declaration.publication(self) if isinstance(self.declaration, Publishes) else None
 
     @property
@@ -365,12 +371,12 @@ class StageRun:
 
     @property
     def root(self) -> Path:
-        """The directory that published files are named relative to."""
+        """The directory to which the names of published files are relative."""
         return self.publication.root if self.publication is not None and self.publication.in_place else self.dir.path
 
     @property
     def folders(self) -> Sequence[str]:
-        """The folders below ``root`` that its ranks publish files in."""
+        """The folders below ``root`` into which its ranks publish files."""
         return self.publication.folders() if self.publication is not None and self.publication.in_place else ("parts",)
 
     @property
@@ -380,17 +386,17 @@ class StageRun:
 
     @property
     def counts(self) -> Counted:
-        """The things that its units count."""
+        """The kind of item that ``Unit.size`` counts."""
         return "records" if self.publication is None else self.publication.counts
 
     @property
     def model(self) -> Model | None:
-        """The model that its ranks load, None if they load none."""
+        """The model that its ranks load; None if they load none."""
         return self.declaration.model(self) if isinstance(self.declaration, HasModel) else None
 
     @property
     def input(self) -> StageInput | None:
-        """The input of the stage outside of the run directory, None if it has none."""
+        """The input of the stage outside the run directory; None if it has none."""
         return self.declaration.input(self) if isinstance(self.declaration, HasInput) else None
 
     def with_plan(self, token: str) -> "StageRun":
@@ -398,7 +404,7 @@ class StageRun:
         return replace(self, token=token)
 
     def record_products(self, **paths: Path) -> dict[str, PublishedFile]:
-        """Return the records of files that the stage leaves for others, for ``Totals.products``."""
+        """Return the records of files that other stages will read, for ``Totals.products``."""
         return {
             name: PublishedFile(path.relative_to(self.run_dir.path).as_posix(), path.stat().st_size, checksum(path))
             for name, path in paths.items()
@@ -408,33 +414,34 @@ class StageRun:
         """Return the path of a product of another stage, such as ``match/manifest``.
 
         Args:
-            verify: read the file, to see that its bytes are those that the stage left.
+            verify: read the file and compare its checksum with the recorded one.
 
         Raises:
-            ConfigError: that stage is not finished, or the file has gone, or lies behind a link, or has changed.
+            ConfigError: that stage is not finished, or the file is missing, lies behind a link, or has changed.
         """
         stage, _, file = name.rpartition("/")
         left = self.totals_of(stage, file).products[file]
         path = self.run_dir.path / left.name
         require_trusted_owner(self.run_dir.path, [path])
         if not path.exists():
-            raise ConfigError(f"{path} is not there: run the stage {display_name(stage)} again", code="stage_not_run")
+            raise ConfigError(f"{path} is missing: run the stage {display_name(stage)} again", code="stage_not_run")
         if verify and not _is_unchanged(path, left):
             raise ConfigError(
-                f"{path} is not as the stage {display_name(stage)} left it: restore it, or begin that stage again with "
-                "--restart",
+                f"{path} has changed since the stage {display_name(stage)} wrote it: restore it, or run that stage "
+                "again with --restart",
                 code="stage_not_run",
             )
         return path
 
     def totals_of(self, stage: str, *names: str, **facts: Any) -> Totals:
-        """Return the totals of another stage, with its products and facts; ``names`` are among these.
+        """Return the totals of another stage, with its products and facts.
 
         Args:
-            facts: the types that facts are converted to, by their names.
+            names: products or facts that must exist.
+            facts: the types to which facts are converted, by their names; these facts must exist too.
 
         Raises:
-            ConfigError: it is not finished, or has left nothing of such a name, or a fact of another type.
+            ConfigError: the stage is not finished, or a name is missing, or a fact has another type.
         """
         totals = self.run_dir.stage(stage).read_totals()
         if totals is None:
@@ -445,8 +452,8 @@ class StageRun:
         refuse(
             (
                 lacking,
-                f"{display_name(stage)} has left no {' and no '.join(lacking)} in {self.run_dir.path}, as another "
-                "version of sharmill does: begin that stage again with --restart",
+                f"{display_name(stage)} has left no {' and no '.join(lacking)} in {self.run_dir.path}, because another "
+                "version of sharmill has run it: run that stage again with --restart",
             ),
             code="stage_not_run",
         )
@@ -459,8 +466,8 @@ class StageRun:
 
 
 def _is_unchanged(path: Path, left: PublishedFile) -> bool:
-    """Return True if a file has the bytes that a stage left."""
-    # The size first: whatever is in the file's place may have no end.
+    """Return True if a file still has the bytes that a stage has recorded."""
+    # Compare the size first, because a replacement such as a device file may be endless.
     if path.stat().st_size != left.size:
         return False
     with open_stored(path, buffering=0) as stream:
@@ -468,7 +475,7 @@ def _is_unchanged(path: Path, left: PublishedFile) -> bool:
 
 
 def step_of(kind: str) -> str:
-    """Return the step that a kind of stage is a round of: the kind itself for most.
+    """Return the step to which a kind of stage belongs. Most kinds are steps themselves.
 
     >>> step_of("encode.shards"), step_of("write")
     ('encode', 'write')
@@ -477,7 +484,7 @@ def step_of(kind: str) -> str:
 
 
 def is_main(kind: str) -> bool:
-    """Return True if a kind of stage is a step, or the round of one that gives it its row in tables."""
+    """Return True if a kind of stage is a step, or the main round of a step, which represents it in tables."""
     return step_of(kind) == kind
 
 
@@ -492,7 +499,7 @@ def display_name(key: str) -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the installed version of sharmill and of each package; ``absent`` if it is not installed."""
+    """Return the installed versions of sharmill and of these packages; ``absent`` for a missing package."""
     found = {"sharmill": sharmill.__version__}
     for package in packages:
         try:
@@ -503,10 +510,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def identify_folder(folder: Path, run_dir: Path) -> dict[str, str]:
-    """Return what identifies a folder in the identity of a plan, however its path is spelt.
+    """Return the part of a plan's identity that stands for a folder, independent of how its path is written.
 
-    Links and ``..`` are resolved. A folder that lies elsewhere by now, but at the same place as seen from the run
-    directory, counts as the same: so a project goes on when it was moved as a whole.
+    Links and ``..`` are resolved. A folder also counts as the same if its path relative to the run directory is the
+    same, so a project can be moved as a whole and continued.
     """
     real = folder.resolve()
     return {"folder": str(real), "from_run_dir": os.path.relpath(real, run_dir.resolve())}

@@ -1,4 +1,4 @@
-"""The state of a stage at work: what its leader has decided, in one small file that all others look at."""
+"""The state of a running stage: the decisions of its leader, in one small file that all other processes read."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from sharmill.files.stored import load_record
 
 
 class Offer(msgspec.Struct, kw_only=True):
-    """A unit that is to be tried again: the generation of the claim on it, and the slots that are to leave it."""
+    """A unit to be tried again: the generation of its next claim, and the slots that must not take it."""
 
     generation: int
     avoid: list[str] = []
@@ -19,13 +19,14 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The decisions of the leader of a stage.
 
     Attributes:
-        leader: its random id, "" where there is none.
-        term: how many leaders there were; see ``Watcher``.
-        num_missing: how many units are not committed.
-        offers: the units that are to be tried again, those that have failed least often first.
-        out: slots and hosts that are taken out of work.
+        leader: the random id of the leader, "" if there is none.
+        term: number of leaders so far; see ``Watcher``.
+        num_missing: number of units without a commit.
+        offers: the units to be tried again; units with the fewest failures come first.
+        out: excluded slots and hosts.
         stopped: the error that ends the stage for all ranks.
-        ended: no rank can do anything more: each unit is committed or given up, or the stage is stopped.
+        ended: True if no work is left for any rank, because each unit is committed or given up, or because the stage
+            has stopped.
     """
 
     leader: str = ""
@@ -38,11 +39,11 @@ class State(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class StateFile:
-    """The state as one process sees it, which reads it when it has changed.
+    """Reader of the state for one process; reads the file only if it has changed.
 
     Attributes:
-        state: as it was read last.
-        seen: tells one content or heartbeat of the leader from the next.
+        state: the state that was read last.
+        seen: a value that changes with every new content and every heartbeat of the leader.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +55,7 @@ class StateFile:
         """Return the state.
 
         Raises:
-            FileNotFoundError: it has gone with the plan.
+            FileNotFoundError: the state was removed together with the plan.
         """
         status = self._path.stat()
         seen = status.st_ino, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Units of work, and the records of how they ended: outputs, commits, failed attempts, totals of a stage."""
+"""Units of work and the records of their results: outputs, commits, failed attempts, and the totals of a stage."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,10 +19,10 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         index: position in the plan.
-        id: derived from the content, so that a commit record proves which work it is the record of.
+        id: a checksum of the content, so that a commit record proves which work it stands for.
         cost: predicted work, in the stage's ``cost_unit``.
         size: number of input records.
-        params: the few values that the stage needs to find its records.
+        params: the values that the stage needs to find the unit's records; keep them small.
     """
 
     index: int
@@ -43,13 +43,13 @@ class Output:
     """Result of one unit.
 
     Attributes:
-        files: names, relative to the stage's root, of the files written in the staging folder, in the order in which
-            they are to be published.
-        num_out: records that go on to the next stage.
-        rejects: records that do not.
-        stats: numbers that ``finalize`` needs, small and JSON-encodable.
-        notes: an array about the files, which saves a later stage reading them. It lies in the run directory under a
-            name made from their checksums, so that it is found for these bytes only.
+        files: names of the files written in the staging folder, relative to the stage's root, in the order in which
+            they must be published.
+        num_out: number of records that continue to the next stage.
+        rejects: the rejected records.
+        stats: numbers that ``finalize`` needs; small and JSON-encodable.
+        notes: an array about the files, which saves a later stage from reading them. It is stored in the run directory
+            under a name made from the checksums of the files, so it is found only for exactly these files.
     """
 
     files: list[str]
@@ -60,13 +60,24 @@ class Output:
 
 
 class Commit(msgspec.Struct, tag="commit", tag_field="type", frozen=True, kw_only=True):
-    """The record of a finished unit: written last, and its existence means that all else is in place.
+    """The record of a complete unit. It is written last, so its existence means that the output is in place.
 
-    It counts for the plan with its ``token`` only. ``slot`` is where it was done, in the ``launch`` of ranks that is
-    named, at a ``time`` by the clock of the slot's host. ``device_kind`` is that of its rank's processor, ``delays``
-    the part of its ``seconds`` that went into decoding, the model and the disk, as far as that was noted.
-    ``memory_mb`` is the most that its process had held by then, ``memory_asked_mb`` what its job had asked for, 0 if
-    that is not known.
+    Attributes:
+        token: the token of the plan; the record counts for this plan only.
+        index, id: the unit.
+        files: the published files.
+        num_in, num_out: number of records read, and number of records that continue to the next stage.
+        rejects: number of rejected records by reason code.
+        stats: numbers for ``finalize``.
+        seconds: duration of the attempt.
+        rank: number of the rank.
+        device_kind: the kind of device of the rank's processor.
+        delays: the part of ``seconds`` spent on decoding, on the model and on the disk, as far as it was measured.
+        slot: the host with the GPU or core of the rank.
+        launch: the id of the launch of the rank.
+        time: Unix time of the commit by the clock of the slot's host.
+        memory_mb: peak memory of the rank's processes so far.
+        memory_asked_mb: memory that the rank's job has requested; 0 if unknown.
     """
 
     token: str
@@ -88,7 +99,7 @@ class Commit(msgspec.Struct, tag="commit", tag_field="type", frozen=True, kw_onl
     memory_asked_mb: float = 0.0
 
     def __post_init__(self) -> None:
-        # Stages add these up; a damaged ledger may hold anything, and is refused when it is read.
+        # Stages sum these values, so a damaged ledger must be refused here, when it is read.
         for key, value in self.stats.items():
             if ("seconds" in key or "clipped" in key) and not isinstance(value, (int, float)):
                 raise ValueError(f"stats: {key} is not a number")
@@ -99,17 +110,18 @@ class Commit(msgspec.Struct, tag="commit", tag_field="type", frozen=True, kw_onl
 
 
 def name_devices(kinds: Iterable[str]) -> list[str]:
-    """Return the kinds of device to be named beside an output; empty if only CPUs were used, which are equivalent."""
+    """Return the kinds of device to record with an output; empty if only CPUs were used, since they are equivalent."""
     found = sorted(set(kinds) - {""})
     return [] if found == ["cpu"] else found
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """The accounts of a finished stage, and what it leaves for the stages behind it.
+    """The accounts of a finished stage, and its products for later stages.
 
     Attributes:
-        rejects: counts by reason code.
-        hours: audio that went on.
+        num_in, num_out: number of records read, and number of records that continue to the next stage.
+        rejects: number of rejected records by reason code.
+        hours: hours of audio in the records that continue.
         notes: sentences about the output.
         products: files for other stages, by name; their paths are relative to the run directory.
         facts: small values for other stages, by name.
@@ -128,17 +140,17 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.rejects.values())
 
     def check(self, stage: str, expected_in: int) -> None:
-        """Raise FatalError unless every input record ended exactly once."""
+        """Raise FatalError unless every input record was either kept or rejected exactly once."""
         if self.num_in != expected_in or self.num_out + self.num_rejected != self.num_in:
             raise FatalError(
                 f"{stage}: accounts do not add up: {expected_in} records planned, {self.num_in} read, "
-                f"{self.num_out} went on, {self.num_rejected} rejected",
+                f"{self.num_out} kept, {self.num_rejected} rejected",
                 code="accounts",
             )
 
 
 def add_up(commits: Sequence[Commit]) -> Totals:
-    """Return the totals of the commits' counts; ``hours`` from ``stats['seconds']``, the audio that went on."""
+    """Return the sums of the commits' counts; ``hours`` is the sum of ``stats['seconds']``, the kept audio."""
     rejects = Counter[str]()
     for commit in commits:
         rejects.update(commit.rejects)
@@ -152,7 +164,7 @@ def add_up(commits: Sequence[Commit]) -> Totals:
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """Reason why an attempt at a unit failed: one line, and the traceback or the signal."""
+    """The reason why an attempt at a unit failed: one line, and the traceback or the signal."""
 
     index: int
     message: str

@@ -1,4 +1,4 @@
-"""One view of a stage at work or done: units, costs, rejects, ranks, pace. Commands print it; nothing is written."""
+"""A read-only view of a stage for commands to print: units, costs, rejects, ranks and pace."""
 
 import tempfile
 from collections import Counter
@@ -19,12 +19,12 @@ from sharmill.engine.unit import Commit, Totals, Unit, add_up
 from sharmill.files.shared_disk import time_of_folder
 from sharmill.files.stored import read_stored
 
-# Of ranks and of units.
+# Number of slowest ranks and of slowest units to show.
 _SLOWEST = 3
-# A device that works for less of its time is waiting for something.
+# A device whose share of working time is lower has a bottleneck elsewhere.
 _ENOUGH_WORK: Final = 0.8
-_HINDRANCES: Final = {
-    "decoding": "they wait for decoding: give each rank more cores, or set executor.feeders to more",
+_BOTTLENECKS: Final = {
+    "decoding": "they wait for decoding: give each rank more cores, or raise executor.feeders",
     "disk": "they wait for the disk: set executor.scratch to a disk of each node, or make units longer (unit_seconds)",
     "rest": "their ranks are busy with other work: make units longer (unit_seconds) or batches larger (batch_seconds)",
 }
@@ -32,20 +32,22 @@ _HINDRANCES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """The cost of what is done of a stage, and where its time went.
+    """The pace of the completed units of a stage, and the breakdown of their time.
 
     Attributes:
-        seconds: of all ranks, in units that are done; on GPUs, which they may share, where ``on_gpu``.
-        rate: cost per second of a rank.
-        rates: that of each rank.
-        devices: their kinds.
-        slowest_ranks, slowest_units: with their own rates, the slowest first.
-        delays: shares of the time: decoding, model, disk. On a GPU the model may work while its rank waits for more.
+        seconds: total time of all ranks in completed units.
+        on_gpu: True if the ranks had GPUs, which they may have shared.
+        rate: cost per second of one rank.
+        rates: the rate of each rank.
+        devices: the kinds of device used.
+        slowest_ranks, slowest_units: numbers and rates of the slowest ones, the slowest first.
+        delays: shares of the time spent on decoding, model and disk. On a GPU, the model may work while its rank waits
+            for decoding or the disk.
         worked: by rank, the share of its time in which its device worked; empty for a stage without a model.
-        padding: the share of the audio in batches that is padding.
-        hosts: how many there were.
-        memory_mb: the most that a rank has held.
-        memory_asked_mb: the least that one's job had asked for; 0 where that is not known.
+        padding: the share of padding in the batches.
+        hosts: number of hosts.
+        memory_mb: the highest peak memory of a rank.
+        memory_asked_mb: the smallest memory request of a rank's job; 0 if unknown.
     """
 
     seconds: float
@@ -63,19 +65,25 @@ class Pace:
     memory_asked_mb: float
 
     @property
-    def hindrance(self) -> str:
-        """The reason for which GPUs wait, and the remedy; "" if they work for most of the time."""
+    def bottleneck(self) -> str:
+        """The main reason why GPUs wait, with the remedy; "" if they work most of the time."""
         if not self.on_gpu or self.delays.get("model", 1.0) >= _ENOUGH_WORK:
             return ""
         waits = {name: self.delays.get(name, 0.0) for name in ("decoding", "disk")}
         waits["rest"] = 1.0 - sum(waits.values()) - self.delays["model"]
-        padded = f"; {self.padding:.0%} of the batches is padding: longer units have less" if self.padding > 0.1 else ""
-        return _HINDRANCES[max(waits, key=waits.__getitem__)] + padded
+        padded = f"; {self.padding:.0%} of the batches is padding: longer units reduce it" if self.padding > 0.1 else ""
+        return _BOTTLENECKS[max(waits, key=waits.__getitem__)] + padded
 
 
 @dataclass(frozen=True, kw_only=True)
 class LateUnit:
-    """A unit that has taken a rank far longer than its cost lets expect, in seconds; ``limit`` is when it is ended."""
+    """A unit that takes its rank much longer than its cost predicts.
+
+    Attributes:
+        unit, rank: the unit and the number of its rank.
+        seconds, expected: time so far and predicted time, in seconds.
+        limit: seconds after which the attempt is ended, None if there is no limit.
+    """
 
     unit: int
     rank: int
@@ -86,13 +94,21 @@ class LateUnit:
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """The state of a stage.
+    """A snapshot of a stage.
 
-    Costs are in ``cost_unit``; ``cost_done`` includes what is done of the units under way, and ``rate`` is how much all
-    ranks do in a second. ``ranks`` are those that have not ended; ``rejects`` counts by reason. ``now`` is by the clock
-    of the file system, as the times at which ranks wrote. ``late`` are units that take ten times as long as usual, and
-    ``longest_overdue`` is the time of one that takes twice as long. ``notes`` are sentences about the output of a
-    finished stage.
+    Attributes:
+        name, state: the name and the state for display.
+        cost_unit: the measure of all costs.
+        units, units_done, units_running, units_failed: numbers of units.
+        cost, cost_done: total cost, and processed cost including parts of units in progress.
+        rate: cost that all ranks together process per second.
+        rejects: number of rejected records by reason.
+        ranks: the ranks that have not ended.
+        now: the present time by the clock of the file system, as the ``written`` times of ranks.
+        pace: the pace of the completed units, None if there is none.
+        late: units that take more than ten times as long as predicted.
+        longest_overdue: the longest time so far, in seconds, of a unit that takes more than twice as long as predicted.
+        notes: sentences about the output of a finished stage.
     """
 
     name: str
@@ -119,19 +135,19 @@ class StageView:
 
     @property
     def seconds_left(self) -> float | None:
-        """The predicted time, or None where no rank has a rate yet, one may hang, or the numbers make no sense."""
+        """The predicted remaining time in seconds; None if no rank has a rate yet, a rank may hang, or it is absurd."""
         if not self.rate or self.state != "under way" or self.late:
             return None
         seconds = (self.cost - self.cost_done) / self.rate
-        # At least as long as the most overdue unit. Predictions of more than a century are ignored.
+        # Predict at least the time of the most overdue unit, and ignore predictions of more than a century.
         return max(seconds, self.longest_overdue) if abs(seconds) < 3e9 else None
 
 
 def views_of_steps(stages: Sequence[StageRun], views: Sequence[StageView]) -> list[StageView]:
-    """Return one view for each step: the view of its first round that is not done, or else of its main one.
+    """Return one view for each step: that of its first unfinished round, or of its main round if all are finished.
 
     Args:
-        stages, views: of all rounds, in their order.
+        stages, views: all rounds and their views, in order.
     """
     found: dict[str, StageView] = {}
     for stage, view in zip(stages, views, strict=True):
@@ -144,7 +160,7 @@ def views_of_steps(stages: Sequence[StageRun], views: Sequence[StageView]) -> li
 
 
 class StageReader:
-    """The view of a stage by the files of its run directory; each time it is read, only what has changed is."""
+    """Reader of a stage's view from its run directory; each call reads only the changes."""
 
     def __init__(self, stage: StageRun) -> None:
         self._stage = stage
@@ -156,7 +172,8 @@ class StageReader:
     def read(self, *, queued: bool = False) -> StageView:
         """Return the present view.
 
-        ``queued`` says that a stage without ranks is one that waits for them.
+        Args:
+            queued: True if jobs of the run are in a queue, so that a stage without ranks is waiting for them.
         """
         stage = self._stage
         if not stage.dir.units.exists():
@@ -167,7 +184,7 @@ class StageReader:
             self._notes, self._seen = Notes(planned, for_people=True), seen
             self._units, self._commits = stage.dir.read_units(), {}
         ids = {unit.index: unit.id for unit in self._units}
-        # A finished stage has heartbeats of ranks that have ended; one that was planned only has none.
+        # A stage that is only planned has no folder of heartbeats.
         with suppress(FileNotFoundError):
             for record in self._notes.new_records():
                 if counts(record, token) and ids.get(record.index) == record.id:
@@ -184,13 +201,13 @@ def view_stage(
     stage: StageRun, units: Sequence[Unit], commits: Mapping[int, Commit], ranks: Sequence[RankProgress], now: float, *,
     totals: Totals | None = None, num_failed: int = 0, queued: bool = False,
 ) -> StageView:  # fmt: skip
-    """Return the view of a stage by its commits and the heartbeats of its ranks.
+    """Return the view of a stage from its commits and the heartbeats of its ranks.
 
     Args:
-        now: by the clock of the file system.
-        totals: of a finished stage.
-        num_failed: how many units failed for good when the stage ended last.
-        queued: as that of ``StageReader``.
+        now: the present time by the clock of the file system.
+        totals: the totals of a finished stage.
+        num_failed: number of units that had failed for good when the stage last ended.
+        queued: see ``StageReader.read``.
     """
     ranks = [] if totals else [rank for rank in ranks if not rank.ended]
     alive = [rank for rank in ranks if rank.is_alive(now)]
@@ -224,12 +241,12 @@ def view_stage(
 def _overdue_units(
     units: Sequence[Unit], ranks: Sequence[RankProgress], pace: Pace | None, now: float
 ) -> list[LateUnit]:
-    """Return the units under way that take twice as long as the others did."""
+    """Return the units in progress that take more than twice as long as predicted from the completed units."""
     costs = {unit.index: unit.cost for unit in units}
     overdue = []
     for rank in ranks:
         if pace is not None and pace.rate and rank.unit in costs:
-            # The rank's own clock, and that of the file system since.
+            # Use the rank's clock up to its last record, and the clock of the file system since then.
             seconds = rank.updated - rank.unit_began + now - rank.written
             expected = costs[rank.unit] / pace.rate
             if seconds > 2.0 * expected:
@@ -240,7 +257,7 @@ def _overdue_units(
 
 
 def _pace(units: Sequence[Unit], commits: Mapping[int, Commit]) -> Pace | None:
-    """Return the pace of the units that are done, or None where there is none of any length."""
+    """Return the pace of the completed units, or None if none took any time."""
     seconds: Counter[int] = Counter()
     costs: Counter[int] = Counter()
     delays: Counter[str] = Counter()
@@ -282,19 +299,19 @@ def _state(finished: bool, ranks: Sequence[RankProgress], alive: bool, failed: b
     return next((state for state, is_so in holds.items() if is_so), "stopped")
 
 
-def read_or_preview_units(stage: StageRun, *, anew: bool = False) -> tuple[list[Unit], dict[int, Commit]]:
-    """Return the units of a stage and the commits of those that are done. Without a frozen plan they are planned aside.
+def read_or_preview_units(stage: StageRun, *, restart: bool = False) -> tuple[list[Unit], dict[int, Commit]]:
+    """Return the units of a stage and the commits of complete units. Without a plan, make one in a temporary folder.
 
     Args:
-        anew: the stage is to begin anew, whatever is done of it.
+        restart: ignore an existing plan, because the stage will be restarted.
 
     Raises:
-        ConfigError: it cannot be planned, as long as the stage before it is not finished.
+        ConfigError: the stage cannot be planned, for instance because the stage before it is not finished.
     """
     require_own_output(stage)
     stage.declaration.identity(stage)
-    if stage.dir.units.exists() and not anew:
+    if stage.dir.units.exists() and not restart:
         units = stage.dir.read_units()
         return units, read_ledger(stage.dir, units)
     with tempfile.TemporaryDirectory(prefix="sharmill-plan-") as folder:
-        return list(stage.declaration.plan(replace(stage, plan_aside=Path(folder)))), {}
+        return list(stage.declaration.plan(replace(stage, plan_draft=Path(folder)))), {}

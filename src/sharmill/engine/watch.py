@@ -1,4 +1,4 @@
-"""A process that follows a stage with ranks elsewhere: it tells a listener, and leads where nobody else does."""
+"""Watching a running stage: report its progress to a listener, and lead the stage if no other process does."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from sharmill.engine.attempts import Claim
 from sharmill.engine.executor import Listener, StageResult
 from sharmill.engine.fence import require_current
 from sharmill.engine.launch import make_claim
-from sharmill.engine.lead import Leader, are_given_up
+from sharmill.engine.lead import Leader, all_given_up
 from sharmill.engine.notes import StageNotes
 from sharmill.engine.progress import RankProgress, in_order
 from sharmill.engine.stage import StageRun
@@ -18,21 +18,22 @@ from sharmill.engine.unit import Unit
 from sharmill.errors import SharmillError
 from sharmill.files.shared_disk import VisibilityTimeout
 
-# Supervisors that miss a leader come one after the other.
+# When the leader is missing, supervisors wait for different times, so that they do not all try to lead at once.
 _SECONDS_APART = 0.1
 
 
 class Watcher:
-    """One process as it follows a stage, and leads where nobody else does.
+    """Follows a stage for one process, and leads the stage if no other process does.
 
     Args:
-        units: the missing units that the listener knows; it is told of no others.
-        listener: of a driver; a supervisor has none, and reads what ranks have noted only while it leads.
-        number: that of the supervisor's first rank; the lowest comes first where a leader is missing.
+        units: the missing units that the listener knows; commits of other units are not reported to it.
+        listener: the listener of a driver. A supervisor has none, and reads the notes of ranks only while it leads.
+        number: the number of the supervisor's first rank. If the leader is missing, the supervisor with the lowest
+            number takes over first.
 
     Attributes:
-        state: at the last look.
-        given_up: sentences about places that the executor has given up, which no attempt has noted.
+        state: the state at the last look.
+        given_up: sentences about hosts or devices that the executor has given up without a note of an attempt.
     """
 
     interval = 1.0
@@ -46,50 +47,50 @@ class Watcher:
         self._listener = listener
         self._units = {unit.index: unit for unit in units}
         self._file = StateFile(stage.ranks.state)
-        self._patience = number * _SECONDS_APART
+        self._delay = number * _SECONDS_APART
         self._id = uuid4().hex
-        # The leader that this process is or has been.
+        # Set if this process leads or has led.
         self._leader: Leader | None = None
         self._notes: StageNotes | None = None
-        # The state that was seen last, and when this process may lead if that does not change.
+        # The state seen last, and the time at which this process may lead if the state does not change until then.
         self._seen: tuple[int, int] | None = None
         self._leads_at = 0.0
-        # The last that this process has tried to win.
+        # The last term for which this process has tried to become the leader.
         self._term = 0
 
     @property
     def notes(self) -> StageNotes:
-        """All that was noted by the last look of a process that leads or has a listener."""
+        """The notes of all ranks, as of the last look of a process that leads or has a listener."""
         if self._notes is None:
             self._notes = StageNotes(self.stage, for_people=self._listener is not None)
         return self._notes
 
     @property
     def leader(self) -> Leader | None:
-        """The leader, if this process has led at its last look."""
+        """The leader if this process led at its last look, otherwise None."""
         return self._leader if self._leader is not None and self.state.leader == self._id else None
 
     @property
     def ranks(self) -> list[RankProgress]:
-        """The progress of all ranks, in their order."""
+        """The progress of all ranks, in the order of their numbers."""
         return in_order(self.notes.ranks.values())
 
     @property
     def num_done(self) -> int:
-        """The number of units that ranks have committed since this was made."""
+        """The number of missing units that were committed since this object was created."""
         return len(self._units.keys() - self.notes.missing)
 
     @property
     def num_ready(self) -> int:
-        """The number of ranks that have loaded what they need, and have not ended."""
+        """The number of ranks that are loaded and have not ended."""
         return sum(rank.ready > 0 and not rank.ended for rank in self.notes.ranks.values())
 
     def look(self) -> bool:
-        """Read what is new, report it, lead if it is to be, and return True if the stage has ended.
+        """Read and report the news, lead if necessary, and return True if the stage has ended.
 
         Raises:
             FatalError: a user has cancelled the run.
-            FileNotFoundError: the folders have gone with the plan.
+            FileNotFoundError: the folders were removed together with the plan.
         """
         self.state = found = self._file.read()
         if found.stopped is not None and found.stopped.code == "cancelled":
@@ -102,55 +103,55 @@ class Watcher:
         return self.state.ended
 
     def tell(self, progress: RankProgress) -> None:
-        """Take note of what a rank of this process has said of itself."""
+        """Take note of the progress of a rank of this supervisor."""
         if self._listener is not None:
             self.notes.hear(progress)
 
     def wait(self, seconds: float) -> None:
-        """Look at the stage, for a rank in this process that has nothing to do for so long at most."""
-        # Its end may be known here, and not be written yet.
+        """Look at the stage, then sleep for at most so many seconds; for a rank that runs in this process."""
+        # The end of the stage may be known here but not be written yet.
         if not self.look() or not self._file.read().ended:
             time.sleep(min(seconds, 0.25))
 
     def close(self) -> None:
-        """Leave the lead to others, if it was this process's."""
+        """Give up the lead, if this process has it."""
         with suppress(OSError, SharmillError):
             found = self._file.read()
             if self._leader is not None and found.leader == self._id and not self.state.ended:
                 self._leader.write(self.state, found, leads=False)
 
     def outcome(self) -> StageResult:
-        """Return how the work has ended, once no rank is left.
+        """Return the result of the work, once no rank is left.
 
         Raises:
-            SharmillError: an error has ended the stage, or no slot is left that could go on.
+            SharmillError: an error has ended the stage, or no usable slot is left.
         """
         self.stage.run_dir.require_not_cancelled()
         paths = self.stage.dir
-        with suppress(FileNotFoundError):  # what has gone with the plan
+        with suppress(FileNotFoundError):  # the files may have been removed together with the plan
             self._report()
         if paths.done.exists() and paths.read_token() == self.stage.token:
-            # Another process that is at work on it was faster.
+            # Another process has finished the stage.
             return StageResult()
         require_current(self.stage)
-        # Other leaders may have noted something too, and seen more of what was done than can be seen here yet.
+        # Another leader may have seen commits that are not visible here yet, and its notes are needed too.
         notes = StageNotes(self.stage, for_people=False)
 
         def sees_all() -> bool:
             notes.look()
             return len(notes.missing) <= self.state.num_missing or not self.state.ended
 
-        patience = VisibilityTimeout(self.stage.options.seconds_until_seen)
-        patience.wait_until(sees_all, f"{self.stage.name}: what all ranks have noted")
+        visibility = VisibilityTimeout(self.stage.options.seconds_until_seen)
+        visibility.wait_until(sees_all, f"{self.stage.name}: the notes of all ranks")
         if notes.attempts.stopped is not None:
             raise notes.attempts.stopped
         if self.state.stopped is not None:
             raise self.state.stopped.as_error()
-        out = notes.attempts.describe_out()
-        if out and not are_given_up(notes.attempts, notes.missing, ()):
-            raise notes.attempts.all_out_error(self.stage.name, paths.logs)
+        excluded = notes.attempts.describe_excluded()
+        if excluded and not all_given_up(notes.attempts, notes.missing, ()):
+            raise notes.attempts.all_excluded_error(self.stage.name, paths.logs)
         failures = {index: notes.attempts.error(index) for index in sorted(notes.missing)}
-        return StageResult(failures=failures, given_up=self.given_up or out)
+        return StageResult(failures=failures, given_up=self.given_up or excluded)
 
     def _report(self) -> None:
         """Read the new notes of all ranks, and report them to the listener."""
@@ -161,20 +162,21 @@ class Watcher:
             self._listener.looked(self.ranks)
 
     def _is_to_lead(self, found: State) -> bool:
-        """Return True if this process is the leader, or the one that is there has given no heartbeat for a lease."""
+        """Return True if this process is the leader, or becomes it after a lease without the leader's heartbeat."""
         now, lease = time.monotonic(), self.stage.options.lease_seconds
         if self._leader is not None and found.leader == self._id:
             return True
         if self._seen != self._file.seen:
-            self._seen, self._leads_at = self._file.seen, now + (lease if found.leader else 0.0) + self._patience
+            self._seen, self._leads_at = self._file.seen, now + (lease if found.leader else 0.0) + self._delay
         if found.ended or now < self._leads_at:
             return False
-        # One alone makes the file of the next term. If it dies before it writes the state, the term after that follows.
-        self._leads_at = now + lease + self._patience
+        # Only one process can create the file of the next term. If it dies before it writes the state, another process
+        # tries the term after that.
+        self._leads_at = now + lease + self._delay
         self._term = max(found.term, self._term) + 1
         if not make_claim(self.stage, f"leader.{self._term}", Claim(owner=self._id)):
             return False
         self._leader = Leader(self.stage, self.notes, self._id, self._term)
-        # At once: to read all notes takes a while, and meanwhile nobody else is to begin with that.
+        # Write the state at once: reading all notes takes a while, and no other process should start it meanwhile.
         self.state = self._leader.write(found, found)
         return True

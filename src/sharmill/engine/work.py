@@ -1,6 +1,6 @@
-"""The loop of a rank, the same for every executor: claim a unit, attempt it, commit it, until none is left.
+"""The loop of a rank, the same for every executor: claim a unit, attempt it, commit it, and repeat.
 
-It ends when the stage has ended: each unit is committed or given up, or an error ends it for all.
+It ends when the stage has ended: when each unit is committed or given up, or an error has stopped the stage.
 """
 
 import logging
@@ -43,29 +43,30 @@ from sharmill.registry import describe_import_error
 
 log = logging.getLogger(__name__)
 
-# Codes of errors that may be those of one slot alone; a full disk is one only if it is that of the node.
-_OF_SLOT = FINAL_CODES - {"disk"}
+# Codes of errors that may concern only one slot. "disk" is left out, because a full shared disk concerns all slots; a
+# full disk of one node raises DeviceError.
+_SLOT_ERROR_CODES = FINAL_CODES - {"disk"}
 
 
 class Replace(Exception):
-    """The end of a rank in whose place a fresh process is to go on."""
+    """Raised by a rank that must be replaced by a fresh process."""
 
 
 def work(stage: StageRun, rank: Rank, parent: Parent) -> None:
-    """Do units of a stage until it has ended, or until this slot is taken out of work.
+    """Process units of a stage until the stage has ended, or until the slot of this rank is excluded.
 
     Args:
-        parent: what has started it.
+        parent: the process that has started the rank.
 
     Raises:
-        Replace: a fresh process is to go on.
-        SharmillError: this rank can do nothing; others are told where that holds for them too.
+        Replace: a fresh process must continue.
+        SharmillError: this rank cannot do any work; the error is noted for the leader.
     """
     _Worker(stage, rank, parent).run()
 
 
 class _Worker:
-    """One rank at work: it loads the stage once, and attempts the units that it claims one after the other."""
+    """One rank at work: it loads the stage once, then claims and attempts units one after the other."""
 
     def __init__(self, stage: StageRun, rank: Rank, parent: Parent) -> None:
         self._stage = stage
@@ -86,11 +87,11 @@ class _Worker:
         )  # fmt: skip
         with progress as self._progress:
             try:
-                # The files in a folder may be seen later than the folder.
+                # On a shared disk, the files in a folder may become visible later than the folder.
                 self._claims = self._visibility.retry_until_visible(lambda: Claims(stage, rank, self._parent))
                 self._do_units()
             except FileNotFoundError:
-                # The folders have gone with the plan.
+                # Report a replaced plan, with which the folders were removed, rather than the missing file.
                 require_current(stage)
                 raise
             except ImportError as error:
@@ -103,8 +104,8 @@ class _Worker:
                 raise
 
     def _do_units(self) -> None:
-        # Nothing is loaded where there is nothing to do.
-        if self._claims.are_over():
+        # Do not load a model if no work is left.
+        if self._claims.is_finished():
             return
         stage, began = self._stage, time.monotonic()
         with (
@@ -114,10 +115,10 @@ class _Worker:
                 MetricsLog(stage.options.metrics, stage.name, stage.ranks.metrics, self._rank.number)
             ) as self._metrics,
         ):
-            self._keep_to_one_kind()
+            self._require_same_device_kind()
             log.info("rank %d is ready for %s on %s after %.1f s", self._rank.number, stage.name, self._rank.device,
                      time.monotonic() - began)  # fmt: skip
-            # At once: its supervisor ends ranks that still load.
+            # Write this at once, because the supervisor ends ranks that are still loading.
             self._progress.record.ready = time.time()
             self._progress.write_soon(self._log.size)
             while (claim := self._claims.next()) is not None:
@@ -128,8 +129,8 @@ class _Worker:
         """Load the model.
 
         Raises:
-            DeviceError: it cannot be loaded on this device; others may do.
-            ConfigError, FatalError: it cannot be loaded; other ranks would fare no better.
+            DeviceError: it cannot be loaded on this device, but perhaps on others.
+            ConfigError, FatalError: it cannot be loaded, and no other rank could load it either.
         """
         stage = self._stage
         try:
@@ -137,7 +138,7 @@ class _Worker:
             declaration = stage.declaration
             if isinstance(declaration, WaitsForInput):
                 seen = partial(declaration.input_visible, stage)
-                self._visibility.wait_until(seen, f"{stage.name}: its input, as it was planned,")
+                self._visibility.wait_until(seen, f"the planned input of {stage.name}")
             return self._visibility.retry_until_visible(lambda: declaration.open(stage, self._rank.device))
         except DeviceError as error:
             raise self._setup_error(str(error), error.code, error.place) from error
@@ -145,25 +146,24 @@ class _Worker:
             raise
         except (Exception, SystemExit) as error:
             log.warning("rank %d cannot be set up", self._rank.number, exc_info=True)
-            # What torch says of a device is a RuntimeError; whether the device or the model is to blame, the other
-            # ranks find out.
-            is_of_device = self._rank.device != "cpu" and isinstance(error, RuntimeError)
-            raise self._setup_error(_with_type(error), "device_failed" if is_of_device else "setup_failed") from error
+            # Device errors of torch are RuntimeErrors. If the model is to blame instead, the other ranks fail as well.
+            may_be_device = self._rank.device != "cpu" and isinstance(error, RuntimeError)
+            raise self._setup_error(_with_type(error), "device_failed" if may_be_device else "setup_failed") from error
 
     def _check_node(self) -> None:
         if (found := self._stage.input) is not None:
             found.check_node()
 
-    def _keep_to_one_kind(self) -> None:
-        """Refuse a device of another kind than that of the first rank: its output would have other bits."""
+    def _require_same_device_kind(self) -> None:
+        """Raise DeviceError if the first rank had another kind of device, whose output would differ."""
         kind = self._processor.device_kind
         if not kind:
             return
         first = create_once(self._stage.ranks.device_kind, kind.encode()).decode(errors="replace")
         if first != kind:
             raise self._setup_error(
-                f"the stage keeps to the kind of device of its beginning, {first}, and this is {kind}, whose output "
-                "has other bits: run it there, or begin it anew with --restart",
+                f"the stage was started on {first}, and this device, {kind}, gives different bits; use the same kind "
+                "of device, or start the stage over with --restart",
                 "other_device",
             )
 
@@ -178,43 +178,43 @@ class _Worker:
         )
 
     def _attempt(self, unit: Unit, generation: int, following: Unit | None) -> None:
-        """Try a unit once; the begin and the end are noted where all ranks see them.
+        """Attempt a unit once, and note its start and its end.
 
         Args:
             following: the unit that will probably be next.
 
         Raises:
-            Replace: this process may be unable to do any unit.
-            SharmillError: the rank cannot go on.
+            Replace: this process may be unable to process any unit.
+            SharmillError: the rank cannot continue.
         """
-        log.info("unit %d begins: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
+        log.info("unit %d starts: %d records, %.1f s of audio", unit.index, unit.size, unit.cost)
         record, began = self._progress.record, time.monotonic()
         record.unit, record.generation, record.unit_began = unit.index, generation, time.time()
         record.unit_limit = self._stage.options.time_limit(unit)
-        # Where it ends this process, its parent notes that.
+        # The parent must know the unit, to note the failure if the attempt kills this process.
         self._parent.tell(record)
         end = partial(self._end, unit.index, generation)
         self._processor.expect(following)
         try:
             commit = self._visibility.retry_until_visible(lambda: self._commit(unit, generation))
         except KeyboardInterrupt:
-            end(*judge_leave(time.monotonic() - began, self._rank.job_seconds))
+            end(*classify_exit(time.monotonic() - began, self._rank.job_seconds))
             raise
         except (ConfigError, FatalError, ImportError) as error:
-            # The unit is not to blame. On a disk that takes no note, the error of the work is to be told.
+            # The unit is not to blame. If the note cannot be written either, the original error is still raised.
             with suppress(SharmillError):
                 end("released", str(error))
             raise
         except (Exception, SystemExit) as error:
             log.warning("unit %d failed", unit.index, exc_info=True)
-            # What was removed with the plan fails in as many ways as there are files.
+            # If the plan was replaced and its files were removed, do not blame the unit.
             require_current(self._stage)
             end("failed", _with_type(error), "".join(traceback.format_exception(error)))
-            # It may be this process that is broken.
+            # A device error or two failures in a row suggest that this process is broken.
             self._failures_in_a_row += 1
             is_broken = is_device_error(error) or self._failures_in_a_row >= 2
             if is_broken and self._rank.is_replaced:
-                log.warning("rank %d makes way for a fresh process", self._rank.number)
+                log.warning("rank %d will be replaced by a fresh process", self._rank.number)
                 raise Replace from None
             return
         finally:
@@ -222,7 +222,7 @@ class _Worker:
             record.unit_cost_done = 0.0
             self._progress.write_soon(self._log.size)
         if commit is None:
-            log.info("unit %d was taken by another rank", unit.index)
+            log.info("unit %d was taken over by another rank", unit.index)
             return
         self._failures_in_a_row = 0
         record.units_done += 1
@@ -232,18 +232,18 @@ class _Worker:
                  commit.rejects)  # fmt: skip
 
     def _end(self, unit: int, generation: int, kind: NoteKind, message: str, traceback: str = "") -> None:
-        """Note how an attempt has ended without a commit."""
+        """Note the end of an attempt without a commit."""
         note = Note(
             kind=kind, slot=self._rank.slot, launch=self._claims.launch.id, owner=self._rank.owner, unit=unit,
             generation=generation, message=message, traceback=traceback,
         )  # fmt: skip
-        with suppress(FileNotFoundError):  # the folder may have gone with the plan
+        with suppress(FileNotFoundError):  # the folder may have been removed together with the plan
             self._log.append(note)
 
     def _commit(self, unit: Unit, generation: int) -> Commit | None:
-        """Process, publish and commit a unit, and return the commit, or None if another rank has taken the unit."""
+        """Process, publish and commit a unit; return the commit, or None if another rank has taken over the unit."""
         started = time.monotonic()
-        take_delays()  # those of an attempt that failed
+        take_delays()  # discard the delays of an attempt that failed
         try:
             with self._staging.write_errors(WRITE_ERRNOS):
                 output = self._processor.process(unit, self._staging, partial(self._advance, unit))
@@ -296,7 +296,7 @@ class _Worker:
         return commit
 
     def _advance(self, unit: Unit, cost: float) -> None:
-        """Note that more of a unit is done; once a second, tell those who watch."""
+        """Add to the progress of a unit; once a second, let the parent look at the stage."""
         record = self._progress.record
         record.unit_cost_done = min(record.unit_cost_done + cost, unit.cost)
         if time.monotonic() - self._reported >= 1.0:
@@ -304,15 +304,16 @@ class _Worker:
             self._parent.wait(0.0)
 
     def _note_error(self, error: SharmillError) -> None:
-        """Note why this rank ends: what ends the stage for all, or what is wrong with its slot alone.
+        """Note the error that ends this rank: it either stops the stage or concerns only this slot.
 
         Raises:
-            FatalError: the plan is not the present one any more.
+            FatalError: the plan has been replaced.
         """
         require_current(self._stage)
         if error.code == "superseded_plan":
             return
-        kind: NoteKind = "failed" if isinstance(error, DeviceError) or error.code in _OF_SLOT else "stopped"
+        is_of_slot = isinstance(error, DeviceError) or error.code in _SLOT_ERROR_CODES
+        kind: NoteKind = "failed" if is_of_slot else "stopped"
         note = Note(
             kind=kind, slot=self._rank.slot, launch=self._claims.launch.id, owner=self._rank.owner,
             **stored_fields(error),
@@ -322,28 +323,28 @@ class _Worker:
             self._progress.write_soon(self._log.size)
         except SharmillError as failed:
             if self._rank.is_replaced:
-                # For the supervisor this is not the end of a rank that has noted why.
-                raise OSError(f"the end of the rank cannot be noted: {failed}") from failed
+                # Any other error tells the supervisor that this rank has not noted why it ended.
+                raise OSError(f"the error of the rank cannot be noted: {failed}") from failed
             log.warning("%s", failed)
 
 
-def judge_leave(seconds: float, job_seconds: float | None) -> tuple[NoteKind, str]:
-    """Return how an attempt has ended whose rank had to leave after so many seconds, and a sentence about it.
+def classify_exit(seconds: float, job_seconds: float | None) -> tuple[NoteKind, str]:
+    """Return the kind of note, and a message, for an attempt whose rank was told to stop after so many seconds.
 
-    It has failed if the unit had most of the time that any unit can have in a job.
+    The attempt counts as failed if it ran for more than half of the time limit of a job.
     """
-    left = f"its rank had to leave after {seconds:.0f} s"
+    left = f"its rank was told to stop after {seconds:.0f} s"
     if job_seconds is None or seconds <= 0.5 * job_seconds:
         return "released", left
-    remedy = "if the unit hangs, set executor.unit_time_limit to less; if it is slow, give jobs more time"
-    return "failed", f"{left}, more than half of the time of a job: {remedy}"
+    remedy = "if the unit hangs, lower executor.unit_time_limit; if it is slow, raise the time limit of jobs"
+    return "failed", f"{left}, more than half of the time limit of a job: {remedy}"
 
 
 def scratch_folder(scratch: str | None) -> Path | None:
     """Return the folder that ``executor.scratch`` names on this machine.
 
     Raises:
-        DeviceError: there is none; other machines may have one.
+        DeviceError: this machine has no such folder; others may have one.
     """
     if scratch is None:
         return None
@@ -351,7 +352,8 @@ def scratch_folder(scratch: str | None) -> Path | None:
     if not path.is_absolute() or not path.is_dir():
         host = socket.gethostname()
         raise DeviceError(
-            f"executor.scratch {scratch} is no folder on {host}: it is {path}; name one that every node has",
+            f"executor.scratch {scratch} is not a folder on {host} (it stands for {path}); name a folder that every "
+            "node has",
             place=host,
             code="disk",
         )

@@ -32,7 +32,7 @@ from sharmill.engine.parent import Rank
 from sharmill.engine.progress import BEATS_PER_LEASE, RankProgress, mark_ended
 from sharmill.engine.stage import StageRun
 from sharmill.engine.watch import Watcher
-from sharmill.engine.work import Replace, judge_leave, work
+from sharmill.engine.work import Replace, classify_exit, work
 from sharmill.errors import ConfigError, PrintableFormatter, SharmillError, one_line
 from sharmill.files.forks import ForkedProcess, ForkServer, end_with_server
 from sharmill.files.host import (
@@ -323,7 +323,7 @@ class Supervisor:
                 self._wait_and_look()
             state = self.watcher.state
             if not state.ended and all(is_among(slot, state.out) for slot in self._slots.values()):
-                raise read_attempts(self.stage).all_out_error(self.stage.name, self.stage.dir.logs)
+                raise read_attempts(self.stage).all_excluded_error(self.stage.name, self.stage.dir.logs)
             return state.ended
         except FileNotFoundError:
             # The folders have gone with the plan.
@@ -445,7 +445,7 @@ class Supervisor:
         if progress is not None and progress.unit is not None:
             kind: NoteKind = "failed"
             if told:
-                kind, why = judge_leave(time.monotonic() - child.unit_since, self.job_seconds)
+                kind, why = classify_exit(time.monotonic() - child.unit_since, self.job_seconds)
             words = f"{why}; its log is {self.stage.dir.rank_log(rank.number)}"
             self._note(rank, kind, words, progress.unit, progress.generation)
         elif not (told or exitcode in (_LEFT, _NOTED)):

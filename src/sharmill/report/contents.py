@@ -187,7 +187,7 @@ def _make_work(facts: Facts) -> Markup | None:
             chart, note = _by_rank(
                 shares, "%", f"{view.name}: the share of its time in which the GPU of each rank works"
             )
-            ranks.append(figure(f"Work of the GPUs of {view.name}, by rank", chart, pace.hindrance or note))
+            ranks.append(figure(f"Work of the GPUs of {view.name}, by rank", chart, pace.bottleneck or note))
     return render("work.html", rows=views, charts=charts, ranks=ranks) if charts or views else None
 
 

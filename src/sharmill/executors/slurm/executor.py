@@ -292,8 +292,8 @@ class SlurmExecutor(Executor):
         before = launch.begun
         if len(before) < MAX_FAILURES or set(before[-MAX_FAILURES:]) != {attempts.num_ended}:
             return
-        if attempts.slots_out():
-            raise attempts.all_out_error(stage.name, stage.dir.logs)
+        if attempts.excluded_slots():
+            raise attempts.all_excluded_error(stage.name, stage.dir.logs)
         reason = find_reason(self.run_dir.jobs, begun)
         raise FatalError(
             f"{stage.name}: the ranks ended {MAX_FAILURES} times without doing a unit: "

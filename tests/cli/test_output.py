@@ -122,7 +122,7 @@ def test_doctor_looks_at_the_machine(tmp_path, printed):
     with mock.patch.object(machine.shutil, "which", return_value=None):
         found = {one["name"]: one for one in json.loads(printed("doctor", "--folder", tmp_path, "--json"))}
     assert {"python", "torch", "GPUs", "file system", "free space", "SLURM", "Ray"} <= set(found)
-    assert found["SLURM"]["found"] == "none here"
+    assert found["SLURM"]["found"] == "not installed here"
     assert not any(one["to_do"] for one in found.values())
     assert [*tmp_path.iterdir()] == []
 
@@ -131,7 +131,7 @@ SPACE = SimpleNamespace(f_bavail=1000, f_frsize=4096, f_files=10**6, f_favail=12
 VERSIONS = defaultdict(lambda: "1.0", torch="1.0", torchaudio="2.0", lhotse="absent")
 # What the machine lacks: what answers so, the check, and words of the remedy.
 LACKING = [
-    ("shutil.which", {"return_value": None}, "SLURM", "none here"),
+    ("shutil.which", {"return_value": None}, "SLURM", "not installed here"),
     ("os.statvfs", {"return_value": SPACE}, "free space", "make room"),
     ("os.statvfs", {"return_value": SPACE}, "shared memory", "--shm-size"),
     ("os.statvfs", {"return_value": SPACE}, "free inodes", "small files"),

@@ -161,7 +161,7 @@ QUEUES = {
                 ["rank job 8 and 1 more: PENDING (Priority)", "advance job 10: PENDING"]),
     "gone": ([], None, "stopped", 1, [GONE]),
     "not to be asked": (None, None, "in the queue", 0,
-                        ["it is not known whether its jobs are left: there is no squeue here"]),
+                        ["it is not known whether its jobs are left: squeue was not found"]),
     "cancelled": ([], RunOutcome(state="cancelled", message="cancelled by ann"), "stopped", 1,
                   ["run: cancelled since 2026-03-01 12:00:00: cancelled by ann"]),
 }  # fmt: skip

@@ -89,7 +89,7 @@ def test_a_cluster_that_never_answers_is_named(join, errors):
 @pytest.mark.parametrize("scheme", ["", "ray://"])
 @pytest.mark.parametrize("variable", ["RAY_ADDRESS", "executor.address"])
 @pytest.mark.parametrize(
-    ("answer", "told"), [(b"HTTP/1.1 400 Bad Request", "another service listens there"), (None, "Connection refused")]
+    ("answer", "told"), [(b"HTTP/1.1 400 Bad Request", "another service is listening"), (None, "Connection refused")]
 )
 def test_an_address_without_a_cluster_is_never_left_to_ray(join, monkeypatch, scheme, variable, answer, told):
     with listening(answer or b"") as address:

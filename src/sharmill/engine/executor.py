@@ -16,7 +16,7 @@ Unlocked = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Submitted:
-    """Submitted jobs: ranks, and a driver job that continues the run after them.
+    """Submitted jobs: ranks, and an advance job that continues the run after them.
 
     Attributes:
         message: one sentence about the submission.

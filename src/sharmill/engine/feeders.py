@@ -317,10 +317,10 @@ class Feeders(Generic[Task, Result]):
                 bundle[number].add(part)
             else:
                 bundle[number].end(failure, trace)
-        for request in bundle[: answers.at_hand]:
+        for request in bundle[: answers.current]:
             if not request.is_done:
                 request.end(*answers.failure)
-        if answers.at_hand is None:
+        if answers.current is None:
             feeder.bundles.popleft()
             feeder.seconds -= sum(request.seconds for request in bundle)
             feeder.num_answered += 1
@@ -330,10 +330,10 @@ class Feeders(Generic[Task, Result]):
 
     def _replace(self, feeder: _Feeder, how: str) -> None:
         """Replace a feeder that has ended. Its current task has failed."""
-        at_hand, bundle = feeder.board[:2]
+        current, bundle = feeder.board[:2]
         is_blamed = bool(
             # The board may name a task that the feeder has already answered.
-            feeder.bundles and bundle == feeder.num_answered % 256 and at_hand < len(feeder.bundles[0])
+            feeder.bundles and bundle == feeder.num_answered % 256 and current < len(feeder.bundles[0])
         )  # fmt: skip
         self._num_lost = 0 if is_blamed else self._num_lost + 1
         if self._num_lost > _MOST_LOST:
@@ -343,7 +343,7 @@ class Feeders(Generic[Task, Result]):
         feeder.line.close()
         self._feeders[self._feeders.index(feeder)] = fresh
         if is_blamed:
-            failed = feeder.bundles[0][at_hand]
+            failed = feeder.bundles[0][current]
             failed.end(UnitFailed(f"the process that decoded {failed.task} {how}", code="process_ended"))
         for given in feeder.bundles:
             left = [request for request in given if not (request.is_done or request.is_dropped)]
@@ -422,9 +422,9 @@ def _feed(pipe: Connection, file: int, pickled: bytes) -> None:
     line = Line(pipe, board[2:])
     started = time.process_time()
 
-    def answer(parts: list[_Part], at_hand: int | None, failure: tuple[Exception | None, str] = (None, "")) -> None:
+    def answer(parts: list[_Part], current: int | None, failure: tuple[Exception | None, str] = (None, "")) -> None:
         memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        line.send(_Answers(parts, at_hand, failure, time.process_time() - started, memory_mb), keep=bool(parts))
+        line.send(_Answers(parts, current, failure, time.process_time() - started, memory_mb), keep=bool(parts))
 
     with suppress(EOFError, ConnectionError):
         for bundle in count():
@@ -457,13 +457,13 @@ class _Answers(NamedTuple):
 
     Attributes:
         parts: parts of the results of its bundle's tasks.
-        at_hand: the number of the current task; all tasks before it are done. None if the whole bundle is done.
-        failure: the error and the traceback for all finished tasks without an answer, if any.
+        current: the number of the current task; all tasks before it are done. None if the whole bundle is done.
+        failure: an error and its traceback for all finished tasks except those with an error of their own.
         cpu_seconds, memory_mb: processor time since the start of the feeder, and its peak memory.
     """
 
     parts: list[_Part]
-    at_hand: int | None
+    current: int | None
     failure: tuple[Exception | None, str]
     cpu_seconds: float
     memory_mb: float

@@ -61,7 +61,7 @@ def _reads(stage: type[Stage], kind: str) -> bool:
 
 
 def dependent_stages(config: Config, kind: str) -> list[str]:
-    """Return a kind of stage and all kinds that depend on it, directly or indirectly, in the order in which they run."""
+    """Return a kind of stage and all kinds that depend on it, directly or indirectly, in order of execution."""
     classes, dependents = stage_classes(config), {kind}
     for other, stage in classes.items():
         if "*" in stage.after or any(_reads(stage, one) for one in dependents):

@@ -1,4 +1,4 @@
-"""Executors that a configuration can name: the keys of all, what they are asked, and the executor of this machine."""
+"""Executors that a configuration can name: their common keys and interface, and the executor for this machine."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +27,7 @@ from sharmill.files.trust import require_trusted_owner
 
 
 class Check(msgspec.Struct, frozen=True):
-    """A thing of this machine that was looked at: what was found, and what to do where that is off."""
+    """The result of one check of this machine: the finding, and what to do if there is a problem."""
 
     name: str
     found: str
@@ -36,67 +36,70 @@ class Check(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ConfiguredExecutor(Executor):
-    """Place where the stages run. SLURM has no key here: `sharmill submit` takes a cluster profile.
+    """Place where the stages run. SLURM has no key here, because `sharmill submit` takes a cluster profile.
 
-    A subclass is a frozen dataclass with its further keys, whose ``kind`` is its name in the registry. It starts
-    supervisors, whose ranks do the units.
+    A subclass is a frozen dataclass with its own further keys, whose ``kind`` is its name in the registry. It starts
+    supervisors, whose ranks process the units.
 
     Attributes:
-        runs_here: its ranks are on this machine alone.
-        goes_on: attempts of ranks that have ended before count on.
+        runs_here: True if all its ranks are on this machine.
+        keeps_attempts: True if attempts of earlier ranks still count.
     """
 
     runs_here: ClassVar[bool] = False
-    goes_on: ClassVar[bool] = False
+    keeps_attempts: ClassVar[bool] = False
 
     kind: str = field(default="local", kw_only=True)
-    """``local``: processes on this machine. ``ray``: actors on a Ray cluster. Or an executor of another package:
-    ``python:package.module:Class``."""
+    """``local``: processes on this machine. ``ray``: actors on a Ray cluster. ``python:package.module:Class``: an
+    executor from another package."""
     workers: Positive | Literal["auto"] = "auto"
-    """Number of ranks. ``auto``: one per visible GPU for match and encode where there are any, else one per core. ``1``
-    on the CPU runs inside the process, so that a debugger works."""
+    """Number of ranks. ``auto``: one per visible GPU for match and encode if there are any, otherwise one per core.
+    ``1`` on the CPU runs inside the main process, so that a debugger works."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of match and encode. ``auto``: a GPU for each rank where there are any; a job that was given GPUs and
-    finds none is refused. ``cuda``: GPUs or nothing; on Ray, wait for GPU nodes. ``cpu``: no GPU is touched."""
+    """Device for match and encode. ``auto``: a GPU for each rank if there are any; a job that was allocated GPUs but
+    finds none ends with an error. ``cuda``: only GPUs; on Ray, wait for GPU nodes. ``cpu``: no GPU is used."""
     feeders: Annotated[int, msgspec.Meta(ge=0)] | Literal["auto"] = "auto"
-    """Processes of each rank of match and encode that read and decode audio ahead of its model. ``auto``: one for each
-    of its cores but one where the rank has a GPU, 16 at most; none on the CPU, where the model takes the core. ``0``:
-    the rank decodes."""
+    """Number of processes that read and decode audio ahead of the model, for each rank of match and encode. ``auto``:
+    if the rank has a GPU, one per core except for one core, at most 16; none on the CPU, where the model needs the
+    core. ``0``: the rank itself decodes."""
     unit_time_limit: Above0 | Literal["auto"] | None = "auto"
-    """Seconds that an attempt at a unit may take, on SLURM too; a slower rank is ended with a traceback in its log and
-    replaced, and the attempt has failed. ``auto``: ten for each second of audio or record of the unit, and an hour at
-    least; none where ``workers: 1`` runs inside the process, which a number prevents. ``null``: no limit."""
+    """Time limit for an attempt at a unit, in seconds, on SLURM too. A slower rank is ended with a traceback in its log
+    and replaced, and the attempt counts as failed. ``auto``: ten seconds for each second of audio or each record of the
+    unit, but at least an hour. ``workers: 1`` runs inside the main process only with ``auto`` or ``null``, and has no
+    limit then. ``null``: no limit."""
     scratch: str | None = None
-    """Folder on a disk of each node, such as ``$TMPDIR`` of the node: there ranks write the files of a unit, before
-    they copy them beside the dataset. ``null``: they write beside it at once."""
+    """Folder on a local disk of each node, such as ``$TMPDIR``. Ranks write the files of a unit there before they copy
+    them to the disk of the dataset. ``null``: they write directly to the disk of the dataset."""
     seconds_until_seen: NotNegative = 60.0
-    """Seconds until every node sees what another has written, on SLURM and Ray: so long files of others are waited for.
-    NFS keeps names for 60 at most by default (``acdirmax``). Coherent file systems (Lustre, GPFS, CephFS) need none:
-    0."""
+    """Longest delay, in seconds, until every node sees a file that another node has written, on SLURM and Ray. Ranks
+    wait this long for files of others. NFS caches names for up to 60 s by default (``acdirmax``). Coherent file systems
+    (Lustre, GPFS, CephFS) need 0."""
     least_seconds_per_rank: NotNegative | None = None
-    """Least predicted seconds of work of a rank on SLURM: no more ranks are submitted, where the pace of the stage
-    is known by a pilot (`sharmill calibrate`) or units done. ``null``: four times what starting a rank and loading
-    its model took in the pilot. ``0``: as many ranks as the profile allows."""
+    """Minimum predicted work per rank on SLURM, in seconds. It limits the number of ranks if the pace of the stage is
+    known from a pilot (`sharmill calibrate`) or from completed units. ``null``: four times the time that starting a
+    rank and loading its model took in the pilot. ``0``: as many ranks as the profile allows."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Least level of lines in logs of ranks. ``DEBUG`` adds rejects."""
+    """Lowest level of messages in the logs of ranks. ``DEBUG`` adds rejects."""
 
     @classmethod
     def examine(cls) -> Iterator[Check]:
-        """Yield what `sharmill doctor` is to tell about executors of this class on this machine."""
+        """Yield the checks of `sharmill doctor` for executors of this class on this machine."""
         yield from ()
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError where the runs of a configuration cannot work here."""
+        """Raise ConfigError if the runs of a configuration cannot work here."""
 
     def run(
         self, stage: StageRun, units: Sequence[Unit], listener: Listener,
         unlocked: Unlocked = nullcontext,
     ) -> StageResult:  # fmt: skip
-        """Do the units, and return those that failed for good; see ``engine.executor.Executor``."""
-        # Ranks of other nodes may come later than those that are there.
+        """Process the units, and return those that failed for good; see ``engine.executor.Executor``."""
+        # Ranks on other nodes may join later than the first ones.
         join_seconds = 0.0 if self.runs_here else stage.options.lease_seconds
         most = max(1, min(self.num_ranks(stage, units), len(units)))
-        with driven_launch(stage, units, most, join_seconds=join_seconds, goes_on=self.goes_on) as numbers:
+        with driven_launch(
+            stage, units, most, join_seconds=join_seconds, keeps_attempts=self.keeps_attempts
+        ) as numbers:
             watcher = Watcher(stage, units, listener)
             try:
                 with unlocked():
@@ -107,19 +110,20 @@ class ConfiguredExecutor(Executor):
 
     @abstractmethod
     def num_ranks(self, stage: StageRun, units: Sequence[Unit]) -> int:
-        """Return the number of ranks that are wanted; there are never more than units."""
+        """Return the number of ranks to start; it is limited to the number of units."""
 
     @abstractmethod
     def supervise(self, stage: StageRun, numbers: Sequence[int], watcher: Watcher) -> None:
-        """Start ranks with these numbers, and return when they have ended; have the watcher ``look`` meanwhile.
+        """Start ranks with these numbers, and return when they have ended; meanwhile, call the watcher's ``look``.
 
-        A ``Supervisor`` runs ranks in this process's environment; ``supervise_rank`` does so in a process elsewhere.
+        To run ranks on this machine, use a ``Supervisor``. To run one rank in a process elsewhere, call
+        ``supervise_rank`` there.
         """
 
 
 @dataclass(frozen=True)
 class LocalExecutor(ConfiguredExecutor):
-    """Runs a stage on ``workers`` ranks of this machine (a number, or ``auto``), on GPUs as ``device`` says."""
+    """Runs a stage on this machine, with ``workers`` ranks on the devices chosen by ``device``."""
 
     runs_here: ClassVar[bool] = True
 
@@ -132,14 +136,14 @@ class LocalExecutor(ConfiguredExecutor):
 
     def supervise(self, stage: StageRun, numbers: Sequence[int], watcher: Watcher) -> None:
         devices = self._devices(stage)[: len(numbers)]
-        # A device may break its process, and a time limit kills it.
+        # A rank with a GPU or a time limit needs its own process, which the device may break or the limit may end.
         has_limit = isinstance(stage.options.unit_time_limit, float | int)
         is_inline = str(self.workers) == "1" and devices[0].kind == "cpu" and not has_limit
         with logging_to(stage.dir.rank_log(numbers[0]) if is_inline else stage.dir.driver_log, stage.options.log_level):
             watcher.look()
             if is_inline:
                 rank = Rank(numbers[0], devices[0].slot(numbers[0]), "cpu", is_replaced=False, most_pause=1.0)
-                # The next stage of this process may use the GPUs that this one must not see.
+                # Hide the GPUs only during this stage, because the next stage in this process may need them.
                 with variable(VISIBLE, ""):
                     work(stage, rank, watcher)
             else:
@@ -152,9 +156,9 @@ class LocalExecutor(ConfiguredExecutor):
 
 
 class JoiningExecutor(LocalExecutor):
-    """Adds ranks of this machine to a run that was begun elsewhere."""
+    """Adds ranks of this machine to a run that was started elsewhere."""
 
-    goes_on: ClassVar[bool] = True
+    keeps_attempts: ClassVar[bool] = True
 
 
 @contextmanager
@@ -162,12 +166,12 @@ def run_alone(
     declaration: Stage, run_dir: RunDir, *, workers: int | Literal["auto"] = "auto", listener: Listener | None = None,
     restart: bool = False, resumes: bool = True,
 ) -> Iterator[tuple[StageRun, StageResult]]:  # fmt: skip
-    """Run a stage that belongs to no dataset's run, and provide it with its result; its run directory goes at the end.
+    """Run a stage that belongs to no dataset, and yield it with its result; its run directory is removed at the end.
 
     Args:
-        run_dir: a run directory of its own.
-        restart: discard what an interrupted run has left, instead of going on.
-        resumes: an interrupted run leaves its state for the next to go on from; else it leaves nothing.
+        run_dir: a run directory for this stage only.
+        restart: discard the state of an interrupted run instead of resuming it.
+        resumes: True if an interrupted run leaves its state for the next one to resume; otherwise it leaves nothing.
 
     Raises:
         ConfigError: the run directory is locked by another process, or the stage cannot be planned.
@@ -186,13 +190,13 @@ def run_alone(
                         reasons = "; ".join(dict.fromkeys(error.message for error in result.failures.values()))
                         raise FatalError(f"{stage.root} is not finished: {reasons}", code="units_failed")
                     yield stage, result
-                # At once, so that no later run takes what a killed process has left of it for a state to go on from.
+                # Rename it away in one step: a later run must not resume from a half removed state.
                 remove_at_once(stage.dir.path)
             finally:
                 if not resumes and stage.dir.token_file.exists():
                     remove_at_once(stage.dir.path)
                 if not stage.dir.token_file.exists():
-                    # It is finished, or nothing was begun; a run that ended may have been killed while it removed this.
+                    # The stage is finished or was never planned. An earlier run may have been killed while cleaning up.
                     remove_temp_files(run_dir.path, {stage.dir.path.name})
                     for path in (run_dir.id, run_dir.reserved):
                         path.unlink(missing_ok=True)

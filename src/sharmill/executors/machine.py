@@ -1,4 +1,4 @@
-"""The state of this machine: versions, GPUs, the file system of a folder, and the clusters that can be reached."""
+"""Checks of this machine: versions, GPUs, the file system of a folder, and the reachable clusters."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ _NEEDED: Final = ("torch", "torchaudio", "lhotse", "numpy", "soundfile")
 
 
 def examine_machine(folder: Path) -> Iterator[Check]:
-    """Yield what was found on this machine and in the file system of ``folder``, where datasets are to be made."""
+    """Yield the checks of this machine and of the file system of ``folder``, which is meant for datasets."""
     yield Check("python", f"{platform.python_version()} on {platform.platform()}")
     families = [registry.load(name) for registry in (ENCODERS, CODECS) for name in registry.own]
     of_models = dict.fromkeys(package for family in families for package in family.packages)
@@ -32,12 +32,12 @@ def examine_machine(folder: Path) -> Iterator[Check]:
     torch, torchaudio = (found[package].partition("+")[0] for package in ("torch", "torchaudio"))
     to_do = {package: f"pip install {package}" for package in _NEEDED if found[package] == "absent"}
     if not to_do.keys() & {"torch", "torchaudio"} and torch != torchaudio:
-        to_do["torchaudio"] = f"pip install torchaudio=={torch}: it is built for one version of torch"
+        to_do["torchaudio"] = f"pip install torchaudio=={torch}: torchaudio must have the same version as torch"
     for package in _NEEDED:
         yield Check(package, found[package], to_do.get(package, ""))
-    # A dataset may need none of them.
+    # Missing optional packages are no problem, since a dataset may need none of them.
     yield Check("optional", ", ".join(f"{package} {found[package]}" for package in optional))
-    yield Check("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in all")
+    yield Check("cores", f"{len(os.sched_getaffinity(0))} for this process, {os.cpu_count()} in total")
     yield _examine_shared_memory()
     yield _examine_gpus()
     yield from _examine_folder(folder)
@@ -50,7 +50,7 @@ def examine_machine(folder: Path) -> Iterator[Check]:
 
 
 def _examine_shared_memory() -> Check:
-    """Return what is free where workers of torch's loaders put their batches."""
+    """Check the free shared memory, in which worker processes of torch's DataLoader pass their batches."""
     try:
         space = os.statvfs(_SHARED_MEMORY)
     except OSError as error:
@@ -61,7 +61,7 @@ def _examine_shared_memory() -> Check:
     return Check(
         "shared memory",
         found,
-        "" if free >= 1e9 else "workers of a training's loader need more: start the container with docker run "
+        "" if free >= 1e9 else "worker processes of a DataLoader need more: start the container with docker run "
         "--shm-size=8g, or mount a larger tmpfs there",
     )  # fmt: skip
 
@@ -74,21 +74,21 @@ def _examine_gpus() -> Check:
         try:
             return Check("GPUs", f"{len(gpus)}: {check_device('cuda')}; driver {driver_version()}")
         except DeviceError as error:
-            return Check("GPUs", f"{len(gpus)}, which cannot be used", str(error))
+            return Check("GPUs", f"{len(gpus)}, but they cannot be used", str(error))
     if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
-        return Check("GPUs", "there is one, and torch finds none", explain_missing())
-    return Check("GPUs", "none: match and encode run on cores")
+        return Check("GPUs", "this machine has a GPU driver, but torch finds no GPU", explain_missing())
+    return Check("GPUs", "none: match and encode run on the CPU")
 
 
 def _examine_folder(folder: Path) -> Iterator[Check]:
-    """Yield what the file system of a folder can do; what is tried there is removed again."""
+    """Yield the checks of the file system of a folder, with the help of temporary files there."""
     place = folder.resolve()
     try:
         with tempfile.TemporaryDirectory(prefix="sharmill-doctor-", dir=folder) as name, FolderLock(Path(name)):
             write_atomic(Path(name) / "file", b"1")
     except (OSError, SharmillError) as error:
         yield Check("file system", f"{place} cannot be used: {error}",
-                    "choose a folder on a file system with locks that you may write to")  # fmt: skip
+                    "choose a writable folder on a file system that supports locks")  # fmt: skip
         return
     yield Check("file system", f"locks and atomic writes work in {place}")
     space = os.statvfs(folder)
@@ -98,7 +98,7 @@ def _examine_folder(folder: Path) -> Iterator[Check]:
         f"{free / 1e9:,.1f} GB",
         "" if free >= 10e9 else "make room: an hour of speech with its contexts takes about 0.2 GB as FLAC",
     )
-    # Some file systems count no inodes, and say 0 of 0.
+    # File systems without a limit on inodes report 0 of 0.
     if space.f_files:
         yield Check(
             "free inodes",
@@ -109,7 +109,7 @@ def _examine_folder(folder: Path) -> Iterator[Check]:
 
 def _examine_slurm() -> Check:
     if shutil.which("sbatch") is None:
-        return Check("SLURM", "none here")
+        return Check("SLURM", "not installed here")
     try:
         said = subprocess.run(
             ["scontrol", "ping"], capture_output=True, text=True, errors="replace", check=False, timeout=10.0

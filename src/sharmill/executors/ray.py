@@ -1,9 +1,9 @@
 """The Ray executor: ranks are actors on the nodes of a cluster.
 
-Each actor is a supervisor of one rank, which takes its units itself. The driver asks for actors as long as units are
-missing, for one more than there is room for: so nodes that join later are used, an autoscaler sees the demand, and
-actors that died with their process or their node are replaced. An actor whose GPU or node cannot be used stays in its
-place, so that Ray gives that place to no other.
+Each actor is the supervisor of one rank, which claims its units itself. While units are missing, the driver requests
+one actor more than there is room for. Nodes that join later are therefore used, an autoscaler sees the demand, and
+actors that died with their process or node are replaced. An actor whose GPU or node cannot be used keeps its place, so
+that Ray does not give this place to another actor.
 """
 
 import logging
@@ -43,18 +43,18 @@ from sharmill.files.staging import remove_dead_attempts, token_staging
 
 log = logging.getLogger(__name__)
 
-# A client of gRPC begins with the preface of HTTP/2 and a frame of settings. A server answers with a frame of its own
-# settings, whose fourth byte is its type.
+# A gRPC client starts with the HTTP/2 preface and a SETTINGS frame. The server answers with its own SETTINGS frame. The
+# fourth byte of a frame is its type.
 _HTTP2_HELLO: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _HTTP2_SETTINGS: Final = b"\4"
 _PROBE_SECONDS: Final = 20.0
 
 
 def _import_ray() -> Any:
-    """Return Ray, which is imported where it is used only.
+    """Import and return Ray, which is optional.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         import ray
@@ -69,22 +69,22 @@ def _import_ray() -> Any:
 class RayExecutor(ConfiguredExecutor):
     """Runs a stage on at most ``workers`` actors of a Ray cluster (``auto``: as many as there is room for).
 
-    ``cores`` are set aside for each; a stage that uses GPUs gets one GPU as well, where the cluster has any (``device:
-    auto``) or in any case (``cuda``, for clusters whose GPU nodes come only when they are asked for).
+    Each actor gets ``cores`` cores. For a stage that uses GPUs, it also gets one GPU: with ``device: auto`` if the
+    cluster has any, with ``cuda`` always, for clusters that add GPU nodes only on demand.
     """
 
     kind: str = field(default="ray", kw_only=True)
     address: str = "auto"
     """Address of the Ray cluster."""
     cores: Positive = 1
-    """Cores set aside for each rank."""
+    """Number of cores reserved for each rank."""
 
     @classmethod
     def examine(cls) -> Iterator[Check]:
         yield Check("Ray", f"{versions('ray')['ray']}, RAY_ADDRESS is {os.environ.get('RAY_ADDRESS', 'not set')}")
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError where relative paths lead into a folder that Ray removes, or Ray is not installed."""
+        """Raise ConfigError if Ray is not installed, or relative paths lead into a folder that Ray removes."""
         _import_ray()
         paths = {"run_dir": config.run_dir, "dataset_dir": config.dataset_dir}
         for number, source in enumerate(config.sources):
@@ -93,8 +93,8 @@ class RayExecutor(ConfiguredExecutor):
         if relative and _is_in_copy():
             raise ConfigError(
                 f"{', '.join(relative)}, but a Ray job runs in a copy of the working directory that is removed "
-                "afterwards: give absolute paths on a file system that all nodes share, or the folder that relative "
-                "paths are meant from with `jobs/ray_job.py --root DIR`",
+                "afterwards: use absolute paths on a file system that all nodes share, or name the folder to which "
+                "relative paths refer with `jobs/ray_job.py --root DIR`",
                 code="bad_config_value",
             )
 
@@ -110,7 +110,7 @@ class RayExecutor(ConfiguredExecutor):
             with logging_to(stage.dir.driver_log, stage.options.log_level):
                 actors.run()
         finally:
-            # No actor is left that could do it for itself.
+            # No actor is left that could remove its own temporary files.
             remove_dead_attempts(token_staging(stage.root, stage.token))
 
     def _gpus(self, stage: StageRun) -> int:
@@ -120,7 +120,7 @@ class RayExecutor(ConfiguredExecutor):
 
 
 def _count_places(cores: int, gpus: int) -> int:
-    """Return the number of ranks that fit on the present nodes, were nothing else running on them."""
+    """Return the number of ranks that would fit on the present nodes if nothing else were running there."""
     wanted = {"CPU": cores, "GPU": gpus} if gpus else {"CPU": cores}
     nodes = [node["Resources"] for node in _import_ray().nodes() if node["Alive"]]
     return sum(min(int(node.get(name, 0) // number) for name, number in wanted.items()) for node in nodes)
@@ -132,12 +132,15 @@ class RankActor:
     def run(
         self, version: str, folder: Path | None, pickled: bytes, number: int, device: str, cores: int
     ) -> SharmillError | None:
-        """Do units until the stage has ended, or return the reason why this rank cannot; Ray would wrap a raised one.
+        """Process units until the stage has ended, or return the error that prevents this rank from working.
+
+        The error is returned rather than raised, because Ray would wrap an exception.
 
         Args:
-            version: that of the driver's sharmill.
-            folder: where relative paths start; None if the driver itself has only a copy that Ray made.
-            pickled: the stage. Unpacking it imports its modules.
+            version: the version of sharmill of the driver.
+            folder: the folder to which relative paths refer; None if the driver runs in a copy made by Ray.
+            pickled: the pickled stage; unpickling imports its modules.
+            number: the number of the rank.
         """
         if sharmill.__version__ != version:
             return _unlike(f"has sharmill {sharmill.__version__}, but the driver has {version}")
@@ -146,7 +149,8 @@ class RankActor:
                 os.chdir(folder)
         except OSError as error:
             return _unlike(
-                f"does not have the driver's folder {folder} ({error.strerror}): work in one that all nodes share"
+                f"does not have the driver's folder {folder} ({error.strerror}): start the driver in a folder that all "
+                "nodes share"
             )
         limit_cores(cores)
         stage: StageRun = pickle.loads(pickled)
@@ -156,7 +160,7 @@ class RankActor:
         except SharmillError as error:
             if is_current(stage):
                 return error
-        # The driver knows its plan. If that is the present one, this node does not see one of the two disks.
+        # The plan seems superseded. If the driver finds it current, one of the two disks is not visible on this node.
         folders = stage.ranks.path, token_staging(stage.root, stage.token)
         gone = " and ".join(str(folder) for folder in folders if not folder.is_dir())
         return _unlike(f"does not see {gone}: run_dir and dataset_dir must lie on file systems that all nodes share")
@@ -172,13 +176,13 @@ def _unlike(message: str) -> DeviceError:
 
 @dataclass
 class _Actors:
-    """The actors of a stage as the driver has them: asked for, awaited, held in bad places, and killed in the end.
+    """The actors of a stage in the driver, which requests them, keeps some in bad places, and kills them at the end.
 
     Attributes:
-        working: the number of the rank and the handle of each actor that has to work, by its call.
-        holding: the same of those that occupy a bad place.
-        given_up: why ranks cannot work in their places, by message.
-        deaths: how many actors have died since a rank was ready.
+        working: the rank number and the handle of each working actor, by its call.
+        holding: the rank number and the handle of each actor that occupies a bad place, by its call.
+        given_up: the errors of ranks that cannot work in their places, by message.
+        deaths: number of actors that have died since a rank was last ready.
     """
 
     stage: StageRun
@@ -193,7 +197,7 @@ class _Actors:
     deaths: int = 0
 
     def run(self) -> None:
-        """Keep ranks at work until the stage has ended.
+        """Keep ranks working until the stage has ended.
 
         Raises:
             FatalError: no place is left in which a rank can work, or actors cannot start.
@@ -203,44 +207,44 @@ class _Actors:
         try:
             while not self.watcher.look():
                 places, now = _count_places(self.cores, self.gpus), time.monotonic()
-                self._ask(pickled, places)
+                self._request_actors(pickled, places)
                 if self.watcher.num_ready or len(self.holding) < max(places, 1):
                     usable_at = now
-                # If ranks have worked, lost nodes may be replaced, as spot instances are.
+                # If ranks have worked before, wait for lost nodes to be replaced, such as spot instances.
                 elif now - usable_at >= (600.0 if self.watcher.num_done else 0.0):
                     raise list(self.given_up.values())[-1]
                 if now > warns_at and not self.watcher.num_ready:
                     warns_at = float("inf")
-                    log.error("%s: no actor is ready yet: they are loading (see %s), or wait for room in the cluster; "
-                              "each needs %d cores and %d GPUs, and there is room for %d", self.stage.name,
+                    log.error("%s: no actor is ready yet: actors are still loading (see %s) or waiting for room in the "
+                              "cluster; each needs %d cores and %d GPUs, and there is room for %d", self.stage.name,
                               self.stage.dir.logs, self.cores, self.gpus, places)  # fmt: skip
                 self._collect()
             self._await_end()
         finally:
             for _, actor in [*self.working.values(), *self.holding.values()]:
                 ray.kill(actor)
-            # An actor that is still alive would take the mark back with its next heartbeat.
+            # Wait first, because an actor that is still alive would undo the mark with its next heartbeat.
             self._await_end()
             self._mark_ended({number for number, _ in self.working.values()})
 
     def _await_end(self) -> None:
-        """Wait until all actors have ended, or for as long as they may take to leave."""
+        """Wait until all actors have ended, but at most ten seconds."""
         if self.working:
             _import_ray().wait(list(self.working), num_returns=len(self.working), timeout=10.0)
 
     def _mark_ended(self, numbers: set[int]) -> None:
-        """Note that ranks have ended which can no longer do so: their units are free at once, without a lease."""
+        """Give the last heartbeat of dead ranks, so that their units are released without waiting for a lease."""
         for rank in self.watcher.ranks:
             if rank.rank in numbers and not rank.ended:
                 mark_ended(self.stage.ranks.progress, rank.owner)
 
-    def _ask(self, pickled: bytes, places: int) -> None:
-        """Ask for as many ranks as are wanted; those in bad places are asked for elsewhere."""
+    def _request_actors(self, pickled: bytes, places: int) -> None:
+        """Request the missing actors, with replacements for actors in bad places."""
         most = places + 1 - len(self.holding) if self.workers == "auto" else int(self.workers)
         kind = _import_ray().remote(num_cpus=self.cores, num_gpus=self.gpus, scheduling_strategy="SPREAD")(RankActor)
         folder = None if _is_in_copy() else Path.cwd()
         for _ in range(min(most, len(self.watcher.notes.missing)) - len(self.working)):
-            # The slots of those that hold a place are out, and other drivers may have ranks.
+            # Do not reuse numbers of actors in bad places, whose slots are excluded, or of ranks of other drivers.
             taken = {number for number, _ in [*self.working.values(), *self.holding.values()]}
             taken |= {rank.rank for rank in self.watcher.ranks if not rank.ended}
             number = next(number for number in count(self.first_number) if number not in taken)
@@ -251,10 +255,10 @@ class _Actors:
             self.working[call] = number, actor
 
     def _collect(self) -> None:
-        """Wait a moment for calls to end, and handle those that have.
+        """Wait a moment for calls to end, and handle the ended ones.
 
         Raises:
-            FatalError: one actor after the other dies, and no rank is ready.
+            FatalError: actors die one after the other, and no rank is ready.
         """
         ray, calls = _import_ray(), self.working | self.holding
         ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=2.0)
@@ -270,7 +274,7 @@ class _Actors:
             except ray.exceptions.RayError as died:
                 error = None
                 log.warning("the actor of rank %d died: %s", number, died)
-                # Ray goes on placing actors on a node for some seconds after it has died.
+                # Tolerate several deaths, because Ray keeps placing actors on a dead node for some seconds.
                 self.deaths = 0 if self.watcher.num_ready else self.deaths + 1
                 if self.deaths >= MAX_FAILURES * len(calls):
                     raise self._cannot_start(died) from died
@@ -278,34 +282,33 @@ class _Actors:
                 # An actor that Ray cannot reach may still run, and must not continue beside its replacement.
                 ray.kill(actor)
                 continue
-            # To a rank, a plan that has been replaced and a disk that has gone from its node look the same.
+            # Check the plan here, because a rank cannot tell a replaced plan from a disk missing on its node.
             require_current(self.stage)
-            log.error("rank %d is given up, and its place is kept from others: %s", number, error)
+            log.error("rank %d is given up, and its place is kept occupied: %s", number, error)
             self.given_up[str(error)] = error
             self.watcher.given_up = list(self.given_up)
             self.holding[actor.hold_place.remote()] = number, actor
 
     def _cannot_start(self, error: Exception) -> FatalError:
-        # Ray tells the reason last.
+        # Ray's messages end with the reason.
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[-400:]}"
         return FatalError(
             f"{self.stage.name}: actors cannot start: {reason}; see {self.stage.dir.logs}. "
-            "Every node needs the same Python, Ray and sharmill as the driver",
+            "Every node needs the same versions of Python, Ray and sharmill as the driver",
             code="no_ranks",
         )
 
 
 def connect(address: str) -> None:
-    """Join the cluster as a driver, unless this process has already.
+    """Connect to the cluster as a driver, unless this process is connected already.
 
     Raises:
-        ConfigError: there is no cluster at ``address``.
+        ConfigError: no cluster is running at ``address``.
     """
     ray = _import_ray()
     if ray.is_initialized():
         return
-    # A cluster that has just been started, or is busy, may take longer than Ray waits. A ConnectionError says that
-    # nothing is there.
+    # Retry, because a busy or new cluster may need longer than Ray waits. A ConnectionError means that there is none.
     retrying = Retrying(
         stop=stop_after_attempt(3), wait=wait_fixed(5),
         retry=retry_if_exception_type(RuntimeError), before_sleep=lambda state: ray.shutdown(), reraise=True,
@@ -319,21 +322,23 @@ def connect(address: str) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         where = "no Ray cluster is running here" if address == "auto" else f"there is no Ray cluster at {address}"
         raise ConfigError(
-            f"{where} ({one_line(error)}); start one with `ray start --head`, "
-            "submit with `ray job submit`, or name one with executor.address=HOST:PORT",
+            f"{where} ({one_line(error)}); start a cluster with `ray start --head`, "
+            "submit the run with `ray job submit`, or name a cluster with executor.address=HOST:PORT",
             code="no_cluster",
         ) from error
     finally:
-        # Ray installs its own, which would turn a clean end into exit status 15.
+        # Restore the handler of SIGTERM, since Ray's own would turn a clean end into exit status 15.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
 
 
 def _probe(address: str) -> None:
-    """Look for a cluster where an address names a host and a port; Ray would try for minutes, and end this process.
+    """Check that a gRPC server answers, if an address names a host and a port.
+
+    Ray itself would try for minutes, and then end this process.
 
     Raises:
-        OSError: nothing there answers as gRPC does, which all parts of a cluster speak.
+        OSError: no gRPC server answers at the address.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal() or "://" in host:
@@ -341,24 +346,24 @@ def _probe(address: str) -> None:
     with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS) as probe:
         if os.environ.get("RAY_USE_TLS", "0") == "0":
             probe.sendall(_HTTP2_HELLO)
-            # The answer may come in parts.
+            # Read until the whole frame header has arrived.
             header, ends = b"", time.monotonic() + _PROBE_SECONDS
             while len(header) < 9 and (part := probe.recv(9 - len(header))):
                 header += part
                 probe.settimeout(max(0.01, ends - time.monotonic()))
             if header[3:4] != _HTTP2_SETTINGS:
-                raise OSError("another service listens there")
+                raise OSError("another service is listening on this port")
 
 
 def _read_address() -> str:
     """Return the address of the cluster that this user has started on this machine.
 
-    Ray itself would take whatever stands in a file of a folder that every user can write to, or whatever process is
-    called like one of its own; and a driver runs what its cluster sends.
+    Ray itself would trust a file in a folder that every user can write to, or any process with the name of one of its
+    own processes. That is unsafe, because a driver runs code that its cluster sends.
 
     Raises:
-        ConfigError: it is another user's.
-        OSError, ValueError: there is none.
+        ConfigError: the cluster belongs to another user.
+        OSError, ValueError: there is no cluster.
     """
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     file = Path(folder) / "ray/ray_current_cluster"
@@ -366,7 +371,7 @@ def _read_address() -> str:
         owner, address = os.fstat(stream.fileno()).st_uid, stream.read(300).decode("ascii").strip()
     if owner not in (os.getuid(), 0):
         raise ConfigError(
-            f"{file} belongs to another user, whose cluster it names: if you mean that one, say "
+            f"{file} belongs to another user, and names that user's cluster: to use that cluster, set "
             f"executor.address={address!r}",
             code="no_cluster",
         )
@@ -374,5 +379,5 @@ def _read_address() -> str:
 
 
 def _is_in_copy() -> bool:
-    """Return True if the current folder is a copy that Ray made of a job's working directory, and will remove."""
+    """Return True if the current folder is Ray's temporary copy of a job's working directory."""
     return "working_dir_files" in Path.cwd().parts

@@ -1,7 +1,7 @@
-"""A node of a Ray cluster inside a SLURM allocation: what each task of ``jobs/sbatch/ray.sbatch`` runs.
+"""A node of a Ray cluster inside a SLURM allocation; each task of ``jobs/sbatch/ray.sbatch`` runs this module.
 
-``python -m sharmill.executors.ray_node HEAD_ADDRESS PORT`` starts the head where SLURM_NODEID is 0 and a worker
-elsewhere, with this node's share of cores and GPUs and files of its own, and takes them down when it is told to end.
+``python -m sharmill.executors.ray_node HEAD_ADDRESS PORT`` starts the head if SLURM_NODEID is 0, otherwise a worker.
+The node has this task's share of cores and GPUs and its own files, and is stopped on SIGTERM.
 """
 
 import os
@@ -22,9 +22,9 @@ _RAY = ("-c", "from ray.scripts.scripts import main; main()")
 
 
 def node_command(head: str, port: int, folder: Path, environment: Mapping[str, str]) -> list[str]:
-    """Return the command that starts this node and stays until it is ended."""
+    """Return the command that starts this node and blocks until it is stopped."""
     is_head = environment.get("SLURM_NODEID", "0") == "0"
-    # A Python file that starts a worker in the place of ``ray``; for trials on one host, see jobs/sbatch/ray.sbatch.
+    # A Python file that starts a worker instead of ``ray``, for trials on one host; see jobs/sbatch/ray.sbatch.
     worker = environment.get("SHARMILL_RAY_WORKER")
     cores = environment.get("SLURM_CPUS_PER_TASK") or environment.get("SLURM_CPUS_ON_NODE", "1")
     gpus = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -37,13 +37,13 @@ def node_command(head: str, port: int, folder: Path, environment: Mapping[str, s
         "--disable-usage-stats",
         f"--num-cpus={cores}",
         f"--num-gpus={len(gpus)}",
-        # Units and commit records are small, and all else goes through files.
+        # A small store is enough, because only stages and errors pass through Ray; everything else goes through files.
         "--object-store-memory=200000000",
-        # Other jobs may have a node on the same host: every port is one that is free, as are those of the workers.
+        # Use free ports everywhere, because another job may have a node on the same host.
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--dashboard-agent-listen-port={free_port()}",
-        # A worker started as usual takes the head's folder, which would be shared by nodes on one host.
+        # By default, a worker uses the head's folder, which nodes on one host would then share.
         f"--temp-dir={folder}",
     ]
     if is_head:
@@ -51,7 +51,7 @@ def node_command(head: str, port: int, folder: Path, environment: Mapping[str, s
         return [*command, f"--node-ip-address={head}"]
     address = head
     if not ip_address(head).is_loopback:
-        # The address of this host on the network on which it reaches the head; nothing is sent.
+        # Find the address of this host on the network of the head; connecting a UDP socket sends nothing.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((head, port))
             address = str(probe.getsockname()[0])
@@ -68,14 +68,14 @@ def free_port() -> int:
 def run_node(head: str, port: int) -> int:
     """Keep a node running until SIGTERM, and return Ray's exit status.
 
-    A node that does not come up, which takes a busy host longer than Ray waits, or that fails later, is started again.
+    A node that fails is restarted up to two times, because on a busy host it may need longer than Ray waits.
     """
     status = 128 + signal.SIGTERM
     with suppress(Terminated), ended_by_sigterm():
         for _ in range(3):
-            # Short, for the names of Ray's sockets have to be.
+            # Use a short path, because the names of Ray's sockets are limited in length.
             with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-                # The driver has ended when a node is told to, so there is nothing that it should wait for.
+                # Nodes are stopped only after the driver has ended, so draining is pointless.
                 environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
                 process = subprocess.Popen(node_command(head, port, Path(folder), os.environ), env=environment)
                 try:
@@ -85,7 +85,7 @@ def run_node(head: str, port: int) -> int:
                     try:
                         process.wait(10)
                     except subprocess.TimeoutExpired:
-                        # A worker whose head is gone may not listen. What it leaves behind, SLURM ends with the step.
+                        # A worker without its head may ignore SIGTERM. SLURM kills its child processes with the step.
                         process.kill()
             if status == 0:
                 break

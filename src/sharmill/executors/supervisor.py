@@ -1,8 +1,8 @@
-"""Ranks as processes of this machine: their devices, their logs, and the supervisor.
+"""Ranks as processes of this machine: their devices, their logs, and their supervisor.
 
-The supervisor starts the ranks of one machine or job, replaces those that die and ends those that hang. They are forked
-from a forkserver, which imports their modules once for all. If the supervisor is killed, the kernel ends that server,
-and with it the ranks. Every rank sees only its own GPU, if any, and logs to its own file in the run directory.
+The supervisor starts the ranks of one machine or job, replaces ranks that die, and kills ranks that hang. Ranks are
+forked from multiprocessing's forkserver, which imports their modules once. If the supervisor is killed, the kernel ends
+this server and the ranks. Every rank sees only its own GPU, if any, and logs to its own file in the run directory.
 """
 
 import logging
@@ -52,26 +52,30 @@ from sharmill.files.stored import load_record
 log = logging.getLogger(__name__)
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Files of the drivers of NVIDIA (on Linux, in containers, below Windows) and AMD.
+# Device and driver files of NVIDIA (on Linux, in containers, in WSL) and AMD.
 _DRIVERS: Final = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-# Exit statuses of ranks; with any other, a rank has not noted why it ends.
+# Exit statuses of ranks: no work left, or error noted. With any other status, the rank has not noted why it ended.
 _LEFT: Final = 0
 _NOTED: Final = 75
 _SECONDS_TO_END: Final = 2.0
-# The log that the running code is to write, and the levels of all open logs behind that of the program.
+# The log file of the running code, and the levels of the program and of all open log files.
 _log_of_context: Final = ContextVar[logging.Handler | None]("log", default=None)
 _levels: Final[list[int]] = []
-# Seconds between two looks at the stage, however many short units are done.
+# Least time between two looks at the stage, in seconds, even if ranks complete many short units.
 _LEAST_PAUSE: Final = 0.1
-# A rank that has nothing to do is woken when the state changes.
+# Longest pause of an idle rank, in seconds. The supervisor wakes the rank when the state changes, so it can be long.
 _MOST_PAUSE: Final = 300.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """A rank's device: ``kind`` is ``cpu`` or ``cuda``, ``visible`` the only GPU that the rank may see, if any.
+    """The device of a rank.
 
-    One on the CPU sees none: NeMo would use the memory of one, from every core.
+    A CPU rank sees no GPU; otherwise every rank would allocate GPU memory through NeMo.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        visible: the only GPU that the rank may see, "" for none.
     """
 
     kind: str = "cpu"
@@ -79,7 +83,7 @@ class Device:
 
     @classmethod
     def given(cls, kind: str) -> "Device":
-        """Return the device of a job that was given one: the first GPU that is visible, if it is to be one."""
+        """Return the device of a job: for ``cuda``, the first visible GPU."""
         return cls(kind, os.environ.get(VISIBLE, "").split(",")[0] if kind == "cuda" else "")
 
     def slot(self, number: int) -> str:
@@ -89,10 +93,10 @@ class Device:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Return the identifiers of the GPUs that this process may use, as ``CUDA_VISIBLE_DEVICES`` would name them.
+    """Return the identifiers of the GPUs that this process may use, in the form of ``CUDA_VISIBLE_DEVICES``.
 
-    Asked once: what a rank inline hides from torch is not to be counted. Where there is no driver of GPUs, torch is not
-    imported to say so.
+    The result is cached, because a rank that runs inside this process hides the GPUs from torch later. If there is no
+    GPU driver, torch is not imported.
     """
     if "torch" not in sys.modules and not any(Path(path).exists() for path in _DRIVERS):
         return ()
@@ -101,16 +105,16 @@ def visible_gpus() -> tuple[str, ...]:
     count = torch.cuda.device_count()
     named = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     if count and named[0:1] and all(name.startswith("MIG-") for name in named):
-        # A process sees the first instance alone, whatever the list, and a rank has one.
+        # torch counts only the first MIG instance in the list, but each rank gets an instance of its own.
         return tuple(named)
     return tuple(named[:count] if named else [str(number) for number in range(count)])
 
 
 def usable_gpus(device: str) -> tuple[str, ...]:
-    """Return the GPUs for ranks of this process where ``executor.device`` is ``device``.
+    """Return the GPUs for ranks of this process; ``device`` is the value of ``executor.device``.
 
     Raises:
-        ConfigError: GPUs are asked for, or were given to this job, and torch finds none.
+        ConfigError: GPUs are required or were allocated to this job, but torch finds none.
     """
     if device == "cpu":
         return ()
@@ -118,27 +122,28 @@ def usable_gpus(device: str) -> tuple[str, ...]:
     if not gpus and (device == "cuda" or _gpus_are_given()):
         from sharmill.models.device import explain_missing
 
-        wanted = "executor.device is cuda" if device == "cuda" else "this job was given GPUs"
+        wanted = "executor.device is cuda" if device == "cuda" else "this job was allocated GPUs"
         raise ConfigError(
-            f"{wanted}, and none can be used; executor.device=cpu runs without. {explain_missing()}",
+            f"{wanted}, but no GPU can be used; to run without GPUs, set executor.device=cpu. {explain_missing()}",
             code="device_failed",
         )
     return gpus
 
 
 def _gpus_are_given() -> bool:
-    """Return True if the scheduler, or whoever started this process, has set GPUs aside for it."""
+    """Return True if the environment says that GPUs were allocated to this process."""
     if (named := os.environ.get(VISIBLE)) is not None:
         return named.split(",")[0].strip() not in ("", "-1", "NoDevFiles")
-    # Set by SLURM where a job has some, whatever else it sets.
+    # SLURM sets this variable for every job with GPUs.
     return os.environ.get("SLURM_GPUS_ON_NODE", "0") not in ("", "0")
 
 
 def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cores: int) -> list[Device]:
-    """Return the device of every rank.
+    """Return the device of each rank. If there are more ranks than GPUs, they share the GPUs in turn.
 
-    ``workers`` is a number or ``auto``: one per GPU for a stage that uses them where there are any, else one per core.
-    With more ranks than GPUs, ranks share them in turn.
+    Args:
+        workers: the number of ranks. ``auto`` means one rank per GPU if the stage uses GPUs and there are any,
+            otherwise one rank per core.
     """
     places = [Device("cuda", gpu) for gpu in gpus] if uses_gpu and gpus else [Device()] * cores
     count = len(places) if workers == "auto" else int(workers)
@@ -147,12 +152,12 @@ def plan_devices(workers: int | str, *, uses_gpu: bool, gpus: Sequence[str], cor
 
 @contextmanager
 def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
-    """Send this process's log records to ``path`` as well, for as long as the context lasts.
+    """Also write this process's log records to ``path`` while the context lasts.
 
-    What a thread logs that has a log of its own, as that of another run has, is only written there.
+    Records of a thread with a log of its own, such as that of another run, are written only to that log.
 
     Args:
-        level: the least level of sharmill's own records.
+        level: the lowest level of sharmill's own records.
     """
     stream = TextIOWrapper(open_log(path), encoding="utf-8")
     handler = _LogFile(stream)
@@ -173,13 +178,13 @@ def logging_to(path: Path, level: str = "INFO") -> Iterator[None]:
         _log_of_context.reset(outer)
         _levels.remove(logging.getLevelName(level))
         sharmill.setLevel(min(_levels[1:]) if len(_levels) > 1 else _levels.pop())
-        # Closing tries once more to write what is left in the buffer.
+        # Closing flushes the buffer, which fails again if the disk is full.
         with suppress(OSError):
             stream.close()
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
-    """A log that a full disk ends quietly: the unit that meets it says so in one line."""
+    """A log handler that ignores disk errors, because the unit that meets a full disk reports it."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -187,17 +192,17 @@ class _LogFile(logging.StreamHandler[TextIO]):
 
 
 def pickle_stage(stage: StageRun) -> bytes:
-    """Return a stage for ranks in other processes.
+    """Return a stage in pickled form, for ranks in other processes.
 
     Raises:
-        ConfigError: it cannot be pickled.
+        ConfigError: the stage cannot be pickled.
     """
     try:
         return pickle.dumps(stage)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"{stage.name} cannot be handed to other processes ({one_line(error)}): define functions and classes that "
-            "its settings hold at the top of a module, and keep no open files, locks or lambdas in them",
+            f"{stage.name} cannot be passed to other processes ({one_line(error)}): define the functions and classes "
+            "in its settings at the top level of a module, and keep no open files, locks or lambdas in them",
             code="bad_config_value",
         ) from error
 
@@ -207,17 +212,18 @@ def supervise_rank(
 ) -> Watcher:
     """Run a rank of a stage that another process has planned, perhaps on another node; see ``Supervisor``.
 
-    Returns: what this process knows of the stage in the end, which it may have led.
+    Returns:
+        The watcher of this process, which may have led the stage.
     """
-    patience = VisibilityTimeout(stage.options.seconds_until_seen)
-    wait_for_plan(stage, patience)
+    visibility = VisibilityTimeout(stage.options.seconds_until_seen)
+    wait_for_plan(stage, visibility)
     require_current(stage)
     with logging_to(stage.dir.driver_log, stage.options.log_level):
         watcher = Watcher(stage, number=number)
-        # The files in a folder may be seen later than the folder.
-        patience.retry_until_visible(watcher.look)
+        # On a shared disk, the files in a folder may become visible later than the folder.
+        visibility.retry_until_visible(watcher.look)
         try:
-            # A leader has to look more often than a lease is long.
+            # A leader must look several times per lease.
             beat_seconds = min(beat_seconds, stage.options.lease_seconds / BEATS_PER_LEASE)
             Supervisor(watcher, {number: device}, job_seconds=job_seconds, beat_seconds=beat_seconds).run()
         finally:
@@ -226,7 +232,7 @@ def supervise_rank(
 
 
 def _modules_of(stage: StageRun) -> list[str]:
-    """Return the names of the modules that a rank imports; the ranks of one machine import them once."""
+    """Return the names of the modules that the forkserver imports for all ranks of this machine."""
     return [type(stage.declaration).__module__, *(stage.model.modules if stage.model is not None else ())]
 
 
@@ -235,10 +241,10 @@ class _Child:
     """A rank that runs in a child process.
 
     Attributes:
-        progress: the last that it has said of itself, None before it has begun.
-        heard: when that was, by ``time.monotonic``, which does not go on while the machine is suspended.
-        unit_since: when it was first heard of its unit.
-        is_open: it may say more.
+        progress: the last progress that it has reported, None if it has reported none.
+        heard: the time of that report by ``time.monotonic``, which stops while the machine is suspended.
+        unit_since: the time of the first report about its present unit.
+        is_open: False if its end of the pipe is closed.
     """
 
     rank: Rank
@@ -251,11 +257,11 @@ class _Child:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if it has no unit, as far as it has said."""
+        """Return True if it has reported no unit in progress."""
         return self.progress is None or self.progress.unit is None
 
     def listen(self) -> bool:
-        """Read what the rank has said, and return True if it has another unit than before, or is ready now."""
+        """Read the reports of the rank, and return True if it has another unit than before or has become ready."""
         before = self.progress
         try:
             while self.pipe.poll():
@@ -271,8 +277,8 @@ class _Child:
         )
 
     def wake(self) -> None:
-        """Have the rank look at the state of the stage; what it cannot take it has been told already."""
-        with suppress(OSError):
+        """Make the rank look at the state of the stage."""
+        with suppress(OSError):  # if the pipe is full, the rank will wake anyway
             self.pipe.send_bytes(b"")
 
 
@@ -280,13 +286,13 @@ class _Child:
 class Supervisor:
     """Runs ranks of a stage on devices of this machine until the stage has ended.
 
-    It knows its ranks as their parent does, by their exit statuses and by what they tell through a pipe.
+    As their parent process, it follows the ranks by their exit statuses and by their reports through a pipe.
 
     Attributes:
-        watcher: what this looks at the stage with, which it may come to lead.
+        watcher: follows the stage, and may come to lead it.
         devices: the devices of the ranks, by rank number.
         job_seconds: the time limit of this job, None if there is none.
-        beat_seconds: the most time between two looks at the stage.
+        beat_seconds: the longest time between two looks at the stage, in seconds.
     """
 
     watcher: Watcher
@@ -298,7 +304,7 @@ class Supervisor:
         self.stage = self.watcher.stage
         self._launch = load_record(self.stage.ranks.launch, Launch).id
         self._slots = {number: device.slot(number) for number, device in self.devices.items()}
-        # When a rank of each number that has none may be started.
+        # For each rank number without a process, the earliest time at which a rank may be started.
         self._idle = dict.fromkeys(self.devices, 0.0)
         self._children: list[_Child] = []
         self._looked = self._next_look = 0.0
@@ -306,17 +312,17 @@ class Supervisor:
         self._server = ForkServer([__name__, *_modules_of(self.stage)], self.stage.dir.driver_log)
 
     def run(self) -> bool:
-        """Start ranks, and return when none is left: True if the stage has ended.
+        """Run ranks until none is left, and return True if the stage has ended.
 
         Raises:
             FatalError: the plan has been replaced or finished by another process, a user has cancelled the run, or
-                the slots of all these ranks are taken out of work.
+                the slots of all these ranks are excluded.
         """
         try:
             self.watcher.look()
             while not self.watcher.state.ended and self._start_missing():
                 self._wait_and_look()
-            # Ranks that still load have nothing to give back.
+            # End ranks that are still loading at once, because they have no unit to release.
             self._end([child for child in self._children if child.progress is None or not child.progress.ready])
             leave_by = time.monotonic() + 30.0
             while self._children and time.monotonic() < leave_by:
@@ -326,17 +332,17 @@ class Supervisor:
                 raise read_attempts(self.stage).all_excluded_error(self.stage.name, self.stage.dir.logs)
             return state.ended
         except FileNotFoundError:
-            # The folders have gone with the plan.
+            # Report a replaced plan, with which the folders were removed, rather than the missing file.
             require_current(self.stage)
             raise
         finally:
-            # Schedulers may send a second signal; how the ranks ended is noted before it counts.
+            # Schedulers may send a second signal; defer it until the end of the ranks is noted.
             with deferred_interrupts():
                 self._end([*self._children])
                 self._server.end()
 
     def _wait_and_look(self) -> None:
-        """Look at the stage when a rank has done something, or it is time, and end ranks that hang."""
+        """Wait for news of ranks or for the next regular look, then look at the stage and kill ranks that hang."""
         pipes = [child.pipe for child in self._children if child.is_open]
         seconds = max(0.0, self._next_look - time.monotonic())
         wait([*pipes, *(child.process.sentinel for child in self._children)], timeout=seconds)
@@ -361,9 +367,9 @@ class Supervisor:
             self._end_hanging()
 
     def _start_missing(self) -> bool:
-        """Start ranks, no more than there are units for, and return True while one runs or may be started.
+        """Start ranks, at most one per missing unit, and return True if a rank is running or may be started later.
 
-        Those that have left, or whose slots are out of work, are not.
+        Ranks in excluded slots are not started.
         """
         state = self.watcher.state
         startable = [number for number in self._idle if not is_among(self._slots[number], state.out)]
@@ -393,7 +399,7 @@ class Supervisor:
             its.close()
 
     def _end_hanging(self) -> None:
-        """Kill ranks that say nothing any more, and those whose attempt takes longer than it may."""
+        """Kill ranks that have stopped reporting, and ranks whose attempt exceeds its time limit."""
         for child in [*self._children]:
             if (progress := child.progress) is None:
                 continue
@@ -401,10 +407,10 @@ class Supervisor:
             if progress.unit is not None and limit is not None and time.monotonic() - child.unit_since > limit:
                 why = f"it took longer than executor.unit_time_limit of {limit:g} s"
             elif time.monotonic() - child.heard > self.stage.options.lease_seconds:
-                why = "the rank process gave no heartbeat any more"
+                why = "the rank process stopped sending heartbeats"
             else:
                 continue
-            # It prints the stacks of its threads to its log, also where native code holds Python's lock.
+            # The signal makes it print the stacks of its threads to its log, even if native code holds Python's lock.
             with suppress(ProcessLookupError):
                 os.kill(child.process.pid, signal.SIGUSR1)
             child.process.wait(0.5)
@@ -412,7 +418,7 @@ class Supervisor:
             self._remove(child, why)
 
     def _end(self, children: Sequence[_Child]) -> None:
-        """Tell ranks to leave, and kill those that do not."""
+        """Tell ranks to stop, and kill those that do not."""
         for child in children:
             child.process.terminate()
         deadline = time.monotonic() + _SECONDS_TO_END
@@ -420,19 +426,19 @@ class Supervisor:
             child.process.wait(max(0.0, deadline - time.monotonic()))
         for child in children:
             child.process.kill()
-            with suppress(FileNotFoundError):  # the folders may have gone with the plan
+            with suppress(FileNotFoundError):  # the folders may have been removed together with the plan
                 self._remove(child, told=True)
 
     def _remove(self, child: _Child, why: str = "", *, told: bool = False) -> None:
-        """Note how a rank has ended, if it could not itself; only then may others take its unit over.
+        """Remove a rank that has ended; if it has not noted its end itself, note it, so that others may take its unit.
 
         Args:
-            why: the reason for which it was killed.
-            told: that it was told to leave, which excuses it.
+            why: the reason why it was killed.
+            told: True if it was told to stop, so that its end is no failure of the slot.
         """
         exitcode = child.process.wait(_SECONDS_TO_END)
         if exitcode is None:
-            return  # the kernel does not end what waits for a disk
+            return  # a process that waits for a disk cannot be killed
         child.listen()
         child.pipe.close()
         self._children.remove(child)
@@ -440,7 +446,7 @@ class Supervisor:
         why = why or f"the rank process {describe_exit(exitcode)}"
         if exitcode != _LEFT:
             log.warning("rank %d: %s", rank.number, why)
-            # By then the leader may have seen that the slot is bad.
+            # Start no replacement before the next look, since the leader may exclude the slot.
             self._idle[rank.number] = self._next_look
         if progress is not None and progress.unit is not None:
             kind: NoteKind = "failed"
@@ -455,7 +461,7 @@ class Supervisor:
         remove_dead_attempts(token_staging(self.stage.root, self.stage.token))
 
     def _note(self, rank: Rank, kind: NoteKind, message: str, unit: int = SETUP, generation: int = 0) -> None:
-        """Note how a rank has ended that could not do so itself, in its log, and give its last heartbeat."""
+        """Note the end of a rank in its log on its behalf, and give its last heartbeat."""
         records = RecordLog(self.stage.ranks.log(rank.owner), is_torn=True)
         note = Note(kind=kind, slot=rank.slot, launch=self._launch, owner=rank.owner, unit=unit, generation=generation,
                     message=message)  # fmt: skip
@@ -464,13 +470,13 @@ class Supervisor:
 
 
 class _ToSupervisor:
-    """The supervisor of a rank, as the rank has it: the other end of a pipe."""
+    """The rank's connection to its supervisor: one end of a pipe."""
 
     interval = 1.0
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        # A supervisor that stands still keeps nobody waiting.
+        # A supervisor that hangs must not block its ranks.
         os.set_blocking(pipe.fileno(), False)
 
     def tell(self, progress: RankProgress) -> None:
@@ -486,12 +492,12 @@ class _ToSupervisor:
 def run_rank(
     stage: bytes, rank: Rank, device: Device, cores: int, log_file: Path, log_level: str, pipe: Connection
 ) -> None:
-    """Run a rank, and end this process with a status that its supervisor understands.
+    """Run a rank, and end this process with an exit status for its supervisor.
 
     Args:
-        stage: pickled; to unpack it imports its modules, which need the log and the device to be in place.
+        stage: the pickled stage. Unpickling imports its modules, so the log and the device must be set up before.
     """
-    # Ctrl-C, which reaches the whole group, is left to the run.
+    # Ctrl-C reaches the whole process group, but only the main process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_server()
     os.environ[VISIBLE] = device.visible
@@ -506,7 +512,7 @@ def run_rank(
         except (Replace, Terminated, SharmillError):
             log.warning("rank %d stops", rank.number, exc_info=True)
         except BaseException:
-            log.exception("rank %d fails", rank.number)
+            log.exception("rank %d failed", rank.number)
             status = 1
-    # Threads of libraries that hang at the end keep nobody waiting.
+    # Exit without waiting for threads of libraries, which may hang.
     os._exit(status)

@@ -98,7 +98,7 @@ def test_the_log_of_a_run_has_no_records_of_a_run_in_another_thread(tmp_path):
 def test_a_stage_that_cannot_be_pickled_ends_in_one_line(tmp_path):
     stage = ToyStage(tmp_path)
     stage.filter = lambda record: True
-    with raises(ConfigError, "bad_config_value", "toy cannot be handed to other processes", "lambda"):
+    with raises(ConfigError, "bad_config_value", "toy cannot be passed to other processes", "lambda"):
         run(stage, 2)
 
 

@@ -111,7 +111,7 @@ def test_where_others_can_put_pickled_jobs_none_are_submitted(cluster, submit, t
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("100%accurate", "100%accurate/run has a '%' in it"), ("a\n#SBATCH --wrap=x", "control character")],
+    [("100%accurate", "100%accurate/run contains '%'"), ("a\n#SBATCH --wrap=x", "control character")],
 )
 def test_a_run_directory_that_a_script_cannot_name_is_refused_before_any_work(cluster, tmp_path, name, problem):
     with raises(ConfigError, "bad_config_value", problem):
@@ -425,7 +425,7 @@ def test_of_a_run_that_was_cancelled_or_taken_over_does_and_notes_nothing(job, i
         job.run_dir.begin(RunRequest(stages=[]))
     before = job.run_dir.read_outcome()
     assert advance(job, AssertionError("it goes on")) == before
-    assert "the run has ended, or another one has begun in its place" in job.run_dir.advance_log.read_text()
+    assert "the run has ended, or another run was started" in job.run_dir.advance_log.read_text()
 
 
 def test_reservations_go_with_the_end_of_a_run_but_not_while_another_process_has_taken_over(job):

@@ -1,4 +1,4 @@
-"""Cluster profiles: what a rank needs on a given cluster, in one commented YAML file."""
+"""Cluster profiles: the resources of a rank on a given cluster, from one YAML file."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -10,20 +10,20 @@ from sharmill.config import Positive
 from sharmill.engine.stage import Resource
 from sharmill.registry import STAGES, nearest
 
-# One of them is all that a job may have.
+# Options for memory, which exclude each other.
 _MEMORY: Final = ("mem", "mem-per-cpu", "mem-per-gpu")
-# Options that would silently win over what the program counts on.
+# Options that would silently override values on which the program relies, with the remedy for the message.
 _NOT_EXTRA = (
     dict.fromkeys(
         ("array", "chdir", "dependency", "error", "job-name", "open-mode", "output", "requeue", "no-requeue"),
-        "sharmill sets it by itself",
+        "sharmill sets it itself",
     )
-    # Each task would do what one rank is to do.
+    # With several tasks, each would do the work of the same rank.
     | dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu"), "a rank is one task on one node")
     | dict.fromkeys(_MEMORY, "set memory_gb, or set it to null")
     | {"time": "set timeout_min", "signal": "set signal_s of the profile", "cpus-per-task": "set cores"}
 )
-# Advance jobs, which may have values of their own as the stages may.
+# The key of advance jobs in ``stages``, where they may have their own values, like the stages.
 DRIVER: Final = "driver"
 
 
@@ -32,84 +32,85 @@ class RankProfile:
     """Resources of one rank."""
 
     partition: str | None = None
-    """Partition to submit to; ``null`` is the cluster's default."""
+    """Partition for the jobs; ``null`` for the cluster's default."""
     account: str | None = None
-    """Account to charge; ``null`` is that of the profile."""
+    """Account to charge; ``null`` for the account of the profile."""
     qos: str | None = None
-    """Quality of service; ``null`` is that of the profile."""
+    """Quality of service; ``null`` for that of the profile."""
     max_parallel: Positive | None = None
-    """Most ranks of one stage that run at once; ``null`` is that of the profile."""
+    """Maximum number of ranks of one stage that run at once; ``null`` for the value of the profile."""
     max_ranks: Positive = 64
-    """Most ranks of one stage, which are one array: no more than the ``MaxArraySize`` of the cluster allows. There are
-    never more than units."""
+    """Maximum number of ranks of one stage. They form one job array, so the cluster's ``MaxArraySize`` must allow it.
+    There are never more ranks than units."""
     gpus: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
-    """GPUs of a rank: one, or none. Several GPUs of a node are so many ranks, as ``max_ranks`` allows. Not sent where
-    ``gres`` in ``extra`` asks for GPUs."""
+    """Number of GPUs of a rank, one or none. To use several GPUs of a node, allow several ranks (``max_ranks``). Not
+    sent to SLURM if ``gres`` in ``extra`` requests GPUs."""
     cores: Positive = 1
-    """CPU cores of a rank."""
+    """Number of CPU cores of a rank."""
     memory_gb: Annotated[float, msgspec.Meta(gt=0)] | None = 4.0
-    """Memory of a rank, in GB. ``null`` leaves ``--mem`` out, for clusters that refuse it; ``extra`` may then have
+    """Memory of a rank, in GB. ``null`` omits ``--mem``, for clusters that refuse it; ``extra`` may then have
     ``mem-per-cpu`` or ``mem-per-gpu``."""
     timeout_min: Positive = 240
-    """Time limit of a rank, in minutes. A rank that reaches it is requeued and goes on."""
+    """Time limit of a rank, in minutes. A rank that reaches it is requeued and continues."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device that models run on. With ``cuda``, a rank that finds no GPU ends with an error."""
+    """Device on which models run. With ``cuda``, a rank that finds no GPU ends with an error."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further sbatch options by their long names, such as ``{constraint: a100, exclude: "node[7-8]"}``. ``true`` is an
-    option without a value; ``null`` and ``false`` leave one out."""
+    """Further sbatch options by their long names, such as ``{constraint: a100, exclude: "node[7-8]"}``. ``true`` stands
+    for an option without a value; ``null`` and ``false`` omit an option."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra", by_long_name(self.extra))
         for name, value in self.extra.items():
             is_free = name in _MEMORY and (self.memory_gb is None or value is None)
             if not is_free and (remedy := _NOT_EXTRA.get(name)) is not None:
-                raise ValueError(f"extra must not have {name}: {remedy}")
+                raise ValueError(f"extra must not contain {name}: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterProfile:
-    """A cluster and what a rank gets of it."""
+    """A cluster, and the resources of ranks on it."""
 
     gpu: RankProfile = field(default_factory=lambda: RankProfile(gpus=1, device="cuda"))
-    """Ranks of match and encode: see below."""
+    """Ranks of match and encode; see below."""
     cpu: RankProfile = field(default_factory=RankProfile)
-    """Ranks of the other stages, and the advance jobs between the stages: see below."""
+    """Ranks of the other stages, and the advance jobs between the stages; see below."""
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Keys of ``gpu`` and ``cpu`` that are different for one of the stages ``prepare``, ``match``, ``write``,
-    ``encode`` (on GPUs), ``validate`` and those of other packages, or for ``driver``, the advance
-    jobs between the stages. ``extra`` comes beside that of ``gpu`` or ``cpu``; of two options with one name that of
-    the stage counts."""
+    """Different values for keys of ``gpu`` and ``cpu``, by stage: ``prepare``, ``match``, ``write``, ``encode`` (on
+    GPUs), ``validate``, stages of other packages, and ``driver`` for the advance jobs between the stages. ``extra`` is
+    added to that of ``gpu`` or ``cpu``; if both have an option, the value of the stage counts."""
     account: str | None = None
     """Account to charge (``sbatch --account``)."""
     qos: str | None = None
     """Quality of service (``sbatch --qos``)."""
     max_parallel: Positive = 256
-    """Most ranks of one stage that run at once."""
+    """Maximum number of ranks of one stage that run at once."""
     max_parallel_all: Positive | None = None
-    """Most ranks that run at once for all datasets of one ``sharmill submit``: each gets an equal share, and one rank
-    at least, also where ``max_parallel`` allows more. ``null``: as ``max_parallel`` of each says."""
+    """Maximum number of ranks that run at once for all datasets of one ``sharmill submit``. Each dataset gets an equal
+    share, at least one rank; ``max_parallel`` still applies. ``null``: only ``max_parallel`` applies."""
     signal_s: Positive = 90
-    """Seconds before its time limit at which a rank is told to leave."""
+    """Time before its time limit at which a rank is told to stop, in seconds."""
     max_requeues: Annotated[int, msgspec.Meta(ge=0)] = 100
-    """How often one rank may be requeued for its time limit."""
+    """How often one rank may be requeued because of its time limit."""
     python: str | None = None
-    """Python interpreter of the ranks, or the beginning of a command such as ``apptainer exec --nv IMAGE python``;
-    ``null`` is the one that submits. In a container of pyxis, the interpreter inside it."""
+    """Python interpreter for the ranks, or the beginning of a command such as ``apptainer exec --nv IMAGE python``;
+    ``null`` for the interpreter that submits. In a pyxis container, the interpreter inside the container."""
     driver_units: Annotated[int, msgspec.Meta(ge=0)] = 4
-    """A stage on the CPU with at most so many units per worker is done by the advance job itself, instead of by ranks
-    that have to wait in the queue. It has as many workers as its cores and memory are enough for. ``0``: none is."""
+    """A CPU stage with at most this many units per worker is processed by the advance job itself, instead of by ranks
+    that must wait in the queue. The number of workers depends on the cores and memory of the job. ``0``: never."""
     driver_hours: Annotated[float, msgspec.Meta(ge=0)] = 10.0
-    """Most hours of audio of a stage that an advance job does itself. ``prepare``, and the part of ``encode`` that puts
-    codes into shards, whose work goes by records, have no limit but ``driver_units``."""
+    """Maximum hours of audio of a stage that an advance job processes itself. ``prepare``, and the part of ``encode``
+    that puts codes into shards, are limited only by ``driver_units``, since their cost depends on records."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines that run before a rank or an advance job starts, such as ``module load cuda``. Each is a whole
-    command, of several lines with ``|``. Where one fails, the job ends: add ``|| true`` to one that may."""
+    """Shell lines that run before a rank or an advance job starts, such as ``module load cuda``. Each item is a
+    complete command; use ``|`` for one of several lines. If one fails, the job ends; add ``|| true`` to a command that
+    may fail."""
     notify: str | None = None
-    """Shell command that an advance job runs once when the run is done or has failed, such as ``mail -s "$SHARMILL_NAME
-    $SHARMILL_STATE" me@example.org``. It has ``SHARMILL_NAME``, ``SHARMILL_STATE`` (``done`` or ``failed``),
-    ``SHARMILL_FINDINGS`` (their number), ``SHARMILL_MESSAGE`` and ``SHARMILL_RUN_DIR``; the message is its input."""
+    """Shell command that an advance job runs once, when the run is complete or has failed, such as ``mail -s
+    "$SHARMILL_NAME $SHARMILL_STATE" me@example.org``. Its environment has ``SHARMILL_NAME``, ``SHARMILL_STATE``
+    (``done`` or ``failed``), ``SHARMILL_FINDINGS`` (the number of findings), ``SHARMILL_MESSAGE`` and
+    ``SHARMILL_RUN_DIR``; its standard input is the message."""
     container_image: str | None = None
-    """Container image that ranks run in (needs pyxis). Advance jobs run outside it."""
+    """Container image for ranks (requires pyxis). Advance jobs run outside the container."""
     container_mounts: list[str] = field(default_factory=list)
     """Mounts of the container, such as ``/data:/data``."""
 
@@ -134,9 +135,10 @@ class ClusterProfile:
                 )
 
     def for_stage(self, kind: str, resource: Resource) -> RankProfile:
-        """Return the profile of the ranks of a kind of stage, which needs a resource; rounds of a step have their own.
+        """Return the profile for ranks of a kind of stage.
 
-        Rounds on CPUs, which put codes into the shards, have the profile ``cpu`` as it is.
+        The keys below ``stages`` apply only to the main round of a step. Other rounds, such as the one that puts codes
+        into shards, have the profile ``cpu`` unchanged.
         """
         ranks = self.gpu if resource == "gpu" else self.cpu
         own = self.stages.get(kind, {})
@@ -144,7 +146,7 @@ class ClusterProfile:
         return msgspec.convert(asdict(ranks) | own | {"extra": extra}, RankProfile, strict=False)
 
     def options(self, ranks: RankProfile, count: int = 1) -> dict[str, Any]:
-        """Return sbatch's options for so many ranks on one node, by their long names; True is one without a value."""
+        """Return sbatch's options for ``count`` ranks on one node, by their long names; True if without a value."""
         values = {
             "partition": ranks.partition,
             "account": ranks.account or self.account,
@@ -167,7 +169,7 @@ class ClusterProfile:
         return values
 
     def arguments(self, ranks: RankProfile, count: int = 1) -> list[str]:
-        """Return ``options`` as a command line has them."""
+        """Return the result of ``options`` as command-line arguments."""
         options = self.options(ranks, count)
         return [f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()]
 
@@ -178,7 +180,7 @@ class ClusterProfile:
 
 
 def by_long_name(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sbatch options by their names as sbatch has them: ``mem_per_cpu`` is ``mem-per-cpu``."""
+    """Return sbatch options by the names that sbatch uses: ``mem_per_cpu`` becomes ``mem-per-cpu``."""
     return {name.lstrip("-").replace("_", "-"): value for name, value in extra.items()}
 
 
@@ -187,7 +189,7 @@ def _is_of_gpus(gres: str) -> bool:
 
 
 def _multiply_gpus(gres: str, count: int) -> str:
-    """Return a generic resource such as ``gpu:a100:1`` so many times; one that is no GPUs is that of a node."""
+    """Multiply the number in a generic resource such as ``gpu:a100:1``; resources other than GPUs stay unchanged."""
     name, _, number = gres.rpartition(":")
     if not _is_of_gpus(gres):
         return gres

@@ -1,7 +1,8 @@
-"""SLURM's own commands: the jobs of a run directory in the queue, questions about them, and their cancellation.
+"""Calls of SLURM's commands: list and cancel the queued jobs of a run directory, and query settings.
 
-The jobs of a run directory are found by their comment, which has the id of the run directory in it: whoever submitted
-them, whatever path led there, and also if the submission died before it could tell their numbers.
+The jobs of a run directory are found by their comment, which contains the id of the run directory. They are therefore
+found for every submitting user and every path of the directory, even if the submission was killed before it recorded
+their ids.
 """
 
 import logging
@@ -31,23 +32,28 @@ log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 5.0
 PATIENCE_SECONDS = 30.0
-# A process that takes no notice of SIGTERM is killed by SLURM after KillWait, which is 30 s by default.
+# Longest time to wait for cancelled jobs. SLURM kills a process that ignores SIGTERM after KillWait, 30 s by default.
 SECONDS_TO_CANCEL = 180.0
-# A rank, the advance job behind ranks, and the job behind that, which runs only if the advance job fails.
+# A rank; the advance job after the ranks; the second job, which runs only if the advance job fails.
 Role = Literal["rank", "advance", "second"]
 
 
 class SlurmSilent(FatalError):
-    """The controller does not answer, or takes no jobs at present; that says nothing about the jobs."""
+    """The controller does not answer, or accepts no jobs at present; the state of the jobs is unknown."""
 
     default_code: ClassVar[str] = "silent_cluster"
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job that is not over. ``id`` is that of the task where it belongs to an array (``12_3``).
+    """A queued or running job.
 
-    ``waits_for`` is its dependency, such as ``afterany:12_*``, or "".
+    Attributes:
+        id: the id of the job, or of the task of an array, such as ``12_3``.
+        state, reason: the state of the job, and SLURM's reason for it.
+        waits_for: its dependency, such as ``afterany:12_*``, "" if there is none.
+        user: the user who submitted it.
+        role: the role of the job in the run.
     """
 
     id: str
@@ -64,26 +70,26 @@ class QueuedJob:
 def queued_jobs(
     run_dir: RunDir, patience: float = PATIENCE_SECONDS, *, on_any_cluster: bool = False
 ) -> list[QueuedJob]:
-    """Return the jobs of a run directory that are not over, of all users, without the one that asks.
+    """Return all users' unfinished jobs for a run directory, except the calling job.
 
-    Where no job was ever submitted from the run directory, nobody is asked.
+    SLURM is not asked if no job was ever submitted from the run directory.
 
     Args:
-        patience: how many seconds to go on asking where nobody answers.
-        on_any_cluster: the run may wait for jobs on a cluster that is not the one here.
+        patience: seconds to keep trying if SLURM does not answer.
+        on_any_cluster: do not raise an error if the run waits for jobs on another cluster.
 
     Raises:
-        ConfigError: there is no SLURM here, or the run waits for jobs on another cluster.
-        SlurmSilent: nobody answers.
+        ConfigError: this machine has no SLURM, or the run waits for jobs on another cluster.
+        SlurmSilent: SLURM does not answer.
     """
     if not run_dir.jobs.exists() or not (run_id := run_dir.read_id()):
         return []
     shown = ask(["squeue", "--noheader", "--all", "--array", "--format=%i|%T|%r|%E|%u|%k"], patience)
-    # A site may add to comments.
+    # The comment may have other text around ours, since a site may add to comments.
     ours = rf"^(\d+(?:_\d+)?)\|(\w+)\|([^|]*)\|([^|]*)\|([^|]*)\|.*\bsharmill:{run_id}:(\w+)"
     jobs = []
     for number, state, reason, waits_for, user, role in re.findall(ours, shown, re.MULTILINE):
-        # A job without ranks that is completing does nothing any more, and one behind a job that is done never begins.
+        # An advance job that is completing has no work left, and a job with an impossible dependency never starts.
         is_over = role != "rank" and (state == "COMPLETING" or reason == "DependencyNeverSatisfied")
         if not is_over and number != os.environ.get("SLURM_JOB_ID"):
             waits_for = re.sub(r"\((null|unfulfilled)\)", "", waits_for)
@@ -93,54 +99,54 @@ def queued_jobs(
         return jobs
     if (here := setting("ClusterName")) != given.cluster:
         raise ConfigError(
-            f"the run waits for its jobs on the cluster {given.cluster}, and this one is {here or 'none'}: end it "
-            f"there by sharmill cancel {run_dir.path}; if you know that no job is left there, sharmill submit or run "
-            "--take-over goes on here",
+            f"the run waits for its jobs on the cluster {given.cluster}, but this machine belongs to "
+            f"{here or 'no cluster'}: end the run there with sharmill cancel {run_dir.path}; if you know that no job "
+            "is left there, continue here with sharmill submit or sharmill run and --take-over",
             code="jobs_elsewhere",
         )
     return []
 
 
 def waits_for_jobs(run_dir: RunDir) -> bool:
-    """Return True if a run was submitted to a cluster, and has not ended."""
+    """Return True if the run was submitted to a cluster and has not ended."""
     given = run_dir.read_request()
     return given is not None and given.cluster != "" and run_dir.read_outcome() is None
 
 
 def describe_jobs(jobs: Sequence[QueuedJob]) -> str:
-    """Return a few words that name jobs, whatever their number."""
+    """Return a short description of jobs: the first five ids, the number of further jobs, and the users."""
     named = ", ".join(job.id for job in jobs[:5])
     users = ", ".join(sorted({job.user for job in jobs}))
     return f"jobs {named}" + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "") + f" (user {users})"
 
 
 def parent_ids(job_ids: Sequence[str]) -> list[str]:
-    """Return the numbers of jobs and arrays to which tasks belong, in order."""
+    """Return the ids of the jobs and job arrays to which tasks belong, in order."""
     return sorted({job_id.split("_")[0] for job_id in job_ids}, key=int)
 
 
 def scancel(job_ids: Sequence[str], *options: str) -> None:
-    """Ask SLURM to end jobs; no error where it does not answer."""
+    """Ask SLURM to cancel jobs; errors are ignored."""
     if job_ids:
         with suppress(OSError, subprocess.SubprocessError):
             _run(["scancel", *options, *job_ids])
 
 
 def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
-    """Raise ConfigError if jobs of a run directory are in the queue, or may be there because nobody can be asked.
+    """Raise ConfigError if jobs of a run directory are in the queue, or may be there because SLURM does not answer.
 
-    With ``take_over`` nobody need be asked: the user says that there are none.
+    With ``take_over``, SLURM need not answer, because the user has confirmed that there are none.
     """
     try:
         jobs = queued_jobs(run_dir, on_any_cluster=take_over)
     except SharmillError as error:
         given, end = run_dir.read_request(), run_dir.read_outcome()
-        # The last run was none on SLURM, or has left no jobs.
+        # No jobs can be left if the last run was not submitted to SLURM, or was completed.
         if take_over or (given is not None and not given.cluster) or (end is not None and end.state == "done"):
             return
         raise ConfigError(
-            f"jobs that were submitted from {run_dir.path} may still be at work on it: {error}; ask where squeue "
-            "answers, or, if you know that none is left: sharmill run --take-over",
+            f"jobs that were submitted from {run_dir.path} may still be running: {error}; run this command where "
+            "squeue works, or, if you know that no job is left, use sharmill run --take-over",
             code=error.code,
         ) from error
     if jobs:
@@ -152,23 +158,23 @@ def require_no_jobs(run_dir: RunDir, *, take_over: bool = False) -> None:
 
 
 def cancel_jobs(run_dir: RunDir) -> list[str]:
-    """End all jobs of a run directory; return their numbers once the queue has none of them any more.
+    """Cancel all jobs of a run directory, and return their ids once they have left the queue.
 
-    The end of the run was noted before, so what they submit meanwhile does nothing more. They are found by the id, of
-    which the caller has made sure by ``require_original``.
+    The caller has recorded the end of the run, so that jobs submitted meanwhile do nothing, and has checked the id of
+    the run directory with ``require_original``.
 
     Raises:
-        ConfigError: there is no SLURM here to be asked, or the jobs are on another cluster.
-        SlurmSilent: nobody answers.
-        FatalError: jobs are still there after three minutes.
+        ConfigError: this machine has no SLURM, or the jobs are on another cluster.
+        SlurmSilent: SLURM does not answer.
+        FatalError: jobs are still in the queue after three minutes.
     """
     ended: set[str] = set()
     deadline = time.monotonic() + SECONDS_TO_CANCEL
     while jobs := queued_jobs(run_dir):
         if time.monotonic() > deadline:
             raise FatalError(
-                f"{describe_jobs(jobs)} are still in the queue {SECONDS_TO_CANCEL:.0f} s after scancel; ask again with "
-                f"sharmill status {run_dir.path}",
+                f"{describe_jobs(jobs)} are still in the queue {SECONDS_TO_CANCEL:.0f} s after scancel; check again "
+                f"with sharmill status {run_dir.path}",
                 code="jobs_in_queue",
             )
         numbers = parent_ids([job.id for job in jobs])
@@ -179,10 +185,10 @@ def cancel_jobs(run_dir: RunDir) -> list[str]:
 
 
 def setting(name: str, patience: float = PATIENCE_SECONDS) -> str:
-    """Return a value of SLURM's configuration, "" where it has none or there is no SLURM to ask.
+    """Return a value of SLURM's configuration; "" if it is not set, or this machine has no SLURM.
 
     Raises:
-        SlurmSilent: nobody answers.
+        SlurmSilent: SLURM does not answer.
     """
     try:
         shown = ask(["scontrol", "show", "config"], patience)
@@ -194,9 +200,9 @@ def setting(name: str, patience: float = PATIENCE_SECONDS) -> str:
 
 @contextmanager
 def outside_own_job() -> Iterator[None]:
-    """Hide the variables of the job that this process is in while it submits others: sbatch takes them for options.
+    """Hide the environment variables of this process's own job, which sbatch would take for options of new jobs.
 
-    Outside of a job they are the user's own settings and stay, and where SLURM's configuration lies stays in any case.
+    Outside of a job, these variables are the user's own settings and stay. SLURM_CONF always stays.
     """
     own: dict[str, str] = {}
     if "SLURM_JOB_ID" in os.environ:
@@ -207,13 +213,13 @@ def outside_own_job() -> Iterator[None]:
     try:
         yield
     finally:
-        # Requeueing this job, if it has to leave, needs them.
+        # The variables are needed again, for instance to requeue this job.
         os.environ.update(own)
 
 
 def retrying(patience: float, retry: retry_base) -> Retrying:
-    """Return what tries again, at growing intervals, for ``patience`` seconds: a controller may be away for hours."""
-    # A user who asks should not wait much longer.
+    """Return a retry policy with growing intervals, up to ``patience`` seconds; a controller may be down for hours."""
+    # Limit the interval to an eighth of the patience, so that the total wait hardly exceeds it.
     return Retrying(
         stop=stop_after_delay(patience), retry=retry,
         wait=wait_exponential(multiplier=_PAUSE_SECONDS, max=min(300.0, patience / 8)),
@@ -222,27 +228,29 @@ def retrying(patience: float, retry: retry_base) -> Retrying:
 
 
 def ask(command: list[str], patience: float) -> str:
-    """Return what a command of SLURM prints, which is run again where it fails.
+    """Return the output of a SLURM command, which is repeated if it fails.
 
     Raises:
-        ConfigError: there is no such command here.
-        SlurmSilent: it still fails after ``patience`` seconds.
+        ConfigError: this machine has no such command.
+        SlurmSilent: the command still fails after ``patience`` seconds.
     """
     failed = retry_if_exception_type((OSError, subprocess.SubprocessError))
     try:
         return retrying(patience, failed & retry_if_not_exception_type(FileNotFoundError))(_run, command)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no {command[0]} here; are you on a SLURM cluster?", code="no_cluster") from error
+        raise ConfigError(
+            f"{command[0]} was not found: run this command on a machine of a SLURM cluster", code="no_cluster"
+        ) from error
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", "") or error).strip()
         raise SlurmSilent(f"SLURM does not answer {command[0]}: {' '.join(said.split())}") from error
 
 
 def _run(command: Sequence[str]) -> str:
-    # The user's own settings of squeue would hide jobs of others.
+    # Drop the user's own settings of squeue, which might hide jobs of other users.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     return subprocess.run(
-        # A command that hangs; however short the patience is, one that answers is heard.
+        # The timeout is only for commands that hang, and independent of the patience.
         command, capture_output=True, check=True, timeout=60.0, env=environment, text=True,
         errors="replace",
     ).stdout  # fmt: skip

@@ -1,1 +1,1 @@
-"""A pilot: a small sample of the input, from which thresholds, rejects, time and cost of the whole are foretold."""
+"""Pilot runs: a small sample of the input, from which thresholds, rejects, time and cost of the whole are predicted."""

@@ -1,22 +1,23 @@
-"""The advice of a pilot: which ``match.min_similarity`` to set, and why.
+"""The advice of a pilot: the recommended ``match.min_similarity``, and the reason for it.
 
-It rests on estimates of the yield of a threshold, and of the wrong speakers that it lets through. Numbers in, numbers
-out; nothing is known of audio or of true speakers. Labels may be wrong, so that an utterance may stand in a group of
-another speaker, and a group may hold several. What a wrong speaker looks like is taken from utterances of *other*
-groups:
+The advice rests on two estimates for each threshold: the share of records that get a context, and the share of contexts
+of a wrong speaker. The true speakers are unknown. Labels may be wrong, so an utterance may be in the group of another
+speaker (misplaced), and a group may contain several speakers. Similarities between wrong speakers are estimated from
+utterances of *different* groups:
 
-1. An utterance that stands in a wrong group finds the best of a group that is not its own. So each utterance is tried
-   in every other group of the pilot, with as many candidates as it has in its own. The share of utterances that do
-   stand in a wrong group is estimated from ranks: one that is at home finds its best context there, while for one that
-   is not, its own group is one among all, below the middle as often as above it. This is the estimator of the share of
-   true null hypotheses of J. D. Storey, "A direct approach to false discovery rates", 2002, with one added to the
-   count, so that a small pilot never proves more than its size can.
-2. An utterance at home may have candidates in its group that are not. Their share follows from its least similar
-   candidates: half of all wrong ones are below the median of other groups, where hardly any right one is. Each of them
-   is the context with the probability that one of an other group is more similar than what was found.
+1. A misplaced utterance gets the best context of a group that is not its speaker's. Therefore each utterance is tried
+   in every other group of the pilot, with as many candidates as in its own group. The share of misplaced utterances is
+   estimated from ranks. A correctly labelled utterance finds its best context in its own group. For a misplaced one,
+   its own group is like any other, and ranks above and below the middle equally often. This is the estimator for the
+   share of true null hypotheses by J. D. Storey, "A direct approach to false discovery rates", 2002. One is added to
+   the count, so that a small pilot does not prove more than its size allows.
+2. Even a correctly labelled utterance may have candidates of other speakers in its group (foreign). Their share follows
+   from its least similar candidates: half of all foreign candidates are below the median of other groups, but hardly
+   any candidates of the same speaker are. A foreign candidate becomes the context with the probability that a candidate
+   of another group is more similar than the context that was found.
 
-Where there is one group only, an encoder's own reference takes the place of other groups: quantiles of similarities of
-different speakers, measured once. Candidates are then taken for independent of one another.
+If there is only one group, a reference of the encoder replaces the other groups: quantiles of similarities between
+different speakers, which were measured once. Candidates are then assumed to be independent of each other.
 """
 
 import math
@@ -27,18 +28,19 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-# An own group that more than this share of the others beat is taken for a wrong one. Less would take utterances that
-# are merely hard for misplaced ones, more would leave few to count.
+# If more than this share of the other groups beat its own group, an utterance counts as misplaced. With a lower value,
+# difficult utterances would count as misplaced too; with a higher value, few would be left to count.
 _BEATEN = 0.25
 _MIDDLE = 0.5
-# Higher thresholds are taken as long as no more of the yield is lost than this part.
+# A higher threshold is preferred if it loses at most this part of the contexts.
 _FREE = 0.005
 _STEPS = 100
-# So much of the yield is given, beyond the threshold that is expected to do, to be certain of it.
+# The threshold that meets the limit as expected may be raised until this part of the contexts is lost, so that the
+# limit is met with confidence.
 _FOR_SAFETY = 0.1
-# A bound so much above the lowest is as good as it, where that takes contexts.
+# A bound up to this factor above the lowest bound counts as equally good, because a lower bound costs contexts.
 _NEARLY = 1.25
-# No threshold is recommended that takes more of the yield than this part.
+# No threshold is recommended that loses more than this part of the contexts.
 _MOST_LOST = 0.5
 
 
@@ -48,12 +50,13 @@ class Voices:
 
     Attributes:
         embeddings: (N, D), rows of length 1 or 0.
-        groups: (N,) numbers of speaker groups.
-        speakers: (N,) numbers of speakers, as labelled; groups of one speaker are no other voices to each other.
-        candidates: (N,) booleans, of those long enough to be a context.
-        best: (N,) similarity of the context that each would get, whatever it is; -inf for none.
-        weights: (N,) shares of all records, of which these are a part.
-        reference: of similarities of different speakers, in increasing order, with the share that is lower; or nothing.
+        groups: (N,), numbers of the speaker groups.
+        speakers: (N,), numbers of the labelled speakers; groups of the same speaker do not count as other groups.
+        candidates: (N,), True for utterances that are long enough to be a context.
+        best: (N,), similarity of the context that each utterance would get without a threshold; -inf for none.
+        weights: (N,), the share of all records for which each utterance stands.
+        reference: similarities of different speakers in increasing order, each with the share of pairs that are less
+            similar; empty if there is no reference.
     """
 
     embeddings: np.ndarray
@@ -66,25 +69,25 @@ class Voices:
 
     @cached_property
     def similarities(self) -> np.ndarray:
-        """(N, N) cosines."""
+        """Cosine similarities, (N, N)."""
         return self.embeddings @ self.embeddings.T
 
     @cached_property
     def is_within(self) -> np.ndarray:
-        """(N, N) booleans: the column is a candidate of the row's own group, and another utterance."""
+        """True if the column is a candidate from the row's own group, but not the row itself; (N, N)."""
         same = self.groups[:, None] == self.groups[None, :]
         np.fill_diagonal(same, val=False)
         return same & self.candidates
 
     @cached_property
     def is_across(self) -> np.ndarray:
-        """(N, N) booleans: the column is a candidate of another group and, by its label, of another speaker."""
+        """True if the column is a candidate from another group and, by its label, of another speaker; (N, N)."""
         other = self.groups[:, None] != self.groups[None, :]
         return other & (self.speakers[:, None] != self.speakers[None, :]) & self.candidates
 
     @cached_property
     def matched(self) -> np.ndarray:
-        """(N,) booleans: there is a context, be it as unlike as it may."""
+        """True for utterances that get a context without a threshold; (N,)."""
         return np.isfinite(self.best)
 
     @property
@@ -94,14 +97,13 @@ class Voices:
 
 
 def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[float, float, np.ndarray] | None:
-    """Return an estimate of contexts of another speaker.
-
-    None stands for a pilot without other groups, and an encoder without a reference, or one in which nothing matches.
+    """Estimate the share of contexts of another speaker.
 
     Returns:
-        The share of the utterances that stand in a group of another speaker; the share of the candidates of the others
-        that are of another speaker; and (2, T), of the contexts at each threshold, the share of those that are of
-        another speaker, NaN where there is none, and how large a pilot of this size leaves room for it to be.
+        A tuple of the share of misplaced utterances, the share of foreign candidates among the candidates of the other
+        utterances, and an array (2, T): for each threshold, the share of contexts of another speaker (NaN if there are
+        no contexts) and its upper bound. None if no utterance has a context, or if there are neither other groups nor a
+        reference of the encoder.
     """
     if not voices.matched.any() or not (voices.has_others or voices.reference):
         return None
@@ -110,19 +112,19 @@ def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[fl
     number = voices.is_within.sum(axis=1)
     size, size_of_low = _effective_size(weights), _effective_size(weights * number)
     beaten = float(weights[chance.beaten > _BEATEN].sum() / weights.sum())
-    # Candidates in the own group that are less similar than the median of other groups.
+    # Find candidates in the own group that are less similar than the median of other groups.
     is_low = voices.is_within & (voices.similarities < chance.medians[:, None])
     low = float((weights * is_low.sum(axis=1)).sum() / (weights * number).sum())
     accepted = chance.accepted(thresholds)
 
-    # Candidates of misplaced utterances are low, too. In the bound they explain as many as in the estimate: were it
-    # more, a larger share of misplaced utterances would lower that of the others' foreign candidates.
+    # Misplaced utterances explain some of the low candidates. The bound uses the same number as the estimate; otherwise
+    # a higher share of misplaced utterances would lower the share of foreign candidates.
     explained = min(1.0, beaten / (1 - _BEATEN))
 
     def expect(beaten: float, low: float, accepted: np.ndarray, one: float) -> tuple[float, float, np.ndarray]:
-        """Return the shares of misplaced utterances and foreign candidates, and of wrong contexts by threshold (T,)."""
+        """Return the shares of misplaced utterances and foreign candidates, and the wrong shares by threshold, (T,)."""
         misplaced = min(1.0, (beaten + one) / (1 - _BEATEN))
-        # Candidates of utterances that are not misplaced themselves.
+        # Count only the candidates of utterances that are not misplaced themselves.
         of_rest = (low / _MIDDLE - explained) / (1 - explained) if explained < 1 else 1.0
         foreign = float(np.clip(of_rest, 0.0, 1.0))
         return misplaced, foreign, _share_wrong(voices, chance, weights, thresholds, misplaced, foreign, accepted)
@@ -135,21 +137,21 @@ def _estimate_wrong_speakers(voices: Voices, thresholds: np.ndarray) -> tuple[fl
 
 
 def _effective_size(weights: np.ndarray) -> float:
-    """Return the size of a sample of equal weights that is worth as much; L. Kish, "Survey Sampling", 1965."""
+    """Return the size of an equivalent sample with equal weights; L. Kish, "Survey Sampling", 1965."""
     return float(weights.sum() ** 2 / (weights**2).sum())
 
 
 def upper_bound(share: float | np.ndarray, size: float) -> np.ndarray:
-    """Return the largest shares that a sample in which it is ``share`` leaves room for, at 95 % confidence.
+    """Return the upper confidence limit (95 %) of the true share, for a sample of this size with the given share.
 
     C. J. Clopper and E. S. Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
-    1934; for means of numbers between 0 and 1, which vary less than counts, it is on the safe side.
+    1934. For means of numbers between 0 and 1, which vary less than counts, the limit is conservative.
 
     >>> upper_bound(0.0, 100).round(4)
     np.float64(0.0295)
     """
     hits = np.minimum(np.asarray(share) * size, size - 1e-9)
-    # Takes half a second to import.
+    # Import late, because this import takes half a second.
     from scipy.stats import beta
 
     return beta.ppf(0.95, hits + 1, size - hits)
@@ -159,7 +161,7 @@ def _share_wrong(
     voices: Voices, chance: "_OtherGroups | _Reference", weights: np.ndarray, thresholds: np.ndarray,
     misplaced: float, foreign: float, accepted: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """Return the share (T,) of wrong speakers among the contexts at each threshold; NaN where there are none."""
+    """Return the share of wrong speakers among the contexts at each threshold, (T,); NaN if there are no contexts."""
     total = weights.sum()
     found = np.array([weights[voices.best >= threshold].sum() for threshold in thresholds])
     num_foreign = foreign * voices.is_within.sum(axis=1)
@@ -172,7 +174,7 @@ def _share_wrong(
 
 
 class _OtherGroups:
-    """Similarities to utterances of other groups, of the pilot itself."""
+    """Similarities to wrong speakers, estimated from other groups of the pilot."""
 
     def __init__(self, voices: Voices) -> None:
         self._voices = voices
@@ -180,23 +182,27 @@ class _OtherGroups:
         tried = self._try_elsewhere(voices.candidates)
         known = np.isfinite(tried)
         better = np.where(known, tried > voices.best[:, None], False).sum(axis=1)
-        # The share of the other groups (N,) in which each utterance finds a better context than in its own.
+        # For each utterance, the share of the other groups in which it finds a better context than in its own, (N,).
         self.beaten = np.divide(better, known.sum(axis=1), out=np.zeros(len(better)), where=known.any(axis=1))
-        # An utterance in a wrong group has utterances of its own speaker in other groups, which must not count.
+        # Leave out misplaced utterances, because other groups may contain utterances of their own speaker.
         at_home = (self.beaten <= _BEATEN) & voices.candidates
         self._best = self._try_elsewhere(at_home)
         self._sorted = [
             np.sort(row[others & at_home])
             for row, others in zip(voices.similarities, voices.is_across, strict=True)
         ]  # fmt: skip
-        # The median similarity to other groups, of each utterance (N,).
+        # For each utterance, the median similarity to other groups, (N,).
         self.medians = np.array([np.median(row) if len(row) else -np.inf for row in self._sorted])
 
     def _try_elsewhere(self, candidates: np.ndarray) -> np.ndarray:
-        """Return the best that each utterance finds in each group (N, G) among ``candidates`` (N,).
+        """Return the similarity of the best context that each utterance finds in each other group, (N, G).
 
-        It has as many there as in its own group: the first so many, or those and some of yet other groups. NaN where it
-        is no other group, or one of the same speaker, or one without candidates.
+        An utterance gets as many candidates there as it has in its own group: the first ones of the group, and further
+        ones of other groups if the group has too few. The value is NaN for its own group, for groups of the same
+        speaker, and for groups without candidates.
+
+        Args:
+            candidates: True for the utterances to try, (N,).
         """
         voices = self._voices
         names = np.unique(voices.groups)
@@ -215,7 +221,7 @@ class _OtherGroups:
         return best
 
     def accepted(self, thresholds: np.ndarray) -> np.ndarray:
-        """Return the probability (T,) that an utterance finds a context in a group that is not its own."""
+        """Return the probability that an utterance finds a context in another group, by threshold, (T,)."""
         usable = np.isfinite(self._best) & ((self.beaten <= _BEATEN) & self._voices.matched)[:, None]
         best, weights = self._best[usable], np.broadcast_to(self._voices.weights[:, None], usable.shape)[usable]
         if not len(best):
@@ -232,18 +238,18 @@ class _OtherGroups:
 
 
 class _Reference:
-    """Similarities of different speakers that an encoder brings."""
+    """Similarities to wrong speakers, taken from the reference of an encoder."""
 
     def __init__(self, voices: Voices) -> None:
         self._number = voices.is_within.sum(axis=1)
         self._weights = voices.weights * voices.matched
         self._similarities, self._shares = np.array(voices.reference).T
-        # The probability (N,) that as many other speakers would have a better context than was found.
+        # The probability that the same number of other speakers would include a better context than was found, (N,).
         self.beaten = self.exceeded(voices.best, self._number)
         self.medians = np.full(len(self._number), np.interp(_MIDDLE, self._shares, self._similarities))
 
     def accepted(self, thresholds: np.ndarray) -> np.ndarray:
-        """Return the probability (T,) that an utterance finds a context among other speakers alone."""
+        """Return the probability that an utterance finds a context among other speakers only, by threshold, (T,)."""
         chances = [self.exceeded(np.full(len(self._number), one), self._number) for one in thresholds]
         return np.array([(self._weights * chance).sum() for chance in chances]) / self._weights.sum()
 
@@ -253,12 +259,12 @@ class _Reference:
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
-    """A ``min_similarity``, and what it does.
+    """A value of ``min_similarity``, and its effect.
 
     Attributes:
-        context_share: of all records, those that get a context.
-        wrong_share: of these, those whose context is expected to be another speaker; None where it cannot be told.
-        wrong_bound: so large may that share be, at 95 % confidence, as far as a pilot of this size can tell.
+        context_share: the share of all records that get a context.
+        wrong_share: the expected share of these contexts that are another speaker; None if it cannot be estimated.
+        wrong_bound: the upper confidence limit (95 %) of that share for a pilot of this size.
     """
 
     min_similarity: float
@@ -268,13 +274,14 @@ class Threshold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """The thresholds from 0 to 1, and the one to set.
+    """The effects of thresholds from 0 to 1, and the recommended threshold.
 
     Attributes:
-        misplaced: share of the utterances that stand in a group of another speaker; None where it cannot be told.
-        foreign: share of the candidates of the others that are of another speaker.
-        recommended: one of ``thresholds``; None where there is no advice.
-        reason: of the recommendation, or why there is none; in one sentence.
+        thresholds: the thresholds.
+        misplaced: the share of utterances in a group of another speaker; None if it cannot be estimated.
+        foreign: the share of candidates of another speaker, among the candidates of the other utterances.
+        recommended: one of ``thresholds``; None if there is no recommendation.
+        reason: one sentence with the reason for the recommendation, or for its absence.
     """
 
     thresholds: list[Threshold]
@@ -285,10 +292,15 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def advise(voices: Voices, max_wrong: float, least: float = 0.0) -> Advice:
-    """Return what each threshold does, and the lowest that surely lets through no more than a share of wrong speakers.
+    """Return the effect of each threshold, and recommend one.
 
-    From there it goes up as long as that costs next to nothing: a pilot does not see every error of the labels.
-    ``least`` is the present threshold where most records are in one group: none below it is recommended.
+    The recommendation is the lowest threshold with a share of wrong speakers that is, with confidence, at most
+    ``max_wrong``. It is raised as long as that costs hardly any contexts, because a pilot does not see every wrong
+    label.
+
+    Args:
+        max_wrong: the highest acceptable share of contexts of another speaker.
+        least: no lower threshold is recommended. If most records are in one group, this is the present threshold.
     """
     grid = np.arange(_STEPS) / _STEPS
     estimate = _estimate_wrong_speakers(voices, grid)
@@ -305,8 +317,8 @@ def advise(voices: Voices, max_wrong: float, least: float = 0.0) -> Advice:
     if recommended is not None and recommended.min_similarity < least:
         recommended = None
         reason = (
-            "most of the records are in one speaker group: check that it is one person, and not a name for many, "
-            f"before match.min_similarity is set below {least:g}"
+            "most of the records are in one speaker group: check that its name stands for one person only, before you "
+            f"set match.min_similarity below {least:g}"
         )
     return Advice(thresholds=thresholds, misplaced=misplaced, foreign=foreign, recommended=recommended, reason=reason)
 
@@ -315,11 +327,12 @@ def _recommend(
     thresholds: Sequence[Threshold], max_wrong: float, num_matched: int, *, is_known: bool
 ) -> tuple[Threshold | None, str]:
     if not thresholds[0].context_share:
-        return None, "no utterance of the pilot has a context, however low the threshold: look at the rejects"
+        return None, "no utterance of the pilot gets a context, even without a threshold: look at the rejects"
     if not is_known:
         return None, (
-            "wrong speakers cannot be told: the pilot has one speaker group only, or groups of one speaker, and no "
-            "similarities of strangers were measured for this encoder; calibrate it on data with labels first"
+            "the share of wrong speakers cannot be estimated: the pilot has only one speaker group, or only groups of "
+            "one speaker, and this encoder has no reference similarities of different speakers; calibrate on data with "
+            "speaker labels first"
         )
     least = (1 - _MOST_LOST) * thresholds[0].context_share
     usable = [one for one in thresholds if one.context_share >= least]
@@ -330,18 +343,18 @@ def _recommend(
         chosen = max(_costing(safe, lowest, _FREE), key=lambda one: one.min_similarity)
         limit = f"from {lowest.min_similarity:g} on, at most {max_wrong:.1%} of the contexts are another speaker"
         if chosen is lowest:
-            return chosen, f"{limit}, and a higher threshold costs contexts"
-        return chosen, f"{limit}, and up to {chosen.min_similarity:g} that costs less than {_FREE:.1%} of the contexts"
+            return chosen, f"{limit}, and a higher threshold would cost contexts"
+        return chosen, f"{limit}; raising it to {chosen.min_similarity:g} costs less than {_FREE:.1%} of the contexts"
     if affordable:
         lowest_bound = min(map(_bound, affordable))
         chosen = next(one for one in affordable if _bound(one) <= _NEARLY * lowest_bound)
         return chosen, (
             f"{chosen.wrong_share:.1%} of the contexts are expected to be another speaker, but with {num_matched} "
-            f"utterances up to {_bound(chosen):.1%} cannot be ruled out: a larger pilot can tell more (--records)"
+            f"utterances up to {_bound(chosen):.1%} cannot be ruled out: use a larger pilot (--records) to know more"
         )
     return min(usable, key=_bound), (
-        f"no threshold keeps wrong speakers below {max_wrong:.1%} and leaves half of the contexts; this one comes "
-        "nearest: mend the labels, or make finer groups"
+        f"no threshold keeps wrong speakers below {max_wrong:.1%} and at least half of the contexts; this one comes "
+        "nearest: correct the labels, or use smaller speaker groups"
     )
 
 
@@ -350,5 +363,5 @@ def _bound(one: Threshold) -> float:
 
 
 def _costing(thresholds: Sequence[Threshold], lowest: Threshold, part: float) -> list[Threshold]:
-    """Return those that leave all but a part of the contexts of the lowest."""
+    """Return the thresholds that lose at most this part of the contexts of the lowest threshold."""
     return [one for one in thresholds if one.context_share >= lowest.context_share * (1 - part)]

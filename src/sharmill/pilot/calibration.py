@@ -1,4 +1,4 @@
-"""The outcome of a pilot, as ``calibration.json`` of a run directory has it."""
+"""The result of a pilot, as stored in ``calibration.json`` of a run directory."""
 
 import msgspec
 
@@ -7,7 +7,14 @@ from sharmill.rates import StageRate
 
 
 class RejectShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Records that a run would reject: the reason, how many of the pilot, the share of all, and one sentence of one."""
+    """Records that a run would reject for one reason.
+
+    Attributes:
+        stage, reason: the stage and the reason code.
+        count: number of records in the pilot.
+        share: estimated share of all records.
+        example: the detail of one of these rejects.
+    """
 
     stage: str
     reason: str
@@ -17,7 +24,7 @@ class RejectShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of a format, by sampling rate and channels."""
+    """The number of files with a format, a sampling rate and a number of channels."""
 
     format: str
     sampling_rate: int
@@ -26,27 +33,34 @@ class AudioFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimilarityCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts in bins of equal width from -1 to 1: pairs of utterances by their similarity."""
+    """Histograms of the similarities of pairs of utterances, in bins of equal width from -1 to 1."""
 
     within_groups: list[int]
     across_groups: list[int]
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a pilot, as ``calibration.json`` of the run directory has it.
+    """The result of a pilot, as stored in ``calibration.json`` of the run directory.
 
     Attributes:
-        num_records: of the whole input; of the pilot are ``num_drawn``, of ``num_groups`` groups.
-        num_partial_groups: groups too large to be taken whole. Yields and wrong shares are lower bounds then, since
-            in the whole group there is more to choose from.
-        durations: seconds of the utterances that passed the checks, at the shares that are the keys.
-        too_short_for_context: share of them that is outside ``match.min_duration`` and ``max_duration``.
+        name: the name of the dataset.
+        seed: the seed of the sample.
+        encoder, device: the speaker encoder, None without contexts, and its device.
+        num_records: number of records in the whole input.
+        num_drawn, num_groups: number of records in the pilot, and number of their speaker groups.
+        num_partial_groups: number of groups that were too large to be taken as a whole. If there are any, yields and
+            wrong shares are lower bounds, because a whole group has more candidates.
+        rejects: the rejected records by reason.
+        formats: the formats of the audio files.
+        durations: quantiles of the durations, in seconds, of the utterances that passed the checks; the keys are the
+            quantile levels.
+        too_short_for_context: share of these utterances outside ``match.min_duration`` and ``max_duration``.
         advice, similarities: None for a dataset without contexts.
-        near_copies: utterances whose context would be a recording of their text that is as long, and similar like a
-            copy of theirs that is stored with loss or quieter.
-        max_similarity: keeps these copies out; None where there is none.
-        audio_seconds: that was decoded and embedded.
-        rates: of the stages on one rank of this machine; empty where nothing was left to measure them on.
+        near_copies: number of utterances whose context would have the same text, the same length and nearly the same
+            sound, as a lossy or quieter copy of them has.
+        max_similarity: a value for ``match.max_similarity`` that excludes these copies; None if there are none.
+        audio_seconds: seconds of audio that was decoded and embedded.
+        rates: the rates of the stages on one rank of this machine; empty if no records were left to measure them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The section of a run's page about its pilot."""
+"""The section about the pilot in the report page of a run."""
 
 from typing import Final
 
@@ -15,16 +15,16 @@ _GRID: Final = Markup('<div class="grid2">{}</div>')
 
 
 def _make_pilot(facts: Facts) -> Markup | None:
-    """Return what ``sharmill calibrate`` found, or None where it was not run, or there are no contexts."""
+    """Return the results of ``sharmill calibrate``, or None if it was not run or the dataset has no contexts."""
     found = read_record(facts.run.run_dir.calibration, Calibration) if facts.run is not None else None
     if found is None or (advice := found.advice) is None or found.similarities is None:
         return None
     contexts = [(one.min_similarity, one.context_share) for one in advice.thresholds]
     wrong = [(one.min_similarity, one.wrong_share) for one in advice.thresholds if one.wrong_share is not None]
     most = [(one.min_similarity, one.wrong_bound) for one in advice.thresholds if one.wrong_bound is not None]
-    series = [("records with a context", contexts), ("of these another speaker", wrong)]
+    series = [("records with a context", contexts), ("contexts of another speaker", wrong)]
     chart = curves(
-        [*series, ("at most, 95 % sure", most)] if most else series, x=(0, 1), y=(0, 1),
+        [*series, ("upper bound (95 %)", most)] if most else series, x=(0, 1), y=(0, 1),
         label="match.min_similarity", description="Shares of records by threshold",
     )  # fmt: skip
     sentence = advice.reason
@@ -39,7 +39,7 @@ def _make_pilot(facts: Facts) -> Markup | None:
         chart = histogram(edges, counts, label="cosine", unit="", description=title, color=color)
         figures.append(figure(title, chart, f"{sum(counts):,} pairs of the pilot's utterances"))
     drawn = f"{found.num_drawn:,} of {found.num_records:,} records in {found.num_groups:,} speaker groups"
-    return Markup("<p>A pilot before the run: {}.</p>").format(drawn) + _GRID.format(Markup("").join(figures))
+    return Markup("<p>Pilot before the run: {}.</p>").format(drawn) + _GRID.format(Markup("").join(figures))
 
 
 PILOT = Section("pilot", "Pilot", 35, _make_pilot)

@@ -1,6 +1,6 @@
-"""The pilot: draw whole speaker groups, check, decode and embed them, and say what a run over all of it would do.
+"""The pilot: draw whole speaker groups, check, decode and embed them, and predict the outcome of a run over all input.
 
-For the rates of the stages behind match, a small dataset of the drawn records is written, encoded and checked.
+To measure the rates of the stages after match, a small dataset of the drawn records is written, encoded and validated.
 """
 
 import math
@@ -56,13 +56,13 @@ _QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 @dataclass(frozen=True)
 class Sample:
-    """Records that were drawn.
+    """A random sample of the records.
 
     Attributes:
         rows: (M,) int64, the numbers of the records, in increasing order.
-        weights: (M,) float64 with sum 1: the share of all records that each stands for.
-        num_groups: groups that they are of.
-        num_partial: of these groups, those of which only a part was taken.
+        weights: (M,) float64 with sum 1, the share of all records for which each record stands.
+        num_groups: number of speaker groups in the sample.
+        num_partial: number of groups of which only a part was taken.
     """
 
     rows: np.ndarray
@@ -72,29 +72,31 @@ class Sample:
 
 
 def draw_groups(groups: np.ndarray, size: int, seed: int) -> Sample:
-    """Draw records at random and take their groups whole, until there are ``size``.
+    """Draw records at random, and take their whole groups, until there are ``size`` records.
 
-    A group is drawn as often as its size makes likely, and each drawing of it weighs the same, so that a weighted mean
-    over the sample is without bias whatever the sizes of the groups are (M. H. Hansen and W. N. Hurwitz, "On the Theory
-    of Sampling from Finite Populations", 1943). Of a group that would fill the sample alone a random part is taken.
+    The probability of drawing a group is proportional to its size, and each draw has the same weight. A weighted mean
+    over the sample is therefore unbiased, whatever the sizes of the groups are (M. H. Hansen and W. N. Hurwitz, "On the
+    Theory of Sampling from Finite Populations", 1943). From a group that would fill the sample alone, a random part is
+    taken.
 
     Args:
         groups: (N,) int64, the number of each record's group, from 0.
-        size: records wanted; there are fewer where there are no more, and more where a group goes beyond.
+        size: number of records wanted. The sample is smaller if there are fewer records, and may be larger because of
+            its last group.
 
     >>> draw_groups(np.array([0, 0, 1, 1, 1]), 100, seed=1).rows.tolist()
     [0, 1, 2, 3, 4]
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     sizes = np.bincount(groups)
-    # At least 100 are taken from a large group, if it has as many.
+    # Take at least 100 records from a large group.
     most = max(100, size // max(1, len(sizes)))
     drawn = groups[generator.permutation(len(groups))]
     names, first = np.unique(drawn, return_index=True)
     names = names[np.argsort(first)]  # in the order in which they were drawn
     reached = np.cumsum(np.minimum(sizes[names], most))
     taken = names[: int(np.searchsorted(reached, size)) + 1]
-    # If the sample has all groups, each has its own share.
+    # If the sample contains all groups, count all draws, so that each group has its exact share.
     last = len(drawn) if len(taken) == len(names) else int(np.sort(first)[len(taken) - 1]) + 1
     hits = np.bincount(drawn[:last], minlength=len(sizes))
     is_taken = np.isin(groups, taken)
@@ -108,15 +110,15 @@ def draw_groups(groups: np.ndarray, size: int, seed: int) -> Sample:
 
 @dataclass
 class PilotRecords:
-    """A sample of the input, checked.
+    """A checked sample of the input.
 
     Attributes:
-        num_records: of the whole input.
+        num_records: number of records in the whole input.
         sample: the records that were drawn.
-        utterances: those that passed the checks; ``index`` is the place in the sample.
-        rejects: of the others, by the place in the sample.
-        formats: numbers of files by format, sampling rate and channels.
-        seconds_per_record: time to read and to check one.
+        utterances: the records that passed the checks; ``index`` is the position in the sample.
+        rejects: the rejects of the other records, by position in the sample.
+        formats: number of files by format, sampling rate and channels.
+        seconds_per_record: time to read and check one record, in seconds.
     """
 
     num_records: int
@@ -128,7 +130,7 @@ class PilotRecords:
 
 
 def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
-    """Draw whole speaker groups of the sources until there are ``size`` records, and check these.
+    """Draw whole speaker groups from the sources until there are ``size`` records, and check these records.
 
     Raises:
         ConfigError: a source cannot be used.
@@ -160,7 +162,7 @@ def read_pilot(config: Config, size: int, seed: int) -> PilotRecords:
 
 
 def _read_groups(config: Config, check: RecordCheck, pieces: list[tuple[int, Piece]]) -> np.ndarray:
-    """Return the number of the speaker group of every record (N,)."""
+    """Return the number of each record's speaker group, (N,)."""
     hashes = array("Q")
     for number, piece in pieces:
         for raw in config.sources[number].read(piece.params):
@@ -168,13 +170,13 @@ def _read_groups(config: Config, check: RecordCheck, pieces: list[tuple[int, Pie
                 record, member = _decode(raw)
                 key = check.group(record, number, member)
             except RejectRecord:
-                key = f"\0{len(hashes)}"  # a record without a group is one of its own
+                key = f"\0{len(hashes)}"  # a record without a group forms its own group
             hashes.append(hash_text(key))
     return np.unique(np.frombuffer(hashes, np.uint64), return_inverse=True)[1].astype(np.int64)
 
 
 def _read_rows(config: Config, pieces: list[tuple[int, Piece]], rows: list[int]) -> Iterator[tuple[int, RawRecord]]:
-    """Yield the source and the raw record of each number, in increasing order; only their pieces are read."""
+    """Yield the source number and the raw record for each row, in increasing order; read only the pieces with rows."""
     wanted, begin = set(rows), 0
     for number, piece in pieces:
         here = wanted.intersection(range(begin, begin + piece.num_records))
@@ -195,14 +197,15 @@ def run_pilot(
     """Run a pilot over a sample of a configuration's input.
 
     Args:
-        size: records to draw.
-        max_wrong: the share of contexts that may be of another speaker.
+        size: number of records to draw.
+        seed: seed of the sample.
+        max_wrong: the highest acceptable share of contexts of another speaker.
         device: ``cpu`` or ``cuda``.
-        measure: also measure rates, which needs the codecs.
-        tell: called with a line before each step.
+        measure: also measure the rates of the stages after match, which needs the codecs.
+        tell: called with a line of text before each step.
 
     Returns:
-        The file in the run directory that has the outcome, and the outcome.
+        The file with the result in the run directory, and the result.
 
     Raises:
         ConfigError: the configuration cannot be used, or the input has no records.
@@ -211,7 +214,7 @@ def run_pilot(
     with disk_errors(path.parent, PUT_BACK):
         require_writable(path.parent)
         remove_temp_files(path.parent, {path.name})
-    tell("reading the speaker groups of all records")
+    tell("reading all records to find their speaker groups")
     records = read_pilot(config, size, seed)
     refuse((not records.num_records, "the sources have no records"), code="bad_manifest")
     advice, similarities = None, None
@@ -242,7 +245,7 @@ def run_pilot(
             seconds_per_cost=embedding_seconds / audio, cost=audio, count=kept,
             decoding_per_cost=decoding / audio, model_per_cost=delays.get("model", 0.0) / audio,
         ))  # fmt: skip
-        tell("comparing voices")
+        tell("choosing contexts")
         voices = _choose(config, match, records, embedded, lost)
         similarities = SimilarityCounts(
             within_groups=_count_similarities(voices, voices.is_within),
@@ -252,7 +255,7 @@ def run_pilot(
         is_in_doubt = is_doubtful(largest, len({one.segment.recording for one in records.utterances}))
         advice = advise(voices, max_wrong, min_similarity(match) if is_in_doubt else 0.0)
     copies = [one.context.similarity for one in records.utterances if one.context and _is_near_copy(one, one.context)]
-    # Names as they were written, without values of the environment.
+    # Store the names as they were written in the configuration, without values from the environment.
     hide_at = config.references.hide_at
     outcome = Calibration(
         name=hide_at(("name",), config.name), seed=seed, device=device,
@@ -269,10 +272,10 @@ def run_pilot(
         rates=[], near_copies=len(copies), max_similarity=math.ceil(100 * min(copies) - 1) / 100 if copies else None,
         **_durations(config, records),
     )  # fmt: skip
-    # Written before the rates are measured: an error of a later stage does not lose the advice.
+    # Store the result before the rates are measured, so that an error of a later stage does not lose the advice.
     _store(path, outcome)
     if measure:
-        tell("writing, encoding and checking a dataset of them, for the rates")
+        tell("measuring the rates of the later stages on a small dataset")
         rates += run_small(config, records.utterances, drawn)
         outcome = msgspec.structs.replace(outcome, rates=rates)
         _store(path, outcome)
@@ -288,12 +291,12 @@ def _rate(
     records: PilotRecords, name: str, device: str = "", *, seconds_per_cost: float, cost: float, count: int,
     seconds_to_start: float = 0.0, decoding_per_cost: float = 0.0, model_per_cost: float = 0.0,
 ) -> StageRate:  # fmt: skip
-    """Return the rate of a stage of a cost that leaves a manifest of ``count`` records."""
+    """Return the rate of a stage that writes a manifest of ``count`` records, for the total ``cost`` of the pilot."""
     drawn = max(1, len(records.sample.rows))
     size = sum(len(utterance.to_json()) + 1 for utterance in records.utterances)
     return StageRate(
         name=name, device=device, seconds_to_start=seconds_to_start, seconds_per_cost=seconds_per_cost,
-        # A manifest is there twice: in the parts of units, and merged.
+        # A manifest is stored twice: as parts of units, and merged.
         bytes_per_cost=2 * size / max(cost, 1e-9), cost_per_record=cost / drawn,
         records_per_record=count / drawn, records_per_unit=count,
         decoding_per_cost=decoding_per_cost, model_per_cost=model_per_cost,
@@ -307,8 +310,8 @@ def _choose(
     embedded: dict[int, EmbeddedSegment],
     lost: dict[int, tuple[str, RejectRecord]],
 ) -> Voices:
-    """Return the voices with their best contexts; utterances that have none for another reason go to ``lost``."""
-    # Whatever the threshold is, the context is the best that the other limits allow.
+    """Choose contexts without a threshold, and return the voices; rejected utterances are added to ``lost``."""
+    # Independent of any threshold, choose the best context that the other limits allow.
     free = replace(match, min_similarity=-1.0, choice="best", contexts="choose", contexts_from_dataset=False)
     chooser = ContextChooser(free, segment_roots(config), make_speaker_key(config.speaker_key))
     utterances = sorted((one for one in records.utterances if one.index in embedded), key=chooser.group_key)
@@ -340,10 +343,10 @@ def _choose(
 
 
 def _is_near_copy(utterance: Utterance, context: Context) -> bool:
-    """Return True if a context sounds like the utterance itself, stored with loss or at another level."""
-    # An MP3 has up to a tenth of a second more.
+    """Return True if a context is probably a lossy or differently scaled copy of the utterance itself."""
+    # An MP3 may be up to a tenth of a second longer.
     is_as_long = abs(utterance.segment.duration - context.segment.duration) <= 0.1
-    # Another one by the same speaker is hardly ever so similar.
+    # Different utterances of the same speaker are hardly ever that similar.
     return is_as_long and context.similarity >= 0.98 and utterance.text.split() == context.text.split()
 
 
@@ -385,13 +388,13 @@ def _durations(config: Config, records: PilotRecords) -> dict[str, Any]:
 
 
 def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -> list[StageRate]:
-    """Write, encode and check a dataset of a pilot's utterances, with their contexts; return the rates of the stages.
+    """Write, encode and validate a small dataset of a pilot's utterances, and return the rates of the stages.
 
-    Run directory and dataset lie below the run directory of the configuration, so that the disk is the one that a run
-    would use, and are removed at the end.
+    Its run directory and dataset lie below the run directory of the configuration, so that they are on the same disk as
+    a real run. They are removed at the end.
 
     Args:
-        num_drawn: records of the pilot, rejects included.
+        num_drawn: number of records in the pilot, including rejects.
 
     Raises:
         FatalError: a stage stopped.
@@ -408,16 +411,16 @@ def run_small(config: Config, utterances: Sequence[Utterance], num_drawn: int) -
         )  # fmt: skip
         if match is not None:
             small = small.with_section(replace(match, contexts_from_dataset=False))
-        # The sources have more records than the pilot.
+        # Do not compare with the sources, which have more records than the pilot.
         small = small.with_section(replace(config.section(ValidateConfig), against_sources=False))
         run = RunDir(Path(small.run_dir))
         if (copies := RunDir(Path(config.run_dir)).copies).is_dir():
-            # Copies that the pilot has fetched are not fetched again, unless the disk has no hard links. A lock with a
-            # second name would be refused.
+            # Reuse audio that the pilot has downloaded, if the disk supports hard links. Locks are left out, because a
+            # lock with a second hard link would be refused.
             others = shutil.ignore_patterns(".lock")
             with suppress(shutil.Error):
                 shutil.copytree(copies, run.copies, ignore=others, copy_function=os.link)
-        # Lines are numbered as in a manifest.
+        # Number the utterances by their lines in the manifest.
         numbered = [replace(one, index=number) for number, one in enumerate(utterances)]
         stages, facts = make_stages(small), {"duration_tolerance": config.section(PrepareConfig).duration_tolerance}
         by_kind = {stage.kind: stage for stage in stages}

@@ -1,7 +1,7 @@
-"""Base of stages that add fields to a finished dataset: files beside those of its shards, and their names in its index.
+"""Base classes for stages that add fields to a finished dataset: new files for each shard, and entries in the index.
 
-A stage of another package derives from ``FieldStage``, says which fields it adds and gives a ``FieldProcessor`` that
-writes them.
+A stage of another package derives from ``FieldStage``, declares the fields that it adds, and provides a
+``FieldProcessor`` that writes them.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class FieldStage(Stage):
     """A stage that adds fields to a dataset. One unit is one shard.
 
     Attributes:
-        processor: what a rank works with; a stage that loads a model overrides ``open`` instead.
+        processor: the class of the processor. A stage that loads a model overrides ``open`` instead.
     """
 
     processor: "ClassVar[type[FieldProcessor]]"
@@ -40,7 +40,7 @@ class FieldStage(Stage):
 
     @abstractmethod
     def fields(self, run: StageRun) -> list[Field]:
-        """Return the fields that the stage adds to the dataset as it is."""
+        """Return the fields that the stage adds to the existing dataset."""
 
     def publication(self, run: StageRun) -> "FieldPublication":
         return FieldPublication(run, partial(self.fields, run))
@@ -80,7 +80,7 @@ def add_fields(run: StageRun, fields: Sequence[Field], codec: CodecRecord | None
     """Add the files of all units to the index of the dataset, as fields, and return the totals of the stage.
 
     Args:
-        codec: the codec that the index is to list, if the fields are its codes.
+        codec: the codec to add to the index, if the fields are its codes.
     """
     lacks = any(commit.num_rejected for commit in run.commits)
     found = [
@@ -99,7 +99,7 @@ def add_fields(run: StageRun, fields: Sequence[Field], codec: CodecRecord | None
 
 
 def _describe(field: Field, run: StageRun) -> Field:
-    """Return a field as the dataset is to have it: with what made it."""
+    """Return the description of a field for the dataset, with the name and the settings of the stage that made it."""
     if field.is_published:
         return field
     settings = {key: value for key, value in dataclasses.asdict(run.settings).items() if key != "name"}
@@ -110,9 +110,10 @@ class FieldPublication(Publication):
     """Fields that a stage adds to a dataset.
 
     Args:
-        fields: returns the fields of the dataset as it is.
-        possible: the fields that the stage may add, also before there is a dataset; by default ``fields``.
-        words: what messages call the fields.
+        fields: returns the fields that the stage adds to the existing dataset.
+        possible: all fields that the stage may add, known even before the dataset exists; by default those of
+            ``fields``.
+        words: the name of the fields in messages.
     """
 
     rejects_keep_cut = True
@@ -133,25 +134,30 @@ class FieldPublication(Publication):
         return [field.name for field in self.possible]
 
     def is_complete(self) -> bool:
-        # The index may have been made again without these fields, as when it was lost.
+        # The index may have been rebuilt without these fields after it was lost.
         return set(self.folders()) <= set(dataset_of(self.run).record().fields)
 
     def discard(self) -> None:
         dataset_of(self.run).remove_fields(self.possible, count_planned(self.run))
 
     def check_output(self) -> None:
-        """Raise ConfigError if the dataset has fields of these names that this run has not made."""
+        """Raise ConfigError if the dataset has fields with these names that this run has not made."""
         dataset, names = dataset_of(self.run), self.reserves()
         if dataset.has_files(names) and not dataset.is_made_of(names, committed_files(self.run)):
             raise ConfigError(
-                f"{self.root} already has {self.words} that were not made from {self.run.run_dir.path}; "
+                f"{self.root} already has {self.words} that were not made by the run in {self.run.run_dir.path}: "
                 "choose another name",
                 code="foreign_output",
             )
 
 
 def shard_record(commit: Commit, fields: Iterable[Field], index: int, folder: str = "") -> ShardRecord:
-    """Return the record of a shard of a dataset in a folder of what a unit has published."""
+    """Return the index record of a shard from the commit of its unit.
+
+    Args:
+        index: the number of the shard.
+        folder: the prefix of the dataset in the names of the published files.
+    """
     names = {file.name.removeprefix(folder): file for file in commit.files}
     files = {field.name: (field.path(index), names[field.path(index)]) for field in fields}
     return ShardRecord(
@@ -164,10 +170,10 @@ def shard_record(commit: Commit, fields: Iterable[Field], index: int, folder: st
 
 
 def added_fields(stages: Iterable[StageRun]) -> dict[str, list[Field]]:
-    """Return the fields that stages of a run may add to the dataset, by the names of the stages.
+    """Return the fields that the stages of a run may add to the dataset, by stage name.
 
     Raises:
-        ConfigError: a stage names a field that cannot be.
+        ConfigError: a stage declares an invalid field, or no field.
     """
     found = {}
     for stage in stages:
@@ -178,31 +184,31 @@ def added_fields(stages: Iterable[StageRun]) -> dict[str, list[Field]]:
         if isinstance(publication, FieldPublication):
             found[stage.name] = list(publication.possible)
             if not publication.possible:
-                raise ConfigError(f"the stage {stage.name} has no fields", code="bad_plugin")
+                raise ConfigError(f"the stage {stage.name} declares no fields", code="bad_plugin")
     return found
 
 
 def require_distinct_fields(stages: Iterable[StageRun]) -> None:
-    """Raise ConfigError if two stages make one field, or a field of another package cannot be called so on a cut."""
+    """Raise ConfigError if two stages make the same field, or a plug-in's field has a name that lhotse's cuts use."""
     made = added_fields(stages)
     for name, fields in made.items():
         rest = {other: its for other, its in made.items() if other != name}
         others = {word: other for other, its in rest.items() for one in its for word in (one.name, one.attribute)}
         others |= dict.fromkeys(BASE_FIELDS, "write")
         for field in [field for field in fields if not field.is_published]:
-            # It imports torch, and so does who looks at the datasets of such a stage.
+            # Import late, because this imports torch, which is needed only for stages of other packages.
             from sharmill.shar.reading.cuts import is_method_of_cuts
 
             other = others.get(field.name) or others.get(field.attribute)
             refuse(
                 (
                     other,
-                    f"{name} and {other} both make the field {field.name}, cut.{field.attribute}: give it another name",
+                    f"{name} and {other} both make the field {field.name}, cut.{field.attribute}: rename one of them",
                 ),
                 (
                     is_method_of_cuts(field.attribute),
-                    f"the stage {name}: the field {field.name} cannot be called {field.attribute!r} on a cut: "
-                    "lhotse has something else of that name",
+                    f"the stage {name}: the field {field.name} cannot have the attribute {field.attribute!r}, because "
+                    "lhotse's cuts already use this name: choose another one",
                 ),
             )
 
@@ -229,7 +235,9 @@ class FieldProcessor(Processor):
         rejects = self.write(unit, ids, paths) or []
         for field, path in zip(self.fields, paths, strict=True):
             if not field.is_published and [item.cut_id for item in read_field(path)] != ids:
-                raise UnitFailed(f"what was written of {field.name} is not of the cuts of the shard", code="bad_plugin")
+                raise UnitFailed(
+                    f"the items of the field {field.name} do not match the cuts of the shard", code="bad_plugin"
+                )
         return Output(
             files=files,
             num_out=unit.size - len(rejects),
@@ -238,13 +246,14 @@ class FieldProcessor(Processor):
         )
 
     def items(self, field: str, unit: Unit, ids: list[str]) -> Iterator[Item]:
-        """Yield the items of a field that the dataset has already, for the cuts of a shard with these ids."""
+        """Yield the items of an existing field for the cuts of a shard with these ids."""
         table = ItemTable(self.dataset.file(field, unit.index), ids=ids)
         yield from map(table.item, range(len(ids)))
 
     @abstractmethod
     def write(self, unit: Unit, ids: list[str], paths: list[Path]) -> list[Reject] | None:
-        """Write the files of the fields for one shard, with an item for each of its cuts in their order.
+        """Write the files of the fields for one shard, with one item per cut, in order.
 
-        Returns: a reject for each cut that has a placeholder in a field; it stays in the dataset.
+        Returns:
+            A reject for each cut that has a placeholder in a field; the cut stays in the dataset.
         """

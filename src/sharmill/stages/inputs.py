@@ -1,4 +1,4 @@
-"""The input of stages that read audio: the roots of a dataset's segments, and the names of its manifests."""
+"""Inputs of stages that read audio: the roots of a dataset's segments, and the names of its manifests."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from sharmill.engine.stage import StageRun, identify_folder
 
 
 def segment_roots(config: Config) -> AudioRoots:
-    """Return the audio roots of all segments of a dataset: its sources, and last the dataset that is appended to."""
+    """Return the audio roots of all segments of a dataset: those of its sources, then the ``append_to`` dataset."""
     roots: list[str | list[str] | None] = [source.audio_root for source in config.sources]
     if config.append_to is not None:
         roots.append(config.append_to)
@@ -18,15 +18,15 @@ def segment_roots(config: Config) -> AudioRoots:
 
 
 def segment_reader(run: StageRun) -> SegmentReader:
-    """Return the reader of the segments that prepare has let through."""
+    """Return the reader for the segments that prepare has accepted."""
     facts = run.totals_of("prepare", duration_tolerance=float).facts
     return SegmentReader(segment_roots(run.config), facts["duration_tolerance"])
 
 
 def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
-    """Return what identifies audio roots in the identity of a plan: folders, however they are spelt, and URLs.
+    """Return the part of a plan's identity for audio roots: folders, independent of how they are written, and URLs.
 
-    The scale of floats is named if it is not 1.
+    The scale of floating-point audio is included if it is not 1.
     """
     return [
         ({"url": root.url} if root.url else identify_folder(root.path, run_dir))
@@ -36,7 +36,7 @@ def identify_roots(roots: AudioRoots, run_dir: Path) -> list[dict[str, Any]]:
 
 
 def manifest_stem(config: Config) -> str:
-    """Return how the manifests of a dataset are called: after its only manifest, or after the dataset."""
+    """Return the stem for the names of a dataset's manifests: that of its only input manifest, or the dataset name."""
     stem = (config.sources[0].stem if len(config.sources) == 1 else None) or config.name
-    # Names of files in run directories have no letters that cannot be printed.
+    # File names in run directories must be printable.
     return "".join(letter if letter.isprintable() else "_" for letter in stem)

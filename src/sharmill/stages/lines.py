@@ -1,7 +1,7 @@
-"""Manifests between stages, with columns beside them: what a plan needs of each line, so that it parses none.
+"""Manifests between stages, with columns: arrays of the values of each line that a plan needs without parsing lines.
 
-The rank that writes a part of a manifest writes its columns too. At the end of the stage they are merged, an array for
-each, and left as products beside the manifest.
+The rank that writes a part of a manifest also writes its columns. At the end of the stage, the columns are merged into
+one array each, and become products of the stage beside the manifest.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,17 +21,20 @@ from sharmill.files.arrays import load_stored_array, map_stored_array, publish_a
 from sharmill.files.atomic import open_atomic, open_new, write_atomic
 from sharmill.manifest import Utterance, records_checksum
 
-# Columns of a part: the bytes of a line, its number in the prepared manifest, the durations of target and context in
-# seconds, and the 128-bit hash of the key of its group.
+# Columns of a part: the number of bytes of a line, its number in the prepared manifest, the durations of target and
+# context in seconds, and the 128-bit hash of the key of its group.
 LINE: Final = np.dtype([("length", "u4"), ("index", "u4"), ("seconds", "f4"), ("context", "f4"), ("group", "u8", 2)])
-# The name of the column that is made of the lengths: the place of the first byte of each line.
+# The name of the column with the position of the first byte of each line, which is computed from the lengths.
 OFFSET: Final = "offset"
 # The name of the column with the number of the first line of each line's group.
 FIRST_OF_GROUP: Final = "first_of_group"
 
 
 def write_part(path: Path, utterances: Iterable[Utterance], group_of: Callable[[Utterance], str]) -> np.ndarray:
-    """Write utterances as lines, and return their columns (N,) of ``LINE``; the index of one without a number is 0."""
+    """Write utterances as lines, and return their columns as an array of ``LINE``, shape (N,).
+
+    The index of an utterance without a number is 0.
+    """
     rows: list[tuple[int, int, float, float, tuple[int, int]]] = []
     with open_new(path) as stream:
         for utterance in utterances:
@@ -48,14 +51,14 @@ def merge_columns(
     folder: Path, parts: Sequence[Path], names: Sequence[str], *, count: int, lengths: np.ndarray | None = None,
     kept: np.ndarray | None = None,
 ) -> dict[str, Path]:  # fmt: skip
-    """Write columns of a merged manifest below a folder, each as an array (N,), and return their paths by name.
+    """Write columns of a merged manifest into a folder, each as an array of shape (N,); return their paths by name.
 
     Args:
-        parts: the columns of the parts, in order.
-        names: the columns beside ``offset``.
-        count: the number of lines of the merged manifest.
-        lengths: the bytes of the merged lines, if these are not those of the parts.
-        kept: True for each line of the parts that is in the merged manifest; by default all are.
+        parts: the files with the columns of the parts, in order.
+        names: the columns to write besides ``offset``.
+        count: number of lines in the merged manifest.
+        lengths: number of bytes of each merged line, if the lines differ from those of the parts.
+        kept: True for each line of the parts that is in the merged manifest; by default all lines are.
     """
     folder.mkdir(exist_ok=True)
 
@@ -65,7 +68,7 @@ def merge_columns(
         streams = {name: stack.enter_context(open_atomic(paths[name])) for name in names}
         for name, stream in streams.items():
             write_array(stream, LINE[name].base, (count, *LINE[name].shape), ())
-        # Each part is opened once, however many columns there are.
+        # Read each part only once for all columns.
         for part in parts:
             rows = load_stored_array(part)
             chosen = rows if kept is None else rows[kept[begin : begin + len(rows)]]
@@ -79,14 +82,14 @@ def merge_columns(
 
 
 def identify_manifest(run: StageRun, stage: str) -> str:
-    """Return what identifies the records of the manifest that a stage has left, with columns that are those it left.
+    """Verify the manifest and the columns of a stage, and return a checksum that identifies the manifest's records.
 
-    Ranks trust what was verified here, before the plan: else each would read all columns.
+    Ranks do not verify them again, because each rank would have to read all columns.
 
     Raises:
-        ConfigError: the stage is not finished, or the manifest, a column or a fact is not the one that it left.
+        ConfigError: the stage is not finished, or the manifest, a column or a fact is missing or has changed.
     """
-    # Ranks read the segments of the manifest with it.
+    # Check that this fact exists, which ranks need to read the segments of the manifest.
     run.totals_of("prepare", duration_tolerance=float)
     totals = run.totals_of(stage, "manifest", records=str)
     for name in totals.products.keys() & {"manifest", OFFSET, FIRST_OF_GROUP, *(LINE.names or ())}:
@@ -95,7 +98,11 @@ def identify_manifest(run: StageRun, stage: str) -> str:
 
 
 def number_groups(hashes: Path) -> Path:
-    """Write for each line (N,) uint32 the number of the first line of its group, by the hashes of a merged manifest."""
+    """Write the column with the number of the first line of each line's group; shape (N,), uint32.
+
+    Args:
+        hashes: the ``group`` column of a merged manifest.
+    """
     path = hashes.with_name(f"{FIRST_OF_GROUP}.npy")
     firsts = find_first(*map_stored_array(hashes).T)
     publish_array(path, firsts.dtype, firsts.shape, [firsts])
@@ -103,16 +110,16 @@ def number_groups(hashes: Path) -> Path:
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """Return the place of the first byte of each line (N,) int64, from the bytes of the lines (N,)."""
+    """Return the position of the first byte of each line, (N,) int64, from the lengths of the lines in bytes, (N,)."""
     return np.cumsum(lengths, dtype=np.int64) - lengths
 
 
 def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
-    """Return the numbers of lines (N,) uint32 sorted by group, those of a group in their order.
+    """Return the numbers of the lines sorted by group, (N,) uint32; lines of the same group keep their order.
 
     Args:
-        groups: (N,) the number of the first line of each line's group.
-        mixed: mix the lines of each group, so that parts of it have records and candidates.
+        groups: the number of the first line of each line's group, (N,).
+        mixed: shuffle the lines within each group, so that every part of a group has records and candidates.
     """
     if mixed:
         numbers = np.random.Generator(np.random.PCG64(0)).permutation(len(groups))
@@ -121,23 +128,23 @@ def order_by_group(groups: np.ndarray, *, mixed: bool = False) -> np.ndarray:
 
 
 def column(run: StageRun, stage: str, name: str) -> np.ndarray:
-    """Return a column (N,) of the manifest that a stage has left, mapped from its file.
+    """Return a column of a stage's manifest, (N,), memory-mapped from its file.
 
     Raises:
-        ConfigError: the stage is not finished, or the column has gone.
+        ConfigError: the stage is not finished, or the column is missing.
     """
-    # A plain array: numpy shuffles its subclasses item by item.
+    # Convert to a plain array, because numpy shuffles subclasses slowly, item by item.
     return np.asarray(map_stored_array(run.product(f"{stage}/{name}")))
 
 
 def finish_manifest(run: StageRun, manifest: Path, columns: dict[str, Path], totals: Totals, **facts: Any) -> Totals:
-    """Return the totals of a stage with its manifest, the columns and further facts for later stages."""
+    """Return the totals of a stage with its manifest and columns as products, and with facts for later stages."""
     products = run.record_products(manifest=manifest, **columns)
     return replace(totals, products=products, facts=facts | {"records": records_checksum(manifest)})
 
 
 def leave_manifest(run: StageRun, name: str, utterances: Sequence[Utterance], **facts: Any) -> None:
-    """Leave a manifest as the product of a stage that has not run, for the stages behind it."""
+    """Write a manifest as the product of a stage that has not run, for the stages after it."""
     manifest, part = run.run_dir.manifests / name, run.dir.merged / "part.npy"
     for folder in (manifest.parent, part.parent):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""The key of the speaker group of a record: the utterances among which its context may be picked.
+"""Keys of speaker groups: the groups of utterances among which a context may be chosen.
 
-A key is made of the path of the audio file or of the name in the speaker tag; parsing the tag is left to
-``sharmill.manifest``. ``speaker`` and patterns of one's own take names as they are: ``S1`` and ``s1`` are two speakers.
-The other presets give the keys of NeMo's ``extend_nemo_manifest_with_context_audio.py``, which fold case.
+A key is made from the path of the audio file or from the name in the speaker tag, which ``sharmill.manifest`` parses.
+The preset ``speaker`` and user-defined patterns are case-sensitive: ``S1`` and ``s1`` are two speakers. The other
+presets give the keys of NeMo's ``extend_nemo_manifest_with_context_audio.py``, in lower case.
 """
 
 import re
@@ -23,19 +23,19 @@ SpeakerKey = Callable[[str, str], str]
 
 
 def key_of(speaker_key: SpeakerKey, utterance: Utterance) -> str:
-    """Return the key of the group of an utterance that passed the checks."""
+    """Return the group key of an utterance that has passed the checks."""
     return speaker_key(utterance.segment.audio_filepath, tagged_speaker(utterance.speaker))
 
 
 @dataclass(frozen=True)
 class PathPattern:
-    """A speaker key made of the named groups of a regular expression, in order of appearance.
+    """A speaker key made from the named groups of a regular expression, in order of appearance.
 
     Args:
-        pattern: searched in the relative path.
-        layout: the paths that it is made for, for the message to the user.
-        separator: what stands between the values in the key.
-        fold_case: names that differ in case only are one key.
+        pattern: the expression, which is searched in the relative path.
+        layout: a description of the expected paths, for messages.
+        separator: the text between the values in the key.
+        fold_case: convert the key to lower case.
     """
 
     pattern: re.Pattern[str]
@@ -46,51 +46,51 @@ class PathPattern:
     def __call__(self, audio_filepath: str, speaker: str) -> str:
         match = self.pattern.search(audio_filepath)
         if match is None:
-            raise RejectRecord("bad_speaker", f"the path {audio_filepath!r} is not like {self.layout}")
+            raise RejectRecord("bad_speaker", f"the path {audio_filepath!r} does not match {self.layout}")
         values = match.groupdict()  # in order of appearance
         for name, value in values.items():
             if value is None:
                 raise RejectRecord(
-                    "bad_speaker", f"the group {name!r} of {self.layout} takes no part in {audio_filepath!r}"
+                    "bad_speaker", f"the group {name!r} of {self.layout} matches nothing in {audio_filepath!r}"
                 )
         if all(map(is_missing, values.values())):
             raise RejectRecord(
                 "bad_speaker",
-                f"{self.layout} finds {', '.join(values.values())!r} in {audio_filepath!r}, who is nobody",
+                f"{self.layout} finds {', '.join(values.values())!r} in {audio_filepath!r}, which names no speaker",
             )
         key = self.separator.join(values.values())
         return key.lower() if self.fold_case else key
 
 
 def _speaker_of_tag(audio_filepath: str, speaker: str) -> str:
-    """Return the speaker, wherever the audio lies."""
+    """Return the speaker's name; the path of the audio does not matter."""
     if not speaker.strip():
         raise RejectRecord("bad_speaker", f"the speaker tag of {audio_filepath!r} names no speaker")
     return speaker
 
 
 def _speaker_in_any_case(audio_filepath: str, speaker: str) -> str:
-    """Return the speaker in lower case, wherever the audio lies."""
+    """Return the speaker's name in lower case; the path of the audio does not matter."""
     return _speaker_of_tag(audio_filepath, speaker).lower()
 
 
 def _whole_corpus(audio_filepath: str, speaker: str) -> str:
-    """Return one key for everything."""
+    """Return the same key for all records."""
     return "all"
 
 
 def needs_speaker(key: SpeakerKey) -> bool:
-    """Return True if a key is made of the name of the speaker, so that a record without one has no group."""
+    """Return True if a key is made from the name of the speaker, so that a record without a name has no group."""
     return key in (_speaker_of_tag, _speaker_in_any_case)
 
 
 def is_doubtful(share: float, num_recordings: int) -> bool:
-    """Return True if a speaker with a share of all records, from so many recordings, may be a name for many people."""
+    """Return True if a speaker's name may stand for many people, given its share of all records and its recordings."""
     return share > _MOST and num_recordings >= _MANY_RECORDINGS
 
 
 def _layout(layout: str, pattern: str) -> PathPattern:
-    """Return the preset for paths of a published layout: joined by "_", in lower case, as in the published script."""
+    """Return the preset for a published path layout; as in NeMo's script, keys are joined by "_" and in lower case."""
     return PathPattern(re.compile(pattern), layout, "_", fold_case=True)
 
 
@@ -101,7 +101,7 @@ PRESETS: Final[dict[str, SpeakerKey]] = {
         "<speaker>-<chapter>-<utterance>.<extension>",
         r"(?:^|/)(?P<speaker>[^/-]+)-(?P<chapter>[^/-]+)-[^/-]+$",
     ),
-    # The published scripts have one rule under two names.
+    # The published scripts have the same rule under two names.
     **dict.fromkeys(
         ("libritts", "librittsDevClean"),
         _layout(
@@ -134,19 +134,19 @@ PRESETS: Final[dict[str, SpeakerKey]] = {
 
 
 def make_speaker_key(spec: str) -> SpeakerKey:
-    """Return the function that makes the group keys.
+    """Return the function that makes group keys.
 
     Args:
-        spec: the name of a preset, in any case, or a regular expression with named groups, which is searched
-            in the relative path; the values of the groups, joined by "/", are the key. All presets but ``speaker``
-            and ``all`` are published rules, which fold case.
+        spec: the name of a preset, in any case, or a regular expression with named groups. The expression is searched
+            in the relative path, and the key consists of the values of its groups, joined by "/". All presets except
+            ``speaker`` and ``all`` are published rules, whose keys are in lower case.
 
     Returns:
-        A function of (relative path, speaker name of the tag) that can be pickled; it raises
-        ``RejectRecord("bad_speaker")`` for a path of another form.
+        A picklable function of the relative path and the speaker's name in the tag. It raises
+        ``RejectRecord("bad_speaker")`` for a path that does not match.
 
     Raises:
-        ConfigError: an unknown preset, or a regular expression that is invalid or has no named groups.
+        ConfigError: the preset is unknown, or the regular expression is invalid or has no named groups.
 
     Example:
         >>> make_speaker_key("librispeech")("train/84/121123/84-121123-0001.flac", "84")
@@ -159,7 +159,7 @@ def make_speaker_key(spec: str) -> SpeakerKey:
         return presets[spec.lower()]
     problem = f"is neither a preset nor a regular expression with named groups{nearest(spec, list(PRESETS))}"
     if re.search(r"[][()^$*+?|\\/]", spec):
-        problem = "is a pattern that has no named groups; write each part of the key as (?P<name>...)"
+        problem = "is a pattern without named groups; write each part of the key as (?P<name>...)"
         try:
             pattern = re.compile(spec)
             if pattern.groupindex:

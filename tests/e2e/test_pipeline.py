@@ -104,7 +104,7 @@ def test_ranks_log_at_the_level_that_is_asked_for_in_any_run(workers, level, cou
     settings = [f"executor.workers={workers}", f"executor.log_level={level}"]
     run_sharmill("run", config, "prepare", *settings)
     logs = "".join(path.read_text() for path in (tmp_path / "run/prepare/logs").glob("rank-*.log"))
-    assert (logs.count("unit 0 begins"), logs.count("missing_audio of ")) == (1, count)
+    assert (logs.count("unit 0 starts"), logs.count("missing_audio of ")) == (1, count)
     # The level is not part of what a run is.
     run_sharmill("run", config, "prepare", "executor.log_level=ERROR")
 

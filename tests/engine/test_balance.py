@@ -32,14 +32,14 @@ def test_every_item_is_in_exactly_one_bin(costs, num_bins):
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
-def test_the_fullest_bin_is_within_grahams_factor_of_the_best_possible(costs, num_bins):
+def test_the_fullest_bin_is_within_grahams_bound(costs, num_bins):
     factor = 4 / 3 - 1 / (3 * num_bins)
     limit = factor * best_possible_maximum(costs, num_bins)
     assert max(loads(costs, pack(costs, num_bins))) <= limit + 1e-9
 
 
 @given(COSTS, BINS)
-def test_each_bin_is_in_order_of_decreasing_cost_and_of_index_among_equal_costs(costs, num_bins):
+def test_bins_are_sorted_by_decreasing_cost_then_by_index(costs, num_bins):
     for items in pack(costs, num_bins):
         assert items == sorted(items, key=lambda item: (-costs[item], item))
 
@@ -53,6 +53,6 @@ def test_each_bin_is_in_order_of_decreasing_cost_and_of_index_among_equal_costs(
         ([1.0, math.inf], 2, "the cost of item 1"),
     ],
 )
-def test_what_is_no_number_of_bins_or_no_cost_is_refused(costs, num_bins, problem):
+def test_a_bad_number_of_bins_or_a_bad_cost_is_refused(costs, num_bins, problem):
     with pytest.raises(ValueError, match=problem):
         pack(costs, num_bins)

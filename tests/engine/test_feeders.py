@@ -101,7 +101,7 @@ ENDS = {
 
 @pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_feeder_that_ends_costs_the_recording_that_it_had_at_hand(end, number):
+def test_a_feeder_that_dies_fails_only_its_current_recording(end, number):
     tasks = [("is", number) for number in range(30)]
     tasks[7], tasks[20] = (end, 3), (end, 3)
     with feeding(number, hang_seconds=1.0, weigh=lambda task: 0.05) as feeders:
@@ -126,7 +126,7 @@ def test_one_that_is_killed_without_a_task_costs_nothing():
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_long_recording_comes_in_parts_and_is_nowhere_in_memory_as_a_whole(number):
+def test_a_long_recording_is_never_in_memory_as_a_whole(number):
     """A gigabyte in parts of 4 MiB, behind and before short ones, while the rank uses them one after the other."""
     with feeding(number, ahead=500.0) as feeders:
         feed = feeders.feed([("is", 0), ("parts", 256), *[("is", 1)] * 40, ("parts", 3)])
@@ -152,7 +152,7 @@ def waiting_parts(feeders):
     return sum(len(errand.parts) for one in feeders._feeders for bundle in one.bundles for errand in bundle)
 
 
-def test_parts_come_once_though_a_feeder_ends_behind_them():
+def test_parts_come_once_although_their_feeder_ends():
     tasks = [("is", 1), ("parts", 6), ("segfault", 0), ("parts", 2), ("is", 2)]
     with feeding(1) as feeders:
         first, many, failed, few, last = map(list_or_error, feeders.feed(tasks))
@@ -169,7 +169,7 @@ def list_or_error(parts):
         return error
 
 
-def test_what_is_left_of_a_unit_that_has_failed_holds_no_feeder_up():
+def test_remaining_tasks_of_a_failed_unit_block_no_feeder():
     with feeding(2, ahead=1000.0) as feeders:
         feeders.feed([("parts", 200), ("parts", 200)])
         later = feeders.feed([("pid", 0)] * 3000)
@@ -187,7 +187,7 @@ class Unusable:
         return __import__, ("sharmill_no_such_module",)
 
 
-def test_feeders_that_cannot_do_anything_are_given_up():
+def test_feeders_that_cannot_start_are_given_up():
     feeders = Feeders(Unusable(), 1, weigh=lambda task: 1.0, ahead=1.0)
     with closing(feeders), pytest.raises(DeviceError, match="exit status 1"):
         list(next(feeders.feed([1, 2, 3])))
@@ -211,7 +211,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_a_full_disk_is_told_as_that_and_blames_no_recording(tmp_path):
+def test_a_full_disk_is_reported_and_blames_no_recording(tmp_path):
     # Its name is so long that sockets have to lie elsewhere.
     program, folder = tmp_path / "full.py", tmp_path / ("f" * 90)
     program.write_text(FULL)
@@ -228,7 +228,7 @@ def resident(pid):
     return int(re.search(r"^Rss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)[1]) << 10
 
 
-def test_units_that_have_failed_leave_nothing_in_the_way():
+def test_failed_units_leave_nothing_behind():
     with feeding(2) as feeders:
         for _ in range(40):
             given_up = feeders.feed([("sleep", 0.001)] * 1000)
@@ -236,7 +236,7 @@ def test_units_that_have_failed_leave_nothing_in_the_way():
         assert outcomes(feeders.feed(("is", number) for number in range(50))) == [*range(50)]
 
 
-def test_too_many_open_files_end_the_attempt_and_nothing_is_mixed_up(monkeypatch):
+def test_too_many_open_files_fail_only_the_attempt(monkeypatch):
     with feeding(2) as feeders:
         outcomes(feeders.feed([("is", 1)] * 4))
         feed = feeders.feed([*[("is", 1)] * 5, *(("array", 10_000 * number) for number in range(1, 200))])
@@ -251,7 +251,7 @@ def test_too_many_open_files_end_the_attempt_and_nothing_is_mixed_up(monkeypatch
         assert sizes == [20_000 * number for number in range(50)]
 
 
-def test_feeders_end_with_what_has_made_them():
+def test_feeders_end_with_their_owner():
     feeders = Feeders(Decoder(), 2, weigh=lambda task: 1.0, ahead=10.0)
     pids = [feeder.process.pid for feeder in feeders._feeders]
     del feeders
@@ -315,7 +315,7 @@ def test_no_feeder_outlives_its_rank(tmp_path, end):
 
 
 @pytest.mark.parametrize("limit", [("RLIMIT_NOFILE", "12"), ("RLIMIT_AS", str(80 << 20))])
-def test_limits_that_are_too_small_are_told_in_one_line(tmp_path, limit):
+def test_limits_that_are_too_small_give_one_line(tmp_path, limit):
     rank = start_rank(tmp_path, *limit)
     said, errors = rank.communicate(timeout=60)
     assert rank.returncode == 7, errors
@@ -324,7 +324,7 @@ def test_limits_that_are_too_small_are_told_in_one_line(tmp_path, limit):
     assert "ulimit" in said
 
 
-def test_too_few_processes_are_told_in_one_line(monkeypatch):
+def test_too_few_processes_give_one_line(monkeypatch):
     def refuse(*arguments):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 

@@ -80,7 +80,7 @@ class TestWhatIsNotOurs:
         path = stage.dir.path / name
         path.parent.mkdir(parents=True)
         path.write_text("mine")
-        with raises(ConfigError, "foreign_output", "not sharmill's"):
+        with raises(ConfigError, "foreign_output", "sharmill has not written"):
             run(stage, restart=restart)
         assert path.read_text() == "mine"
 
@@ -100,7 +100,7 @@ def waited(monkeypatch):
     return seconds
 
 
-def test_waiting_is_bounded_over_all_that_is_waited_for_and_names_it(waited, caplog):
+def test_waiting_has_a_total_limit_and_names_the_missing_file(waited, caplog):
     patience = VisibilityTimeout(60.0)
     for name in ("the plan", "the ledger"):
         assert not patience.wait_until(lambda: False, name)
@@ -111,7 +111,7 @@ def test_waiting_is_bounded_over_all_that_is_waited_for_and_names_it(waited, cap
     ]
 
 
-def test_a_plan_that_another_node_has_made_is_taken_once_it_shows(waited, tmp_path, monkeypatch):
+def test_a_plan_of_another_node_is_used_once_it_is_visible(waited, tmp_path, monkeypatch):
     stage = ToyStage(tmp_path, units=2, seconds_until_seen=30.0)
     first, _ = read_or_make_plan(stage.in_run)
     exists, late = Path.exists, stage.dir.identity
@@ -121,7 +121,7 @@ def test_a_plan_that_another_node_has_made_is_taken_once_it_shows(waited, tmp_pa
     assert 5.0 < sum(waited) < 7.0
 
 
-def test_a_rank_waits_for_the_input_that_the_plan_was_made_of(waited, tmp_path, monkeypatch):
+def test_a_rank_waits_for_the_planned_input(waited, tmp_path, monkeypatch):
     opened = []
 
     class LateInput(ToyStage):

@@ -115,7 +115,7 @@ def search(tmp_path_factory, **options):
     search()
 
 
-def test_no_order_of_steps_loses_a_unit_or_changes_what_is_finished(tmp_path_factory):
+def test_no_order_of_steps_loses_a_unit_or_changes_the_output(tmp_path_factory):
     search(tmp_path_factory, max_examples=examples(200))
 
 
@@ -196,7 +196,7 @@ def test_the_search_finds_a_mistake(tmp_path_factory, monkeypatch, mistake):
 
 
 @pytest.mark.parametrize("num_units", [1, 7])
-def test_where_every_slot_is_bad_the_stage_ends(tmp_path, num_units):
+def test_a_stage_ends_if_every_slot_is_bad(tmp_path, num_units):
     run = simulate(tmp_path, [Host(f"h/rank {number}", good_for=0) for number in range(2)], units=num_units)
     assert run.results[0].failures.keys() == set(range(num_units))
     assert run.commits() == {}
@@ -205,7 +205,7 @@ def test_where_every_slot_is_bad_the_stage_ends(tmp_path, num_units):
 
 
 @pytest.mark.parametrize("is_useful", [False, True])
-def test_a_host_with_three_bad_slots_is_taken_out_unless_others_of_it_work(tmp_path, is_useful):
+def test_a_host_with_three_bad_slots_is_excluded_if_none_works(tmp_path, is_useful):
     ranks = [Host(f"bad/rank {number}", good_for=0) for number in range(3)]
     ranks += [Host("bad/rank 3")] if is_useful else []
     run = simulate(tmp_path, [*ranks, Host("good/rank 4")], units=40)

@@ -30,7 +30,7 @@ def test_units_in_flight_are_tried_once_and_each_end_counts(tmp_path):
     assert len(watcher.notes.attempts.failures(0)) == 3
 
 
-def test_a_leader_that_dies_before_it_says_so_is_followed_by_the_next(tmp_path):
+def test_a_leader_that_dies_before_its_first_write_is_replaced(tmp_path):
     stage, units = read_or_make_plan(ToyStage(tmp_path, units=1, lease_seconds=0.2).in_run, restart=False)
     make_fence(stage)
     begin_launch(stage, units, 1)

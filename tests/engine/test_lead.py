@@ -74,12 +74,12 @@ def test_a_unit_is_not_offered_while_a_rank_has_it():
 GIVEN_UP = [failed(0, 0, A), failed(0, 1, B), failed(0, 2, C)]
 
 
-def test_a_unit_is_given_up_after_three_attempts_on_slots_that_did_others():
+def test_a_unit_is_given_up_after_three_attempts_on_good_slots():
     state = decided(*ALL_DID, *GIVEN_UP, num_units=4, live=[A, B, C])
     assert (state.offers, state.ended, state.out) == ({}, True, [])
 
 
-def test_a_unit_that_slots_have_failed_which_did_nothing_else_waits_for_those_that_may_come():
+def test_a_unit_that_failed_on_unproven_slots_waits_for_others():
     assert not decided(*GIVEN_UP, num_units=1, live=[A, B, C], has_waited=False).ended
     assert decided(*GIVEN_UP, num_units=1, live=[A, B, C]).ended
 

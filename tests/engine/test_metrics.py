@@ -62,7 +62,7 @@ print("went on")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "error"), [("0" * 40, "CommError"), ("", "UsageError")])
-def test_wandb_without_a_server_or_a_key_costs_the_curve_only_and_asks_nobody(tmp_path, key, error):
+def test_wandb_without_a_server_or_a_key_only_stops_the_curve(tmp_path, key, error):
     """In a process of its own, in a terminal at which nobody sits; the server never answers."""
     pytest.importorskip("wandb")
     end, terminal = pty.openpty()
@@ -80,7 +80,7 @@ def test_wandb_without_a_server_or_a_key_costs_the_curve_only_and_asks_nobody(tm
 
 
 @pytest.mark.parametrize("is_installed", [False, True])
-def test_an_error_costs_the_curve_only_and_is_told_once(tmp_path, monkeypatch, caplog, is_installed):
+def test_an_error_only_stops_the_curve_and_is_logged_once(tmp_path, monkeypatch, caplog, is_installed):
     broken = mock.Mock(**{"init.return_value.log.side_effect": OSError("no space")})
     monkeypatch.setitem(sys.modules, "wandb", broken if is_installed else None)
     tell(MetricsConfig(wandb_project="speech"), tmp_path)

@@ -50,7 +50,7 @@ class TestIdentity:
             run(ToyStage(tmp_path, option=0.7))
         assert output_bytes(ToyStage(tmp_path)) == before
 
-    def test_a_folder_is_the_same_however_it_is_spelt_and_where_it_moved_with_the_run_directory(self, tmp_path):
+    def test_a_folder_may_be_spelt_differently_or_move_with_the_run(self, tmp_path):
         for place in ("old", "new"):
             (tmp_path / place / "run").mkdir(parents=True)
             (tmp_path / place / "data").mkdir()
@@ -64,7 +64,7 @@ class TestIdentity:
             assert find_changes(old, same) == []
         assert len(find_changes(apart, new)) == 1
 
-    def test_a_check_plans_anew_when_its_input_has_changed(self, tmp_path):
+    def test_a_check_is_planned_again_when_its_input_has_changed(self, tmp_path):
         run(CheckingStage(tmp_path, option=1))
         _, heard = run(CheckingStage(tmp_path, option=2))
         assert sorted(heard.done) == list(range(6))
@@ -163,7 +163,7 @@ class TestOutputsInPlace:
         ],
         ids=["missing", "a link", "of another size"],
     )
-    def test_a_committed_unit_whose_file_is_not_as_it_was_is_done_again(self, tmp_path, spoil):
+    def test_a_committed_unit_with_a_changed_file_is_done_again(self, tmp_path, spoil):
         """As long as the stage is not finished: from then on, what reads a file compares its checksum."""
         stage = ToyStage(tmp_path)
         run(stage)
@@ -176,7 +176,7 @@ class TestOutputsInPlace:
         path.with_name("elsewhere").unlink(missing_ok=True)
         assert output_bytes(stage) == before
 
-    def test_a_committed_unit_whose_rejects_are_missing_is_done_again(self, tmp_path):
+    def test_a_committed_unit_without_its_rejects_is_done_again(self, tmp_path):
         stage = ToyStage(tmp_path, behaviour={1: "reject:too_short"})
         run(stage)
         stage.ranks.unit_rejects(1).unlink()

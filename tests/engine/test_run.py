@@ -53,7 +53,7 @@ class TestRejects:
         assert found == [(1, "too_short"), (1, "empty_text"), (4, "too_long")]
 
     @pytest.mark.parametrize("workers", [1, 2])
-    def test_too_many_stop_early_with_the_three_commonest_reasons(self, tmp_path, workers):
+    def test_too_many_stop_early_with_the_three_most_common_reasons(self, tmp_path, workers):
         common = "too_short,too_short,too_long"
         behaviour, limits = {3: f"reject:{self.ALL}"}, {"max_reject_fraction": 0.2}
         units = 40 if workers == 1 else 200
@@ -121,7 +121,7 @@ def test_engine_imports_no_stage_no_audio_and_no_torch():
     assert [name for name in loaded if name.startswith(tuple(f"sharmill.{stage}" for stage in stages))] == []
 
 
-def test_the_commonest_reasons_come_with_their_first_sentence_its_file_and_a_remedy(tmp_path):
+def test_the_most_common_reasons_have_an_example_and_a_remedy(tmp_path):
     units = [
         [
             Reject("prepare", "missing_field", f"the record has no {300 * 'y'}", {"audio_filepath": "a.wav"}),
@@ -144,7 +144,7 @@ def test_the_commonest_reasons_come_with_their_first_sentence_its_file_and_a_rem
     assert len(third) < 600
 
 
-def test_rejects_of_which_no_file_is_left_are_counted(tmp_path):
+def test_rejects_without_files_are_counted(tmp_path):
     assert describe_rejects(tmp_path, {"too_short": 3}) == ["too_short 3. To do: lower prepare.min_duration"]
 
 

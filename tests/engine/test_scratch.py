@@ -51,7 +51,7 @@ def test_units_are_written_there_and_the_bytes_are_the_same(tmp_path, scratch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_where_it_is_full_for_all_ranks_it_is_named_and_left_empty(tmp_path, scratch, workers):
+def test_a_full_folder_ends_the_stage_and_is_left_empty(tmp_path, scratch, workers):
     full = f"cannot write {scratch}/sharmill-rank-"
     with raises(DeviceError, "disk", full, f"on {socket.gethostname()}: No space left on device", "make room"):
         run(make_stage(tmp_path, behaviour={2: "full"}), workers)
@@ -69,12 +69,12 @@ def test_a_rank_that_finds_it_full_is_given_up_alone(tmp_path, scratch):
 
 
 @pytest.mark.parametrize("name", ["$NO_SUCH_VARIABLE", "/no/such/folder", "relative"])
-def test_one_that_is_not_there_is_named(tmp_path, name):
-    with raises(DeviceError, "disk", f"executor.scratch {name} is no folder on {socket.gethostname()}"):
+def test_a_missing_folder_is_named(tmp_path, name):
+    with raises(DeviceError, "disk", f"executor.scratch {name} is not a folder on {socket.gethostname()}"):
         run(make_stage(tmp_path, scratch=name))
 
 
-def test_what_killed_ranks_left_there_goes_and_what_is_at_work_stays(tmp_path, scratch):
+def test_folders_of_killed_ranks_are_removed_and_others_stay(tmp_path, scratch):
     with subprocess.Popen(["true"]) as ended:
         pass
 

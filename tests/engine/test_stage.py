@@ -75,8 +75,8 @@ def test_a_stage_may_reject_records_that_others_keep(configure, after):
 @pytest.mark.parametrize(
     ("old", "new", "names"),
     [
-        ('kind = "tally"', 'kind = "other"', ["calls itself 'other'"]),
-        ('    kind = "tally"\n', "", ["calls itself None"]),
+        ('kind = "tally"', 'kind = "other"', ["has the kind 'other'"]),
+        ('    kind = "tally"\n', "", ["has the kind None"]),
         ('after = ("write",)', 'after = ("wriet",)', ["wriet"]),
         ("    section =", '    resource = "gpux"\n    section =', ["'gpux'", "cpu or gpu"]),
         ("def identity(", "def identify(", ["has no identity"]),
@@ -85,7 +85,7 @@ def test_a_stage_may_reject_records_that_others_keep(configure, after):
         ("from dataclasses", "import", ["cannot be imported: SyntaxError"]),
     ],
 )
-def test_what_a_stage_does_not_declare_is_said_in_a_line(configure, old, new, names):
+def test_a_bad_declaration_of_a_stage_gives_one_line(configure, old, new, names):
     with raises(ConfigError, "bad_plugin", "'tally'", *names):
         run_dataset(configure(old, new, module=f"tally_{len(old)}_{len(new)}"), Listener())
 

@@ -149,7 +149,7 @@ def test_any_number_of_ranks_gives_the_same_bytes(run, tmp_path, whole, ranks):
 
 
 @pytest.mark.parametrize("does", ["kill_once", loop("raise_once"), loop("memory_once"), loop("segfault_once")])
-def test_what_befalls_a_rank_once_costs_one_attempt(run, tmp_path, whole, does):
+def test_a_single_fault_of_a_rank_costs_one_attempt(run, tmp_path, whole, does):
     stage = ToyStage(tmp_path, behaviour={2: does})
     assert run(stage, 2).ok
     assert stage.attempts()[2] == 2
@@ -159,7 +159,7 @@ def test_what_befalls_a_rank_once_costs_one_attempt(run, tmp_path, whole, does):
 @pytest.mark.parametrize(
     ("does", "how"), [loop("raise:a bad day", "a bad day"), loop("kill", "SIGKILL"), ("hold_gil", "unit_time_limit")]
 )
-def test_a_bad_unit_is_given_up_and_named_and_the_others_are_done(run, tmp_path, does, how):
+def test_a_bad_unit_is_given_up_and_named_and_others_are_done(run, tmp_path, does, how):
     limits = {"unit_time_limit": 2.0} if does == "hold_gil" else {}
     stage = ToyStage(tmp_path, behaviour={2: does}, **limits)
     end = run(stage, 2)
@@ -194,7 +194,7 @@ def test_a_frozen_rank_holds_nobody_up_for_longer_than_a_lease(run, tmp_path, wh
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
-def test_a_supervisor_that_is_killed_or_stands_still_costs_only_its_attempts(run, tmp_path, whole, request, number):
+def test_a_supervisor_that_dies_or_hangs_costs_only_its_attempts(run, tmp_path, whole, request, number):
     if "local" in request.node.name:
         pytest.skip("n/a: the run itself is the supervisor")
     stage = ToyStage(tmp_path, behaviour={2: f"end_supervisor_once:{number}"}, lease_seconds=8.0)
@@ -215,7 +215,7 @@ def test_a_supervisor_that_is_killed_or_stands_still_costs_only_its_attempts(run
         loop("everywhere", "fatal", "the disk is full"),
     ],
 )
-def test_what_all_ranks_would_meet_ends_the_stage_and_is_named(run, tmp_path, where, does, names):
+def test_an_error_of_all_ranks_ends_the_stage_and_is_named(run, tmp_path, where, does, names):
     stage = ToyStage(tmp_path, **{where: does})
     end = run(stage, 2)
     assert names in end.message, end
@@ -224,7 +224,7 @@ def test_what_all_ranks_would_meet_ends_the_stage_and_is_named(run, tmp_path, wh
 
 
 @pytest.mark.loop
-def test_where_every_unit_fails_on_every_rank_the_stage_ends_and_names_units(run, tmp_path):
+def test_a_stage_of_failing_units_ends_and_names_them(run, tmp_path):
     stage = ToyStage(tmp_path, units=24, everywhere="raise:no such voice")
     end = run(stage, 2)
     assert "no such voice" in end.message
@@ -246,7 +246,7 @@ def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
     assert output_bytes(stage) == whole(16)
 
 
-def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole):
+def test_a_cancelled_run_ends_and_can_be_resumed(run, tmp_path, whole):
     stage = ToyStage(tmp_path, units=60, seconds=0.6)
     with ThreadPoolExecutor(1) as pool:
         cancelled = pool.submit(run, stage, 2)
@@ -264,7 +264,7 @@ def test_a_cancelled_run_ends_and_the_same_command_goes_on(run, tmp_path, whole)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_supervisor_that_is_ended_leaves_no_rank_and_the_same_command_goes_on(run, interrupted, tmp_path, whole, how):
+def test_a_supervisor_that_ends_leaves_no_rank_and_can_be_resumed(run, interrupted, tmp_path, whole, how):
     stage = ToyStage(tmp_path, units=12, behaviour={3: "wait_once:never"})
     interrupted(stage, how)
     if how == signal.SIGTERM:
@@ -289,7 +289,7 @@ def test_live_ranks_are_named_as_long_as_they_are_at_work(run, tmp_path):
 
 
 @pytest.mark.loop
-def test_a_run_directory_that_was_moved_goes_on(run, tmp_path, whole):
+def test_a_run_directory_that_was_moved_can_be_resumed(run, tmp_path, whole):
     assert list(run(ToyStage(tmp_path / "first", behaviour={2: "raise"}), 2).failures) == [2]
     (tmp_path / "first").rename(tmp_path / "second")
     stage = ToyStage(tmp_path / "second")

@@ -123,11 +123,11 @@ class TestAuto:
         return file
 
     @pytest.mark.parametrize("variable", ["", "127.0.0.1:x"])
-    def test_a_cluster_of_this_user_is_found_and_the_environment_comes_first(self, named, join, monkeypatch, variable):
+    def test_a_cluster_of_this_user_is_found_after_the_environment(self, named, join, monkeypatch, variable):
         monkeypatch.setenv("RAY_ADDRESS", variable)
         assert join([None], "auto").init.call_args.kwargs["address"] == (variable or "here")
 
-    def test_that_of_another_user_is_not_joined(self, named, join, monkeypatch):
+    def test_a_cluster_of_another_user_is_not_joined(self, named, join, monkeypatch):
         if os.getuid() == 0:
             os.chown(named, 4242, -1)
         else:
@@ -137,7 +137,7 @@ class TestAuto:
 
     @pytest.mark.timeout(20)
     @pytest.mark.parametrize("kind", ["missing", "link", "fifo", "no text"])
-    def test_what_is_no_note_of_an_address_ends_in_one_line(self, named, join, kind):
+    def test_an_unreadable_address_gives_one_line(self, named, join, kind):
         """Ray itself would ask for processes that are called like its own."""
         named.unlink()
         if kind == "link":

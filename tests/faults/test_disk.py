@@ -157,7 +157,7 @@ def test_the_last_operations_of_a_stage_fail(small_run, faulty_disk, from_end, k
 
 
 @pytest.mark.parametrize(("time", "log"), [(1, "driver.log"), (0, "rank-00")], ids=["what forks the ranks", "a rank"])
-def test_a_process_that_cannot_open_its_log_ends_the_stage_in_one_line(small_run, faulty_disk, time, log):
+def test_a_process_without_a_log_ends_the_stage_in_one_line(small_run, faulty_disk, time, log):
     small_run.restore("write")
     faulty_disk.run(small_run, "write", "none", 1, workers=2)
     opened = [n for n, name in enumerate(faulty_disk.operations(), start=1) if f"logs/{log}" in name]
@@ -168,7 +168,7 @@ def test_a_process_that_cannot_open_its_log_ends_the_stage_in_one_line(small_run
     assert relaunch(small_run, "write") == []
 
 
-def test_the_error_told_is_that_of_the_work_and_not_of_its_closing_words(small_run, faulty_disk):
+def test_the_first_error_is_reported_rather_than_its_aftermath(small_run, faulty_disk):
     small_run.restore("write")
     faulty_disk.run(small_run, "write", "none", 1)
     first = next(n for n, name in enumerate(faulty_disk.operations(), start=1) if "/ledger/" in name)

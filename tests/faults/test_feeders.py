@@ -62,7 +62,7 @@ def environment(prepared, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_recording_that_ends_its_decoder_costs_its_unit_and_is_named(prepared, environment, workers):
+def test_a_recording_that_kills_its_decoder_fails_its_unit(prepared, environment, workers):
     options = ["match", f"executor.workers={workers}", "executor.feeders=2"]
     failed = run_sharmill("run", prepared, *options, status=1, env=environment(KILL))
     assert BAD in failed.stdout + failed.stderr
@@ -93,7 +93,7 @@ def test_all_processes_end_with_the_run_whatever_they_do(prepared, environment, 
     )  # fmt: skip
     try:
         logs = prepared.parent / "work/run"
-        wait_until(lambda: any("begins" in path.read_text() for path in logs.rglob("*.log")))
+        wait_until(lambda: any("starts" in path.read_text() for path in logs.rglob("*.log")))
         wait_until(lambda: len(session_members(run.pid)) >= 4 * workers)
         time.sleep(1.0)  # it hangs in the decoder
         (os.killpg if victim == "group" else os.kill)(run.pid, end)

@@ -119,18 +119,18 @@ def test_advice_of_a_small_pilot_is_on_the_safe_side(seed):
     assert true_share(voices, wrong, chosen.min_similarity) <= chosen.wrong_bound <= 0.03
     right = (~wrong & np.isfinite(voices.best)).mean()
     assert chosen.context_share > 0.85 * right
-    assert (chosen.wrong_bound <= 0.01) != ("cannot be ruled out: a larger" in advice.reason)
+    assert (chosen.wrong_bound <= 0.01) != ("cannot be ruled out: use a larger" in advice.reason)
 
 
 @pytest.mark.parametrize(
     ("labels", "max_wrong", "reason", "is_advised"),
     [
-        (in_one_group, 0.01, "one speaker group only", False),
+        (in_one_group, 0.01, "only one speaker group", False),
         (each_alone, 0.01, "look at the rejects", False),
-        (at_random, 0.001, "mend the labels", True),
+        (at_random, 0.001, "correct the labels", True),
     ],
 )
-def test_the_reason_says_what_stands_in_the_way_of_a_good_threshold(labels, max_wrong, reason, is_advised):
+def test_the_reason_explains_why_there_is_no_good_threshold(labels, max_wrong, reason, is_advised):
     advice = advise(make_voices(labels)[0], max_wrong)
     assert reason in advice.reason
     assert (advice.recommended is not None) == is_advised

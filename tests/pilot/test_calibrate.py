@@ -40,7 +40,7 @@ def outcome(config) -> Calibration:
     return msgspec.json.decode((Path(config.run_dir) / "calibration.json").read_bytes(), type=Calibration)
 
 
-def test_what_is_foretold_comes_true(project, configured, call):
+def test_predictions_come_true(project, configured, call):
     config, path = configured
     out = call("calibrate", path)[1]
     found = outcome(config)
@@ -70,7 +70,7 @@ def test_what_is_foretold_comes_true(project, configured, call):
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_many_records_to_the_threshold_names_calibrate(configured, tmp_path, call):
+def test_a_run_that_loses_many_records_recommends_calibrate(configured, tmp_path, call):
     _, path = configured
     elsewhere = ["max_reject_fraction=1", f"run_dir={tmp_path}/run", f"dataset_dir={tmp_path}/data"]
     said = [
@@ -92,7 +92,7 @@ def test_the_same_seed_finds_the_same(configured, call):
     assert seen[0]["num_drawn"] < 20
 
 
-def test_near_copies_are_counted_and_kept_out_by_the_similarity_advised(tmp_path, call):
+def test_near_copies_are_counted_and_excluded_by_max_similarity(tmp_path, call):
     """A recording beside one with an offset and one that is stored with loss, and two others of the speaker."""
     project = Project(tmp_path)
     samples = voice(2.0, seed=1)
@@ -114,7 +114,7 @@ def test_near_copies_are_counted_and_kept_out_by_the_similarity_advised(tmp_path
     assert outcome(config).near_copies == 0
 
 
-def test_one_name_for_many_people_is_doubted_and_lowers_no_threshold(tmp_path, call):
+def test_one_name_for_many_people_lowers_no_threshold(tmp_path, call):
     """Ten voices in two recordings each, all under one name."""
     project = Project(tmp_path)
     for number in range(20):
@@ -124,7 +124,7 @@ def test_one_name_for_many_people_is_doubted_and_lowers_no_threshold(tmp_path, c
     path = tmp_path / "config.yaml"
     path.write_bytes(to_yaml(config))
     said = " ".join(call("calibrate", path, "--no-rates")[1].split())
-    assert "most of the records are in one speaker group: check that it is one person" in said
+    assert "most of the records are in one speaker group: check that its name stands for one person only" in said
     assert "set match.min_similarity=" not in said
     assert outcome(config).advice.recommended is None
     said = " ".join(call("run", path, "prepare")[1].split())
@@ -158,7 +158,7 @@ def test_wrong_use_is_refused_in_one_line(configured, tmp_path, arguments, words
     assert (status, words in err) == (2, True)
 
 
-def test_a_pilot_of_an_addition_fetches_once_and_stores_no_secret(project, tmp_path, monkeypatch):
+def test_a_pilot_downloads_once_and_stores_no_secret(project, tmp_path, monkeypatch):
     addition = Project(tmp_path)
     addition.records = [record for record in project.records if record["speaker"] == speaker_tag("s0")]
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

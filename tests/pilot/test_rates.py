@@ -54,7 +54,7 @@ def test_a_stage_is_predicted(project, kind, changes, ranks, num_records, costs,
     assert (found.wall_seconds, found.rank_seconds, found.num_bytes) == pytest.approx(expected[1:4])
 
 
-def test_stages_that_cannot_be_planned_follow_the_audio_of_one_that_can(project):
+def test_unplannable_stages_are_predicted_from_a_planned_one(project):
     config = project.configure(executor={"workers": 1})
     rates = {
         "match": rate(),
@@ -71,7 +71,7 @@ def test_stages_that_cannot_be_planned_follow_the_audio_of_one_that_can(project)
     # 770 s of work: four starts of 5 s for each rank, as many seconds as are named, or a pace that nobody knows.
     [([rate()], None, 3), ([rate()], 30.0, 2), ([rate()], 0.0, 10), ([], None, 10)],
 )
-def test_no_more_ranks_are_of_use_than_have_work_for_a_while(project, rates, least, expected):
+def test_the_number_of_ranks_is_limited_by_the_work(project, rates, least, expected):
     config = project.configure(executor={"least_seconds_per_rank": least})
     note_pilot(project.run_dir, rates=rates)
     stage = next(stage for stage in make_stages(config) if stage.kind == "match")
@@ -90,7 +90,7 @@ def printed(capsys, monkeypatch):
     return show
 
 
-def test_rates_are_those_of_the_run_and_of_its_pilot_for_other_stages(project, tmp_path, printed):
+def test_rates_come_from_the_run_and_from_its_pilot_otherwise(project, tmp_path, printed):
     config = project.configure()
     assert expect_seconds(config, make_stages(config)) == {}
     assert "sharmill calibrate" in printed(config)

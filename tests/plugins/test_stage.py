@@ -158,4 +158,4 @@ def test_fields_of_an_interrupted_restart_are_removed_by_the_next(small, monkeyp
 def test_a_field_without_a_value_for_each_cut_fails(small, monkeypatch):
     monkeypatch.setattr("loudness_stage.write_values", lambda path, name, values: write_values(path, name, values[:1]))
     (_, outcome) = run_dataset(small, Listener()).stages[-1]
-    assert ["what was written of loudness_plain" in error.message for error in outcome.failures.values()] == [True]
+    assert ["the items of the field loudness_plain" in error.message for error in outcome.failures.values()] == [True]

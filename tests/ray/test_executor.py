@@ -40,7 +40,7 @@ def whole_bytes(folder, units):
 
 
 class TestNodes:
-    def test_one_that_is_removed_costs_only_what_was_in_flight_on_it(self, tmp_path, on_ray, add_node, cluster):
+    def test_a_removed_node_costs_only_its_units_in_progress(self, tmp_path, on_ray, add_node, cluster):
         node = add_node(num_cpus=2)
         stage = ToyStage(tmp_path, units=24, setup_does="meet:4", everywhere="wait:go")
         with running(on_ray, stage) as future:
@@ -53,7 +53,7 @@ class TestNodes:
         assert list(redone(stage).values()) == [2, 2]
         assert output_bytes(stage) == whole_bytes(tmp_path, 24)
 
-    def test_one_that_joins_later_is_used(self, tmp_path, on_ray, add_node):
+    def test_a_node_that_joins_later_is_used(self, tmp_path, on_ray, add_node):
         stage = ToyStage(tmp_path, units=24, everywhere="wait:go")
         with running(on_ray, stage) as future:
             wait_until(lambda: stage.attempts().total() == 2)
@@ -64,7 +64,7 @@ class TestNodes:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("hidden", "says"), [("", "not have the driver's folder "), ("out", "not see ")])
-    def test_one_without_a_shared_disk_is_given_up_alone(self, tmp_path, on_ray, add_blind_node, hidden, says):
+    def test_a_node_without_the_shared_disk_is_given_up_alone(self, tmp_path, on_ray, add_blind_node, hidden, says):
         folder = tmp_path / hidden if hidden else Path.cwd()
         add_blind_node(folder, num_cpus=2)
         stage = ToyStage(tmp_path, units=6, everywhere="wait:go")
@@ -79,7 +79,7 @@ class TestNodes:
         assert redone(stage) == {}
 
     @pytest.mark.slow
-    def test_where_none_has_the_shared_disk_the_stage_ends_with_that(self, tmp_path, on_ray, add_blind_node):
+    def test_a_stage_ends_if_no_node_has_the_shared_disk(self, tmp_path, on_ray, add_blind_node):
         """The cores of the other node are too few."""
         add_blind_node(Path.cwd(), num_cpus=4)
         with raises(DeviceError, "unlike_nodes", "does not have the driver's folder"):
@@ -96,7 +96,7 @@ class TestNodes:
 class TestGpus:
     """The GPUs of these nodes are such in name only."""
 
-    def test_a_rank_of_a_gpu_stage_has_one_gpu_and_the_cores_set_aside(self, tmp_path, on_ray, add_node):
+    def test_a_rank_of_a_gpu_stage_has_one_gpu_and_its_cores(self, tmp_path, on_ray, add_node):
         add_node(num_cpus=2, num_gpus=2)
         stage = LookingAhead(tmp_path, setup_does="meet:2", everywhere="environment:CUDA_VISIBLE_DEVICES")
         assert on_ray(stage)[0].ok
@@ -106,7 +106,7 @@ class TestGpus:
         assert stage.marked("cores") == ["1", "1"]
 
     @pytest.mark.slow
-    def test_a_bad_one_is_kept_from_others_and_the_end_says_so(self, tmp_path, on_ray, add_node):
+    def test_a_bad_gpu_is_kept_occupied_and_named(self, tmp_path, on_ray, add_node):
         add_node(num_cpus=2, num_gpus=2)
         stage = BadDevices(tmp_path, bad=("1",))
         result, _ = on_ray(stage)

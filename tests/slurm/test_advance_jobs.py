@@ -55,7 +55,7 @@ def start_mortal(make_run):
 
 
 @pytest.mark.parametrize("how", ["kill", "scancel", "requeue", "error"])
-def test_one_that_ends_in_the_middle_is_continued_by_its_second_job(start_mortal, tmp_path, how):
+def test_the_second_job_continues_an_advance_job_that_dies(start_mortal, tmp_path, how):
     run = start_mortal(how)
     assert wait_for_end(run.run_dir).state == "done"
     assert queued_jobs(run.run_dir) == []
@@ -63,7 +63,7 @@ def test_one_that_ends_in_the_middle_is_continued_by_its_second_job(start_mortal
     assert run.stage.redone() == 0
 
 
-def test_where_no_job_can_note_the_end_waiting_for_it_tells_the_reason(make_run):
+def test_waiting_for_jobs_that_cannot_start_gives_the_reason(make_run):
     """A setup line ends the scripts of all of them."""
     line = "echo 'module: command not found' >&2; false"
     run = make_run(units=4, profile=replace(make_profile(max_ranks=2), setup=[*SETUP, line]))
@@ -72,7 +72,7 @@ def test_where_no_job_can_note_the_end_waiting_for_it_tells_the_reason(make_run)
         wait_for_end(run.run_dir)
 
 
-def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_run, tmp_path):
+def test_ranks_continue_a_small_stage_of_a_killed_advance_job(make_run, tmp_path):
     run = make_run(units=4, behaviour={3: "kill_once"}, profile=make_profile(driver_units=4))
     run.start()
     assert sorted(job.role for job in queued_jobs(run.run_dir)) == ["advance", "second"]
@@ -81,7 +81,7 @@ def test_one_that_is_killed_within_a_small_stage_leaves_the_rest_to_ranks(make_r
     assert run.stage.redone() == 1
 
 
-def test_one_in_a_small_stage_ends_at_once_when_the_run_is_cancelled(make_run):
+def test_cancel_ends_an_advance_job_in_a_small_stage_at_once(make_run):
     """Without srun only its own handler has it end before SLURM kills it, and it would submit more until then."""
     run = make_run(units=2, seconds=600.0, profile=make_profile(driver_units=4))
     run.start()
@@ -101,7 +101,7 @@ def advance_log(run) -> str:
 
 
 @pytest.mark.skipif(os.getuid() != 0 or not START.exists(), reason="only root stops the controller of the test cluster")
-def test_one_that_meets_no_controller_waits_and_is_requeued(make_run, tmp_path):
+def test_an_advance_job_without_a_controller_is_requeued(make_run, tmp_path):
     """An advance job of one minute waits for fifteen seconds, and then asks for its requeue as long as it may."""
     hold = tmp_path / "hold"
     hold.touch()
@@ -118,7 +118,7 @@ def test_one_that_meets_no_controller_waits_and_is_requeued(make_run, tmp_path):
     try:
         wait_until(lambda: is_gone(pid))
         hold.unlink()
-        wait_until(lambda: "ends" in advance_log(run))
+        wait_until(lambda: f"job {driver.id} failed" in advance_log(run))
     finally:
         subprocess.run(["bash", START], check=True, capture_output=True)
     wait_until(lambda: "Restarts=1" in slurm("scontrol", "show", "job", driver.id))
@@ -128,7 +128,7 @@ def test_one_that_meets_no_controller_waits_and_is_requeued(make_run, tmp_path):
     assert run.stage.redone() == 0
 
 
-def test_status_says_what_is_in_the_queue_and_that_jobs_are_gone(tmp_path, make_config):
+def test_status_shows_queued_jobs_and_missing_jobs(tmp_path, make_config):
     config = make_config(tmp_path)
     profile = tmp_path / "profile.yaml"
     profile.write_text("cpu: {partition: cpu, max_ranks: 2, memory_gb: 1.0, extra: {begin: now+1hour}}")
@@ -171,14 +171,14 @@ def test_jobs_of_another_user_are_found(run_dir, monkeypatch):
         require_no_jobs(run_dir)
 
 
-def test_jobs_are_found_through_a_link_and_with_a_comment_of_the_site(run_dir, tmp_path):
+def test_jobs_are_found_through_a_link_and_a_longer_comment(run_dir, tmp_path):
     (tmp_path / "link").symlink_to(run_dir.path)
     comment = f"--comment=project x|y {job_comment(run_dir, 'rank')} z"
     number = slurm("sbatch", "--parsable", comment, "--output=/dev/null", "--array=0-1", "--wrap=sleep 60").strip()
     assert sorted(job.id for job in queued_jobs(RunDir(tmp_path / "link"))) == [f"{number}_0", f"{number}_1"]
 
 
-def test_a_second_submission_is_refused_until_the_first_is_cancelled(tmp_path, make_config):
+def test_a_second_submission_is_refused_until_a_cancel(tmp_path, make_config):
     profile = tmp_path / "profile.yaml"
     ranks = {"partition": "cpu", "max_ranks": 2, "memory_gb": 0.25, "extra": {"hold": True}}
     profile.write_text(yaml.safe_dump({"cpu": ranks}))

@@ -72,7 +72,7 @@ def test_an_append_ends_in_the_dataset_that_grows(tmp_path, make_config, corpus,
     assert len(ids) == ShardedDataset(dataset).record().num_cuts
 
 
-def test_what_the_checker_names_is_done_again_on_the_cluster(tmp_path, make_config, profile):
+def test_findings_are_repaired_on_the_cluster(tmp_path, make_config, profile):
     config = make_config(tmp_path)
     run_sharmill("run", config)
     before = outcome(tmp_path)
@@ -82,7 +82,7 @@ def test_what_the_checker_names_is_done_again_on_the_cluster(tmp_path, make_conf
     assert outcome(tmp_path) == before
 
 
-def test_dry_run_submits_nothing_and_shows_scripts_that_slurm_takes(tmp_path, make_config, profile):
+def test_dry_run_submits_nothing_and_shows_valid_scripts(tmp_path, make_config, profile):
     """However long their lines are."""
     config = make_config(tmp_path / "a" / ("long-" * 20))
     shown = run_sharmill("submit", "all", config, "--profile", profile, "--dry-run")
@@ -116,7 +116,7 @@ def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_two_c
     assert [outcome(config.parent) for config in configs] == [local_outcomes[0]] * 2
 
 
-def test_an_sbatch_task_goes_on_after_its_time_limit_signal(tmp_path, make_config):
+def test_an_sbatch_task_continues_after_its_time_limit_signal(tmp_path, make_config):
     config = make_config(tmp_path / "a")
     submitted = slurm(
         "sbatch", "--parsable", "--array=0-0", "--partition=cpu", "--cpus-per-task=1", "--mem=2G",

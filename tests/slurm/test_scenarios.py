@@ -66,7 +66,7 @@ def test_the_end_of_ranks_costs_at_most_their_units(make_run, tmp_path, record_p
     finish(run, tmp_path, record_property, lost)
 
 
-def test_preempted_ranks_are_requeued_and_go_on(make_run, tmp_path, record_property):
+def test_preempted_ranks_are_requeued_and_continue(make_run, tmp_path, record_property):
     """As with configs/clusters/preemptible.yaml, the advance job is where nothing is preempted."""
     profile = make_profile(partition="scavenge", stages={"driver": {"partition": "cpu"}})
     run = make_run(units=120, seconds=3.0, profile=profile)
@@ -96,7 +96,7 @@ def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property
     finish(run, tmp_path, record_property, len(ranks))
 
 
-def test_a_package_that_all_ranks_lack_ends_the_run_in_its_first_round(make_run, tmp_path):
+def test_a_package_missing_on_all_ranks_ends_the_first_launch(make_run, tmp_path):
     """And the advance job waits for nothing, since each rank has told its end."""
     # Each node takes one rank, and is a host of its own, as on a cluster of more than one machine.
     site = tmp_path / "site/sitecustomize.py"
@@ -111,7 +111,7 @@ def test_a_package_that_all_ranks_lack_ends_the_run_in_its_first_round(make_run,
     assert "cannot be seen here" not in run.run_dir.advance_log.read_text()
 
 
-def test_a_unit_that_kills_its_ranks_ends_the_run_before_a_lease_is_over(make_run):
+def test_a_unit_that_kills_its_ranks_ends_within_a_lease(make_run):
     run = make_run(units=12, behaviour={5: "kill"}, profile=make_profile(max_ranks=3))
     run.start()
     assert wait_for_end(run.run_dir).code == "units_failed"
@@ -135,7 +135,7 @@ def test_ranks_in_an_image_of_apptainer(make_run, tmp_path, record_property):
     assert [call.startswith(f"exec --nv image.sif {sys.executable} -u -m submitit") for call in calls] == [True, True]
 
 
-def test_what_slurm_refuses_leaves_no_job_behind(make_run):
+def test_a_refused_submission_leaves_no_job_behind(make_run):
     """The ranks are accepted, the advance job behind them is not."""
     run = make_run(units=8, profile=make_profile(stages={"driver": {"partition": "nowhere"}}))
     with raises(FatalError, "jobs_refused", "invalid partition", "each advance job", "--partition=nowhere"):
@@ -143,7 +143,7 @@ def test_what_slurm_refuses_leaves_no_job_behind(make_run):
     wait_until(lambda: queued_jobs(run.run_dir) == [])
 
 
-def test_an_answer_of_sbatch_that_is_lost_costs_no_unit(make_run, tmp_path, record_property, monkeypatch):
+def test_a_lost_answer_of_sbatch_costs_no_unit(make_run, tmp_path, record_property, monkeypatch):
     """The ranks are submitted twice then."""
     run = make_run(units=8, seconds=0.3, profile=make_profile(max_ranks=2))
     lose = f"[ -e {tmp_path}/lost ] || {{ touch {tmp_path}/lost; $real $1; echo Socket timed out >&2; exit 1; }}"
@@ -161,7 +161,7 @@ def put_before_sbatch(folder, line) -> str:
     return f"{sbatch.parent}:{os.environ['PATH']}"
 
 
-def test_a_submission_killed_before_its_advance_job_can_be_repeated(make_run, tmp_path, record_property):
+def test_a_submission_killed_half_way_can_be_repeated(make_run, tmp_path, record_property):
     import cloudpickle
 
     run = make_run(units=8, seconds=0.3, profile=make_profile(max_ranks=2))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slurm
 PROFILE = "signal_s: 30\ngpu: {partition: gpu, gpus: 1, cores: 2, memory_gb: 4, timeout_min: 10, device: cpu}\n"
 
 
-def test_one_job_is_killed_another_told_to_leave_and_the_last_one_goes_on(tmp_path: Path) -> None:
+def test_training_continues_after_a_killed_and_a_stopped_job(tmp_path: Path) -> None:
     example = make_example(tmp_path, "jobs", make_speech(tmp_path / "speech"), max_steps=70)
     profile = tmp_path / "profile.yaml"
     profile.write_text(PROFILE)

@@ -271,7 +271,7 @@ class TestReserved:
         (file,) = (stage.root / STAGING_NAME).glob("*.reservation")
         file.write_text(json.dumps(lines(file)[0] | changes))
         if changes:
-            with raises(ConfigError, "reserved", "first, last", "not there any more", "sharmill cancel", str(file)):
+            with raises(ConfigError, "reserved", "first, last", "no longer exists", "sharmill cancel", str(file)):
                 run_toy(other)
             assert token_staging(stage.root, planned.token).is_dir()
             file.unlink()

@@ -75,7 +75,7 @@ def test_two_runs_in_threads_of_one_process_both_end(tmp_path):
     assert [set(stage.attempts().values()) for stage in stages] == [{1}, {1}]
 
 
-def test_the_log_of_a_run_has_no_records_of_a_run_in_another_thread(tmp_path):
+def test_a_log_has_no_records_of_a_run_in_another_thread(tmp_path):
     both_log, both_logged = threading.Barrier(2, timeout=60.0), threading.Barrier(2, timeout=60.0)
 
     class Meets(ToyStage):
@@ -102,7 +102,7 @@ def test_a_stage_that_cannot_be_pickled_ends_in_one_line(tmp_path):
         run(stage, 2)
 
 
-def test_a_rank_that_sees_its_input_no_more_is_given_up_alone(tmp_path):
+def test_a_rank_that_loses_sight_of_its_input_is_given_up_alone(tmp_path):
     stage = GoesBlind(tmp_path)
     result, heard = run(stage, 2)
     assert (result.ok, result.totals.rejects, heard.failed) == (True, {}, {})
@@ -111,7 +111,7 @@ def test_a_rank_that_sees_its_input_no_more_is_given_up_alone(tmp_path):
     assert "this node does not see the audio" in sentence
 
 
-def test_where_no_rank_sees_its_input_nothing_is_rejected(tmp_path):
+def test_if_no_rank_sees_its_input_nothing_is_rejected(tmp_path):
     stage = GoesBlind(tmp_path)
     with raises(DeviceError, "unlike_nodes", "does not see the audio"):
         run(stage)
@@ -141,7 +141,7 @@ def whole(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_unit_that_always_breaks_the_context_is_named_and_the_others_are_done(tmp_path, gpus):
+def test_a_unit_that_always_breaks_the_context_fails_alone(tmp_path, gpus):
     gpus("0")
     stage = GpuStage(tmp_path, behaviour={2: "break"})
     result, heard = run(stage, "auto")
@@ -152,7 +152,7 @@ def test_a_unit_that_always_breaks_the_context_is_named_and_the_others_are_done(
 
 
 @pytest.mark.slow
-def test_a_bad_gpu_is_given_up_and_the_others_go_on_and_the_end_says_so(tmp_path, gpus, whole):
+def test_a_bad_gpu_is_excluded_and_named_and_the_others_continue(tmp_path, gpus, whole):
     gpus("0", "1", "2")
     stage = BadDevices(tmp_path, bad=("1",))
     result, _ = run(stage, "auto")
@@ -160,7 +160,7 @@ def test_a_bad_gpu_is_given_up_and_the_others_go_on_and_the_end_says_so(tmp_path
     assert output_bytes(stage) == whole
     assert stage.marked("bad") == ["1"] * 3
     [sentence] = result.given_up
-    assert "GPU 1 of rank 1 was taken out of work: toy: a rank cannot be set up on GPU 1 of " in sentence
+    assert "GPU 1 of rank 1 was excluded: toy: a rank cannot be set up on GPU 1 of " in sentence
     assert ECC in sentence
 
 
@@ -198,7 +198,7 @@ def test_every_fault_costs_one_attempt(tmp_path, gpus, whole, number, faults, de
 
 
 @pytest.mark.parametrize("behaviour", [{}, {3: "kill_once"}])
-def test_a_rank_has_its_next_unit_while_it_does_one_and_another_does_it_if_it_dies(tmp_path, gpus, whole, behaviour):
+def test_a_rank_prefetches_its_next_unit_which_survives_its_death(tmp_path, gpus, whole, behaviour):
     gpus("0")
     stage = LookingAhead(tmp_path, behaviour=behaviour)
     assert run(stage, "auto")[0].ok
@@ -260,7 +260,7 @@ BUSY = {3: "wait:never", 7: "wait:never", 11: "wait:never"}
 
 @pytest.mark.parametrize("how", ["ctrl-c", "SIGTERM"])
 @pytest.mark.parametrize(("workers", "does"), [(1, "wait:never"), (2, "wait:never"), (2, "hold_gil")])
-def test_an_interrupted_run_ends_in_time_with_the_message_and_without_orphans(start, workers, does, how):
+def test_an_interrupted_run_ends_in_time_without_orphans(start, workers, does, how):
     driver = start(workers, units=12, behaviour=dict.fromkeys(BUSY, does))
     wait_until(lambda: len(driver.stage.marked("attempts")) >= workers)
     assert driver.end(how) == (1, [MESSAGE])
@@ -281,7 +281,7 @@ ON_GPUS = [Device("cuda", gpu) for gpu in GPUS]
     (1, True, GPUS, 2, ON_GPUS[:1]),
     (7, False, (), 2, [Device()] * 7),
 ])  # fmt: skip
-def test_auto_is_one_rank_for_each_gpu_or_core_and_more_share_them(workers, uses_gpu, gpus, cores, devices):
+def test_auto_means_one_rank_per_gpu_or_core(workers, uses_gpu, gpus, cores, devices):
     assert plan_devices(workers, uses_gpu=uses_gpu, gpus=gpus, cores=cores) == devices
 
 
@@ -297,7 +297,7 @@ def test_auto_is_one_rank_for_each_gpu_or_core_and_more_share_them(workers, uses
     ("auto", (), {"CUDA_VISIBLE_DEVICES": "0"}, None),
     ("auto", (), {"SLURM_GPUS_ON_NODE": "4"}, None),
 ])  # fmt: skip
-def test_gpus_that_are_asked_for_or_given_must_be_there(monkeypatch, device, found, environment, usable):
+def test_gpus_that_are_requested_or_allocated_must_exist(monkeypatch, device, found, environment, usable):
     monkeypatch.setattr("sharmill.executors.supervisor.visible_gpus", lambda: found)
     monkeypatch.setattr("sharmill.models.device.explain_missing", lambda: "the driver is too old")
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_ON_NODE"):
@@ -349,7 +349,7 @@ def gpus(monkeypatch):
     ((), ("0",), ("GPU 0", "cpu", "A100", "--restart")),
     (("0",), (), ("the CPU", "cpu", "A100", "--restart")),
 ])  # fmt: skip
-def test_what_was_begun_on_one_kind_does_not_go_on_on_another(tmp_path, gpus, first, then, names):
+def test_a_stage_does_not_continue_on_another_kind_of_device(tmp_path, gpus, first, then, names):
     gpus(*first)
     run(KindStage(tmp_path, kinds=KINDS, behaviour={2: "raise"}), "auto" if first else 1)
     gpus(*then)
@@ -361,7 +361,7 @@ def test_what_was_begun_on_one_kind_does_not_go_on_on_another(tmp_path, gpus, fi
 
 
 @pytest.mark.slow
-def test_ranks_on_another_kind_are_given_up_at_once_and_the_others_go_on(tmp_path, gpus):
+def test_ranks_on_another_kind_of_device_are_excluded_at_once(tmp_path, gpus):
     gpus("0", "1")
     stage = KindStage(tmp_path, kinds=KINDS, setup_does="meet:2")
     result, _ = run(stage, "auto")
@@ -369,4 +369,4 @@ def test_ranks_on_another_kind_are_given_up_at_once_and_the_others_go_on(tmp_pat
     assert len(kinds_of(stage)) == 1
     assert len(stage.pids()) == 2
     [sentence] = result.given_up
-    assert "keeps to the kind of device of its beginning" in sentence
+    assert "the stage was started on" in sentence

@@ -67,7 +67,7 @@ def test_a_limit_on_jobs_in_the_queue_is_waited_for(cluster, submit, limit):
         submit(patience=0.2, qos="gold")
 
 
-def test_what_is_wrong_with_a_request_is_told_at_once_and_once(cluster, submit, capfd):
+def test_a_refused_request_is_reported_at_once_and_once(cluster, submit, capfd):
     cluster.script("sbatch", "", fails=9, says="Batch job submission failed: Invalid qos specification")
     with raises(FatalError, "jobs_refused", "Invalid qos specification"):
         submit(qos="gold")
@@ -83,12 +83,12 @@ DRIVER = "each advance job (stages.driver) asks for --cpus-per-task=1 --mem=4096
 @pytest.mark.parametrize(
     ("units", "profile_file", "told"),
     [
-        (8, "", f"{RANK} the defaults: give a profile of this cluster by --profile"),
+        (8, "", f"{RANK} the defaults: give a profile of this cluster with --profile"),
         (8, "/home/bob/mine.yaml", f"{RANK} /home/bob/mine.yaml"),
         (1, "/home/bob/mine.yaml", f"{DRIVER} /home/bob/mine.yaml"),
     ],
 )
-def test_a_refusal_names_what_was_asked_for_and_the_profile(cluster, tmp_path, units, profile_file, told):
+def test_a_refusal_names_the_requested_options_and_the_profile(cluster, tmp_path, units, profile_file, told):
     cluster.script("sbatch", "", fails=9, says=f"Batch job submission failed: {NOT_AVAILABLE}")
     run = ToyRun(ToyDataset(ToyStage(tmp_path, units=units)), ClusterProfile(), profile_file=profile_file)
     with raises(FatalError, "jobs_refused", f"{NOT_AVAILABLE}; {told}"):
@@ -96,7 +96,7 @@ def test_a_refusal_names_what_was_asked_for_and_the_profile(cluster, tmp_path, u
 
 
 @pytest.mark.parametrize("others", ["may write", "own it"])
-def test_where_others_can_put_pickled_jobs_none_are_submitted(cluster, submit, tmp_path, monkeypatch, others):
+def test_no_jobs_are_submitted_if_others_can_write_to_their_folder(cluster, submit, tmp_path, monkeypatch, others):
     jobs = ToyStage(tmp_path).run_dir.jobs
     jobs.mkdir(parents=True)
     if others == "may write":
@@ -113,7 +113,7 @@ def test_where_others_can_put_pickled_jobs_none_are_submitted(cluster, submit, t
     ("name", "problem"),
     [("100%accurate", "100%accurate/run contains '%'"), ("a\n#SBATCH --wrap=x", "control character")],
 )
-def test_a_run_directory_that_a_script_cannot_name_is_refused_before_any_work(cluster, tmp_path, name, problem):
+def test_a_run_directory_that_scripts_cannot_name_is_refused(cluster, tmp_path, name, problem):
     with raises(ConfigError, "bad_config_value", problem):
         ToyRun(ToyDataset(ToyStage(tmp_path / name)), ClusterProfile())
 
@@ -121,24 +121,24 @@ def test_a_run_directory_that_a_script_cannot_name_is_refused_before_any_work(cl
 class TestGuard:
     """The questions of a run before it begins, where jobs may be at work in its run directory."""
 
-    def test_where_there_is_no_slurm_to_ask_a_run_is_refused_unless_it_takes_over(self, run_dir, monkeypatch):
+    def test_a_run_without_slurm_is_refused_unless_it_takes_over(self, run_dir, monkeypatch):
         monkeypatch.setenv("PATH", str(run_dir.path))
         with raises(ConfigError, "no_cluster", "sharmill run --take-over"):
             require_no_jobs(run_dir)
         require_no_jobs(run_dir, take_over=True)
 
     @pytest.mark.parametrize("is_done", [True, False])
-    def test_a_run_that_is_done_or_was_not_on_a_cluster_has_left_no_jobs(self, run_dir, monkeypatch, is_done):
+    def test_a_finished_or_local_run_has_left_no_jobs(self, run_dir, monkeypatch, is_done):
         monkeypatch.setenv("PATH", str(run_dir.path))
         run_dir.begin(RunRequest(stages=[], cluster="here" if is_done else ""))
         if is_done:
             run_dir.note_outcome(RunOutcome(state="done", message="all stages are done"))
         require_no_jobs(run_dir)
 
-    def test_a_run_that_waits_on_another_cluster_is_refused_unless_it_is_taken_over(self, cluster, run_dir):
+    def test_a_run_on_another_cluster_is_refused_unless_taken_over(self, cluster, run_dir):
         run_dir.begin(RunRequest(stages=["toy"], cluster="elsewhere"))
         run = ToyRun(ToyDataset(ToyStage(run_dir.path.parent)), ClusterProfile())
-        wanted = (ConfigError, "jobs_elsewhere", "the cluster elsewhere", "this one is here", "--take-over")
+        wanted = (ConfigError, "jobs_elsewhere", "the cluster elsewhere", "this machine belongs to here", "--take-over")
         for ask in (run.start, lambda: require_no_jobs(run_dir)):
             with raises(*wanted):
                 ask()
@@ -181,7 +181,7 @@ def test_a_bad_unit_waits_for_no_other_rank_where_all_are_there(tmp_path):
 
 
 @pytest.mark.parametrize("does", ["wait:never", "hold_gil"])
-def test_a_unit_that_hangs_past_the_time_of_its_job_fails_with_what_ends_it(tmp_path, does):
+def test_a_unit_that_hangs_until_its_job_ends_fails(tmp_path, does):
     stage = ToyStage(tmp_path, units=1, behaviour={0: does})
     planned, units = read_or_make_plan(stage.in_run)
     make_fence(planned)
@@ -229,7 +229,7 @@ class TestSetupLines:
         assert ended.stderr == ""
         assert not list(tmp_path.rglob("ran[0-9]"))
 
-    def test_a_line_that_fails_ends_the_script_before_the_rank_and_is_named(self, run_script, tmp_path):
+    def test_a_line_that_fails_ends_the_script_and_is_named(self, run_script, tmp_path):
         ended = run_script("true", "echo 'EnvironmentNameNotFound: no environment' >&2; false", "true")
         assert (ended.returncode, ended.stdout) == (1, "")
         log = tmp_path / "run/jobs/7_0_0_log.err"
@@ -252,7 +252,7 @@ class TestSetupLines:
              ("no_ranks", ": ValueError: a bad day")),
         ],
     )  # fmt: skip
-    def test_three_rounds_in_which_no_rank_can_work_end_the_run_with_the_reason(
+    def test_three_launches_without_progress_end_the_run(
         self, run_script, cluster, submit, tmp_path, monkeypatch, setup, rank, reason
     ):
         cluster.script("sbatch", "echo Submitted batch job 7")
@@ -292,7 +292,7 @@ class TestSetupLines:
         ],
         ids=["two", "on two nodes", "one", "on one node", "preempted"],
     )
-    def test_what_no_rank_of_a_round_finds_to_begin_with_ends_the_run_at_once(
+    def test_a_module_missing_on_all_ranks_ends_the_run_at_once(
         self, cluster, submit, tmp_path, monkeypatch, logs, rounds
     ):
         """As where ``python`` of the profile names an interpreter without packages."""
@@ -315,7 +315,7 @@ class TestSetupLines:
         [([0, 1], False, 1), ([0], False, 3), ([0, 0], False, 3), ([0, 1], True, 4)],
         ids=["all", "one", "all on one node", "one unit done"],
     )
-    def test_what_all_ranks_of_a_round_lack_ends_the_run_at_once(
+    def test_a_package_missing_on_all_ranks_ends_the_run_at_once(
         self, cluster, submit, tmp_path, monkeypatch, nodes, done, rounds
     ):
         cluster.script("sbatch", "echo Submitted batch job 7")
@@ -373,7 +373,7 @@ def advance(job, error=None, *, raised=None):
     return job.run_dir.read_outcome()
 
 
-def test_one_that_has_waited_as_long_as_it_may_is_requeued(job, cluster):
+def test_a_job_whose_patience_is_over_is_requeued(job, cluster):
     assert advance(job, SILENT) is None
     assert (cluster.folder / "orders").read_text() == "requeue 17\n"
 
@@ -388,14 +388,14 @@ def test_one_that_has_waited_as_long_as_it_may_is_requeued(job, cluster):
         (RuntimeError("nobody thought of this"), "0"),
     ],
 )
-def test_what_will_not_pass_ends_the_run_at_the_latest_in_the_second_job(job, cluster, monkeypatch, error, restarts):
+def test_a_lasting_error_ends_the_run_in_the_second_job(job, cluster, monkeypatch, error, restarts):
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
     end = advance(replace(job, patience=180.0, role="second"), error, raised=getattr(error, "code", None))
     assert not (cluster.folder / "orders").exists()
     assert (end.state, end.code) == ("failed", getattr(error, "code", ""))
 
 
-def test_what_may_pass_is_left_to_the_second_job_where_slurm_does_not_requeue(job, monkeypatch):
+def test_a_passing_error_without_a_requeue_is_left_to_the_second_job(job, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "9999")
     assert advance(job, SILENT, raised="silent_cluster") is None
 
@@ -412,13 +412,13 @@ def test_the_command_of_the_profile_is_told_of_the_end(job, tmp_path, state):
     assert "no such user" in job.run_dir.advance_log.read_text()
 
 
-def test_one_that_another_process_has_put_out_of_the_run_directory_leaves_the_run_to_that(job):
+def test_a_job_that_has_lost_the_lock_records_no_outcome(job):
     taken = FatalError("another process took the lock over", code="locked")
     assert advance(replace(job, role="second"), taken, raised="locked") is None
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-def test_of_a_run_that_was_cancelled_or_taken_over_does_and_notes_nothing(job, is_cancelled):
+def test_a_job_of_a_cancelled_or_replaced_run_does_nothing(job, is_cancelled):
     if is_cancelled:
         job.run_dir.note_outcome(RunOutcome(state="cancelled", message="cancelled by bob"))
     else:
@@ -428,11 +428,11 @@ def test_of_a_run_that_was_cancelled_or_taken_over_does_and_notes_nothing(job, i
     assert "the run has ended, or another run was started" in job.run_dir.advance_log.read_text()
 
 
-def test_reservations_go_with_the_end_of_a_run_but_not_while_another_process_has_taken_over(job):
+def test_the_end_of_a_run_releases_unless_another_process_took_over(job):
     stage = ToyStage(job.run_dir.path.parent).in_run
     reserve([stage], restart=False)
     job.dataset.make_stages = lambda: [stage]
-    error = ConfigError("write was begun differently", code="changed_plan")
+    error = ConfigError("write was started with other settings", code="changed_plan")
     with locked(job.run_dir):
         assert advance(job, error).code == "changed_plan"
     assert len(list((stage.root / STAGING_NAME).glob("*.reservation"))) == 1
@@ -446,7 +446,7 @@ def test_reservations_go_with_the_end_of_a_run_but_not_while_another_process_has
     [("rank", "jobs 16_0 (user bob) are still in the queue, then advance job 1", ["--dependency=afterany:16"]),
      ("advance", "jobs 18 (user bob) are still in the queue", [])],
 )  # fmt: skip
-def test_one_that_meets_ranks_submits_the_next_behind_them_and_one_that_meets_the_next_leaves_the_work_to_that(
+def test_a_job_that_meets_ranks_or_a_later_job_leaves_them_the_work(
     cluster, tmp_path, monkeypatch, role, says, behind
 ):
     """One was requeued after it had submitted, of the other the submission never heard."""
@@ -492,7 +492,7 @@ def make_job(cluster, monkeypatch):
 
 
 @pytest.mark.parametrize("role", [None, "second"])
-def test_is_left_to_an_advance_job_that_waits_for_nothing(cluster, tmp_path, make_job, role):
+def test_a_small_stage_is_left_to_an_advance_job(cluster, tmp_path, make_job, role):
     """By who submits, and by a second job, which has none behind it."""
     stage = ToyStage(tmp_path, units=4)
     message = "toy: 4 units, which need no ranks, then advance job 1"
@@ -506,7 +506,7 @@ def test_is_left_to_an_advance_job_that_waits_for_nothing(cluster, tmp_path, mak
     assert [script.count("--dependency") for script in cluster.scripts()] == [0, 1]
 
 
-def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path, make_job):
+def test_a_small_stage_has_the_same_bytes_and_submits_nothing(cluster, tmp_path, make_job):
     stage, local = ToyStage(tmp_path, units=4), ToyStage(tmp_path / "local", units=4)
     make_job(stage).advance("toy", "", False)
     assert run(local)[0].ok
@@ -534,7 +534,7 @@ def test_has_the_bytes_of_a_local_run_and_submits_nothing(cluster, tmp_path, mak
         (4, {"container_image": "image.sqsh"}, 0),
     ],
 )
-def test_is_what_few_units_cores_memory_and_the_same_python_make(tmp_path, units, profile, workers):
+def test_units_cores_memory_and_python_make_a_stage_small(tmp_path, units, profile, workers):
     stage = ToyStage(tmp_path, units=units)
     run = ToyRun(ToyDataset(stage), ClusterProfile(**profile))
     planned, unit_list = read_or_make_plan(stage.in_run)

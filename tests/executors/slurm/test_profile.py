@@ -36,14 +36,14 @@ from sharmill.executors.slurm.profile import ClusterProfile
         ("- a list", "bad_config_file", []),
     ],
 )
-def test_what_is_wrong_in_a_profile_is_named(tmp_path, text, code, names):
+def test_errors_in_a_profile_are_named(tmp_path, text, code, names):
     path = tmp_path / "profile.yaml"
     path.write_text(text)
     with raises(ConfigError, code, str(path), *names):
         load_typed(ClusterProfile, path)
 
 
-def test_a_stage_has_its_own_values_and_else_those_of_gpu_or_cpu(tmp_path):
+def test_a_stage_has_its_own_values_or_those_of_gpu_or_cpu(tmp_path):
     path = tmp_path / "profile.yaml"
     path.write_text(
         "gpu: {partition: gpu, gpus: 1, cores: 8, extra: {constraint: a100, comment: ours}}\n"
@@ -138,7 +138,7 @@ def test_the_environment_of_conda_is_unpacked_once_on_each_node(tmp_path, unpack
 
 
 @pytest.mark.parametrize("kind", ["open to others", "a link"])
-def test_the_environment_of_conda_is_not_taken_from_a_folder_in_which_others_can_write(tmp_path, unpack, kind):
+def test_the_conda_environment_is_never_in_a_folder_of_others(tmp_path, unpack, kind):
     (tmp_path / "private").mkdir(mode=0o700)
     foreign = tmp_path / "here-sharmill"
     if kind == "a link":

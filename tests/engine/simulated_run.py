@@ -1,9 +1,9 @@
-"""Simulated hosts on a real folder that each of them sees as NFS shows it, and a run of a toy stage on them.
+"""A run of a toy stage on simulated hosts, which see a real folder as through NFS.
 
-One task runs at a time: it goes on until it touches the folder, sleeps or waits, which takes a time that is drawn. So
-a seed and the faults fix the whole course. A host sees names that another has made, and files that another has put in
-the place of one, up to ``late`` seconds late, and keeps attributes of files and folders for as long; a file that it
-opens has all its bytes, and what it makes, renames or removes is decided at once.
+One task runs at a time, until it accesses the folder, sleeps or waits, which takes a random time. The seed and the
+faults therefore determine the whole run. A host sees new names and replaced files of other hosts up to ``late`` seconds
+late, and caches attributes for as long. A file that it opens is complete, and its own creations, renames and removals
+take effect at once.
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ from sharmill.files.checksums import checksum
 from sharmill.files.shared_disk import VisibilityTimeout
 from sharmill.files.staging import Staging, token_staging
 
-# How long a step takes is at most one of these.
+# The longest durations of a step, one of which is chosen at random.
 _STEP_SECONDS = (0.001, 0.01, 0.1, 1.0)
 
 _NAMES = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "listdir", "scandir", "stat", "lstat", "utime")
 
 
 class Killed(BaseException):
-    """The end of a thread on a host that is gone: no step of it has any effect any more."""
+    """The end of a thread on a dead host, whose steps have no effect any more."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that befalls a host before its n-th change in a folder, or of a file.
+    """A fault of a host before its n-th change in a folder, or of a file.
 
     Args:
-        folder: the name of the folder, or of the file.
-        seconds: so long the thread stands still, or the whole host; the host is gone for ever if infinite.
+        folder: the name of the folder or file.
+        nth: the number of the change.
+        seconds: the duration for which the thread or the whole host hangs; if infinite, the host is dead.
+        whole: True if the whole host hangs, not only the thread.
     """
 
     folder: str
@@ -77,7 +79,7 @@ class Fault:
 
 @dataclass(eq=False)
 class Host:
-    """A machine. ``ahead`` is what its clock is ahead of others, ``good_for`` how many attempts it does well."""
+    """A machine. Its clock is ``ahead`` of others by some seconds, and only its first ``good_for`` attempts succeed."""
 
     name: str
     ahead: float = 0.0
@@ -89,7 +91,7 @@ class Host:
 
 
 class _Version:
-    """A file or folder that a name stands for since a time; ``copy`` holds the bytes of one that was replaced."""
+    """A file or folder behind a name since a certain time; ``copy`` has the bytes of a replaced file."""
 
     def __init__(self, since: float, maker: Host | None) -> None:
         self.since = since
@@ -99,7 +101,7 @@ class _Version:
 
 
 class _Task(greenlet):
-    """A thread of a host, which runs between two switches; ``wake`` is when it goes on."""
+    """A thread of a host, which runs between two switches; it continues at the time ``wake``."""
 
     def __init__(self, host: Host, wake: float, target: Callable[[], object], parent: greenlet) -> None:
         super().__init__(parent=parent)
@@ -117,29 +119,30 @@ class _Task(greenlet):
 
 
 class SharedDisk:
-    """The simulation, as a context in which the functions of ``os``, ``io`` and ``time`` are those of its hosts.
+    """The simulation, as a context that replaces functions of ``os``, ``io`` and ``time`` with those of the hosts.
 
     Args:
         root: the folder that all hosts share.
-        late: the most seconds until a host sees what another has done.
-        aside: an empty folder on the same file system.
+        backup: an empty folder on the same file system, for replaced files.
+        seed: the seed of all random choices.
+        late: the longest delay, in seconds, until a host sees a change by another host.
     """
 
     running: SharedDisk
 
-    def __init__(self, root: Path, aside: Path, seed: int, late: float) -> None:
+    def __init__(self, root: Path, backup: Path, seed: int, late: float) -> None:
         self.now = 0.0
         self._end = math.inf
         self.tasks: list[_Task] = []
         self._root = f"{root}{os.sep}"
-        self._aside = aside
+        self._backup = backup
         self._random = Random(seed)
         self._late = late
         self._names: dict[str, list[_Version]] = {}
         self._moved: list[tuple[str, str, _Version]] = []
         self._numbers = count()
         self._test = getcurrent()
-        # Calls of each host below the run directory, and all flushes to disk.
+        # Number of calls of each host below the run directory, including all fsyncs.
         self.requests: Counter[Host] = Counter()
         self._counted = f"{root}{os.sep}run{os.sep}"
         self._real = SimpleNamespace(**vars(os), io_open=io.open)
@@ -172,13 +175,13 @@ class SharedDisk:
 
     @property
     def task(self) -> _Task | None:
-        """The task that calls, None where it is none."""
+        """The calling task, None outside of tasks."""
         current = getcurrent()
         return current if isinstance(current, _Task) else None
 
     @property
     def host(self) -> Host:
-        """The host of the task that calls."""
+        """The host of the calling task."""
         assert self.task is not None
         return self.task.host
 
@@ -191,7 +194,7 @@ class SharedDisk:
         return self.tasks[-1]
 
     def run(self, most_seconds: float, after_step: Callable[[], object] = lambda: None) -> None:
-        """Run all threads to their ends, which must come within so many seconds of simulated time."""
+        """Run all threads until they end, which must happen within ``most_seconds`` of simulated time."""
         self._end = most_seconds
         while True:
             live = [task for task in self.tasks if not task.dead and task.host.frozen_until < math.inf]
@@ -204,13 +207,13 @@ class SharedDisk:
             after_step()
 
     def sleep(self, seconds: float) -> None:
-        """Let other threads go on for so long."""
+        """Let other threads run for so many seconds."""
         task = self.task
         assert task is not None
         task.wake = self.now + seconds
         others = (other.due for other in self.tasks if other is not task and not other.dead)
         if task.due < min(self._end, *others, math.inf):
-            self.now = max(self.now, task.due)  # it is the next again
+            self.now = max(self.now, task.due)  # this task is the next one again
         elif task.host.frozen_until < math.inf:
             self._test.switch()
         if task.host.frozen_until == math.inf:
@@ -235,7 +238,7 @@ class SharedDisk:
         return self._random.choice(_STEP_SECONDS) * self._random.random()
 
     def _covering(self, real: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that is ``own`` for tasks, on paths of the folder, and ``real`` for all else."""
+        """Return a function that calls ``own`` for paths in the folder from tasks, and ``real`` otherwise."""
 
         def call(path: Any = ".", *args: Any, **options: Any) -> Any:
             name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
@@ -248,7 +251,7 @@ class SharedDisk:
         return call
 
     def _follow(self, path: str) -> str:
-        """Return where a path leads on this host, which finds a folder that another has renamed for a while yet."""
+        """Return the present path of a path on this host, which may still use the old name of a renamed folder."""
         for old, new, version in self._moved:
             if (path + os.sep).startswith(old + os.sep) and not self._is_seen(version):
                 path = new + path[len(old) :]
@@ -263,7 +266,7 @@ class SharedDisk:
         return version.since + version.delays[host] <= self.now
 
     def _find(self, path: str) -> str:
-        """Return where the bytes are that this host finds by a name."""
+        """Return the path of the bytes that this host sees under a name."""
         end = len(self._root)
         while end >= 0:
             end = path.find(os.sep, end + 1)
@@ -274,7 +277,7 @@ class SharedDisk:
         return (seen.copy if versions and seen else None) or path
 
     def _change(self, path: str) -> Host:
-        """Take the time of a change, before which something may befall the host."""
+        """Spend the time of a change, before which a fault may happen to the host."""
         host = self.host
         seconds = self._step()
         for name in (Path(path).parent.name, Path(path).name):
@@ -291,7 +294,7 @@ class SharedDisk:
         return host
 
     def kind(self, path: str | os.PathLike[str]) -> int:
-        """Return the mode of what is at a path in truth, 0 where nothing is."""
+        """Return the true mode of the file at a path, 0 if there is none."""
         with suppress(FileNotFoundError):
             return self._real.lstat(path).st_mode
         return 0
@@ -302,7 +305,7 @@ class SharedDisk:
         try:
             made = make()
         except FileExistsError:
-            self._names.pop(path, None)  # the answer of the server is kept
+            self._names.pop(path, None)  # the host has learnt from the server that the name exists
             raise
         if is_new:
             self._names[path] = [_Version(self.now, host)]
@@ -341,7 +344,7 @@ class SharedDisk:
         new = _Version(self.now, host)
         before = self._names.get(target, [_Version(-math.inf, None)]) if stat.S_ISREG(self.kind(target)) else []
         if before:
-            before[-1].copy = f"{self._aside}/{next(self._numbers)}"
+            before[-1].copy = f"{self._backup}/{next(self._numbers)}"
             self._real.link(target, before[-1].copy)
         self._real.replace(source, target)
         for name in [name for name in self._names if (name + os.sep).startswith(source + os.sep)]:
@@ -391,7 +394,7 @@ def _forget(host: Host, *paths: str) -> None:
 
 
 class _Entries(list[Any]):
-    """The entries of a folder, as ``os.scandir`` returns them."""
+    """The entries of a folder, like the result of ``os.scandir``."""
 
     def __enter__(self) -> _Entries:
         return self
@@ -401,7 +404,7 @@ class _Entries(list[Any]):
 
 
 class _Event:
-    """As ``threading.Event``, by simulated time."""
+    """A ``threading.Event`` in simulated time."""
 
     def __init__(self, disk: SharedDisk) -> None:
         self._disk = disk
@@ -427,7 +430,7 @@ class _Event:
 
 
 class _Supervisor:
-    """The supervisor of a rank, a thread on its host that looks at the stage and wakes the rank when it has changed."""
+    """The supervisor of a rank: a thread on its host that watches the stage and wakes the rank after changes."""
 
     interval = math.inf
 
@@ -456,7 +459,7 @@ class _Supervisor:
             try:
                 watcher.look()
             except FileNotFoundError:
-                pass  # not seen yet, or gone with the plan
+                pass  # not visible yet, or removed with the plan
             except SharmillError as error:
                 log.info("%s", error)
                 break
@@ -473,7 +476,7 @@ SECONDS_BETWEEN_LOOKS = 3.0
 
 
 class SimulatedStage(ToyStage):
-    """Takes some seconds over a unit; fails with bad units, and on hosts that are not good any more."""
+    """Takes some seconds for a unit, and fails with bad units and on bad hosts."""
 
     bad_units: frozenset[int] = frozenset()
     seconds = 5.0
@@ -495,14 +498,14 @@ class SimulatedStage(ToyStage):
 
 @dataclass
 class Run:
-    """Drivers of one stage, and the ranks that the first of them starts.
+    """Drivers of one stage, and the ranks that the first driver starts.
 
     Args:
-        disk: where all of it takes place.
-        stage: is to be done.
-        ranks: their hosts, named as their slots.
-        delays: seconds until each is there.
-        is_led: the driver leads; else supervisors do.
+        disk: the simulated disk.
+        stage: the stage to run.
+        ranks: the hosts of the ranks, named like their slots.
+        delays: seconds until each rank starts.
+        is_led: True if the driver leads; otherwise supervisors do.
     """
 
     waits: ClassVar[bool] = True
@@ -520,13 +523,13 @@ class Run:
     next_look: float = 0.0
 
     def drive(self) -> None:
-        """Do the stage, or what is left of it, as soon as no other driver does."""
+        """Run the stage, or the rest of it, as soon as no other driver holds the lock."""
         stage: StageRun = pickle.loads(pickle.dumps(self.stage.in_run))
         with locked(stage.run_dir, wait_seconds=MOST_SECONDS) as lock:
             self.results.append(run_stage(stage, self, Listener(), unlocked=lock.released))
 
     def run(self, stage: StageRun, units: Sequence[Unit], listener: Listener, unlocked: Unlocked) -> StageResult:
-        """Do the units, as an executor. Who joins another driver brings no ranks, and follows those of the other."""
+        """Process the units like an executor. A driver that joins another one adds no ranks, and only watches."""
         self.planned = stage
         with driven_launch(stage, units, len(self.ranks), join_seconds=stage.options.lease_seconds) as numbers:
             if not numbers.start:
@@ -556,14 +559,14 @@ class Run:
             except SharmillError as error:
                 log.info("%s", error)
             except FileNotFoundError:
-                # Its folders go when the stage is finished.
+                # The folders are removed when the stage is finished.
                 if self.disk.kind(token_staging(self.stage.root, self.planned.token)):
                     raise
             supervisor.end()
             return
 
     def look(self) -> None:
-        """Take note of the files of the stage when it is finished, and look at the commits every few seconds."""
+        """Remember the files of the stage once it is finished, and check the commits every few seconds."""
         if not self.finished and self.stage.dir.done.exists():
             self.finished, self.finished_at = self.outcome_files(), self.disk.now
         if self.planned and self.disk.now >= self.next_look:
@@ -571,13 +574,13 @@ class Run:
             self.commits()
 
     def outcome_files(self) -> dict[Path, tuple[int, int]]:
-        """Return the inode and the time of all files that a finished stage leaves for others."""
+        """Return the inodes and times of all files that a finished stage has published."""
         paths = list(self.stage.root.glob("[!.]*/*"))
         paths += [path for path in (self.stage.root / "merged.txt", self.stage.dir.done) if path.exists()]
         return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
 
     def commits(self) -> dict[int, list[Commit]]:
-        """Return all commits of each unit; of each, all files are in their places."""
+        """Return all commits of each unit, and check that all their files are in place."""
         found = defaultdict(list)
         for commit in iterate_ledger(self.stage.dir):
             found[commit.index].append(commit)
@@ -605,19 +608,19 @@ def simulate(
     is_led: bool = True,
     seconds: float = 5.0,
 ) -> Run:
-    """Run a stage on simulated hosts, and return the run when all but the dead ranks have come to their ends.
+    """Run a stage on simulated hosts, and return the run when all drivers and ranks have ended or died.
 
     Args:
-        drivers: seconds until each of the drivers, all on one host, begins.
-        is_led: as that of ``Run``.
-        seconds: the time that a unit takes.
+        drivers: seconds until each driver starts; all of them are on one host.
+        is_led: see ``Run``.
+        seconds: duration of a unit.
     """
-    shared, aside = folder / "shared", folder / "aside"
+    shared, backup = folder / "shared", folder / "backup"
     shared.mkdir()
-    aside.mkdir()
+    backup.mkdir()
     stage = SimulatedStage(shared, units=units, max_reject_fraction=1.0, seconds_until_seen=60.0)
     stage.bad_units, stage.seconds = bad_units, seconds
-    with SharedDisk(shared, aside, seed, late) as disk, pytest.MonkeyPatch.context() as patch:
+    with SharedDisk(shared, backup, seed, late) as disk, pytest.MonkeyPatch.context() as patch:
         run = Run(disk, stage, ranks, delays or [0.0] * len(ranks), is_led)
         make = Claims.make
 

@@ -1,4 +1,4 @@
-"""The input of the unit that is next, begun while the one before it is at work."""
+"""Prefetching of the next unit's input while the current unit is processed."""
 
 from unittest import mock
 
@@ -33,7 +33,7 @@ def ahead():
 def test_the_expected_unit_is_begun_once_and_before_it_is_taken(ahead):
     ahead.expect(SECOND)
     assert ahead.take(FIRST) == 0
-    # What is left of units that have failed is dropped when the next one is taken.
+    # Tasks of failed units are dropped when the next unit is taken.
     ahead.feeders.drop_earlier.assert_called_once_with()
     ahead.begin_next()
     ahead.begin_next()

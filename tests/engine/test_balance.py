@@ -17,7 +17,7 @@ def loads(costs, bins):
 
 
 def best_possible_maximum(costs, num_bins):
-    """The least possible load of the fullest bin, by trying everything."""
+    """Return the least possible load of the fullest bin by exhaustive search."""
     return min(
         max(sum(cost for cost, place in zip(costs, places, strict=True) if place == index) for index in range(num_bins))
         for places in itertools.product(range(num_bins), repeat=len(costs))

@@ -1,4 +1,4 @@
-"""Feeders: results in order and whole, bounds, and what becomes of a rank where one of them dies or hangs."""
+"""Feeders: order and integrity of results, limits, and the effect of dying or hanging feeders on their rank."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ def feeding(number, **options):
 
 
 def outcomes(feed):
-    """The results of a feed, and the errors in their places."""
+    """Return the results of a feed, with errors in the places of missing results."""
     found = []
     for parts in feed:
         try:
@@ -43,13 +43,13 @@ def outcomes(feed):
 
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_results_come_in_order_and_arrays_are_whole(number):
-    sizes = [1, 0, 5, 40_000, 9_000_000, 2, 33_000_000, *range(1000, 1400)]  # also beyond what is kept, and in a file
+    sizes = [1, 0, 5, 40_000, 9_000_000, 2, 33_000_000, *range(1000, 1400)]  # some exceed the limits for memory
     with feeding(number) as feeders:
         held = []
         arrays = itertools.chain.from_iterable(feeders.feed(("array", size) for size in sizes))
         for size, (numbers, three) in zip(sizes, arrays, strict=True):
             held.append((size, numbers, three))
-            # Some stay in use while later ones arrive.
+            # Keep some arrays in use while later ones arrive.
             if len(held) > 20:
                 size, numbers, three = held.pop(0)
                 np.testing.assert_array_equal(numbers, np.arange(size, dtype=np.int16))
@@ -89,7 +89,7 @@ def test_no_more_is_given_than_may_be_ahead(ahead, number):
             list(next(feed))
         assert not feed.all_given
         most = max(ahead, 120.0 * number)
-        # The last bundle goes beyond it.
+        # The last bundle may exceed the limit.
         assert next(given) - 500 <= most + max(40.0, most / 8 / number) + 1
 
 
@@ -112,7 +112,7 @@ def test_a_feeder_that_dies_fails_only_its_current_recording(end, number):
             assert str(tasks[place]) in str(found[place])
             found[place] = place
         assert found == [*range(30)]
-        # Others are in the place of those that have ended.
+        # Feeders that ended were replaced.
         assert len(set(outcomes(feeders.feed([("pid", 0)] * 300)))) >= 1
         assert len(feeders._feeders) == number
 
@@ -127,11 +127,11 @@ def test_one_that_is_killed_without_a_task_costs_nothing():
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_long_recording_is_never_in_memory_as_a_whole(number):
-    """A gigabyte in parts of 4 MiB, behind and before short ones, while the rank uses them one after the other."""
+    """The rank uses a gigabyte in parts of 4 MiB one after the other, between short recordings."""
     with feeding(number, ahead=500.0) as feeders:
         feed = feeders.feed([("is", 0), ("parts", 256), *[("is", 1)] * 40, ("parts", 3)])
         assert list(next(feed)) == [0]
-        # The short one is not kept until the long one behind it has ended.
+        # The short recording does not wait for the end of the long one after it.
         assert waiting_parts(feeders) < 100
         wait_until(lambda: not number or waiting_parts(feeders) > 0 or feeders.listen())
         most, held, files = 0, 0, 0
@@ -143,13 +143,13 @@ def test_a_long_recording_is_never_in_memory_as_a_whole(number):
         assert place == 255
         assert most < 400 << 20
         assert held <= 101
-        # Nothing that waits needs an open file.
+        # Waiting parts need no open files.
         assert files < 200
         assert outcomes(feed)[:40] == [1] * 40
 
 
 def waiting_parts(feeders):
-    return sum(len(errand.parts) for one in feeders._feeders for bundle in one.bundles for errand in bundle)
+    return sum(len(request.parts) for one in feeders._feeders for bundle in one.bundles for request in bundle)
 
 
 def test_parts_come_once_although_their_feeder_ends():
@@ -181,7 +181,7 @@ def test_remaining_tasks_of_a_failed_unit_block_no_feeder():
 
 
 class Unusable:
-    """What no feeder can unpickle."""
+    """An object that no feeder can unpickle."""
 
     def __reduce__(self):
         return __import__, ("sharmill_no_such_module",)
@@ -212,7 +212,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 def test_a_full_disk_is_reported_and_blames_no_recording(tmp_path):
-    # Its name is so long that sockets have to lie elsewhere.
+    # The name of the folder is too long for sockets, which must be placed elsewhere.
     program, folder = tmp_path / "full.py", tmp_path / ("f" * 90)
     program.write_text(FULL)
     folder.mkdir()
@@ -224,7 +224,7 @@ def test_a_full_disk_is_reported_and_blames_no_recording(tmp_path):
 
 
 def resident(pid):
-    """The resident memory of a process, what it shares included."""
+    """Return the resident memory of a process in bytes, including shared memory."""
     return int(re.search(r"^Rss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)[1]) << 10
 
 
@@ -241,7 +241,7 @@ def test_too_many_open_files_fail_only_the_attempt(monkeypatch):
         outcomes(feeders.feed([("is", 1)] * 4))
         feed = feeders.feed([*[("is", 1)] * 5, *(("array", 10_000 * number) for number in range(1, 200))])
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))  # those that are open stay so
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))  # open files stay open
         try:
             with pytest.raises(DeviceError, match="ulimit"):
                 list(itertools.chain.from_iterable(feed))
@@ -290,7 +290,7 @@ if __name__ == "__main__":
 
 
 def start_rank(tmp_path, *limit):
-    """A process with feeders of which all hang, in a session of its own; it takes a limit before it has them."""
+    """Start a process whose feeders all hang, in its own session; it sets a limit before it starts them."""
     program = tmp_path / "rank.py"
     program.write_text(textwrap.dedent(RANK))
     return subprocess.Popen(
@@ -305,7 +305,7 @@ def test_no_feeder_outlives_its_rank(tmp_path, end):
     assert rank.stdout.readline() == "1\n"
     assert len(session_members(rank.pid)) >= 5  # the rank, the server, the feeders
     if end == signal.SIGINT:
-        os.killpg(rank.pid, end)  # as Ctrl-C, which reaches all of them
+        os.killpg(rank.pid, end)  # Ctrl-C reaches all processes of the group
     else:
         rank.send_signal(end)
     began = time.monotonic()

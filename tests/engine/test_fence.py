@@ -1,6 +1,6 @@
-"""The fence of a plan: nothing but the present plan of a run writes its output, and only what is the run's own goes.
+"""The fence of a plan: only the current plan of a run writes its output, and a run removes only its own files.
 
-What another node has made is waited for: as long as it may be late, no longer, and not where nothing is late.
+Files of other nodes are waited for only as long as they may be late.
 """
 
 import pickle
@@ -28,7 +28,7 @@ from sharmill.files.shared_disk import VisibilityTimeout
 
 
 def plan(stage):
-    """Plan a stage as the process that directs a run does before ranks begin; return it in its run."""
+    """Plan a stage like the process that directs a run, before ranks start; return the stage in its run."""
     planned, units = read_or_make_plan(stage.in_run)
     make_fence(planned)
     begin_launch(planned, units, 1)
@@ -45,14 +45,14 @@ class TestRanksOfAnOlderPlan:
         old = pickle.loads(pickle.dumps(plan(stage)))
         assert run(stage, restart=True)[0].ok
         before = contents(tmp_path)
-        # The task of an array has not failed; it was overtaken.
+        # The task of the array does not fail, because its plan was superseded.
         RankTask(old, 0, RankProfile())()
         with raises(FatalError, "superseded_plan"):
             work(old, Rank(0, "node/rank 0", "cpu"), Watcher(old))
         assert contents(tmp_path) == before
 
     def test_a_process_that_was_stopped_meanwhile_changes_nothing(self, tmp_path):
-        """A task of a job array, with SIGSTOP in the middle of its unit; the new plan gives other bytes."""
+        """A task of a job array is stopped in the middle of its unit. The new plan gives other bytes."""
         old = ToyStage(tmp_path, units=4, behaviour={1: "wait:go_on"})
         task = RankTask(plan(old), 0, RankProfile())
         (tmp_path / "task").write_bytes(pickle.dumps(task))
@@ -72,7 +72,7 @@ class TestRanksOfAnOlderPlan:
         assert read_attempts(new.in_run).stopped is None
 
 
-class TestWhatIsNotOurs:
+class TestForeignFiles:
     @pytest.mark.parametrize("name", ["logs/mine.txt", "plan/mine.txt", "parts/000001.npy"])
     @pytest.mark.parametrize("restart", [False, True])
     def test_a_folder_that_has_no_plan_of_ours_is_refused(self, tmp_path, name, restart):
@@ -87,11 +87,11 @@ class TestWhatIsNotOurs:
 
 @pytest.fixture
 def waited(monkeypatch):
-    """The seconds of all waits; nothing really waits."""
+    """The seconds of all waits, which are only simulated."""
     seconds, really_sleep = [], time.sleep
 
     def sleep(duration):
-        # A thread that another test has left does not count.
+        # Threads left over from other tests do not count.
         note = seconds.append if threading.current_thread() is threading.main_thread() else really_sleep
         note(duration)
 
@@ -101,9 +101,9 @@ def waited(monkeypatch):
 
 
 def test_waiting_has_a_total_limit_and_names_the_missing_file(waited, caplog):
-    patience = VisibilityTimeout(60.0)
+    visibility = VisibilityTimeout(60.0)
     for name in ("the plan", "the ledger"):
-        assert not patience.wait_until(lambda: False, name)
+        assert not visibility.wait_until(lambda: False, name)
     assert 60.0 <= sum(waited) < 62.0
     assert [record.getMessage().split(" after")[0] for record in caplog.records] == [
         "the plan cannot be seen here,",

@@ -1,8 +1,7 @@
-"""What becomes of units in any order of steps: ranks and drivers on hosts that see each other's files late.
+"""The fate of units under any order of steps of ranks and drivers, on hosts that see each other's files late.
 
-The functions of the engine are the real ones, on a real folder; see ``engine.simulated_run`` for what hosts see of
-it. A search for an order that breaks a property is worth as much as the mistakes that it finds: some are made on
-purpose. At the end are slots that are bad.
+The functions of the engine run unchanged on a real folder; ``engine.simulated_run`` simulates what each host sees of
+it. To prove that the search for a bad order works, some mistakes are made on purpose. Tests of bad slots come last.
 """
 
 import math
@@ -29,7 +28,7 @@ from sharmill.files.staging import PublishedFile, Staging
 
 MOST_LATE = 55.0
 FOLDERS = ("claims", "progress", "ledger", "state.json", "first", "last")
-# A rank that stands still for longer may be taken for dead: a lease, less the time between its heartbeats.
+# A rank that hangs for longer may be taken for dead: a lease, less the time between heartbeats.
 MOST_UNNOTICED = RunOptions().lease_seconds - 20.0
 MOST_EXAMPLES = 200
 
@@ -45,9 +44,10 @@ CLOCKS = st.sampled_from([-3600.0, 0.0, 3600.0])
 
 @st.composite
 def courses(draw):
-    """The arguments of ``follow``. The first rank fails with bad units only, and always comes back.
+    """Draw the arguments of ``follow``.
 
-    It is always there where others are bad: what they alone have failed with is given up.
+    The first rank fails only with bad units, and always comes back. If other ranks are bad, it has no faults, because
+    units that only bad slots have tried would be given up.
     """
     good_for = [math.inf, *draw(st.lists(st.sampled_from([math.inf, math.inf, math.inf, 0, 2]), max_size=3))]
     most_faults = draw(st.sampled_from([0, 2, 2]))
@@ -71,7 +71,7 @@ def courses(draw):
 
 
 def follow(folder, ranks, delays, num_units, bad_units, late, second, is_led, seed):
-    """Let a run take its course, and check what it leaves."""
+    """Simulate a run, and check its output."""
     drivers = [0.0] if bad_units else [0.0, second]
     run = simulate(
         folder,
@@ -91,7 +91,7 @@ def follow(folder, ranks, delays, num_units, bad_units, late, second, is_led, se
     assert max(map(len, run.begun.values())) == 1, "two ranks hold one claim"
     if bad_units:
         assert run.results[0].failures.keys() == bad_units, "a unit is neither done nor given up"
-        # Slots that had done nothing before count for nothing, and a late end of an attempt comes on top.
+        # Failures on slots without a commit do not count, and the end of an attempt may be noted late.
         assert all(len(run.attempts().failures(index)) <= 3 + 2 * len(ranks) for index in bad_units)
     else:
         assert [result.ok for result in run.results] == [True, True], "a driver does not see that all is done"
@@ -105,7 +105,7 @@ def follow(folder, ranks, delays, num_units, bad_units, late, second, is_led, se
 
 
 def search(tmp_path_factory, **options):
-    """Follow as many courses as ``max_examples`` says, until one breaks a property."""
+    """Simulate up to ``max_examples`` runs, until one breaks a property."""
 
     @settings(deadline=None, derandomize=True, report_multiple_bugs=False, **options)
     @given(courses())
@@ -120,7 +120,7 @@ def test_no_order_of_steps_loses_a_unit_or_changes_the_output(tmp_path_factory):
 
 
 def test_a_seed_gives_one_course_in_any_folder(tmp_path_factory):
-    """Otherwise the search could not follow a course again that broke a property."""
+    """Otherwise a run that broke a property could not be repeated."""
 
     def seconds_taken():
         ranks = [Host("h0/rank 0"), Host("h1/rank 1", good_for=2)]
@@ -131,7 +131,7 @@ def test_a_seed_gives_one_course_in_any_folder(tmp_path_factory):
 
 
 def take_over_without_asking(monkeypatch):
-    """Two ranks that find a claim stale both hold the next."""
+    """Let two ranks that find a claim stale both hold the next one."""
     make = Claims.make
 
     def make_again(claims, unit, generation):
@@ -200,7 +200,7 @@ def test_a_stage_ends_if_every_slot_is_bad(tmp_path, num_units):
     run = simulate(tmp_path, [Host(f"h/rank {number}", good_for=0) for number in range(2)], units=num_units)
     assert run.results[0].failures.keys() == set(range(num_units))
     assert run.commits() == {}
-    # Ten different units tell that a slot is bad; fewer are given up, since nothing else could tell.
+    # Only ten different units prove that a slot is bad; fewer units are given up, since there is no other evidence.
     assert run.attempts().excluded_slots() == {}
 
 

@@ -1,4 +1,4 @@
-"""A launch that goes on after one whose ranks have ended: attempts of before count on."""
+"""A launch after one whose ranks have ended; earlier attempts still count."""
 
 from support.toy_stage import ToyStage, wait_until
 
@@ -23,7 +23,7 @@ def test_units_in_flight_are_tried_once_and_each_end_counts(tmp_path):
     make_fence(stage)
     for number in range(3):
         watcher, claims = launch(stage, units)
-        # The rank of each launch is killed in the middle of the unit.
+        # The rank of each launch is killed in the middle of its unit.
         assert claims.next()[1] == number
         assert watcher.state.offers == {}
     watcher, _ = launch(stage, units)

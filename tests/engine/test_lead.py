@@ -1,4 +1,4 @@
-"""What a leader decides: the state that follows from the attempts at units, mostly without a disk or a clock."""
+"""Decisions of a leader: the state derived from attempts at units, mostly without a disk or a clock."""
 
 import msgspec
 import pytest
@@ -39,18 +39,18 @@ def decided(*records, num_units, live, claimed=(), **options):
 
 ALL_DID = [done(1, A), done(2, B), done(3, C)]
 OFFERS = {
-    "untried units, which ranks claim by themselves": ([], {}),
-    "a failed unit, first to those that have not tried it": ([failed(0, 0, A)], {0: (1, [A])}),
-    "a unit that was given back, to all": ([failed(0, 0, A, "released")], {0: (1, [])}),
-    "a unit that was given back ten times has failed": (
+    "no untried units, which ranks claim by themselves": ([], {}),
+    "a failed unit, first to slots that have not tried it": ([failed(0, 0, A)], {0: (1, [A])}),
+    "a released unit, to all": ([failed(0, 0, A, "released")], {0: (1, [])}),
+    "a unit released eleven times, as a failed one": (
         [failed(0, number, A, "released") for number in range(11)],
         {0: (11, [A])},
     ),
-    "those that have failed least often first": (
+    "units with the fewest failures first": (
         [failed(0, 0, A), failed(0, 1, B), failed(3, 0, A)],
         {3: (1, [A]), 0: (2, [A, B])},
     ),
-    "an end that was noted twice counts once": ([failed(0, 0, A), failed(0, 0, A)], {0: (1, [A])}),
+    "an end that was noted twice, only once": ([failed(0, 0, A), failed(0, 0, A)], {0: (1, [A])}),
 }
 
 

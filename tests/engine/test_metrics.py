@@ -1,4 +1,4 @@
-"""Curves are written where they are asked for, and never cost a run."""
+"""Curves are written if requested, and never stop a run."""
 
 import os
 import pty
@@ -63,7 +63,7 @@ print("went on")
 @pytest.mark.slow
 @pytest.mark.parametrize(("key", "error"), [("0" * 40, "CommError"), ("", "UsageError")])
 def test_wandb_without_a_server_or_a_key_only_stops_the_curve(tmp_path, key, error):
-    """In a process of its own, in a terminal at which nobody sits; the server never answers."""
+    """In its own process, on a terminal without a user, with a server that never answers."""
     pytest.importorskip("wandb")
     end, terminal = pty.openpty()
     with socket.create_server(("127.0.0.1", 0)) as deaf, os.fdopen(end), os.fdopen(terminal) as stdin:

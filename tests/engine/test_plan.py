@@ -1,4 +1,4 @@
-"""The frozen plan, made once and bound to what made it; and the ledger: what is in it is done, what is not is not."""
+"""The frozen plan, which is bound to its identity, and the ledger of complete units."""
 
 import errno
 import multiprocessing
@@ -164,7 +164,7 @@ class TestOutputsInPlace:
         ids=["missing", "a link", "of another size"],
     )
     def test_a_committed_unit_with_a_changed_file_is_done_again(self, tmp_path, spoil):
-        """As long as the stage is not finished: from then on, what reads a file compares its checksum."""
+        """This holds only until the stage is finished; afterwards, readers compare checksums."""
         stage = ToyStage(tmp_path)
         run(stage)
         stage.dir.done.unlink()

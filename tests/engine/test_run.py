@@ -62,7 +62,7 @@ class TestRejects:
             run(stage, workers)
         message = str(caught.value)
         assert message.index("too_short ") < message.index("too_long ") < message.index("empty_text 3")
-        # Ranks go on until the leader, which looks ten times a second, has seen what they have noted.
+        # Ranks continue until the leader, which looks ten times a second, has seen their notes.
         assert 0.2 * units < len(stage.attempts()) <= (12 if workers == 1 else 190)
 
     def test_checking_them_costs_a_unit_no_more_the_more_there_are(self, tmp_path):

@@ -20,7 +20,7 @@ from sharmill.files.staging import Staging
 def scratch(tmp_path, monkeypatch):
     folder = tmp_path / "scratch"
     folder.mkdir()
-    # The server from which it is forked has the environment of this moment.
+    # Start the fork server now, so that its environment lacks the variable.
     forked = multiprocessing.get_context("forkserver").Process(target=bool)
     forked.start()
     forked.join()
@@ -29,7 +29,7 @@ def scratch(tmp_path, monkeypatch):
 
 
 class WatchedStage(ToyStage):
-    """Notes where its units are written."""
+    """Notes the folders in which its units are written."""
 
     def work(self, unit, staging, advance):
         folder = staging.path(f"first/{unit.index:06d}.txt").parent
@@ -85,7 +85,7 @@ def test_folders_of_killed_ranks_are_removed_and_others_stay(tmp_path, scratch):
         return folder
 
     gone, alive = make_folder(ended.pid), make_folder(os.getpid())
-    # In a container with the same host name, the number of a process that is at work may be none here.
+    # The id of a process at work in another container, or on another host, may not exist here.
     with mock.patch("socket.gethostname", return_value="other-host"):
         elsewhere = make_folder(ended.pid)
     with mock.patch("sharmill.files.staging.this_kernel", return_value="the same boot/another PID namespace"):

@@ -1,4 +1,4 @@
-"""Stages of other packages: their records are accounted for, and what they do not declare is said in a line."""
+"""Stages of other packages: their records are accounted for, and errors in their declarations give one line."""
 
 import pytest
 from support.project import Project, add_distribution, raises
@@ -23,7 +23,7 @@ class TallyConfig(StageSection):
 
 
 class Tally(Stage):
-    """Counts the records that go on from a stage but for one."""
+    """Counts the records of a stage, and rejects one of them."""
 
     kind = "tally"
     section = TallyConfig
@@ -51,7 +51,7 @@ class TallyProcessor(Processor):
 
 @pytest.fixture
 def configure(tmp_path, monkeypatch):
-    """Returns a function: replaced text of the package, and its section -> configuration of three recordings."""
+    """Return a function: replaced text of the package, and its section -> configuration of three recordings."""
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     project = Project(tmp_path).add_voices([0.4] * 3)
 

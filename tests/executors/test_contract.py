@@ -1,4 +1,4 @@
-"""What every executor promises, whatever ranks, slots and units do: on this machine, on a real SLURM and a real Ray."""
+"""Promises of every executor for any behaviour of ranks, slots and units: locally, on a real SLURM and a real Ray."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ from sharmill.files.host import ended_by_sigterm
 
 @dataclass
 class End:
-    """How a stage has ended, as its user is told."""
+    """The end of a stage, as reported to its user."""
 
     message: str = ""
     failures: dict[int, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ Run = Callable[[ToyStage, int], End]
 
 
 def loop(*values: Any) -> Any:
-    """A case that only the local executor runs."""
+    """Return a parameter that is tested only with the local executor."""
     return pytest.param(*values, marks=pytest.mark.loop)
 
 
@@ -74,10 +74,10 @@ def _on_slurm(stage: ToyStage, ranks: int) -> End:
     ]
 )
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Returns a function: a stage, on so many ranks at most -> how it ended. No rank may be left behind."""
+    """Return a function: a stage, maximum number of ranks -> the end of the stage. No rank may be left behind."""
     stages = []
     if request.param != "local" and request.node.get_closest_marker("loop"):
-        pytest.skip("n/a: the loop of the ranks is the same on this executor")
+        pytest.skip("n/a: this executor runs the same loop in its ranks")
     if request.param == "slurm" and (reason := why_no_cluster()):
         pytest.skip(reason)
     if request.param == "ray":
@@ -86,8 +86,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
         address = request.getfixturevalue("cluster").address
 
     def run(stage: ToyStage, ranks: int) -> End:
-        # As a process of its own, also where it is the only one; no unit of these takes so long.
-        # Others may join for a lease where a unit has failed in the slots that there are.
+        # With a time limit, which no unit reaches, even a single rank is a process of its own. The lease is short,
+        # because other ranks may join for that long after a unit has failed on all slots.
         stage.limits = {"unit_time_limit": 300.0, "lease_seconds": 15.0} | stage.limits
         stages.append(stage)
         if request.param == "slurm":
@@ -102,9 +102,9 @@ def run(request: pytest.FixtureRequest) -> Iterator[Run]:
 
 @pytest.fixture
 def interrupted(request: pytest.FixtureRequest) -> Callable[[ToyStage, signal.Signals], None]:
-    """Returns a function: begins a stage, and sends a signal to a supervisor when ``stage`` is marked as ``waits``."""
+    """Return a function that starts a stage, and signals its supervisor when unit 3 has started."""
     if "local" not in request.node.name:
-        pytest.skip("n/a: supervisors of this executor are not reached by a signal from here")
+        pytest.skip("n/a: signals from here do not reach the supervisors of this executor")
 
     def interrupt(stage: ToyStage, number: signal.Signals) -> None:
         process = _start_locally(stage)
@@ -118,7 +118,7 @@ def interrupted(request: pytest.FixtureRequest) -> Callable[[ToyStage, signal.Si
 
 
 def _start_locally(stage: ToyStage) -> multiprocessing.process.BaseProcess:
-    """Run a stage in a process of its own; its status tells how it ended."""
+    """Run a stage in its own process, whose exit status is 0 if the stage succeeded."""
     process = multiprocessing.get_context("spawn").Process(target=_run_locally, args=(stage,))
     process.start()
     return process
@@ -131,7 +131,7 @@ def _run_locally(stage: ToyStage) -> None:
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Callable[[int], dict[str, bytes]]:
-    """Returns a function: the output of so many units as one rank leaves it."""
+    """Return a function: number of units -> the output of a single rank."""
 
     def whole(units: int) -> dict[str, bytes]:
         stage = ToyStage(tmp_path / "whole", units=units)
@@ -232,7 +232,7 @@ def test_a_stage_of_failing_units_ends_and_names_them(run, tmp_path):
 
 
 def test_a_second_run_adds_ranks_and_both_see_the_end(run, tmp_path, whole):
-    """Another executor may join as well: here it is the local one, in a process of its own."""
+    """A second executor joins: here the local one, in its own process."""
     stage = ToyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
     joining = ToyStage(tmp_path, units=16, seconds=0.4, setup_does="meet:2")
     with ThreadPoolExecutor(1) as pool:
@@ -255,7 +255,7 @@ def test_a_cancelled_run_ends_and_can_be_resumed(run, tmp_path, whole):
         began = time.monotonic()
         assert "cancelled by ada" in cancelled.result().message
     assert time.monotonic() - began < 60
-    # Of one that was ended since it did not notice in time, the last heartbeat counts for a lease.
+    # A rank that was killed, because it did not stop in time, counts as live for another lease.
     wait_until(lambda: find_live(stage.dir) == [], 180)
     assert len(read_ledger(stage.dir, stage.dir.read_units())) < 60
     stage.run_dir.begin(RunRequest(stages=["toy"]))
@@ -268,7 +268,7 @@ def test_a_supervisor_that_ends_leaves_no_rank_and_can_be_resumed(run, interrupt
     stage = ToyStage(tmp_path, units=12, behaviour={3: "wait_once:never"})
     interrupted(stage, how)
     if how == signal.SIGTERM:
-        # As preemption: the unit is given back.
+        # The unit is released, as after preemption.
         attempts = read_attempts(stage.in_run)
         assert attempts.failed == set()
     assert run(stage, 2).ok
@@ -276,7 +276,7 @@ def test_a_supervisor_that_ends_leaves_no_rank_and_can_be_resumed(run, interrupt
 
 
 def test_live_ranks_are_named_as_long_as_they_are_at_work(run, tmp_path):
-    """Which is why ``--restart`` beside them is refused."""
+    """A restart beside live ranks is refused by this list."""
     stage = ToyStage(tmp_path, behaviour={2: "wait:go"})
     with ThreadPoolExecutor(1) as pool:
         end = pool.submit(run, stage, 2)

@@ -1,4 +1,4 @@
-"""Clusters and nodes of Ray that do not answer or come up at once, or are not this user's; Ray is a stand-in here."""
+"""Ray clusters and nodes that do not answer, start late, or belong to another user; Ray itself is a mock."""
 
 import os
 import signal
@@ -44,9 +44,9 @@ def test_a_node_is_started_again_until_it_is_told_to_end(tmp_path, monkeypatch, 
 
 @contextmanager
 def listening(*answer: bytes) -> Iterator[str]:
-    """An address where whoever connects and says something gets these parts of an answer, one after the other.
+    """Yield the address of a server that answers each client with these parts, one after the other.
 
-    A frame of settings is the answer of gRPC.
+    A SETTINGS frame stands for a gRPC server.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -66,7 +66,7 @@ def listening(*answer: bytes) -> Iterator[str]:
 
 @pytest.fixture
 def join(monkeypatch):
-    """Returns a function: what Ray answers to each try, an address -> Ray, which was asked."""
+    """Return a function: the results of ``ray.init``, an address -> the mock of Ray after ``connect``."""
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
 
     def join(answers: list[Exception | None], address: str = "") -> Mock:
@@ -93,7 +93,7 @@ def test_a_cluster_that_never_answers_is_named(join, errors):
 )
 def test_an_address_without_a_cluster_is_never_left_to_ray(join, monkeypatch, scheme, variable, answer, told):
     with listening(answer or b"") as address:
-        # Port 1 of this machine is nobody's.
+        # No service uses port 1 of this machine.
         address = scheme + (address if answer else "127.0.0.1:1")
         monkeypatch.setenv("RAY_ADDRESS", address if variable == "RAY_ADDRESS" else "")
         with raises(ConfigError, "no_cluster", f"no Ray cluster at {address}", told):
@@ -114,7 +114,7 @@ def test_without_ray_the_message_names_the_package(monkeypatch):
 class TestAuto:
     @pytest.fixture
     def named(self, tmp_path, monkeypatch):
-        """The file in which Ray notes its address, in a folder that is this test's."""
+        """The file with the address of the cluster, in a folder of this test."""
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
         (tmp_path / "ray").mkdir()
@@ -138,7 +138,7 @@ class TestAuto:
     @pytest.mark.timeout(20)
     @pytest.mark.parametrize("kind", ["missing", "link", "fifo", "no text"])
     def test_an_unreadable_address_gives_one_line(self, named, join, kind):
-        """Ray itself would ask for processes that are called like its own."""
+        """Ray itself would search for processes by name."""
         named.unlink()
         if kind == "link":
             named.with_name("elsewhere").write_text("here\n")

@@ -1,4 +1,4 @@
-"""The small run whose stages are killed, and whose disk fails."""
+"""The small run for tests of killed stages and of a failing disk."""
 
 import pytest
 from faults.runs import SmallRun
@@ -6,5 +6,5 @@ from faults.runs import SmallRun
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
-    """Of 32 good utterances in many small units; put back before use, by ``restore``."""
+    """A run of 32 good utterances in many small units; call ``restore`` before use."""
     return SmallRun(tmp_path_factory.mktemp("small_run"))

@@ -1,16 +1,16 @@
-"""Runs in trouble: one that can be put back to the moment before any of its stages, and runs whose power is cut.
+"""Runs with faults: a run that can be restored to the moment before any stage, and runs with simulated power failures.
 
-Each stage is run once without trouble; what it left is kept and is what every troubled run has to come to as well. A
-run whose power is cut is recorded once, then done again from each state that a cut may have left on the disk.
+Each stage runs once without faults, and its output is kept as the expected output of all runs with faults. A run with
+power failures is recorded once, then resumed from each state that a power failure may have left on the disk.
 
-The model of crashes. What a file held at its last fsync is there. Of what was written to it later nothing may be there,
-all, a first part, or its full length with zeros for bytes. A name that was made, moved or removed is so for good after
-the next fsync of its folder. Of those that were not synced any may have happened and any not, in whatever order, but
-for two rules: a rename is one step, of both its names (also between folders, where an fsync of either makes it last),
-and of steps about one name a later one never without the earlier ones. The fsync of a file says nothing about its name,
-and that of a folder nothing about its own name in the folder above. These rules are those of POSIX as ALICE reads them
-(Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014): weaker than any file system in use. States in
-which only bytes are missing, as on ext4 and XFS, are among them.
+The model of crashes: the bytes of a file at its last fsync are safe. Of bytes that were written later, all, none, or a
+first part may be on the disk, or the file may have its full length with zeros. A creation, rename or removal of a name
+is durable after the next fsync of its folder. Any subset of the changes of names that were not synced may have
+happened, in any order, with two rules. A rename changes both names in one step; between folders, an fsync of either
+folder makes it durable. A change of a name never happens without the earlier changes of the same name. The fsync of a
+file does not make its name durable, and the fsync of a folder does not make the folder's own name durable. These are
+the rules of POSIX according to ALICE (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). They promise
+less than any file system in use, and include states in which only bytes are missing, as on ext4 and XFS.
 """
 
 import os
@@ -53,18 +53,18 @@ from sharmill.shar.index import read_shards
 
 STAGES = ("prepare", "match", "write", "encode", "validate")
 CODEC = "tiny"
-# Of one run only: who did what and when. Each of them may differ from run to run.
+# Names of files and folders that may differ from run to run, because they record processes and times.
 _PERSONAL = {
     "claims", "end.json", "given.json", "id", "jobs", "launch.json", "ledger", "logs", "progress",
     "reserved", "resolved_config.yaml", "state.json", "token",
 }  # fmt: skip
-# It has the times of the dataset's files.
+# This file contains the times of the dataset's files.
 _PERSONAL_FILES = {"run/validate/plan/identity.json"}
 _INDEX = {"dataset.json", "shards.jsonl"}
 
 
 class SmallRun:
-    """``work`` has the run directory and the dataset directory; ``states/<stage>`` is ``work`` after that stage."""
+    """A small run. ``work`` has its run directory and dataset; ``states/<stage>`` is a copy of ``work`` after a stage."""
 
     def __init__(self, folder: Path, *, num_voices: int = 8, utterances_per_voice: int = 4, **units: int) -> None:
         self.folder = folder
@@ -91,34 +91,34 @@ class SmallRun:
         return run_sharmill("run", self.config, stage, f"executor.workers={workers}", status=None, **options)
 
     def stage_dirs(self, stage: str) -> list[Path]:
-        """The folders in the run directory of what the command line runs under the name of a stage."""
+        """Return the folders of all rounds of a stage in the run directory."""
         names = ("encode.segments", f"encode/{CODEC}", f"encode.shards/{CODEC}") if stage == "encode" else (stage,)
         return [self.work / "run" / name for name in names]
 
     def state(self, stage: str) -> Path:
-        """The folder that has ``work`` as the stage left it."""
+        """Return the copy of ``work`` after a stage."""
         return self.folder / "states" / stage
 
     def before(self, stage: str) -> Path:
-        """The folder that has ``work`` as the stage finds it."""
+        """Return the copy of ``work`` before a stage."""
         return self.state(("begin", *STAGES)[STAGES.index(stage)])
 
     def restore(self, stage: str) -> None:
-        """Puts ``work`` back to the moment before the stage; the folder itself stays, for it may be a mount."""
+        """Restore ``work`` to its state before a stage; the folder itself stays, because it may be a mount point."""
         for path in self.work.iterdir():
             shutil.rmtree(path)
         shutil.copytree(self.before(stage), self.work, dirs_exist_ok=True)
 
     def commits(self, stage: str) -> int:
-        """How many commits are in the ledger."""
+        """Return the number of commits in the ledgers of a stage."""
         ledgers = (path for folder in self.stage_dirs(stage) for path in folder.glob("ranks/*/ledger/*.jsonl"))
         return sum(path.read_bytes().count(b"\n") for path in ledgers)
 
     def differences(self, stage: str) -> list[str]:
-        """How ``work`` differs from what the stage leaves without trouble: nothing may."""
+        """Return the differences between ``work`` and its expected state after the stage; there must be none."""
         expected, found = lasting_files(self.state(stage)), lasting_files(self.work)
         wrong = [f"{name} is missing" for name in expected.keys() - found.keys()]
-        wrong += [f"{name} is too much" for name in found.keys() - expected.keys()]
+        wrong += [f"{name} is unexpected" for name in found.keys() - expected.keys()]
         for name in expected.keys() & found.keys():
             if expected[name] != found[name]:
                 wrong.append(f"{name} has other bytes")
@@ -126,16 +126,16 @@ class SmallRun:
         return sorted(wrong) + [f"{name} is left over" for name in (*self.leftovers(), *staging)]
 
     def leftovers(self, below: str = "") -> list[str]:
-        """Temporary files and folders, wherever they are; in a staging folder what an attempt has left."""
+        """Return all temporary files and folders, including remains of attempts in staging folders."""
         names = (path.relative_to(self.work).as_posix() for path in sorted((self.work / below).rglob("*")))
         return [name for name in names if is_temporary(name)]
 
     def check_readers(self, stage: str) -> None:
-        """Proves that who reads the dataset directory at this moment, while a stage is at work, gets nothing bad."""
+        """Check that readers of the dataset directory get nothing bad at this moment, while a stage is running."""
         self.check_published()
         shards = self._committed(CUTS)
         self._check_with_lhotse(shards, {field: field for field in BASE_FIELDS})
-        # Of the codes, those of the contexts come last.
+        # The codes of contexts are published last.
         with_codes = self._committed(codes_field(CODEC, CONTEXT_CODES))
         codes = {field: codes_field(CODEC, field) for field in (TARGET_CODES, CONTEXT_CODES)}
         self._check_with_lhotse(with_codes, {CUTS: CUTS, **codes})
@@ -144,11 +144,11 @@ class SmallRun:
         except ConfigError:
             assert stage in ("prepare", "match", "write"), "a finished dataset has lost its index"
             return
-        assert stage not in ("prepare", "match"), "there is a dataset already"
+        assert stage not in ("prepare", "match"), "a dataset exists too early"
         assert _load_all(cuts) == sum(self._counts())
 
     def check_published(self) -> None:
-        """Every file under a final name has its final bytes; the index may be that before the codes came or after."""
+        """Check that every file under a final name has its final bytes; the index may be with or without the codes."""
         for top in sorted(self.dataset.glob("[!.]*")):
             for path in [top] if top.is_file() else sorted(top.rglob("[!.]*.*")):
                 name = path.relative_to(self.dataset).as_posix()
@@ -176,7 +176,7 @@ class SmallRun:
 
 
 def _load_all(cuts: CutSet) -> int:
-    """Load all that the cuts have; return how many they are."""
+    """Load all data of the cuts, and return the number of cuts."""
     count = 0
     for count, cut in enumerate(cuts, 1):  # noqa: B007
         for field in (TARGET_AUDIO, CONTEXT_AUDIO, TARGET_CODES, CONTEXT_CODES):
@@ -188,16 +188,16 @@ def _load_all(cuts: CutSet) -> int:
 
 
 def lasting_files(folder: Path) -> dict[str, bytes]:
-    """Return, by relative name, the files of the folder of a run whose bytes must be the same after every run."""
+    """Return the bytes of all files in a run's folder that must be the same after every run, by relative name."""
     own = {*_PERSONAL, LOCK_NAME}
     names = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     lasting = [name for name in names if own.isdisjoint(name.split("/")) and name not in _PERSONAL_FILES]
-    # The folder of a plan's ranks is called by a random token.
+    # Leave out the random token of the plan in names of folders.
     return {re.sub("/ranks/[0-9a-f]+-[0-9a-f]+/", "/ranks/", name): (folder / name).read_bytes() for name in lasting}
 
 
 def is_temporary(name: str) -> bool:
-    """Return True for what only a process that was ended leaves, by its name below the folder of a run."""
+    """Return True if a file or folder, by its name below the folder of a run, is left from a killed process."""
     own = name.rpartition("/")[2]
     in_staging = name.partition(f"{STAGING_NAME}/")[2]
     return (own.startswith(".") and own != STAGING_NAME) or own.endswith(".tmp") or "/" in in_staging
@@ -205,17 +205,17 @@ def is_temporary(name: str) -> bool:
 
 # The bytes of each file by its name below a folder, None for a folder.
 State = Mapping[str, bytes | None]
-# Before and after each of these calls the folder is looked at. Nothing else in sharmill renames, removes or syncs.
+# The folder is scanned before and after each of these calls. sharmill uses no others to rename, remove or sync.
 _CALLS = ("fsync", "rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir")
 _FSYNC = os.fsync
-# A file that was changed so recently may be changed again without another time and size.
+# A file that was changed within this time may be changed again without a new time or size.
 _CLOCK_TICK_NS = 50_000_000
 _PROGRAM = str(REPOSITORY / "src")
 
 
 @dataclass(eq=False)
 class Node:
-    """A file, with its bytes and the size and time that it had when they were read, or a folder."""
+    """A folder, or a file with its bytes and with its size and time when they were read."""
 
     is_folder: bool
     data: bytes = b""
@@ -224,33 +224,33 @@ class Node:
 
 # A name in a folder.
 Name = tuple[Node, str]
-# A step about names is what each of them means from then on, None for nothing.
+# A step about names: the new meaning of each name, None if it was removed.
 Renaming = dict[Name, Node | None]
 
 
 class Writing(NamedTuple):
-    """A step about bytes: those of a file from then on."""
+    """A step about bytes: the new content of a file."""
 
     file: Node
     data: bytes
 
 
 class Sync(NamedTuple):
-    """An fsync of a file or of a folder, and the functions of the program that led to it, the innermost one first."""
+    """An fsync of a file or folder, with the functions of the program that called it, the innermost function first."""
 
     node: Node
     site: str
 
 
 class Crash(NamedTuple):
-    """A power loss after so many steps, with losses drawn from a number; 0 loses all that can be lost."""
+    """A power failure after some steps, with losses drawn from a number; 0 loses everything that can be lost."""
 
     after: int
     number: int
 
 
 class Recording:
-    """The steps that this process does below a folder, and what a power loss may leave of them."""
+    """The steps of this process below a folder, and the states that a power failure may leave of them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -265,7 +265,7 @@ class Recording:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what is done in the context."""
+        """Record the steps in the context."""
         with ExitStack() as patches:
             for name in _CALLS:
                 patches.enter_context(mock.patch.object(os, name, partial(self._call, getattr(os, name))))
@@ -273,13 +273,17 @@ class Recording:
         self._look()
 
     def crashes(self, seed: int, rounds: int) -> Iterator[Crash]:
-        """Yield a crash after each step, the steps in an order drawn from the seed, then a second one, and so on."""
+        """Yield one crash after each step per round, with the steps in a random order."""
         steps = list(range(1, len(self.steps) + 1))
         random.Random(seed).shuffle(steps)
         yield from (Crash(after, number) for number in range(rounds) for after in steps)
 
     def left(self, crash: Crash, without: str | None = None) -> State:
-        """Return what a crash leaves; the fsyncs of the sites that ``without`` is a part of do nothing."""
+        """Return the state that a crash leaves.
+
+        Args:
+            without: fsyncs do nothing if their call site contains this text.
+        """
         names, data = (dict(part) for part in self._before)
         written, unsynced = dict(data), []
         for step in self.steps[: crash.after]:
@@ -313,10 +317,10 @@ class Recording:
                 self.steps.append(Sync(node, _site()))
 
     def _look(self, *, is_one_step: bool = False) -> None:
-        """Add the steps from what was there at the last look to what is there now.
+        """Add the changes since the last scan as steps.
 
         Args:
-            is_one_step: all changes of names come from one call; else each of them is a step.
+            is_one_step: True if all changes of names come from one call; otherwise each change is a step.
         """
         names, writings = self._scan()
         keys = self._names.keys() | names.keys()
@@ -334,7 +338,7 @@ class Recording:
         for path, folder in folders:
             for entry in os.scandir(path):
                 status = entry.stat(follow_symlinks=False)
-                # What is gone is forgotten: another file may have its identity later.
+                # Removed files are forgotten, because a new file may get the same inode number.
                 known = self._nodes.get(_identity(status)) or Node(entry.is_dir())
                 node = nodes.setdefault(_identity(status), known)
                 names[folder, entry.name] = node
@@ -365,7 +369,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _apply(names: Renaming, steps: Sequence[Renaming], wanted: Sequence[bool]) -> list[Renaming]:
-    """Do the wanted steps, and before each the earlier ones about the same names; return those that are left."""
+    """Apply the wanted steps, and before each one all earlier steps about the same names; return the other steps."""
     kept: list[Renaming] = []
     left: list[Renaming] = []
     about: set[Name] = set()
@@ -379,7 +383,7 @@ def _apply(names: Renaming, steps: Sequence[Renaming], wanted: Sequence[bool]) -
 
 
 def _part(synced: bytes, written: bytes, rng: random.Random) -> bytes:
-    """Return what is left of a file: what was synced, and a part of what was written since."""
+    """Return the remaining bytes of a file: the synced bytes, and a part of the bytes written since."""
     begin = len(synced) if written.startswith(synced) else 0
     torn = written[: rng.randint(begin, len(written))]
     return rng.choice((synced, written, torn, written[:begin].ljust(len(written), b"\0")))
@@ -391,20 +395,21 @@ def _site() -> str:
     return " < ".join(f"{Path(code.co_filename).stem}.{code.co_name}" for code in own) or "a thread"
 
 
-# Losses after each step; a small run has fewer distinct states than are asked for.
+# Number of losses drawn after each step; a small run has fewer distinct states.
 _ROUNDS = 100
 _FIELDS = (TARGET_AUDIO, CONTEXT_AUDIO, TARGET_CODES, CONTEXT_CODES)
 
 
 @dataclass(frozen=True)
 class PoweredRun:
-    """A run whose power is cut.
+    """A run with power failures.
 
     Attributes:
-        prepare: makes what is there before the run, in an empty folder.
-        run: does the work in that folder; called again after a cut.
-        datasets: the names of dataset directories, which are read after a cut and before the run is done again.
-        codec: whose codes are read, where there are several.
+        name: the name of the run.
+        prepare: prepares an empty folder for the run.
+        run: does the work in that folder; it is called again after a power failure.
+        datasets: the names of dataset directories, which are read after a power failure and before the relaunch.
+        codec: the codec whose codes are read, if there are several.
     """
 
     name: str
@@ -415,10 +420,10 @@ class PoweredRun:
 
 
 class PowerCuts:
-    """A run that was recorded, in a folder of its own, and is ready to be cut.
+    """A recorded run in its own folder, and its relaunches after power failures.
 
     Args:
-        without: fsyncs do nothing at the sites that this is a part of.
+        without: fsyncs do nothing if their call site contains this text.
     """
 
     def __init__(self, run: PoweredRun, folder: Path, without: str | None = None) -> None:
@@ -437,11 +442,11 @@ class PowerCuts:
             assert reads[-1] is not None
 
     def cut_all(self, seed: int) -> Iterator[tuple[Crash, int, str]]:
-        """Cut the power at moments drawn from a seed; yield of each distinct state what ``relaunch`` returns."""
+        """Cut the power at random moments; for each distinct state, yield the crash and the result of ``relaunch``."""
         end = Crash(len(self.recording.steps), 0)
         self._write(self.recording.left(end, self._without))
         if lost := self._changed():
-            yield end, 0, f"what was done is lost: {', '.join(lost)}"
+            yield end, 0, f"finished work is lost: {', '.join(lost)}"
         seen = set()
         for crash in self.recording.crashes(seed, _ROUNDS):
             state = self.recording.left(crash, self._without)
@@ -450,15 +455,15 @@ class PowerCuts:
                 yield crash, *self.relaunch(state)
 
     def relaunch(self, state: State) -> tuple[int, str]:
-        """Read and run again from a state; return how many readers refused, and the problem, if any."""
+        """Read and run again from a state; return the number of readers that refused, and the problem, if any."""
         self._write(state)
         refused = 0
         try:
             refused = sum(self._is_refused(name, reads) for name, reads in self._reads.items())
             with _after_reboot():
                 self._run.run(self._work)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the outcome
-            # What is done already may be refused: its bytes are compared.
+        except Exception as error:  # noqa: BLE001 - any error is a result
+            # A finished run may be refused; its bytes are compared below.
             if getattr(error, "code", "") != "foreign_output":
                 return refused, traceback.format_exc()
         too_much = lasting_files(self._work).keys() - self._expected.keys()
@@ -474,12 +479,12 @@ class PowerCuts:
                 (self._work / name).write_bytes(data)
 
     def _changed(self) -> list[str]:
-        """Return the names of the files that an undisturbed run leaves, and that are not as it leaves them."""
+        """Return the names of files that differ from those of a run without power failures, or are missing."""
         found = lasting_files(self._work)
         return sorted(name for name, data in self._expected.items() if found.get(name) != data)
 
     def _is_refused(self, name: str, reads: list[Any]) -> bool:
-        """Return True where a reader refuses; raise where it gets what was never there."""
+        """Return True if a reader refuses the dataset; raise if it gets data that never existed."""
         found = self._read(name)
         assert found is None or any(_is_part(found, whole) for whole in reads if whole is not None), (
             "a reader gets other cuts"
@@ -487,7 +492,7 @@ class PowerCuts:
         return found is None
 
     def _read(self, name: str) -> dict[str, dict[str, bytes]] | None:
-        """Return of each cut of a dataset what it holds; None where a reader refuses."""
+        """Return the data of each cut of a dataset; None if the reader refuses the dataset."""
         try:
             return {
                 cut.id: {name: getattr(cut, f"load_{name}")().tobytes() for name in _FIELDS if cut.has_custom(name)}
@@ -498,22 +503,22 @@ class PowerCuts:
 
 
 def _digest(state: State) -> int:
-    """Return the hash of a state; what is said in logs and records of progress does not count."""
+    """Return the hash of a state, without logs and progress."""
     return hash(frozenset(one for one in state.items() if not {"logs", "progress"} & set(one[0].split("/"))))
 
 
 def _is_part(found: dict[str, dict[str, bytes]], whole: dict[str, dict[str, bytes]]) -> bool:
-    """Return True if these are all cuts of a dataset; the codes may be still to come."""
+    """Return True if these are all cuts of a dataset; their codes may still be missing."""
     return found.keys() == whole.keys() and all(values.items() <= whole[cut].items() for cut, values in found.items())
 
 
-# Each look at the clock is twenty seconds later, so that leases of before are over at once.
+# Each reading of the clock is twenty seconds later, so that old leases expire at once.
 _FAST_CLOCK = SimpleNamespace(monotonic=count(0, 20).__next__, time=time.time, sleep=lambda seconds: None)
 
 
 @contextmanager
 def _after_reboot() -> Iterator[None]:
-    """Make locks, drivers and ranks of before those of another kernel, which is down for over a lease."""
+    """Make earlier locks, drivers and ranks look like those of another kernel, which has been down for over a lease."""
     with (
         mock.patch("sharmill.files.host.this_kernel", return_value="after the reboot"),
         mock.patch("sharmill.engine.launch.time_of_folder", return_value=time.time() + 600.0),

@@ -1,8 +1,7 @@
-"""A disk that fails, fills up or turns read-only in the middle of every stage.
+"""A disk that fails, fills up or turns read-only in the middle of a stage.
 
-A run on it ends with one clear line, or does what could not be done at the second attempt; nothing half published is
-ever seen, and a relaunch on a good disk brings the same bytes. See ``faults/failing_disk`` for what counts as an
-operation and how it may fail.
+A run on it ends with one clear line, or succeeds at the second attempt. Readers never see partial output, and a
+relaunch on a good disk gives the same bytes. See ``faults/failing_disk`` for the operations and the kinds of fault.
 """
 
 import errno
@@ -17,11 +16,11 @@ import pytest
 from faults.runs import STAGES, SmallRun
 from support.project import REPOSITORY, TESTS
 
-# Many whole launches a test.
+# Each test launches the program many times.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SEED = 20
-# Every launch reads so often: what the stage begins with, its plan, its ledger.
+# Every launch reads at least this often: the input of the stage, its plan, its ledger.
 _FEWEST_READS = 4
 _PASSING = ("stale", "glitch")
 
@@ -31,15 +30,15 @@ _ERRNOS = {
     "fsync": errno.EIO, "unreadable": errno.EIO, "stale": errno.ESTALE, "kill": 0,
 }  # fmt: skip
 KINDS = tuple(_ERRNOS)
-# Those that strike reads.
+# The kinds that affect reads.
 READ_KINDS = ("unreadable", "stale")
-# With these, nothing can be removed either: what is left aside stays until the relaunch.
+# With these kinds, temporary files cannot be removed either, and stay until the relaunch.
 _NOTHING_GOES = ("dead", "readonly", "kill")
 _OK, _FAILED, _WRONG_USE, _KILLED = 0, 1, 2, -9
 
 
 class FaultyDisk:
-    """The disk below a folder, in runs whose Python has ``failing_disk`` in its path."""
+    """A failing disk below the folder of a run, for Python processes with ``failing_disk`` on their path."""
 
     def __init__(self, folder: Path) -> None:
         self._count = folder / "count"
@@ -47,7 +46,7 @@ class FaultyDisk:
         self._counts: dict[tuple[str, bool], int] = {}
 
     def run(self, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1) -> subprocess.CompletedProcess[str]:
-        """Run a stage to its end, or to the error's, in Python processes on this disk."""
+        """Run a stage on this disk until it ends or fails."""
         for path in (self._count, self._log, self._count.with_suffix(".failed")):
             path.unlink(missing_ok=True)
         values = {"FOLDER": f"{run.work}/", "KIND": kind, "AT": at, "COUNT": self._count, "LOG": self._log,
@@ -57,16 +56,16 @@ class FaultyDisk:
         return run.run(stage, workers, env=os.environ | settings | {"PYTHONPATH": path})
 
     def operations(self) -> list[str]:
-        """The operations of the last run that failed, or all of them if none should: a name and a path each."""
+        """Return the name and path of each failed operation of the last run, or of all operations with ``none``."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return [line.split(" ", 1)[1] for line in lines]
 
     def count(self, run: SmallRun, stage: str, kind: str) -> int:
-        """At how many operations the fault can occur in the stage. It is put back to its beginning."""
+        """Return the number of operations of the stage that the fault can hit; the run is restored."""
         run.restore(stage)
         key = stage, kind in READ_KINDS
         if key not in self._counts:
-            # What comes after the last operation of a run never fails.
+            # A fault after the last operation never happens, so this run only counts.
             assert self.run(run, stage, "unreadable" if key[1] else "none", sys.maxsize).returncode == _OK
             self._counts[key] = self._count.stat().st_size
             run.restore(stage)
@@ -76,11 +75,10 @@ class FaultyDisk:
 def trouble(
     disk: FaultyDisk, run: SmallRun, stage: str, kind: str, at: int, workers: int = 1
 ) -> tuple[str, int, list[str]]:
-    """Run a stage from where it stands, with one fault.
+    """Continue a stage with one fault.
 
     Returns:
-        The first operation that failed, or nothing if the run was over before; its exit status; and what should not
-        have happened.
+        The first operation that failed ("" if the run ended before the fault), the exit status, and a list of problems.
     """
     earlier = run.leftovers()
     outcome = disk.run(run, stage, kind, at, workers)
@@ -98,14 +96,14 @@ def trouble(
 
 
 def relaunch(run: SmallRun, stage: str) -> list[str]:
-    """Runs the stage on a good disk; what is wrong then."""
+    """Run the stage on a good disk, and return a list of problems."""
     outcome = run.run(stage)
     wrong = [] if outcome.returncode == _OK else [f"the relaunch ends with {outcome.returncode}: {outcome.stderr}"]
     return wrong + run.differences(stage)
 
 
 def check_message(outcome: subprocess.CompletedProcess[str], kind: str) -> list[str]:
-    """What is wrong with how a run ended: one line says what failed and why, and the exit status agrees."""
+    """Return the problems of a run's end, which must have one line with the failure and its reason, and a fit status."""
     status, name = outcome.returncode, os.strerror(_ERRNOS[kind])
     if status == _OK:
         return []
@@ -113,7 +111,7 @@ def check_message(outcome: subprocess.CompletedProcess[str], kind: str) -> list[
         return [] if status == _KILLED else [f"the exit status is {status}"]
     if status not in (_FAILED, _WRONG_USE):
         return [f"the exit status is {status}: {outcome.stderr}"]
-    # The record that an earlier launch could not write to the end is waited for, with a line that says so.
+    # Ignore the line about an incomplete record of an earlier launch.
     lines = [line for line in outcome.stderr.strip().splitlines() if "whose record of itself is incomplete" not in line]
     units = re.findall(r"unit \d+ failed: .*", outcome.stdout)
     if not lines and status == _FAILED and units:
@@ -131,13 +129,13 @@ def faulty_disk(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_faults_one_after_the_other(small_run, faulty_disk, stage):
-    """Each launch meets another fault, a little further on, and the last one completes the stage."""
+    """Each launch meets another fault at a later operation, and the last one completes the stage."""
     rng = random.Random(f"{SEED} {stage}")
-    # Launches that get no further than this leave something for the next ones to do.
+    # Limit the progress of each launch, so that work is left for the next ones.
     reach = faulty_disk.count(small_run, stage, "full") // (len(KINDS) + 1)
-    # One of the two is enough for a stage.
+    # Use only one of "full" and "quota" for each stage.
     ending = [kind for kind in KINDS if kind not in (*_PASSING, rng.choice(["full", "quota"]))]
-    # Last, since a further attempt may outlast it.
+    # A passing fault comes last, since the stage may succeed at its next attempt.
     for kind in (*rng.sample(ending, len(ending)), rng.choice(_PASSING)):
         at = rng.randint(1, _FEWEST_READS if kind in READ_KINDS else reach)
         hit, status, problems = trouble(faulty_disk, small_run, stage, kind, at)
@@ -148,7 +146,7 @@ def test_faults_one_after_the_other(small_run, faulty_disk, stage):
 
 @pytest.mark.parametrize(("from_end", "kind"), enumerate(["full", "kill", "glitch", "dead", "readonly", "kill"]))
 def test_the_last_operations_of_a_stage_fail(small_run, faulty_disk, from_end, kind):
-    """Those by which a stage, and the dataset, become finished."""
+    """These operations complete the stage and the dataset."""
     at = faulty_disk.count(small_run, "write", kind) - 4 * from_end
     hit, _, problems = trouble(faulty_disk, small_run, "write", kind, at)
     assert hit or kind == "full"
@@ -181,7 +179,7 @@ def test_the_first_error_is_reported_rather_than_its_aftermath(small_run, faulty
 
 @pytest.fixture
 def resize(small_run):
-    """Mounts a file system over the run; returns a function that sets how many bytes are free on it."""
+    """Mount a file system over the run; return a function that sets its number of free bytes."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=500m", "tmpfs", small_run.work]
     attempt = subprocess.run(mount, capture_output=True, text=True, check=False)
     if attempt.returncode != 0:
@@ -202,7 +200,7 @@ def pages(folder):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_disk_fills_up(small_run, resize, stage):
-    """On two ranks, with room for a part of what the stage writes."""
+    """The stage runs on two ranks, with space for only a part of its output."""
     small_run.restore(stage)
     needed = pages(small_run.state(stage)) - pages(small_run.before(stage))
     resize(random.Random(f"{SEED} {stage}").randint(needed // 4, needed // 2) * 4096)

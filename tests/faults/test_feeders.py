@@ -1,4 +1,4 @@
-"""Recordings that end or hold up the process which decodes them: what becomes of the run, and of its processes."""
+"""Recordings that kill or block their decoding process: the effect on the run and on its processes."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from support.toy_stage import session_members, wait_until
 from sharmill.manifest import records_checksum
 
 BAD = "anna/2.flac"
-# Imported by each Python process that begins: a decoder that does not survive one file.
+# Every new Python process imports this code, whose decoder does not survive one file.
 DECODER = f"""
     import os, signal, time
     from sharmill.audio.segments import SegmentReader
@@ -30,7 +30,7 @@ KILL, HANG = "os.kill(os.getpid(), signal.SIGSEGV)", "time.sleep(1000)"
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A run of two speakers whose manifest is prepared, in units of one speaker."""
+    """A run of two speakers with a finished prepare stage; match has one unit per speaker."""
     project = Project(tmp_path_factory.mktemp("feeders"))
     for number in range(12):
         speaker = "anna" if number < 6 else "bert"
@@ -49,7 +49,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def environment(prepared, tmp_path):
-    """Returns a function that makes the environment with a decoder that does something to the process."""
+    """Return a function that makes an environment whose decoder runs a statement in its process."""
     work = prepared.parent / "work"
     shutil.rmtree(work)
     shutil.copytree(work.with_name("prepared"), work)
@@ -69,7 +69,7 @@ def test_a_recording_that_kills_its_decoder_fails_its_unit(prepared, environment
     assert "SIGSEGV" in failed.stdout + failed.stderr
     assert "Traceback" not in failed.stdout + failed.stderr
     run = prepared.parent / "work/run"
-    # The other speaker's unit is done, by ranks that have gone on.
+    # The other speaker's unit is complete, because the ranks continued.
     noted = [line for path in run.glob("match/ranks/*/ledger/*.jsonl") for line in lines(path)]
     assert [line["index"] for line in noted if "files" in line] == [1]
     run_sharmill("run", prepared, *options)

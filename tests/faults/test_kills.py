@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of every stage: readers see nothing bad, and a relaunch brings the same bytes."""
+"""SIGKILL at random moments of a stage: readers see nothing bad, and a relaunch gives the same bytes."""
 
 import os
 import random
@@ -12,7 +12,7 @@ from faults.runs import SmallRun
 from support.project import REPOSITORY
 from support.toy_stage import session_members
 
-# Many whole launches a test.
+# Each test launches the program many times.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 20
@@ -22,7 +22,7 @@ SECONDS_TO_END = 240.0
 
 
 class Launch:
-    """The command line that runs a stage on two ranks, in a session of its own."""
+    """A run of a stage on two ranks from the command line, in its own session."""
 
     def __init__(self, run: SmallRun, stage: str) -> None:
         self.run, self.stage = run, stage
@@ -35,13 +35,13 @@ class Launch:
         )  # fmt: skip
 
     def kill(self, victim: str, rng: random.Random) -> bool:
-        """Kill a victim a moment after a few more commits; False if the run was over before."""
+        """Kill a victim shortly after a few more commits; return False if the run ended before."""
         commits = self.run.commits(self.stage) + rng.randint(0, 3)
         while self.run.commits(self.stage) < commits and self.process.poll() is None:
             time.sleep(0.001)
         time.sleep(rng.uniform(0.0, 0.5 if commits else 5.0))
         if victim == "rank":
-            # Between the driver and its ranks is the server that they are forked from.
+            # Skip the fork server, which is the child of the driver and the parent of the ranks.
             found = session_members(self.process.pid)
             ranks = [pid for pid, parent in found.items() if self.process.pid not in (pid, parent)]
             self.killed = bool(ranks) and ended(os.kill, rng.choice(ranks))
@@ -52,14 +52,14 @@ class Launch:
         return self.killed
 
     def wait_for_ranks(self) -> None:
-        """Ranks without a driver have to end themselves."""
+        """Wait for ranks without a driver to end themselves."""
         deadline = time.monotonic() + SECONDS_TO_DIE
         while session_members(self.process.pid):
             assert time.monotonic() < deadline, "ranks outlive their driver"
             time.sleep(0.005)
 
     def finish(self) -> bool:
-        """Wait for the end; False if a relaunch has to finish what the kills have left."""
+        """Wait for the end; return False if a relaunch must finish the stage after a kill."""
         status = self.process.wait(SECONDS_TO_END)
         self.wait_for_ranks()
         self.errors.seek(0)
@@ -69,7 +69,7 @@ class Launch:
         return status == 0
 
     def end(self) -> None:
-        """End whatever still runs."""
+        """Kill all remaining processes."""
         for pid in session_members(self.process.pid):
             ended(os.kill, pid)
         self.process.wait()
@@ -85,7 +85,7 @@ def ended(kill, pid: int) -> bool:
 
 
 def torture(run: SmallRun, stage: str, victims: list[str], rng: random.Random) -> int:
-    """Run a stage, kill the victims in turn as far as it lasts that long, and let it finish; return the kills."""
+    """Run a stage, kill the victims one after the other while it runs, let it finish; return the number of kills."""
     run.restore(stage)
     launch, kills = Launch(run, stage), 0
     try:
@@ -107,11 +107,11 @@ def torture(run: SmallRun, stage: str, victims: list[str], rng: random.Random) -
     return kills
 
 
-# Prepare and validate are killed at all moments in test_power.py.
+# Prepare and validate are interrupted at all moments in test_power.py.
 @pytest.mark.parametrize("stage", ["match", "write", "encode"])
 def test_kills_of_ranks_drivers_and_groups_change_no_byte(small_run, stage):
     rng = random.Random(f"{SEED} {stage}")
     left = [*VICTIMS, rng.choice(VICTIMS)]
     while left:
-        # A run may be over before a moment that was drawn: the rest is for the next one.
+        # A run may end before all victims are killed; the next run takes the rest.
         left = left[torture(small_run, stage, left, rng) :]

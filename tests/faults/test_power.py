@@ -1,7 +1,7 @@
-"""Power that goes at any moment: readers get nothing bad, and a relaunch brings the same bytes.
+"""Power failures at any moment: readers get nothing bad, and a relaunch gives the same bytes.
 
-``make torture`` goes on for longer, by SEED, STATES and MINUTES of each run in the environment; see
-``runs.py`` for the model of crashes. A crash that is found is the same for the same seed.
+``make torture`` runs longer; SEED, STATES and MINUTES in the environment set its extent for each run. See ``runs.py``
+for the model of crashes. The same seed finds the same crashes.
 """
 
 import logging
@@ -32,7 +32,7 @@ from sharmill.validate.findings import read_report, take_back_commits
 
 SEED, STATES, MINUTES = (int(os.environ.get(name, value)) for name, value in
                          (("SEED", "20"), ("STATES", "24"), ("MINUTES", "5")))  # fmt: skip
-# Where files are written fastest.
+# The folder with the fastest writes.
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 pytestmark = pytest.mark.timeout(60 * MINUTES + 600)
@@ -43,7 +43,7 @@ _MATCH = {"encoder": TINY_ENCODER, "min_duration": 0.0, "min_similarity": 0.0, "
 
 
 def _config(work: Path, changes: dict[str, Any]) -> Config:
-    """The configuration of six utterances of two voices, and of one that is not there, in two shards."""
+    """Return the configuration of six utterances of two voices and one missing file, in two shards."""
     project = Project(work.parent)
     is_new = not project.root.exists()
     for number in range(6):
@@ -59,12 +59,12 @@ def _config(work: Path, changes: dict[str, Any]) -> Config:
 
 
 def _run(work: Path, *stages: str, restart: bool = False, **changes: Any) -> None:
-    """Runs stages, by default all."""
+    """Run stages, by default all."""
     assert run_dataset(_config(work, changes), Listener(), stages=stages or STAGES, restart=restart).ok
 
 
 def _of_stage(name: str, *before: str) -> PoweredRun:
-    """The run of one stage, behind those that are named."""
+    """Return the run of one stage after the stages in ``before``."""
     datasets = [] if name in ("prepare", "match") else ["dataset"]
     return PoweredRun(
         name, lambda work: _run(work, *before) if before else None, lambda work: _run(work, name), datasets
@@ -72,12 +72,12 @@ def _of_stage(name: str, *before: str) -> PoweredRun:
 
 
 def _begin_other(work: Path) -> None:
-    """Leaves shards of other content, and more of them, and a manifest of another name, which must be gone for good."""
+    """Make a dataset with other content, more shards and another manifest, which a restart must remove."""
     _run(work, write={"shard_size": 2, "seed": 1}, match=_MATCH | {"min_similarity": 0.5})
 
 
 def _damage(work: Path) -> None:
-    """Leaves a finished dataset with a damaged shard, and beside it the report about that."""
+    """Make a finished dataset with a damaged shard, and a validation report about it."""
     _run(work, *STAGES[:-1])
     shard = work / "dataset" / published_field(TARGET_AUDIO).path(1)
     shard.write_bytes(bytes(shard.stat().st_size))
@@ -92,7 +92,7 @@ def _redo(work: Path) -> None:
 
 
 def _make_datasets(work: Path) -> None:
-    """Leaves two datasets of four cuts in two shards, with codes."""
+    """Make two datasets of four cuts in two shards, with codes."""
     for name in "ab":
         made = make_voices(work.parent / name, name, codecs="t")
         shutil.copytree(made.dataset, work / name)
@@ -104,7 +104,7 @@ def _lose_index(work: Path) -> None:
 
 
 def _put_speech(work: Path) -> None:
-    """Leaves three recordings of two speakers, two of them with texts, and a file that is none."""
+    """Make three recordings of two speakers, two of them with texts, and a file that is no audio."""
     for name in ("anna/one", "anna/two", "ben/three"):
         put(work / f"speech/{name}.wav", voice(0.3, seed=len(name)))
         (work / f"speech/{name}.txt").write_text(f"the text of {name}\n")
@@ -118,7 +118,7 @@ def _collect(work: Path) -> None:
     make_manifest([str(work / "speech")], str(work / "speech.json"), options, workers=1)
 
 
-# Those of the fewest steps first: what they leave of their time is the others'.
+# The runs in order of their number of steps.
 RUNS = [
     PoweredRun("index", _lose_index, lambda work: list(rebuild_index(work / "a")), "a"),
     PoweredRun("append", _make_datasets, lambda work: append_dataset(work / "a", work / "b"), "ab"),
@@ -139,10 +139,10 @@ RUNS = [
 
 
 def cut_power(run: PoweredRun, states: int, without: str | None = None) -> tuple[int, list[str]]:
-    """Return from how many states of its disk a run was relaunched, and what went wrong."""
+    """Return the number of disk states from which a run was relaunched, and a list of problems."""
     ends = time.monotonic() + 60 * MINUTES
     count, problems = 0, []
-    logging.disable(logging.WARNING)  # what relaunches find there, thousands of times
+    logging.disable(logging.WARNING)  # relaunches would print thousands of warnings
     try:
         with tempfile.TemporaryDirectory(prefix="sharmill-power-", dir=MEMORY) as folder:
             for crash, _, problem in islice(PowerCuts(run, Path(folder), without).cut_all(SEED), states):

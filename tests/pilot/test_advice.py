@@ -1,4 +1,4 @@
-"""Estimates of wrong speakers, on made-up voices whose speakers are known, and the advice that follows from them."""
+"""Estimates of wrong speakers on synthetic voices whose speakers are known, and the resulting advice."""
 
 import numpy as np
 import pytest
@@ -9,9 +9,11 @@ NUM_SPEAKERS, EACH, SIZE = 40, 10, 16
 
 
 def make_voices(labels=None, *, seed=0, speakers=None, reference=(), part=None):
-    """Return voices of 40 speakers with 10 utterances each, in the groups of ``labels``, and which contexts are wrong.
+    """Return voices of 40 speakers with 10 utterances each, and a mask of the utterances whose context is wrong.
 
-    ``part`` takes some of them.
+    Args:
+        labels: returns the group of each utterance.
+        part: selects some of the utterances.
     """
     generator = np.random.default_rng(seed)
     true = np.repeat(np.arange(NUM_SPEAKERS), EACH)
@@ -44,8 +46,8 @@ def true_share(voices, wrong, threshold):
     return wrong[voices.best >= threshold].mean()
 
 
-def strangers():
-    """Return the reference of an encoder that makes these voices."""
+def cross_speaker_reference():
+    """Return the reference of an encoder for these voices."""
     voices, _ = make_voices(seed=99)
     shares = np.concatenate([np.linspace(0, 0.99, 100), [0.999, 1.0]])
     found = np.quantile(voices.similarities[np.triu(voices.is_across, 1)], shares)
@@ -72,8 +74,8 @@ def two_groups_of_each(true, generator):
     return 2 * true + np.arange(len(true)) % 2
 
 
-# Labels, further arguments of the voices, limits of misplaced utterances and of foreign candidates, thresholds, and how
-# far the shares of wrong contexts may be from the true ones there.
+# Labels, further arguments for the voices, limits on the shares of misplaced utterances and of foreign candidates,
+# thresholds, and the tolerance of the wrong shares at these thresholds.
 ESTIMATES = {
     "right labels": (None, {}, (0, 0.005), (0, 0), (0, 30, 50, 70), 0.005),
     **{f"{share:.0%} exchanged, seed {seed}": (
@@ -81,8 +83,10 @@ ESTIMATES = {
     ) for share in (0.05, 0.1, 0.3) for seed in (0, 1)},
     # 10 of 19 candidates are of another speaker.
     "two speakers under one name": (two_under_one_name, {}, (0, 1), (0.35, 0.6), (50,), 0.02),
-    "one group, by the encoder's reference": (in_one_group, {"reference": strangers()}, (0, 1), (0.9, 1), (60,), 0.05),
-    # Were they strangers to each other, half of all would look misplaced.
+    "one group, by the encoder's reference": (
+        in_one_group, {"reference": cross_speaker_reference()}, (0, 1), (0.9, 1), (60,), 0.05,
+    ),
+    # If groups of the same speaker counted as other groups, half of all utterances would look misplaced.
     "two groups of each speaker": (
         two_groups_of_each, {"speakers": np.repeat(np.arange(NUM_SPEAKERS), EACH)}, (0, 0.005), (0, 1), (), 0,
     ),
@@ -107,7 +111,7 @@ def test_advice_keeps_what_it_promises():
     chosen = advice.recommended
     assert chosen.wrong_share <= 0.01
     assert true_share(voices, wrong, chosen.min_similarity) <= 0.02
-    assert chosen.context_share > 0.85  # of the 90 % that have a right one
+    assert chosen.context_share > 0.85  # 90 % of the utterances have a correct context
 
 
 @pytest.mark.parametrize("seed", range(5))

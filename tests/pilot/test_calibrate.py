@@ -1,4 +1,4 @@
-"""The pilot of a small input: what it foretells is what a run then does."""
+"""The pilot of a small input, and the comparison of its predictions with a real run."""
 
 import html
 import json
@@ -93,7 +93,7 @@ def test_the_same_seed_finds_the_same(configured, call):
 
 
 def test_near_copies_are_counted_and_excluded_by_max_similarity(tmp_path, call):
-    """A recording beside one with an offset and one that is stored with loss, and two others of the speaker."""
+    """A recording, a copy with an offset, a lossy copy, and two other recordings of the speaker."""
     project = Project(tmp_path)
     samples = voice(2.0, seed=1)
     for name, one in (("a.wav", samples), ("noisy.wav", samples + 1e-4), ("lossy.mp3", samples)):
@@ -115,7 +115,7 @@ def test_near_copies_are_counted_and_excluded_by_max_similarity(tmp_path, call):
 
 
 def test_one_name_for_many_people_lowers_no_threshold(tmp_path, call):
-    """Ten voices in two recordings each, all under one name."""
+    """Ten voices with two recordings each, all under the same name."""
     project = Project(tmp_path)
     for number in range(20):
         samples = voice(1.5, pitch=120 + 40 * (number // 2), seed=number)

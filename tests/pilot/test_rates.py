@@ -1,4 +1,4 @@
-"""Rates of a run and of a pilot, and the predictions of ``sharmill plan`` that are made of them."""
+"""Rates of a run and of a pilot, and the predictions of ``sharmill plan`` from them."""
 
 import pytest
 from support.project import Project, raises, run, stage_of
@@ -33,7 +33,7 @@ def planned(costs, size=1):
 @pytest.mark.parametrize(
     ("kind", "changes", "ranks", "num_records", "costs", "done", "expected"),
     [
-        # Planned units are packed over the ranks; 40 s for the busier one of two.
+        # Planned units are packed over the ranks, with 40 s for the busier of two.
         ("match", {}, 2, 6, [30.0, 20.0, 20.0], (), (2, 5 + 4.0, 7 + 2 * 5, 7000.0, True, False)),
         ("match", {}, 2, 6, [30.0, 20.0, 20.0], (0,), (2, 5 + 2.0, 4 + 2 * 5, 4000.0, True, False)),
         ("match", {}, 2, 6, [30.0], (0,), (0, 0.0, 0.0, 0.0, True, False)),
@@ -68,7 +68,7 @@ def test_unplannable_stages_are_predicted_from_a_planned_one(project):
 
 @pytest.mark.parametrize(
     ("rates", "least", "expected"),
-    # 770 s of work: four starts of 5 s for each rank, as many seconds as are named, or a pace that nobody knows.
+    # 770 s of work; the least work per rank is four starts of 5 s, or the given seconds, or has no known pace.
     [([rate()], None, 3), ([rate()], 30.0, 2), ([rate()], 0.0, 10), ([], None, 10)],
 )
 def test_the_number_of_ranks_is_limited_by_the_work(project, rates, least, expected):
@@ -80,7 +80,7 @@ def test_the_number_of_ranks_is_limited_by_the_work(project, rates, least, expec
 
 @pytest.fixture
 def printed(capsys, monkeypatch):
-    """Returns a function: configuration and options -> what ``sharmill plan`` prints about it."""
+    """Return a function: configuration and options -> the output of ``sharmill plan``."""
     monkeypatch.setenv("COLUMNS", "90")
 
     def show(config, **options):
@@ -101,7 +101,7 @@ def test_rates_come_from_the_run_and_from_its_pilot_otherwise(project, tmp_path,
     found, source = find_rates(config, None)
     assert (found["prepare"].cost_per_record, found["match"].cost_per_record) == (1, 2)
     assert "calibration.json and what is done in" in source
-    # Prepare is done; match begins, and then has two seconds of audio for each of six records.
+    # Prepare is done. Match starts up, and then processes two seconds of audio for each of six records.
     assert expect_seconds(config, make_stages(config)) == {"prepare": 0.0, "match": pytest.approx(5 + 0.5 * 12)}
     output = printed(config, gpu_hour=2.5)
     assert "predicted, for what is left" in output

@@ -1,4 +1,4 @@
-"""Samples of whole speaker groups: sizes, seeds, weights without bias."""
+"""Samples of whole speaker groups: sizes, seeds and unbiased weights."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""A real Ray on this machine, listening on 127.0.0.1 only, and the toy stage on it."""
+"""A real Ray cluster on this machine, on 127.0.0.1 only, and toy stages on it."""
 
 import os
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def add_node(cluster):
-    """Returns a function that adds a node, which is gone after the test."""
+    """Return a function that adds a node, which is removed after the test."""
     added = []
 
     def add(**options):
@@ -58,7 +58,7 @@ os.chdir, os.stat = chdir_where_seen, stat_where_seen
 
 @pytest.fixture
 def add_blind_node(add_node, tmp_path):
-    """Returns a function that adds a node whose processes do not see a folder: the driver's own, or an output."""
+    """Return a function that adds a node whose processes do not see a folder: the driver's own, or an output."""
 
     def add(hidden, **resources):
         (tmp_path / "blind").mkdir()
@@ -71,7 +71,7 @@ def add_blind_node(add_node, tmp_path):
 
 @pytest.fixture
 def on_ray(cluster):
-    """Returns a function that runs a toy stage as the pipeline would; afterwards none of its actors may be left."""
+    """Return a function that runs a toy stage like the pipeline; none of its actors may be left after the test."""
     stages = []
 
     def run_there(stage, workers="auto", **options):

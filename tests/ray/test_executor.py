@@ -1,6 +1,6 @@
-"""The Ray executor on a real cluster: nodes and drivers that come and go, places that cannot be used, configurations.
+"""The Ray executor on a real cluster: nodes that come and go, unusable places, and numbers of workers.
 
-``tests/executors/test_contract.py`` has what all executors promise.
+``tests/executors/test_contract.py`` tests the promises of all executors.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +16,9 @@ from sharmill.errors import DeviceError
 
 @contextmanager
 def running(on_ray, stage, *arguments):
-    """Runs a stage in a thread of its own, since nodes can be added in the main thread only; yields its future.
+    """Run a stage in its own thread, since nodes can be added only in the main thread; yield its future.
 
-    Units wait for the mark ``go``, which is there when the context ends, whatever happens in it.
+    Units wait for the mark ``go``, which is always set at the end of the context.
     """
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(on_ray, stage, *arguments)
@@ -29,7 +29,7 @@ def running(on_ray, stage, *arguments):
 
 
 def redone(stage) -> dict[int, int]:
-    """The units that were begun more than once, and how often."""
+    """Return the units with several attempts, and their number of attempts."""
     return {unit: count for unit, count in stage.attempts().items() if count > 1}
 
 
@@ -80,7 +80,7 @@ class TestNodes:
 
     @pytest.mark.slow
     def test_a_stage_ends_if_no_node_has_the_shared_disk(self, tmp_path, on_ray, add_blind_node):
-        """The cores of the other node are too few."""
+        """The only other node has too few cores."""
         add_blind_node(Path.cwd(), num_cpus=4)
         with raises(DeviceError, "unlike_nodes", "does not have the driver's folder"):
             on_ray(ToyStage(tmp_path, units=3), 2, cores=3)
@@ -94,7 +94,7 @@ class TestNodes:
 
 
 class TestGpus:
-    """The GPUs of these nodes are such in name only."""
+    """Tests with nodes that only claim to have GPUs."""
 
     def test_a_rank_of_a_gpu_stage_has_one_gpu_and_its_cores(self, tmp_path, on_ray, add_node):
         add_node(num_cpus=2, num_gpus=2)

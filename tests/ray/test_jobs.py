@@ -1,4 +1,4 @@
-"""Whole pipelines on Ray: through the command line, `ray job submit`, and `ray.sbatch`; their bytes, their statuses."""
+"""Whole pipelines on Ray, through `ray job submit` and `ray.sbatch`: their bytes and exit statuses."""
 
 import os
 import secrets
@@ -25,7 +25,7 @@ def run_to_end(command: list, **options) -> subprocess.CompletedProcess[str]:
 
 
 def is_head(address: str, token: str) -> bool:
-    """Returns True if the head that has this token answers there, rather than another cluster on this machine."""
+    """Return True if the head with this token answers at the address, rather than another cluster on this machine."""
     request = urllib.request.Request(f"{address}/api/version", headers={"Authorization": f"Bearer {token}"})
     with suppress(OSError), urllib.request.urlopen(request, timeout=10):
         return True
@@ -35,8 +35,8 @@ def is_head(address: str, token: str) -> bool:
 class TestJobs:
     @pytest.fixture(scope="class")
     def submit(self, tmp_path_factory, ray_folder):
-        """Starts a head with a dashboard on 127.0.0.1; returns a function that submits a job and follows it."""
-        # As in a shell with the virtual environment active: `python` is the one that has sharmill.
+        """Start a head with a dashboard on 127.0.0.1; return a function that submits a job and follows it."""
+        # Put the interpreter with sharmill first, as in a shell with the virtual environment active.
         path, token = f"{Path(sys.executable).parent}:{os.environ['PATH']}", secrets.token_hex(32)
         environment = {**os.environ, **LOOPBACK, "RAY_TMPDIR": str(ray_folder / "jobs"), "PATH": path,
                        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}  # fmt: skip
@@ -63,7 +63,7 @@ class TestJobs:
                 raise
             return head, address
 
-        # A port may have been taken since it was found to be free.
+        # Retry, because another process may have taken a free port meanwhile.
         head, address = patiently(start)
 
         def submit(working_dir, *arguments, start=run_to_end):
@@ -76,7 +76,7 @@ class TestJobs:
 
     @pytest.fixture(scope="class")
     def working_dir(self, tmp_path_factory):
-        """A working directory with the entry point only."""
+        """A working directory that contains only the entry point."""
         folder = tmp_path_factory.mktemp("working")
         (folder / "jobs").mkdir()
         shutil.copy(REPOSITORY / "jobs/ray_job.py", folder / "jobs")
@@ -84,7 +84,7 @@ class TestJobs:
 
     @pytest.fixture
     def relative(self, working_dir, make_config):
-        """The name of a configuration in the working directory, with paths that are relative."""
+        """The name of a configuration with relative paths in the working directory."""
         config = make_config(working_dir)
         values = yaml.safe_load(config.read_text())
         config.write_text(yaml.safe_dump(values | {"run_dir": "run", "dataset_dir": "dataset"}))
@@ -126,14 +126,14 @@ class TestJobs:
 class TestAllocation:
     @pytest.fixture
     def sbatch(self, tmp_path):
-        """Returns a function that runs ray.sbatch on two nodes: exit status and log."""
+        """Return a function that runs ray.sbatch on two nodes, and returns the exit status and the log."""
         if run_to_end(["sinfo", "--noheader"]).returncode != 0:
             pytest.skip("no SLURM controller answers: start it with ../shared/slurm/start.sh")
 
         def run(*arguments):
             log = tmp_path / "job.log"
             options = ["--wait", "--partition=cpu", "--nodes=2", "--cpus-per-task=1", "--mem=3000M", "--time=10"]
-            # Not of a cluster that another test has started.
+            # Drop the settings of clusters that other tests have started.
             environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
             environment["SHARMILL_PYTHON"] = sys.executable
             command = ["sbatch", *options, f"--output={log}", "jobs/sbatch/ray.sbatch", *arguments]

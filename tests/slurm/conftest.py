@@ -1,4 +1,4 @@
-"""A real SLURM. The tests skip where there is none; ``tmp_path`` is on the only machine, so all nodes share it."""
+"""Tests on a real SLURM, skipped if there is none. All its nodes are on one machine, and share ``tmp_path``."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Returns a function: options of the stage, ``profile`` -> a run over a toy stage of class ``kind``, by default
-    in the test's folder, and over those of ``later``. No job of it is left behind."""
+    """Return a function that makes a run over a toy stage of class ``kind`` and over the stages in ``later``.
+
+    Its jobs are cancelled after the test.
+    """
     folders = []
 
     def make(
@@ -43,7 +45,7 @@ def make_run(tmp_path):
 
 @pytest.fixture
 def make_config(write_config):
-    """The function of ``write_config``; the jobs of its datasets are ended with the test."""
+    """Return the function of ``write_config``; jobs of its datasets are cancelled after the test."""
     folders = []
 
     def make(folder: Path, **changes: Any) -> Path:

@@ -1,6 +1,6 @@
-"""Advance jobs on a real SLURM: however they end, the run goes on, or status says that it does not.
+"""Advance jobs on a real SLURM: whatever ends them, the run continues, or status reports that it does not.
 
-While jobs of a run directory are in the queue nobody else works on it, however they were submitted.
+While jobs of a run directory are in the queue, no other run uses it, however the jobs were submitted.
 """
 
 import os
@@ -42,7 +42,7 @@ START = SHARED / "slurm" / "start.sh"
 
 @pytest.fixture
 def start_mortal(make_run):
-    """Returns a function: how the advance jobs end, one after the other -> a run that was started."""
+    """Return a function: the ends of successive advance jobs -> a started run."""
 
     def start(*ends: str):
         run = make_run(kind=MortalStage, units=4, profile=make_profile(max_ranks=2))
@@ -64,7 +64,7 @@ def test_the_second_job_continues_an_advance_job_that_dies(start_mortal, tmp_pat
 
 
 def test_waiting_for_jobs_that_cannot_start_gives_the_reason(make_run):
-    """A setup line ends the scripts of all of them."""
+    """A setup line fails in the scripts of all jobs."""
     line = "echo 'module: command not found' >&2; false"
     run = make_run(units=4, profile=replace(make_profile(max_ranks=2), setup=[*SETUP, line]))
     run.start()
@@ -82,7 +82,7 @@ def test_ranks_continue_a_small_stage_of_a_killed_advance_job(make_run, tmp_path
 
 
 def test_cancel_ends_an_advance_job_in_a_small_stage_at_once(make_run):
-    """Without srun only its own handler has it end before SLURM kills it, and it would submit more until then."""
+    """Outside of srun, only its own signal handler ends it early; without that, it would submit more jobs."""
     run = make_run(units=2, seconds=600.0, profile=make_profile(driver_units=4))
     run.start()
     wait_until(lambda: run.stage.marked("attempts"))
@@ -102,12 +102,12 @@ def advance_log(run) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0 or not START.exists(), reason="only root stops the controller of the test cluster")
 def test_an_advance_job_without_a_controller_is_requeued(make_run, tmp_path):
-    """An advance job of one minute waits for fifteen seconds, and then asks for its requeue as long as it may."""
+    """An advance job with a time limit of one minute waits for fifteen seconds, and then requests its requeue."""
     hold = tmp_path / "hold"
     hold.touch()
     line = f"case $SLURM_JOB_NAME in *advance) while [ -e {shlex.quote(str(hold))} ]; do sleep 0.2; done;; esac"
     profile = make_profile(setup=[*SETUP, line], stages={"driver": {"timeout_min": 1}})
-    # It has a second stage to submit.
+    # After the first stage, it must submit a second one.
     run = make_run(units=4, later=(MiddleStage(tmp_path, units=4),), profile=profile)
     run.start()
     wait_until(lambda: [job.state for job in advance_jobs(run)] == ["RUNNING"])
@@ -133,7 +133,7 @@ def test_status_shows_queued_jobs_and_missing_jobs(tmp_path, make_config):
     profile = tmp_path / "profile.yaml"
     profile.write_text("cpu: {partition: cpu, max_ranks: 2, memory_gb: 1.0, extra: {begin: now+1hour}}")
     run_sharmill("submit", "prepare", config, "--profile", profile)
-    # SLURM gives the reason some time after it has taken the jobs.
+    # SLURM shows the reason only some time after the submission.
     wait_until(
         lambda: "and 1 more: PENDING (BeginTime)" in run_sharmill("status", tmp_path / "run", status=None).stdout
     )
@@ -148,7 +148,7 @@ def test_status_shows_queued_jobs_and_missing_jobs(tmp_path, make_config):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run directory from which jobs were submitted; no job of it is left behind."""
+    """A run directory from which jobs were submitted; they are cancelled after the test."""
     run_dir = RunDir(tmp_path / "run")
     run_dir.make_id()
     run_dir.jobs.mkdir()
@@ -157,14 +157,14 @@ def run_dir(tmp_path):
 
 
 def start_job(run_dir, *as_user):
-    """Submit a job that carries the comment of a run directory's ranks, and return its number."""
+    """Submit a job with the comment of a run directory's ranks, and return its id."""
     command = ["sbatch", "--parsable", f"--comment={job_comment(run_dir, 'rank')}", "--chdir=/", "--output=/dev/null"]
     return slurm(*as_user, *command, "--wrap=sleep 60").strip()
 
 
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("runuser") is None, reason="only root becomes another user")
 def test_jobs_of_another_user_are_found(run_dir, monkeypatch):
-    # Settings of squeue that would hide them.
+    # This setting would make squeue hide them.
     monkeypatch.setenv("SQUEUE_USERS", "root")
     number = start_job(run_dir, "runuser", "-u", "nobody", "--")
     with raises(ConfigError, "jobs_in_queue", number, "user nobody", f"scancel {number}"):

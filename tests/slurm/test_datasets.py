@@ -1,4 +1,4 @@
-"""Real datasets through the command line on a real cluster."""
+"""Runs of real datasets on a real cluster, from the command line."""
 
 import os
 import re
@@ -20,7 +20,7 @@ RANKS = {"cores": 1, "memory_gb": 1.5, "timeout_min": 60, "device": "cpu"}
 
 @pytest.fixture
 def profile(tmp_path):
-    """Three ranks on the gpu partition, four on cpu, as in configs/clusters/test.yaml; all stages have ranks."""
+    """A profile with three ranks on the gpu partition and four on cpu; no stage runs in an advance job."""
     values = {
         "driver_units": 0,
         "max_parallel": 8,
@@ -42,7 +42,7 @@ def test_two_datasets_have_the_bytes_of_a_local_run(tmp_path, make_two_configs, 
     for config in configs:
         check_page(config.parent)
         assert "run: done since" in run_sharmill("status", config.parent / "run").stdout
-        # Blocks of segments are encoded on GPUs, and codes are put into shards elsewhere.
+        # Blocks of segments are encoded on GPUs; codes are put into shards on CPUs.
         scripts = [path.read_text() for path in (config.parent / "run/jobs").glob("*_submission.sh")]
         for stage, partitions in (("prepare", {"cpu"}), ("encode-tiny", {"gpu", "cpu"})):
             own = [text for text in scripts if re.search(f"--job-name=.*-{stage}$", text, re.MULTILINE)]
@@ -59,7 +59,7 @@ def test_an_append_ends_in_the_dataset_that_grows(tmp_path, make_config, corpus,
     )
     run_sharmill("run", old)
     dataset = tmp_path / "old/dataset"
-    # The advance job behind no ranks does all stages, since none needs a GPU.
+    # A single advance job processes all stages, since none needs a GPU.
     profile.write_text(yaml.safe_dump(yaml.safe_load(profile.read_text()) | {"driver_units": 50}))
     more = make_config(tmp_path / "new", **plain, append_to=str(dataset), max_reject_fraction=0.7)
     shown = run_sharmill("submit", "all", more, "--profile", profile, "--dry-run")
@@ -83,7 +83,7 @@ def test_findings_are_repaired_on_the_cluster(tmp_path, make_config, profile):
 
 
 def test_dry_run_submits_nothing_and_shows_valid_scripts(tmp_path, make_config, profile):
-    """However long their lines are."""
+    """The lines of the scripts may be long."""
     config = make_config(tmp_path / "a" / ("long-" * 20))
     shown = run_sharmill("submit", "all", config, "--profile", profile, "--dry-run")
     assert "small, prepare: 6 units (54 records) on 4 cpu ranks; at most 4 run at once" in shown.stdout
@@ -97,8 +97,8 @@ def test_dry_run_submits_nothing_and_shows_valid_scripts(tmp_path, make_config, 
 
 
 def test_sbatch_files_process_several_datasets_as_one_array(tmp_path, make_two_configs, local_outcomes):
-    """All at once: each task waits for the same dataset's task of the stage before it."""
-    # Both with contexts, since every stage is one array of both.
+    """All stages are submitted at once; each task waits for the previous stage of the same dataset."""
+    # Both datasets have contexts, since each stage is one array for both.
     configs = [make_two_configs(tmp_path / name)[0] for name in ("one", "two")]
     options = ["--parsable", "--array=0-1", "--partition=cpu", "--gpus-per-node=0", "--cpus-per-task=1", "--mem=2G"]
     after: list[str] = []

@@ -1,4 +1,4 @@
-"""What goes wrong on a cluster, for real: every time the same bytes, and only what was in flight is done again."""
+"""Real faults on a cluster: the bytes stay the same, and only units in progress are processed again."""
 
 import os
 import re
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def finish(run, folder, record_property, units_lost: int) -> None:
-    """Wait for the end of a run, and compare it with a local one; the attempts redone are shown in the JUnit file."""
+    """Wait for the end of a run, and compare it with a local one; the JUnit file shows the number of repeated units."""
     assert wait_for_end(run.run_dir).state == "done"
     assert_same_as_local(run, folder)
     record_property("units redone", run.stage.redone())
@@ -41,7 +41,7 @@ def cancel_rank(run) -> int:
 
 
 def kill_rank_task(run) -> int:
-    """The process of the task itself, which is the supervisor of its rank."""
+    """Kill the process of the task itself, which is the supervisor of its rank."""
     slurm("scancel", "--signal=KILL", running_ranks(run)[0])
     return 1
 
@@ -57,7 +57,7 @@ def kill_node(run) -> int:
 
 @pytest.mark.parametrize("end", [cancel_rank, kill_rank_task, kill_node])
 def test_the_end_of_ranks_costs_at_most_their_units(make_run, tmp_path, record_property, nodes_come_back, end):
-    """The unit is done again by another rank, unless the end hit the moment between two units."""
+    """Another rank repeats the unit, unless the rank ended between two units."""
     run = make_run(units=40, seconds=0.7)
     run.start()
     wait_for_units(run, 4)
@@ -67,11 +67,11 @@ def test_the_end_of_ranks_costs_at_most_their_units(make_run, tmp_path, record_p
 
 
 def test_preempted_ranks_are_requeued_and_continue(make_run, tmp_path, record_property):
-    """As with configs/clusters/preemptible.yaml, the advance job is where nothing is preempted."""
+    """As in configs/clusters/preemptible.yaml, the advance job uses a partition without preemption."""
     profile = make_profile(partition="scavenge", stages={"driver": {"partition": "cpu"}})
     run = make_run(units=120, seconds=3.0, profile=profile)
     advance_job = run.start().jobs[-1]
-    # A process that is signalled while Python starts ends by that, and SLURM requeues nothing.
+    # Wait until all ranks run, because a signal during the start of Python would end the process without a requeue.
     wait_until(lambda: len(run.stage.pids()) == 4)
     ranks = running_ranks(run)
     shown = slurm("squeue", "--noheader", "--format=%P", f"--jobs={advance_job},{ranks[0]}")
@@ -87,18 +87,18 @@ def test_preempted_ranks_are_requeued_and_continue(make_run, tmp_path, record_pr
 
 
 def test_work_for_longer_than_the_time_limit(make_run, tmp_path, record_property):
-    """Two minutes of work for each of four ranks; a limit of one minute, 30 s before which a rank leaves."""
+    """Two minutes of work for each of four ranks, with a time limit of one minute and a signal 30 s before it."""
     run = make_run(units=200, seconds=2.5, profile=make_profile(timeout_min=1))
     ranks = [job for job in run.start().jobs if "_" in job]
-    # SLURM looks at limits every 30 s: on a busy machine the last rank may find no work after its first limit.
+    # SLURM checks limits every 30 s, so on a busy machine the last rank may find no work after its first limit.
     wait_until(lambda: any(restarts(rank) for rank in ranks), 300)
     run.stage.mark("hurry")
     finish(run, tmp_path, record_property, len(ranks))
 
 
 def test_a_package_missing_on_all_ranks_ends_the_first_launch(make_run, tmp_path):
-    """And the advance job waits for nothing, since each rank has told its end."""
-    # Each node takes one rank, and is a host of its own, as on a cluster of more than one machine.
+    """The advance job need not wait for late files, since each rank has noted its end."""
+    # Each node takes one rank and has its own host name, as on a cluster of several machines.
     site = tmp_path / "site/sitecustomize.py"
     site.parent.mkdir()
     site.write_text("import os, socket\nsocket.gethostname = lambda: os.environ.get('SLURMD_NODENAME', 'login')\n")
@@ -121,7 +121,7 @@ def test_a_unit_that_kills_its_ranks_ends_within_a_lease(make_run):
 
 
 def test_ranks_in_an_image_of_apptainer(make_run, tmp_path, record_property):
-    """By a stand-in, which runs what follows the image."""
+    """A fake apptainer runs the command that follows the image."""
     apptainer = tmp_path / "bin/apptainer"
     apptainer.parent.mkdir()
     apptainer.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\nexec "${{@:4}}"\n')
@@ -136,7 +136,7 @@ def test_ranks_in_an_image_of_apptainer(make_run, tmp_path, record_property):
 
 
 def test_a_refused_submission_leaves_no_job_behind(make_run):
-    """The ranks are accepted, the advance job behind them is not."""
+    """The ranks are accepted, but the advance job after them is refused."""
     run = make_run(units=8, profile=make_profile(stages={"driver": {"partition": "nowhere"}}))
     with raises(FatalError, "jobs_refused", "invalid partition", "each advance job", "--partition=nowhere"):
         run.start()
@@ -144,7 +144,7 @@ def test_a_refused_submission_leaves_no_job_behind(make_run):
 
 
 def test_a_lost_answer_of_sbatch_costs_no_unit(make_run, tmp_path, record_property, monkeypatch):
-    """The ranks are submitted twice then."""
+    """In this case, the ranks are submitted twice."""
     run = make_run(units=8, seconds=0.3, profile=make_profile(max_ranks=2))
     lose = f"[ -e {tmp_path}/lost ] || {{ touch {tmp_path}/lost; $real $1; echo Socket timed out >&2; exit 1; }}"
     monkeypatch.setenv("PATH", put_before_sbatch(tmp_path, lose))
@@ -153,7 +153,7 @@ def test_a_lost_answer_of_sbatch_costs_no_unit(make_run, tmp_path, record_proper
 
 
 def put_before_sbatch(folder, line) -> str:
-    """Return a search path on which sbatch is a script with a line before what it does; ``$real`` is the command."""
+    """Return a search path with an sbatch script that first runs ``line``; ``$real`` is the real command."""
     sbatch = folder / "bin/sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text(f"#!/bin/bash\nreal={shutil.which('sbatch')}\n{line}\nexec $real $1\n")

@@ -1,4 +1,4 @@
-"""Consecutive training jobs on a real SLURM, one of which is killed: the next one goes on with the same data."""
+"""Consecutive training jobs on a real SLURM, one of which is killed: the next one continues with the same data."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def test_training_continues_after_a_killed_and_a_stopped_job(tmp_path: Path) -> 
     wait_until(lambda: len(example.steps(0)) >= 12, 240.0)
     slurm("scancel", "--signal=KILL", first)
     wait_until(lambda: len(example.steps(0)) >= 40, 240.0)
-    # As before a time limit.
+    # SLURM sends this signal before a time limit, too.
     slurm("scancel", "--batch", "--signal=TERM", second)
     wait_until(lambda: not slurm("squeue", "--noheader", f"--jobs={first},{second},{third}"), 240.0)
     assert 0 < example.saved_step() == 70, Path(str(log).replace("%j", second)).read_text()

@@ -1,6 +1,6 @@
-"""The local executor: real processes on this machine, their logs, their devices, and GPUs that break.
+"""The local executor: real processes on this machine, their logs, their devices, and GPUs that fail.
 
-A run that is interrupted, terminated or killed ends soon, leaves no process, and a relaunch goes on.
+An interrupted or terminated run ends soon and leaves no process, and the same command resumes it.
 """
 
 import json
@@ -185,7 +185,7 @@ def test_a_stage_whose_gpus_are_all_bad_ends_with_their_reason(tmp_path, gpus):
     ],
 )
 def test_every_fault_costs_one_attempt(tmp_path, gpus, whole, number, faults, dead):
-    """Inline, where lack of memory leaves the process as it is, and in ranks, whose first GPU fails at set-up too."""
+    """Inline, where a lack of memory does not break the process, and in ranks, whose first GPU also fails at set-up."""
     gpus(*map(str, range(number)))
     behaviour, limit = {index: FAULTS[index] for index in faults}, 3.0 if 4 in faults else None
     setup_does = "device_once" if dead else ""
@@ -214,7 +214,7 @@ SECONDS_TO_END = 5.0
 
 
 class Driver:
-    """``sharmill toy`` in a process group of its own, as a shell would start it."""
+    """The command ``sharmill toy`` in its own process group, as started by a shell."""
 
     def __init__(self, folder, workers, **options):
         self.stage = ToyStage(folder)
@@ -225,7 +225,7 @@ class Driver:
         )  # fmt: skip
 
     def end(self, how):
-        """Its exit status and its output, once a signal has ended it and all its processes in time."""
+        """Send a signal, check that all processes end in time, and return the exit status and the output."""
         started = time.monotonic()
         if how == "ctrl-c":
             os.killpg(self.process.pid, signal.SIGINT)
@@ -248,13 +248,13 @@ def start(tmp_path):
     yield start_driver
     for driver in drivers:
         for pid in session_members(driver.process.pid):
-            # The others end by themselves when the first of them has.
+            # The other processes may have ended by themselves meanwhile.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         driver.process.wait()
 
 
-# The three units of cost 4 come first: they wait, so that two ranks are busy and nothing else is done.
+# The three units of cost 4 come first and wait, so that both ranks are busy and complete nothing.
 BUSY = {3: "wait:never", 7: "wait:never", 11: "wait:never"}
 
 
@@ -341,7 +341,7 @@ def kinds_of(stage):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Returns a function that names the GPUs there seem to be."""
+    """Return a function that pretends that these GPUs exist."""
     return lambda *names: monkeypatch.setattr("sharmill.executors.supervisor.visible_gpus", lambda: names)
 
 

@@ -1,4 +1,4 @@
-"""A cluster that is a few scripts in the place of SLURM's commands."""
+"""A fake cluster: a few scripts in place of SLURM's commands."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from sharmill.executors.slurm import queue as slurm_queue
 
 
 class Cluster:
-    """Stands in for the commands of SLURM; each notes that it was called, and fails as often as it is told to."""
+    """Scripts in place of SLURM's commands. Each records its calls, and fails for its first ``fails`` calls."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.script("scontrol", "echo 'ClusterName             = here'; echo 'MaxArraySize            = 4'")
-        # submitit looks for srun, and takes a machine without one for no cluster.
+        # submitit recognizes a cluster by its srun command.
         self.script("srun", "exit 1")
         self.script("squeue", "true")
         self.script("scancel", 'echo "$@" >> cancelled')
@@ -34,7 +34,7 @@ class Cluster:
         return len((self.folder / f"{name}.calls").read_text().splitlines())
 
     def scripts(self) -> list[str]:
-        """What was handed to sbatch."""
+        """Return the scripts that were passed to sbatch."""
         return [path.read_text() for path in sorted(self.folder.glob("script.*"))]
 
 

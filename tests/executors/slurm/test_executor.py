@@ -1,7 +1,7 @@
-"""The SLURM executor where the cluster is a few scripts.
+"""The SLURM executor on a fake cluster made of scripts.
 
-Requests for jobs, and who may work on a run directory; then advance jobs: the wait for a controller that is away, the
-note of an end, and small stages, which they do themselves.
+The first tests cover job submission and guards of the run directory. The others cover advance jobs: waiting for an
+unreachable controller, recording the outcome, and small stages, which they process themselves.
 """
 
 import multiprocessing
@@ -48,7 +48,7 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def submit(tmp_path):
-    """Returns a function: profile -> what was submitted of a toy stage of eight units."""
+    """Return a function: profile -> the submission of a toy stage with eight units."""
 
     def submit(patience=10.0, **profile):
         cluster_profile = ClusterProfile(cpu=RankProfile(max_ranks=2), **profile)
@@ -119,7 +119,7 @@ def test_a_run_directory_that_scripts_cannot_name_is_refused(cluster, tmp_path, 
 
 
 class TestGuard:
-    """The questions of a run before it begins, where jobs may be at work in its run directory."""
+    """Checks before a run starts, since jobs may be at work in its run directory."""
 
     def test_a_run_without_slurm_is_refused_unless_it_takes_over(self, run_dir, monkeypatch):
         monkeypatch.setenv("PATH", str(run_dir.path))
@@ -160,7 +160,7 @@ def _leave(stage):
 
 
 def test_a_second_signal_keeps_no_rank_from_its_requeue(tmp_path):
-    """SLURM sends both at once where it preempts without a grace time, or a time limit was set that is over."""
+    """SLURM sends both signals at once on preemption without a grace time, and after a reduced time limit."""
     job = multiprocessing.get_context("spawn").Process(target=_leave, args=(ToyStage(tmp_path).in_run,))
     job.start()
     job.join()
@@ -168,7 +168,7 @@ def test_a_second_signal_keeps_no_rank_from_its_requeue(tmp_path):
 
 
 def test_a_bad_unit_waits_for_no_other_rank_where_all_are_there(tmp_path):
-    """Ranks that wait in the queue could do it on another host: for them it is kept."""
+    """A unit is kept only for ranks that are still queued, which might process it on another host."""
     stage = ToyStage(tmp_path, units=3, behaviour={1: "raise"})
     planned, units = read_or_make_plan(stage.in_run)
     make_fence(planned)
@@ -197,11 +197,11 @@ def test_a_unit_that_hangs_until_its_job_ends_fails(tmp_path, does):
 
 
 class TestSetupLines:
-    """Setup lines of a profile, in scripts that a shell really runs; ``srun`` stands in for the rank."""
+    """Setup lines of a profile in scripts run by a real shell, with a fake ``srun`` instead of the rank."""
 
     @pytest.fixture
     def run_script(self, cluster, tmp_path):
-        """Returns a function: setup lines -> the end of the rank's script, whose errors are in the folder of jobs."""
+        """Return a function: setup lines -> the finished script of a rank, with its errors in the folder of jobs."""
         cluster.script("srun", 'echo "$GREETING $(type -t module)"')
 
         def run(*setup: str) -> subprocess.CompletedProcess[str]:
@@ -216,7 +216,7 @@ class TestSetupLines:
         return run
 
     def test_names_in_a_script_are_text(self, cluster, tmp_path, monkeypatch):
-        """Of the run directory, of the dataset and of the folder that jobs start in."""
+        """The names of the run directory, of the dataset and of the working directory contain shell code."""
         name = """$(touch ran1) `touch ran2` 'a' "b" ; touch ran3 & x\\"""
         folder = tmp_path / name.replace("/", "|")
         folder.mkdir()
@@ -237,7 +237,7 @@ class TestSetupLines:
             "EnvironmentNameNotFound: no environment | sharmill: the setup line failed with status 1: "
             f"echo 'EnvironmentNameNotFound: no environment' >&2; false; {log}"
         )
-        # It is not what later ranks that say nothing ended with.
+        # This log is not blamed for the end of later ranks without a message.
         assert find_reason(tmp_path / "run/jobs", log.stat().st_mtime + 1) == ""
 
     @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ class TestSetupLines:
             ("no_such_module load cuda", "true", ("no_ranks", "module: command not found")),
             ("true", """echo "ModuleNotFoundError: No module named 'submitit'" >&2; false""",
              ("no_ranks", "the package submitit is not installed: run pip install 'sharmill[slurm]'")),
-            # What submitit prints comes before the error itself.
+            # Messages of submitit come before the error itself, and are skipped.
             ("true", "echo 'submitit ERROR - it failed' >&2; echo 'ValueError: a bad day' >&2; false",
              ("no_ranks", ": ValueError: a bad day")),
         ],
@@ -277,7 +277,7 @@ class TestSetupLines:
 
     LACKS = "/venv/python: Error while finding module specification (ModuleNotFoundError: No module named 'submitit')\n"
     ENDED = "srun: error: {node}: task 0: Exited with exit code 1\n"
-    # Of a setup line, which does no harm.
+    # A harmless message of a setup line.
     WARNED = "ModuleNotFoundError: No module named 'extras'\n"
     PREEMPTED = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED DUE TO PREEMPTION ***\n"
 
@@ -295,7 +295,7 @@ class TestSetupLines:
     def test_a_module_missing_on_all_ranks_ends_the_run_at_once(
         self, cluster, submit, tmp_path, monkeypatch, logs, rounds
     ):
-        """As where ``python`` of the profile names an interpreter without packages."""
+        """An example is a ``python`` of the profile that names an interpreter without the packages."""
         cluster.script("sbatch", "echo Submitted batch job 7")
         stage = ToyStage(tmp_path, units=8)
         submit()
@@ -341,14 +341,14 @@ class TestSetupLines:
         assert stage.run_dir.read_outcome().code == "missing_package"
 
 
-# As in a job, which submitit starts: importing it closes log files.
+# Import submitit first, as in a job that it starts, because importing it closes log files.
 pytest.importorskip("submitit")
 SILENT = SlurmSilent("SLURM does not answer squeue")
 
 
 @pytest.fixture
 def job(cluster, tmp_path, monkeypatch):
-    """The advance job 17 of a run, all of whose stages are done; ``scontrol requeue`` notes its orders."""
+    """The advance job 17 of a run whose stages are all finished; ``scontrol requeue`` records its calls."""
     cluster.script("scontrol", 'echo "$@" >> orders')
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     (tmp_path / "run").mkdir()
@@ -361,7 +361,7 @@ def job(cluster, tmp_path, monkeypatch):
 
 
 def advance(job, error=None, *, raised=None):
-    """Run a job whose stages end with an error, if one is given; return the end of the run that is noted then."""
+    """Run a job whose stages end with the given error, if any; return the recorded outcome of the run."""
 
     def fail(executor, **options):
         raise error
@@ -381,7 +381,7 @@ def test_a_job_whose_patience_is_over_is_requeued(job, cluster):
 @pytest.mark.parametrize(
     ("error", "restarts"),
     [
-        # For the 240th time: twelve hours.
+        # The 240th wait of 180 s reaches the limit of twelve hours.
         (SILENT, "239"),
         (FatalError("Invalid qos specification", code="jobs_refused"), "0"),
         (FatalError("the disk is full", code="disk"), "0"),
@@ -404,7 +404,7 @@ def test_a_passing_error_without_a_requeue_is_left_to_the_second_job(job, monkey
 def test_the_command_of_the_profile_is_told_of_the_end(job, tmp_path, state):
     said = tmp_path / "said"
     command = f'cat > {said}; echo "$SHARMILL_NAME $SHARMILL_STATE $SHARMILL_FINDINGS $SHARMILL_RUN_DIR" >> {said}'
-    # That it fails changes nothing.
+    # The failure of the command is ignored.
     job.profile = replace(job.profile, notify=f"{command}; printf 'no such user \\xff' >&2; exit 3")
     message = "all stages are done" if state == "done" else 'it\'s "over" $(touch no)'
     assert advance(job, None if state == "done" else FatalError(message, code="disk")).state == state
@@ -446,10 +446,8 @@ def test_the_end_of_a_run_releases_unless_another_process_took_over(job):
     [("rank", "jobs 16_0 (user bob) are still in the queue, then advance job 1", ["--dependency=afterany:16"]),
      ("advance", "jobs 18 (user bob) are still in the queue", [])],
 )  # fmt: skip
-def test_a_job_that_meets_ranks_or_a_later_job_leaves_them_the_work(
-    cluster, tmp_path, monkeypatch, role, says, behind
-):
-    """One was requeued after it had submitted, of the other the submission never heard."""
+def test_a_job_that_meets_ranks_or_a_later_job_leaves_them_the_work(cluster, tmp_path, monkeypatch, role, says, behind):
+    """In one case, the job was requeued after submitting; in the other, the answer to its submission was lost."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     given = RunRequest(stages=["toy"], cluster="here")
     run = ToyRun(ToyDataset(ToyStage(tmp_path, units=8)), ClusterProfile(), role="advance", given=given)
@@ -472,13 +470,13 @@ def test_a_job_that_meets_ranks_or_a_later_job_leaves_them_the_work(
 
 @pytest.fixture(autouse=True)
 def own_cores(monkeypatch):
-    """The limit of cores is one of the process."""
+    """Reset the limit of cores, which belongs to the process."""
     monkeypatch.setattr("sharmill.files.host._own_cores", None)
 
 
 @pytest.fixture
 def make_job(cluster, monkeypatch):
-    """Returns a function: a stage -> the advance job 17 of its run."""
+    """Return a function: a stage -> the advance job 17 of its run."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
 
     def make(stage, role="advance"):
@@ -493,7 +491,7 @@ def make_job(cluster, monkeypatch):
 
 @pytest.mark.parametrize("role", [None, "second"])
 def test_a_small_stage_is_left_to_an_advance_job(cluster, tmp_path, make_job, role):
-    """By who submits, and by a second job, which has none behind it."""
+    """Both the submitting process and a second job submit such an advance job."""
     stage = ToyStage(tmp_path, units=4)
     message = "toy: 4 units, which need no ranks, then advance job 1"
     if role is None:
@@ -502,7 +500,7 @@ def test_a_small_stage_is_left_to_an_advance_job(cluster, tmp_path, make_job, ro
         job = make_job(stage, role)
         job.advance("toy", "", False)
         assert message in job.run_dir.advance_log.read_text()
-    # The advance job, and the one behind it.
+    # The scripts are those of the advance job and of its second job.
     assert [script.count("--dependency") for script in cluster.scripts()] == [0, 1]
 
 

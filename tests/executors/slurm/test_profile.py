@@ -1,4 +1,4 @@
-"""Cluster profiles: their values, and the examples in configs/clusters with the scripts that become of them."""
+"""Cluster profiles: their values, and the scripts generated from the examples in configs/clusters."""
 
 import re
 import subprocess
@@ -68,7 +68,7 @@ class MatchStage(ToyStage):
 
 @pytest.fixture
 def scripts(tmp_path, monkeypatch):
-    """Returns a function: name of an example -> the scripts of ranks on GPUs, of others, and of advance jobs."""
+    """Return a function: name of an example -> the scripts of GPU ranks, of CPU ranks, and of advance jobs."""
     monkeypatch.chdir(tmp_path)
 
     def make(name: str) -> list[str]:
@@ -109,7 +109,7 @@ def test_ranks_run_in_a_container_and_advance_jobs_do_not(scripts, tmp_path, nam
 
 @pytest.fixture
 def unpack(tmp_path):
-    """Returns a function that runs the setup line of conda with a stand-in of tar, and returns status and messages."""
+    """Return a function that runs conda's setup line with a fake tar, and returns the exit status and messages."""
     (line,) = load_typed(ClusterProfile, REPOSITORY / "configs/clusters/conda.yaml").setup
     tar = 'tar() { echo unpacked >> calls; mkdir -p "$4/bin"; echo exit $FAILS > "$4/bin/python"; '
     tar += 'chmod +x "$4/bin/python"; }'
@@ -126,7 +126,7 @@ def unpack(tmp_path):
 
 
 def test_the_environment_of_conda_is_unpacked_once_on_each_node(tmp_path, unpack):
-    """The second job finds it there, one that is not whole is made again, and another archive is unpacked anew."""
+    """The second job reuses it; an incomplete environment and a changed archive are unpacked again."""
     calls = tmp_path / "calls"
     assert [unpack("3")[0], unpack()[0], unpack()[0]] == [3, 0, 0]
     assert calls.read_text().split() == ["unpacked"] * 2

@@ -1,18 +1,18 @@
-"""A disk that fails: a Python process with this folder in its path counts the changes below another, and some fail.
+"""A failing disk: in a Python process with this folder on its path, some changes below another folder fail.
 
-An operation is each open for writing, write, fsync, rename, mkdir, unlink and rmdir below ``FAULTY_DISK_FOLDER``; for
-the kinds ``unreadable`` and ``stale`` it is each read of a file instead. From operation ``FAULTY_DISK_AT`` on (1 is the
-first), ``FAULTY_DISK_KIND`` happens, with the error ``FAULTY_DISK_ERRNO``:
+An operation is an open for writing, a write, fsync, rename, mkdir, unlink or rmdir below ``FAULTY_DISK_FOLDER``; for
+the kinds ``unreadable`` and ``stale``, it is a read of a file instead. From operation ``FAULTY_DISK_AT`` on, counted
+from 1, the fault ``FAULTY_DISK_KIND`` happens, with the error ``FAULTY_DISK_ERRNO``:
 
 - ``none``: nothing; operations are only counted.
-- ``glitch``, ``fsync``, ``stale``: one operation, fsync or read fails, the later ones succeed.
+- ``glitch``, ``fsync``, ``stale``: one operation, fsync or read fails, and later ones succeed.
 - ``dead``, ``readonly``, ``unreadable``: every operation fails.
-- ``full``, ``quota``: whatever needs room fails.
+- ``full``, ``quota``: every operation that needs space fails.
 - ``kill``: the process is killed instead of doing the operation.
 
-Operations are counted over all processes, by the bytes of the file ``FAULTY_DISK_COUNT``. ``FAULTY_DISK_LOG`` gets a
-line for each that fails, or for every one where nothing fails: its number, its name, its path. What libraries in C read
-and write is not seen.
+Operations of all processes are counted by the size of the file ``FAULTY_DISK_COUNT``. ``FAULTY_DISK_LOG`` gets a line
+with number, name and path for each failed operation, or for every operation if the kind is ``none``. Reads and writes
+of C libraries are not seen.
 """
 
 import builtins
@@ -30,7 +30,7 @@ _FAILED = f"{_COUNT}.failed"
 _OWN = (_COUNT, _FAILED, _LOG)
 _ONCE = ("glitch", "fsync", "stale", "kill")
 _NEED_ROOM = ("create", "write", "mkdir")
-# Of the audit events about names the places of the path, and of the folder that it is relative to.
+# For each audit event about names, the positions of the path and of the folder to which the path is relative.
 _NAMES = {"os.rename": (1, 3), "os.mkdir": (0, 2), "os.remove": (0, 1), "os.rmdir": (0, 1)}
 
 
@@ -42,7 +42,7 @@ def _meet(name: str, path: str, *, is_named: bool = False) -> None:
     fails = number >= int(_AT) and _KIND != "none"
     fails = fails and (_KIND != "fsync" or name == "fsync")
     fails = fails and (_KIND not in ("full", "quota") or name in _NEED_ROOM)
-    # Of those that fail once, the first of all processes does.
+    # Faults that happen once happen only in the first of all processes.
     fails = fails and (_KIND not in _ONCE or _append(_FAILED, b".") == 1)
     if fails or _KIND == "none":
         _append(_LOG, f"{number} {name.replace('create', 'open')} {path}\n".encode())
@@ -53,7 +53,7 @@ def _meet(name: str, path: str, *, is_named: bool = False) -> None:
 
 
 def _append(path: str, data: bytes) -> int:
-    """Append to a file, and return how long it is then."""
+    """Append to a file, and return its new length."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     _WRITE(descriptor, data)
     size = os.lseek(descriptor, 0, os.SEEK_CUR)
@@ -62,14 +62,14 @@ def _append(path: str, data: bytes) -> int:
 
 
 def _see(event: str, arguments: tuple[Any, ...]) -> None:
-    """Meet what Python is about to do to a name."""
+    """Handle an audit event about a name as an operation."""
     if event == "open":
         path, _, flags = arguments
         if not isinstance(path, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             _meet("create" if flags & os.O_CREAT else "open", _absolute(path), is_named=True)
     elif event in _NAMES:
         path, folder = (arguments[place] for place in _NAMES[event])
-        # A folder that is there already is no change, and no disk is asked.
+        # Creating an existing folder changes nothing on the disk.
         if event != "os.mkdir" or not os.path.isdir(_absolute(path, folder)):  # noqa: PTH112
             _meet(event.removeprefix("os."), _absolute(path, folder), is_named=True)
 
@@ -84,7 +84,7 @@ def _path_of(file: Any) -> str:
 
 
 def _meeting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of an open file, or a method of one, as an operation."""
+    """Return a function or method of an open file, wrapped as an operation."""
 
     def call(file: Any, *arguments: Any) -> Any:
         _meet(name, _path_of(file))
@@ -104,7 +104,7 @@ def _open(
     file: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, errors: str | None = None,
     newline: str | None = None, closefd: bool = True, opener: Any = None,
 ) -> Any:  # fmt: skip
-    """Do as ``open``, by a file whose reads and writes are operations."""
+    """Open a file like ``open``, with reads and writes as operations."""
     raw = _File(file, mode.replace("b", "").replace("t", ""), closefd, opener)
     if buffering == 0:
         return raw

@@ -64,7 +64,7 @@ _INDEX = {"dataset.json", "shards.jsonl"}
 
 
 class SmallRun:
-    """A small run. ``work`` has its run directory and dataset; ``states/<stage>`` is a copy of ``work`` after a stage."""
+    """A small run. ``work`` has its run directory and dataset; ``states/<stage>`` is ``work`` after that stage."""
 
     def __init__(self, folder: Path, *, num_voices: int = 8, utterances_per_voice: int = 4, **units: int) -> None:
         self.folder = folder

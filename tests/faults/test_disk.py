@@ -103,7 +103,7 @@ def relaunch(run: SmallRun, stage: str) -> list[str]:
 
 
 def check_message(outcome: subprocess.CompletedProcess[str], kind: str) -> list[str]:
-    """Return the problems of a run's end, which must have one line with the failure and its reason, and a fit status."""
+    """Return the problems of a run's end: one line must give the failure and its reason, and the status must fit."""
     status, name = outcome.returncode, os.strerror(_ERRNOS[kind])
     if status == _OK:
         return []

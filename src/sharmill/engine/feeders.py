@@ -337,7 +337,7 @@ class Feeders(Generic[Task, Result]):
         )  # fmt: skip
         self._num_lost = 0 if is_blamed else self._num_lost + 1
         if self._num_lost > _MOST_LOST:
-            raise self._refused(how, "while it was decoding no recording")
+            raise self._refused(how, "without a current recording")
         # If this fails, the feeder stays in the list, and the next call of ``listen`` tries again.
         fresh = self._start()
         feeder.line.close()

@@ -60,7 +60,7 @@ def _import_ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(
-            "executor.kind=ray needs a package: pip install 'sharmill[ray]'", code="missing_package"
+            "executor.kind=ray needs Ray, which is not installed: pip install 'sharmill[ray]'", code="missing_package"
         ) from error
     return ray
 

@@ -452,7 +452,7 @@ class Supervisor:
             kind: NoteKind = "failed"
             if told:
                 kind, why = classify_exit(time.monotonic() - child.unit_since, self.job_seconds)
-            words = f"{why}; its log is {self.stage.dir.rank_log(rank.number)}"
+            words = f"{why}; see {self.stage.dir.rank_log(rank.number)}"
             self._note(rank, kind, words, progress.unit, progress.generation)
         elif not (told or exitcode in (_LEFT, _NOTED)):
             self._note(rank, "failed", why)

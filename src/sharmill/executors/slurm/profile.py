@@ -131,7 +131,7 @@ class ClusterProfile:
         for name, ranks in profiles.items():
             if self.signal_s >= ranks.timeout_min * 60:
                 raise ValueError(
-                    f"signal_s of {self.signal_s} leaves no time before {name}.timeout_min of {ranks.timeout_min}"
+                    f"signal_s ({self.signal_s} s) must be shorter than {name}.timeout_min ({ranks.timeout_min} min)"
                 )
 
     def for_stage(self, kind: str, resource: Resource) -> RankProfile:

@@ -1,6 +1,6 @@
 """Reading datasets in training: the loader, batches of tensors, chains, bins and batch sizes, transforms.
 
-Nothing is imported before it is asked for: batches need torch, the loader NeMo, bins neither.
+Names are imported lazily, because batches need torch, the loader needs NeMo, and bins need neither.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""The data of a cut, from ``open_shar`` or plain lhotse: audio at a rate, text, and codes in the form that models take.
+"""Access to the data of a cut of ``open_shar`` or plain lhotse: resampled audio, text, and codes with BOS and EOS.
 
-Codes are whole frames of one codec between begin and end. A batch gets a part of each context: a random slice in whole
-frames of the codec, the same for the same cut.
+Batches use a random slice of each context, in whole frames of the codec. The slice depends only on the seed, the epoch
+and the cut.
 """
 
 import math
@@ -21,84 +21,84 @@ from sharmill.shar.fields import CONTEXT_AUDIO, CONTEXT_CODES, TARGET_AUDIO, TAR
 from sharmill.shar.index import open_directory, read_dataset
 from sharmill.shar.reading.in_memory import SafeSource, TimeLastArray, check_claims
 
-# Sources of recordings whose data has been read; a file is where the audio came from, and nothing to load.
+# Types of recording sources whose data is in memory. Other types only name the file that the audio came from.
 _LOADED = ("memory", "shar")
-# Durations are sums of floats; a frame that is missing by less than this share of it is there.
+# Fraction of a frame that rounding errors in durations may add or remove.
 TOLERANCE = 1e-6
 
 
 def refuse_example(*problems: tuple[object, str]) -> None:
-    """Raise ValueError for the first problem, a condition and a sentence, of which the condition is true."""
-    for is_there, problem in problems:
-        if is_there:
-            raise ValueError(problem)
+    """Raise ValueError with the message of the first (condition, message) pair whose condition is true."""
+    for condition, message in problems:
+        if condition:
+            raise ValueError(message)
 
 
 def holds(cut: MonoCut, field: str) -> bool:
-    """Return True if the cut carries this field."""
+    """Return True if the cut has data for this field."""
     return recording_of(cut) is not None if field == TARGET_AUDIO else cut.has_custom(field)
 
 
 def require_one_supervision(cut: MonoCut) -> None:
-    """Raise ValueError for a cut that is not one utterance."""
+    """Raise ValueError if the cut does not have exactly one supervision."""
     count = len(cut.supervisions)
     refuse_example((count != 1, f"cut {cut.id!r} has {count} supervisions instead of one"))
 
 
 def without_padding(cut: Cut) -> tuple[MonoCut, float]:
-    """Return the cut that was padded at its end, and its seconds with the padding; another cut as it is.
+    """Return a cut without the padding at its end, and its duration in seconds including the padding.
 
     Raises:
-        ValueError: the cut is padded at its begin, or mixed.
+        ValueError: the cut is padded at its beginning, or mixed.
     """
     if isinstance(cut, MonoCut):
         return cut, cut.duration
     tracks = cut.tracks if isinstance(cut, MixedCut) else []
-    # The tracks of a cut that was padded at its begin have the padding first.
+    # If a cut was padded at its beginning, the padding is its first track.
     if tracks and isinstance(tracks[0].cut, MonoCut) and all(isinstance(one.cut, PaddingCut) for one in tracks[1:]):
         return tracks[0].cut, cut.duration
     raise ValueError(
-        f"cut {cut.id!r} is a {type(cut).__name__}; batches are made of MonoCuts, which may be padded at their end "
-        "(pad_min_duration with pad_direction: right)"
+        f"cut {cut.id!r} is a {type(cut).__name__}: batches are built only from MonoCuts, which may be padded at their "
+        "end (pad_min_duration with pad_direction: right)"
     )
 
 
 def load_array(cut: MonoCut, field: str) -> np.ndarray:
-    """Return codes (codebooks, frames): the target's frames of this cut, or the whole context.
+    """Load the codes (codebooks, frames) of a cut: the part of the target that it covers, or the whole context.
 
     Raises:
-        ValueError: the target's audio was perturbed, which its codes cannot follow.
+        ValueError: the target's audio was perturbed, but its codes cannot be.
     """
     array = (cut.custom or {})[field]
     done = _perturbations(cut) if field == TARGET_CODES else ""
     refuse_example(
-        (done, f"cut {cut.id!r} was changed by {done}, and its codes were not: load audio (codes=False), or leave that "
-               "out"),
+        (done, f"cut {cut.id!r} was perturbed by {done}, but its codes were not: load audio (codes=False), or turn the "
+               "perturbation off"),
     )  # fmt: skip
     if field != TARGET_CODES or not isinstance(array, TemporalArray):
         return array.load()
-    # lhotse's own class cuts an array in memory along its codebooks.
+    # lhotse's own class would slice an array in memory along its codebooks rather than its frames.
     on_time = array if isinstance(array, TimeLastArray) else TimeLastArray(**vars(array))
     return on_time.load(cut.start, cut.duration)
 
 
 def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
-    """Return samples (time,) at ``sampling_rate``, float32: the target's part of this cut, or the whole context.
+    """Load the audio (time,) of a cut, float32: the part of the target that it covers, or the whole context.
 
     Raises:
-        ValueError: the cut does not carry it, it has several channels, or it cannot follow a perturbation of the cut.
-        AudioLoadingError: it cannot be decoded, or would be more audio than its bytes and its recording allow.
+        ValueError: the audio is missing, it has several channels, or the cut was perturbed without it.
+        AudioLoadingError: the audio cannot be decoded, or is longer than its bytes and its recording allow.
     """
     is_target = field == TARGET_AUDIO
     recording: Any = recording_of(cut) if is_target else (cut.custom or {}).get(field)
     done = _perturbations(cut) if is_target and recording is not cut.recording else ""
     refuse_example(
-        (recording is None, f"cut {cut.id!r} has no {field}; name it in open_shar(..., fields=[...])"),
-        (done, f"cut {cut.id!r} was changed by {done}, and its {field} was not: read it with open_shar"),
+        (recording is None, f"cut {cut.id!r} has no {field}: request it in open_shar(..., fields=[...])"),
+        (done, f"cut {cut.id!r} was perturbed by {done}, but its {field} was not: read it with open_shar"),
     )
     part = {"offset": cut.start, "duration": cut.duration} if is_target else {}
     for source in recording.sources:
-        # Plain lhotse's; those of ``open_shar`` look themselves.
+        # Sources of ``open_shar`` check the length of their audio themselves; sources of plain lhotse do not.
         if isinstance(source.source, bytes) and not isinstance(source, SafeSource):
             check_claims(source.source, None if recording.transforms else recording.duration, part.get("duration"))
     samples = recording.resample(sampling_rate).load_audio(**part)
@@ -106,37 +106,37 @@ def load_audio(cut: MonoCut, field: str, sampling_rate: int) -> np.ndarray:
 
 
 def mono(samples: np.ndarray, what: str) -> np.ndarray:
-    """Return the one channel of samples (channels, time) as float32 (time,); raise ValueError if there are several."""
-    refuse_example((len(samples) != 1, f"{what} has {len(samples)} channels; mono is needed"))
+    """Return the only channel of samples (channels, time) as float32 (time,); raise ValueError if there are several."""
+    refuse_example((len(samples) != 1, f"{what} has {len(samples)} channels: mono is required"))
     return samples[0].astype(np.float32, copy=False)
 
 
 def epoch_of(cut: MonoCut) -> int:
-    """Return the epoch of the cut's reader: of our ``shar_position``, or lhotse's ``shar_epoch``; else 0."""
+    """Return the epoch of the cut's reader, from ``shar_position`` or from lhotse's ``shar_epoch``; 0 if unknown."""
     custom = cut.custom or {}
     position = custom.get("shar_position")
     return position[0] if position is not None else custom.get("shar_epoch", 0)
 
 
 def text_of(cut: MonoCut, field: str) -> str | None:
-    """Return the supervision's text, or the value that its ``custom`` has under another name."""
+    """Return the supervision's text, or the value of ``field`` in its ``custom``."""
     supervision = cut.supervisions[0]
     return supervision.text if field == "text" else (supervision.custom or {}).get(field)
 
 
 def recording_of(cut: MonoCut) -> Recording | None:
-    """Return the target's audio: the field of that name, or the cut's own recording where its data has been read."""
+    """Return the recording with the target's audio: the cut's own recording if it is in memory, or the field."""
     field = (cut.custom or {}).get(TARGET_AUDIO)
     own = cut.recording
     if own is None or not all(source.type in _LOADED for source in own.sources):
         return field
-    # ``open_shar`` attaches the field as the recording too, and lhotse perturbs the recording alone.
+    # ``open_shar`` attaches the field as the recording too. lhotse perturbs only the recording, so it is preferred.
     same = field is None or all(a.source is b.source for a, b in zip(own.sources, field.sources, strict=False))
     return own if same else field
 
 
 def _perturbations(cut: MonoCut) -> str:
-    """Return the names of lhotse's transforms of the cut's recording, resampling apart, such as ``Speed``."""
+    """Return the names of lhotse's transforms of the cut's recording, such as ``Speed``, except resampling."""
     transforms = (cut.recording.transforms if cut.recording is not None else None) or []
     names = [one["name"] if isinstance(one, dict) else type(one).__name__ for one in transforms]
     return ", ".join(name for name in names if name != "Resample")
@@ -144,7 +144,10 @@ def _perturbations(cut: MonoCut) -> str:
 
 @dataclass(frozen=True)
 class ContextSlice:
-    """``length`` frames, from frame ``first`` on, of a context of ``num_frames``, which starts over at its end."""
+    """A slice of ``length`` frames of a context, beginning at frame ``first`` and repeating the context if needed.
+
+    ``num_frames`` is the length of the whole context; ``frame_shift`` is in seconds.
+    """
 
     first: int
     length: int
@@ -152,10 +155,10 @@ class ContextSlice:
     frame_shift: float
 
     def of_samples(self, samples: np.ndarray, sampling_rate: int) -> np.ndarray:
-        """Return the same seconds of samples (time,) at ``sampling_rate``.
+        """Return the same seconds from the context's samples (time,) at ``sampling_rate``.
 
-        The context is brought to its whole frames first, with zeros behind it or, where it was rounded up at another
-        rate, without its last sample: so what is repeated stays in step with the codes.
+        The samples are first padded or trimmed to ``num_frames`` whole frames. Repeated audio thus stays aligned with
+        the codes.
         """
         per_frame = self.frame_shift * sampling_rate
         whole = round(self.num_frames * per_frame)
@@ -165,7 +168,7 @@ class ContextSlice:
 
 
 def _take(values: np.ndarray, first: int, length: int) -> np.ndarray:
-    """Return ``length`` values along the last axis from ``first`` on, starting over at the end."""
+    """Return ``length`` values along the last axis from ``first``, wrapping around at the end."""
     size = values.shape[-1]
     if first + length <= size:
         return values[..., first : first + length]
@@ -174,11 +177,11 @@ def _take(values: np.ndarray, first: int, length: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecForm:
-    """The form of a codec's codes, and the ids that mark their begin and end.
+    """The form of a codec's codes, and the ids of BOS and EOS.
 
-    ``bos`` and ``eos`` default to ``codebook_size`` and ``codebook_size + 1``, the first ids that are no codes; the
-    context's default to the target's. ``marks=False`` adds none at all. ``num_codebooks`` may be left out for a
-    ``ContextSpeechDataset``, where the codes themselves say it.
+    ``bos`` and ``eos`` default to ``codebook_size`` and ``codebook_size + 1``, the first ids after the codes;
+    ``context_bos`` and ``context_eos`` default to ``bos`` and ``eos``. With ``marks=False``, no ids are added.
+    ``num_codebooks`` is not needed for a ``ContextSpeechDataset``, which takes it from the codes.
     """
 
     sampling_rate: int
@@ -193,16 +196,16 @@ class CodecForm:
 
     @property
     def frame_shift(self) -> float:
-        """Seconds."""
+        """Duration of a frame in seconds."""
         return self.samples_per_frame / self.sampling_rate
 
     def num_frames(self, duration: float) -> int:
-        """Return the frames of so many seconds."""
+        """Return the number of frames in ``duration`` seconds, rounded up."""
         return math.ceil(duration / self.frame_shift - TOLERANCE)
 
     @property
     def target_marks(self) -> tuple[int, int]:
-        """BOS and EOS."""
+        """BOS and EOS of targets."""
         return (
             self.codebook_size if self.bos is None else self.bos,
             self.codebook_size + 1 if self.eos is None else self.eos,
@@ -219,18 +222,21 @@ class CodecForm:
 
     @classmethod
     def of_dataset(cls, dataset: str | Location, codec: str | None = None, **ids: Any) -> "CodecForm":
-        """Return the form of a codec of a dataset directory or URL; ``codec`` may be left out where there is one.
+        """Return the form of a codec of a dataset directory or URL.
+
+        Args:
+            codec: name of the codec; may be omitted if the dataset has only one.
 
         Raises:
-            ConfigError: there is no finished dataset, or not this codec, or several to choose from.
+            ConfigError: there is no finished dataset, it lacks the codec, or it has several and none is named.
         """
         records = {record.name: record for record in read_dataset(open_directory(dataset)).codecs}
         names = ", ".join(records) or "none"
         refuse(
             (codec is None and not records,
-             f"{dataset} has no codec: encode it, or use ContextSpeechDataset(None), which gives audio"),
-            (codec is None and len(records) > 1, f"{dataset} has the codecs {names}: name one with codec="),
-            (codec is not None and codec not in records, f"{dataset} has no codec {codec!r}; it has {names}"),
+             f"{dataset} has no codec: encode it, or load audio with ContextSpeechDataset(None)"),
+            (codec is None and len(records) > 1, f"{dataset} has the codecs {names}: choose one with codec="),
+            (codec is not None and codec not in records, f"{dataset} has no codec {codec!r}: choose from {names}"),
             code="unknown_codec",
         )  # fmt: skip
         record = records[codec or next(iter(records))]
@@ -244,30 +250,30 @@ class CodecForm:
 
 
 class ContextDraws:
-    """Draws of a slice of each context, by seed, epoch and cut alone.
+    """Random slices of contexts, determined by the seed, the epoch and the cut.
 
-    The shortest slice is ``min_duration`` rounded up to whole frames of the codec, the longest ``max_duration`` rounded
-    down, but never below the shortest.
+    The shortest slice is ``min_duration`` rounded up to whole frames of the codec. The longest is ``max_duration``
+    rounded down, but at least the shortest.
 
     Raises:
-        ValueError: ``min_duration`` is not positive, or above ``max_duration``, or this has no end.
+        ValueError: ``min_duration`` is not positive or exceeds ``max_duration``, or ``max_duration`` is infinite.
     """
 
     def __init__(self, min_duration: float, max_duration: float, seed: int) -> None:
         refuse_example(
             (not 0 < min_duration <= max_duration < math.inf,
-             f"context_duration_min ({min_duration}) must be positive and not above context_duration_max "
-             f"({max_duration}), a number of seconds"),
+             f"context_duration_min ({min_duration}) must be positive and at most context_duration_max "
+             f"({max_duration}), which must be finite"),
         )  # fmt: skip
         self._min_duration, self._max_duration, self._seed = min_duration, max_duration, seed
-        # In shared memory, so that worker processes of a loader that keeps them see the next epoch too.
+        # Persistent workers of a loader see a new epoch only through shared memory.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def draw(self, cut: MonoCut, num_frames: int, frame_shift: float) -> ContextSlice:
-        """Return the slice of the context of a cut, which has so many frames, of ``frame_shift`` seconds each.
+        """Draw a slice of a cut's context, which has ``num_frames`` frames of ``frame_shift`` seconds.
 
-        Its length is drawn evenly between the shortest and the smaller of the longest and ``num_frames``, then its
-        place among all places. A context shorter than the shortest slice is repeated from its beginning to that length.
+        The length is drawn uniformly between the shortest slice and the longest that fits into the context, then the
+        first frame uniformly among all that fit. A context that is shorter than the shortest slice is repeated.
         """
         refuse_example((num_frames == 0, f"the context of cut {cut.id!r} is empty"))
         shortest = max(1, math.ceil(self._min_duration / frame_shift - TOLERANCE))
@@ -277,13 +283,13 @@ class ContextDraws:
         return ContextSlice(draws.randint(0, max(0, num_frames - length)), length, num_frames, frame_shift)
 
     def draw_codes(self, cut: MonoCut, codec: CodecForm) -> tuple[ContextSlice, np.ndarray]:
-        """Return the slice of a cut's context, and its codes between BOS and EOS, (codebooks, frames), int64."""
+        """Draw a slice of a cut's context, and return it with its marked codes, int64 (codebooks, frames)."""
         codes = load_array(cut, CONTEXT_CODES)
         part = self.draw(cut, codes.shape[-1], codec.frame_shift)
         return part, _mark(_take(codes, part.first, part.length), codec, codec.context_marks, cut)
 
     def draw_audio(self, cut: MonoCut, sampling_rate: int, samples_per_frame: int) -> tuple[ContextSlice, np.ndarray]:
-        """Return the slice of a cut's context, in whole frames, and its samples (time,)."""
+        """Draw a slice of a cut's context in whole frames, and return it with its samples (time,)."""
         samples = load_audio(cut, CONTEXT_AUDIO, sampling_rate)
         num_frames = -(-len(samples) // samples_per_frame)
         part = self.draw(cut, num_frames, samples_per_frame / sampling_rate)
@@ -291,31 +297,31 @@ class ContextDraws:
 
 
 def load_target(cut: MonoCut, codec: CodecForm) -> np.ndarray:
-    """Return the codes of a cut's target between BOS and EOS, (codebooks, frames), int64.
+    """Load the codes of a cut's target between BOS and EOS, int64 (codebooks, frames).
 
     Raises:
-        ValueError: they are of another codec, or cannot follow what was done to the cut.
+        ValueError: the codes are from another codec, or the cut was perturbed.
     """
     array = (cut.custom or {}).get(TARGET_CODES)
     if isinstance(array, TemporalArray):
-        # Other tools give each cut a frame shift of its own, which misses the codec's by less than a frame a cut.
+        # Other tools derive the frame shift from each cut's duration, so it is off by less than a frame per cut.
         frames = array.shape[array.temporal_dim]
         refuse_example(
             (abs(array.frame_shift - codec.frame_shift) * frames > 2 * codec.frame_shift,
-             f"the codes of cut {cut.id!r} have a frame each {array.frame_shift:.4g} s, and the codec has one each "
-             f"{codec.frame_shift:.4g} s: give the CodecForm of the codec that open_shar reads"),
+             f"the codes of cut {cut.id!r} have a frame every {array.frame_shift:.4g} s, but the codec has one every "
+             f"{codec.frame_shift:.4g} s: pass the CodecForm of the codec that open_shar reads"),
         )  # fmt: skip
     return _mark(load_array(cut, TARGET_CODES), codec, codec.target_marks, cut)
 
 
 def _mark(codes: np.ndarray, codec: CodecForm, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
-    """Return codes (codebooks, frames) with BOS before and EOS behind them."""
+    """Check codes (codebooks, frames), and return them between BOS and EOS if the codec uses these."""
     name, size = f"the codes of cut {cut.id!r}", codec.codebook_size
     refuse_example(
         (codes.ndim != 2 or codes.shape[1] == 0, f"{name} have the shape {codes.shape}, not (codebooks, frames)")
     )
     least, most = codes.min(), codes.max()
-    refuse_example((least < 0 or most >= size, f"{name} are {least} to {most}, not 0 to {size - 1}"))
+    refuse_example((least < 0 or most >= size, f"{name} range from {least} to {most}, not from 0 to {size - 1}"))
     if not codec.marks:
         return codes.astype(np.int64)
     return np.pad(codes.astype(np.int64), ((0, 0), (1, 1)), constant_values=((0, 0), marks))

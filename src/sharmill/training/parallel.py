@@ -1,8 +1,8 @@
-"""Work in threads and child processes, which workers of a DataLoader can have too; no torch is imported for it.
+"""Parallel work in threads and child processes, which also works inside workers of a DataLoader.
 
-``parallel_map`` applies a function to every item of a stream, ahead of use: in order, within bounds. It is for what is
-too slow for the loop that uses it: decoding, resampling, features. Threads suffice for whatever works without Python's
-lock (libsndfile, torch, numpy); processes are for the rest. Both work on the cuts of one reader, also inside a shard.
+``parallel_map`` applies a function to every item of a stream in order, with bounded prefetching. It is meant for work
+that is too slow for the consuming loop, such as decoding, resampling and features. Threads suffice for code that
+releases Python's GIL (libsndfile, torch, numpy); other code needs processes. This module does not import torch.
 """
 
 import atexit
@@ -33,37 +33,40 @@ R = TypeVar("R")
 
 
 class ChildEnded(Exception):
-    """The end of a child before it sent a message; the text says how it ended, as ``describe_exit`` does."""
+    """A child process ended before it sent a message; the text is that of ``describe_exit``."""
 
 
 class ChildProcess(SpawnProcess):
-    """A new Python process, which runs already, and the pipe to it.
+    """A child process, started on construction, with a pipe to it.
 
-    It is spawned. A fork would copy the locks that threads of this process hold. multiprocessing's forkserver fails in
-    forked processes, such as workers of a DataLoader, which take the server of their parent for a child of their own.
-    Ctrl-C goes to every process of a terminal, but only this one is to answer it, so the child never sees a SIGINT.
+    The process is spawned. A fork would copy locks that threads of this process hold. multiprocessing's forkserver
+    fails in forked processes, such as workers of a DataLoader, because these mistake their parent's server for their
+    own child. Ctrl-C reaches every process of a terminal, but only the parent should handle it, so the child blocks
+    SIGINT.
 
     Args:
-        target: is called in the child as ``target(connection, *args)``, and can be pickled.
-        args: can be pickled.
-        name: of the process, for lists of processes.
-        daemon: the child ends with this process.
+        target: called in the child as ``target(connection, *args)``; must be picklable.
+        args: must be picklable.
+        name: name of the process, for lists of processes.
+        daemon: end the child with this process.
 
     Raises:
         OSError: the process cannot be started.
 
     Attributes:
-        connection: this end of the pipe.
+        connection: the parent's end of the pipe.
     """
 
     def __init__(self, target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> None:
         ours, theirs = multiprocessing.Pipe()
         super().__init__(target=target, args=(theirs, *args), name=name, daemon=daemon)
-        # A process inherits blocked signals. The tracker that multiprocessing starts beside it would unblock them.
+        # The child inherits the blocked SIGINT. Starting multiprocessing's resource tracker would unblock it, so the
+        # tracker is started first.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        # multiprocessing lets no daemon, such as a worker of a DataLoader, have children, since they might outlive it:
-        # ours end with their pipe. The property is public, and this check alone reads it of the running process.
+        # multiprocessing forbids children of daemons, such as workers of a DataLoader, because children might outlive
+        # them. Our children end with their pipe, so the check is bypassed; nothing else reads the current process's
+        # public ``daemon`` property.
         this = multiprocessing.current_process()
         was_daemon, this.daemon = this.daemon, False
         try:
@@ -72,13 +75,14 @@ class ChildProcess(SpawnProcess):
         finally:
             this.daemon = was_daemon
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Only now, since the attributes that a process has at its start are pickled for the child.
+        # Set after the start, because attributes that exist at the start are pickled for the child.
         self.connection: Connection = ours
 
     def send(self, message: Any) -> None:
-        """Send an object, pickled as it is: tensors of torch too, which ``Connection.send`` would put in shared memory.
+        """Send a pickled object.
 
-        Nothing happens if the child has ended; ``receive`` raises the error.
+        Torch tensors are pickled too, whereas ``Connection.send`` would move them to shared memory. If the child has
+        ended, nothing is sent, and ``receive`` raises the error.
 
         Raises:
             Exception: the message cannot be pickled; nothing was sent.
@@ -88,12 +92,12 @@ class ChildProcess(SpawnProcess):
             self.connection.send_bytes(data)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """Return the next message of the child; wait for it for ``timeout`` seconds, by default without limit.
+        """Return the child's next message, waiting up to ``timeout`` seconds or, by default, indefinitely.
 
         Raises:
-            ChildEnded: there is none, and the child has ended.
-            TimeoutError: there is none yet.
-            Exception: it cannot be unpickled.
+            ChildEnded: the child ended without sending another message.
+            TimeoutError: no message arrived in time.
+            Exception: the message cannot be unpickled.
         """
         try:
             data = self.connection.recv_bytes() if self.connection.poll(timeout) else None
@@ -113,46 +117,46 @@ def parallel_map(
     kind: Literal["thread", "process"] = "thread",
     prefetch: int | None = None,
 ) -> "_ParallelMap[T, R]":
-    """Return an iterable over ``fn`` of every item, in the order of the items; it may be iterated over again.
+    """Return an iterable over ``fn(item)`` for every item, in order; it can be iterated over repeatedly.
 
-    A thread of its own reads the items, so that reading, working and using go on at the same time. An exception, of
-    ``fn`` or of the items, is raised where its item would have come, after all before it; nothing comes after it. The
-    workers end with the iteration, also where it is given up early.
+    A separate thread reads the items, so reading, processing and consuming overlap. An exception from ``fn`` or from
+    the items is raised in the place of its result, after all earlier results, and ends the iteration. The workers end
+    with the iteration, even if it is abandoned early.
 
-    **State.** This keeps none, and that of the reader is up to ``prefetch`` items in front of what was delivered. Put
-    ``sharmill.shar.reading.loading.ResumableDataset`` around the pipeline, or call ``mark_consumed`` of the reader with
-    what came out: both count by the ``shar_position`` of the cuts, which ``fn`` must leave there.
+    **State.** The map has no state, and the reader's state is up to ``prefetch`` items ahead of the delivered results.
+    Wrap the pipeline in ``sharmill.shar.reading.loading.ResumableDataset``, or pass results to the reader's
+    ``mark_consumed``. Both rely on the ``shar_position`` of the cuts, which ``fn`` must preserve.
 
     Args:
-        items: cuts, or anything else.
-        fn: changes nothing that other items use. For processes, it, the items and the results can be pickled; arrays of
-            numpy travel faster than tensors.
-        num_workers: threads or processes. Operations of torch that use all cores themselves gain nothing from either:
-            with threads, ``torch.set_num_threads(1)`` first; processes do so.
-        kind: ``process`` starts new ones for each iteration, which takes seconds where they import torch; each worker
-            of a torch DataLoader has its own.
-        prefetch: items that may be read and not yet delivered; by default 4 for each worker.
+        items: cuts, or any other items.
+        fn: a function without side effects on other items. For processes, the function, the items and the results must
+            be picklable; numpy arrays are transferred faster than tensors.
+        num_workers: number of threads or processes. Torch operations that use all cores gain nothing from more
+            workers. Before using threads, call ``torch.set_num_threads(1)``; processes do this themselves.
+        kind: ``process`` starts new processes for each iteration, which takes seconds if they import torch. Each worker
+            of a torch DataLoader starts its own.
+        prefetch: maximum number of items that are read but not yet delivered; by default 4 per worker.
 
     Raises:
-        FatalError: while iterating: a worker process ended.
-        ConfigError: there is no worker, or fewer items may be ahead than there are workers, or another kind.
+        FatalError: a worker process ended during the iteration.
+        ConfigError: ``num_workers`` is below 1, ``prefetch`` is below ``num_workers``, or ``kind`` is unknown.
 
     Example:
         >>> list(parallel_map([1, 2, 3], str))
         ['1', '2', '3']
         >>> features = CutSet(parallel_map(open_shar("data"), add_features, 4))  # doctest: +SKIP
     """
-    refuse((kind not in ("thread", "process"), f"kind is {kind!r}: it is 'thread' or 'process'"))
+    refuse((kind not in ("thread", "process"), f"kind is {kind!r}: it must be 'thread' or 'process'"))
     at_least(1, "num_workers", num_workers)
-    # Fewer would leave some of the workers without work.
+    # A smaller value would leave some workers idle.
     prefetch = at_least(num_workers, "prefetch", 4 * num_workers if prefetch is None else prefetch)
     return _ParallelMap(items, fn, num_workers, kind, prefetch)
 
 
 def at_least(least: int, name: str, value: int) -> int:
-    """Return a whole number, which may be NumPy's; raise ConfigError for anything else, and for a smaller one."""
+    """Return ``value``; raise ConfigError unless it is an integer, Python's or NumPy's, of at least ``least``."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is {value!r}: it is a whole number of at least {least}", code="bad_config_value")
+        raise ConfigError(f"{name} is {value!r}: it must be an integer of at least {least}", code="bad_config_value")
     return value
 
 
@@ -172,7 +176,7 @@ class _ParallelMap(Generic[T, R]):
 
     def __iter__(self) -> Iterator[R]:
         with ExitStack() as stack:
-            # An iteration that is left open ends with the program, while the modules that it needs are still there.
+            # An unfinished iteration must end before Python's shutdown removes the modules that it needs.
             atexit.register(stack.close)
             stack.callback(atexit.unregister, stack.close)
             fn = self.fn
@@ -194,18 +198,18 @@ class _ParallelMap(Generic[T, R]):
             ahead = deque(reader.submit(start_next) for _ in range(self.prefetch))
             while (future := ahead.popleft().result()) is not None:
                 result = future.result()
-                # Delivered as soon as it is asked for: what the user holds is no longer ahead.
+                # A result counts as delivered once it is requested, so the next read starts before the yield.
                 ahead.append(reader.submit(start_next))
                 yield result
 
 
 @contextmanager
 def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callable[[T], R]]:
-    """A function that is called in other processes, by as many threads as there are processes.
+    """Yield a wrapper that calls ``fn`` in worker processes; up to ``num_workers`` threads may call it at once.
 
-    The items and the results go as pickles through a pipe per process, so that nothing but the two ends can block: no
-    queues, no threads between, no shared memory of tensors that is gone with its maker. The processes import what the
-    function needs while this one goes on; at the end, when they must be idle, they are waited for.
+    Items and results are pickled through one pipe per process. Thus no queue or intermediate thread can block, and no
+    tensor in shared memory disappears with the process that created it. The processes import the function's modules in
+    the background. They must be idle when the context exits, which waits for them to end.
 
     Raises:
         Exception: the function cannot be pickled.
@@ -235,8 +239,8 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
         yield call
     finally:
         for worker in workers:
-            with suppress(OSError):  # It may have ended already.
-                # Closing alone is not enough: a process forked meanwhile has the pipe open as well.
+            with suppress(OSError):  # the process may have ended already
+                # Closing the pipe would not end the worker if a process that was forked meanwhile also holds it open.
                 worker.connection.send_bytes(b"")
             worker.connection.close()
         for worker in workers:
@@ -244,19 +248,19 @@ def _worker_processes(fn: Callable[[T], R], num_workers: int) -> Iterator[Callab
 
 
 def _map_items(connection: Connection, function: bytes) -> None:
-    """Answer in the process until it is told to end."""
-    # One core each: OpenMP's threads wait for one another by spinning, so that those of several workers would collide.
+    """Serve calls in a worker process until an empty message arrives."""
+    # OpenMP threads wait by spinning, so the threads of several workers would slow each other down.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # A new process imports the program's main module before this: then torch has read its environment already.
+    # If the program's main module imports torch, torch has read the environment before this point.
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
     fn: Callable[[Any], Any] | None = None
-    with suppress(EOFError, ConnectionError):  # The parent died.
-        while question := connection.recv_bytes():
+    with suppress(EOFError, ConnectionError):  # the parent died
+        while request := connection.recv_bytes():
             try:
-                # Here, since a module that cannot be imported is an error like any other.
+                # Unpickled inside the try block, so that a failing import is reported like any other error.
                 fn = pickle.loads(function) if fn is None else fn
-                answer = pickle.dumps((True, fn(pickle.loads(question)), ""), pickle.HIGHEST_PROTOCOL)
-            except Exception as error:  # noqa: BLE001  whatever it is, it is raised where the result would have come
-                answer = pickle.dumps((False, *portable(error)), pickle.HIGHEST_PROTOCOL)
-            connection.send_bytes(answer)
+                reply = pickle.dumps((True, fn(pickle.loads(request)), ""), pickle.HIGHEST_PROTOCOL)
+            except Exception as error:  # noqa: BLE001  any error is raised in the place of its result
+                reply = pickle.dumps((False, *portable(error)), pickle.HIGHEST_PROTOCOL)
+            connection.send_bytes(reply)

@@ -1,6 +1,6 @@
-"""Batches of padded tensors for TTS and speech language models, made of the cuts or examples that a sampler chose.
+"""Batches of padded tensors for TTS and speech language models, built from the cuts or examples of a sampler.
 
-``ContextSpeechDataset`` is for cuts alone, ``SpeechTextDataset`` for any mixture of speech, text and conversations.
+``ContextSpeechDataset`` takes only cuts. ``SpeechTextDataset`` takes any mixture of speech, text and conversations.
 Their docstrings list the entries of a batch.
 """
 
@@ -40,69 +40,72 @@ _16KHZ = 16000
 
 
 class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
-    """A maker of batches: text tokens, target, and a random slice of the context of each cut as tensors.
+    """A dataset that turns cuts into batches of text tokens, targets and random slices of contexts.
 
-    A batch of B cuts has these entries. Tensors are padded at the end; the lengths say where the padding begins.
+    A batch of B cuts has these entries. Tensors are padded at the end, and the lengths exclude the padding.
 
     ============================ ===================== =========================================================
     entry                        type, shape           content
     ============================ ===================== =========================================================
     ``ids``                      list of B             cut ids
-    ``text``, ``language``       lists of B            of the supervision; None where it has none
-    ``speaker``                  list of B             the speaker tag; None where there is none
-    ``tags``                     list of B             dicts of those ``tags`` of the loader's entry that a cut has;
-                                                       only where some are named
+    ``text``, ``language``       lists of B            from the supervision; None if missing
+    ``speaker``                  list of B             the speaker tag; None if missing
+    ``tags``                     list of B             for each cut, a dict of the requested ``tags`` that it has;
+                                                       only if ``tags`` are requested
     ``durations``                float32 (B,)          seconds of the target
-    ``similarity``               float32 (B,)          of target and context; NaN where it is not known
+    ``similarity``               float32 (B,)          between target and context; NaN if unknown
     ``text_tokens``              int64 (B, N)          padded with ``text_pad_id``; only with a ``tokenizer``
-    ``text_lens``                int64 (B,)            tokens, begin and end included
+    ``text_lens``                int64 (B,)            number of tokens, including BOS and EOS
     ``target_codes``             int64 (B, C, T)       BOS, codes, EOS in every codebook; padded with ``code_pad_id``
-    ``target_code_lens``         int64 (B,)            frames, BOS and EOS included
+    ``target_code_lens``         int64 (B,)            number of frames, including BOS and EOS
     ``context_codes``            int64 (B, C, T)       a slice of the context in the same form
-    ``context_code_lens``        int64 (B,)            frames, BOS and EOS included
+    ``context_code_lens``        int64 (B,)            number of frames, including BOS and EOS
     ``context_durations``        float32 (B,)          seconds of the slice, without BOS and EOS
-    ``target_audio``             float32 (B, L)        instead of ``target_codes`` where cuts have no codes: samples at
-                                                       the codec's rate, padded with 0 to whole frames of the codec;
-                                                       without a codec at ``sampling_rate``, a frame being a sample
-    ``target_audio_lens``        int64 (B,)            samples, without padding
+    ``target_audio``             float32 (B, L)        instead of ``target_codes`` if cuts have no codes. With a codec:
+                                                       samples at its rate, padded with 0 to whole frames. Without:
+                                                       samples at ``sampling_rate``, not padded to frames
+    ``target_audio_lens``        int64 (B,)            number of samples without padding
     ``context_audio``            float32 (B, L)        instead of ``context_codes``; whole frames
-    ``context_audio_lens``       int64 (B,)            samples
-    ``audio_16khz``              float32 (B, L)        only with ``audio_16khz``: the whole target, or the seconds of
-                                                       the context that were sliced; padded with 0
-    ``audio_16khz_lens``         int64 (B,)            samples
+    ``context_audio_lens``       int64 (B,)            number of samples without padding
+    ``audio_16khz``              float32 (B, L)        only with ``audio_16khz``: the whole target, or the same seconds
+                                                       as the slice of the context; padded with 0
+    ``audio_16khz_lens``         int64 (B,)            number of samples without padding
     ============================ ===================== =========================================================
 
-    Cuts may be truncated: the target is the cut's part, the context is whole. Where the target is audio, they may be
-    perturbed (speed, volume); a cut whose codes would have to follow is refused, like one that is mixed.
+    Cuts may be truncated: the target follows the cut, and the context stays whole. Cuts may be perturbed (speed,
+    volume) only if the target is loaded as audio, because codes cannot be perturbed. Mixed cuts are refused.
 
-    Cuts may be padded at their end, as by ``pad_min_duration: 30`` of the loader. Lengths and ``durations`` are those
-    without it; the target's tensors, and ``audio_16khz`` of the target, reach to the end of the longest padded cut.
+    Cuts may be padded at their end, for example by the loader's ``pad_min_duration: 30``. Lengths and ``durations``
+    exclude this padding. The tensors of the target, and of the target's ``audio_16khz``, include it: they are as long
+    as the longest padded cut.
 
     To predict the next frame, use ``target_codes[..., :-1]`` as input and ``target_codes[..., 1:]`` as labels.
 
-    The slice of a context is a function of ``seed``, the epoch and the cut's id alone: not of the batch, the rank, the
-    worker or what came before, so that a resumed epoch has the slices of one that was not interrupted. The epoch is
-    the one that the cut's reader was in, where the cut tells it (``shar_position``, ``shar_epoch``), together with what
-    ``set_epoch`` was given last.
+    The slice of a context depends only on ``seed``, the epoch and the cut's id. It does not depend on the batch, the
+    rank, the worker or earlier batches, so a resumed epoch has the same slices as an uninterrupted one. The epoch is
+    the reader's epoch, if the cut records it (``shar_position``, ``shar_epoch``), combined with the last value given to
+    ``set_epoch``.
 
     Args:
-        codec: the form of the codes; ``CodecForm.of_dataset("data/librispeech")``. Its rate is that of audio as well.
-            None for data without codes: batches then have audio.
-        tokenizer: from text to ids, or one such function for each language; None for data without text.
-        context: False for data without contexts, or to leave them out.
-        context_duration_min: seconds; a shorter context is repeated from its beginning.
-        context_duration_max: seconds; what is longer is cut at a random place. See ``ContextDraws``.
-        audio_16khz: whose audio at 16 kHz to add, for speaker models.
-        tags: names of tags that the entries of ``input_cfg`` give their cuts, to tell the groups of a batch apart.
-        text_field: where the text is: in the supervision, or in its ``custom`` under this name.
+        codec: the form of the codes, such as ``CodecForm.of_dataset("data/librispeech")``. Audio is loaded at its
+            sampling rate too. None for data without codes: batches then contain audio.
+        tokenizer: a function from text to ids, or a mapping from languages to such functions; None for data without
+            text.
+        context: False to omit contexts, or for data without them.
+        context_duration_min: minimum length of a slice in seconds; a shorter context is repeated from its beginning.
+        context_duration_max: maximum length of a slice in seconds; a longer context is cut at a random place. See
+            ``ContextDraws``.
+        audio_16khz: add audio of the target or of the context at 16 kHz, for speaker models.
+        tags: names of tags that the entries of ``input_cfg`` give their cuts, to distinguish groups within a batch.
+        text_field: ``text`` for the text of the supervision; any other name is looked up in its ``custom``.
         text_bos_id: added before the tokens if it is not None.
         text_eos_id: added after the tokens if it is not None.
-        codes: False loads audio also where there are codes.
-        sampling_rate: Hz, of audio where ``codec`` is None; by default the rate that the audio has, which must be the
-            same for all cuts of a batch.
+        codes: False to load audio even if cuts have codes.
+        sampling_rate: sampling rate of audio in Hz if ``codec`` is None. By default audio is not resampled, and all
+            cuts of a batch must have the same rate.
 
     Raises:
-        ValueError: options that do not go together.
+        ValueError: the options contradict each other.
 
     Example:
         >>> dataset = ContextSpeechDataset(CodecForm.of_dataset("data/librispeech"))  # doctest: +SKIP
@@ -134,7 +137,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         refuse_example(
             (audio_16khz == "context" and not context, "audio_16khz='context' needs contexts"),
             (sampling_rate not in (None, rate),
-             f"audio has the codec's rate, {rate}: leave out sampling_rate, or the codec"),
+             f"sampling_rate differs from the codec's rate, {rate}: omit sampling_rate or the codec"),
         )  # fmt: skip
         if tokenizer is not None:
             check_tokenizers(tokenizer)
@@ -159,10 +162,10 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         """Return the batch of these cuts.
 
         Raises:
-            ValueError: a cut lacks what the batch needs, or not all have it in the same form; the message names it.
+            ValueError: a cut lacks a field that the batch needs, or cuts have it in different forms.
         """
         unpadded = [without_padding(cut) for cut in cuts]
-        refuse_example((not unpadded, "a batch without cuts"))
+        refuse_example((not unpadded, "the batch has no cuts"))
         cuts_list = [cut for cut, _ in unpadded]
         for cut in cuts_list:
             require_one_supervision(cut)
@@ -194,13 +197,13 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
     def _tokens(self, tokenizer: Tokenizers, cut: MonoCut) -> np.ndarray:
         text = text_of(cut, self.text_field) or ""
         refuse_example(
-            (not text, f"cut {cut.id!r} has no {self.text_field!r}; use tokenizer=None for data without text")
+            (not text, f"cut {cut.id!r} has no {self.text_field!r}: use tokenizer=None for data without text")
         )
         ids = tokenize(tokenizer, text, cut.supervisions[0].language, cut.id, self.text_marks)
         return np.array(ids, dtype=np.int64)
 
     def _targets(self, cuts: list[MonoCut], seconds: float) -> Batch:
-        """Return the targets in tensors of at least so many seconds."""
+        """Return the targets in tensors that cover at least ``seconds``."""
         if (codec := self._codec_of(cuts, TARGET_CODES, TARGET_AUDIO)) is not None:
             rows = _same_codebooks([load_target(cut, codec) for cut in cuts], cuts)
             at_least = codec.num_frames(seconds) + 2 * codec.marks
@@ -210,7 +213,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return _padded(TARGET_AUDIO, "target_audio_lens", samples, multiple=per_frame, at_least=round(seconds * rate))
 
     def _contexts(self, cuts: list[MonoCut]) -> Batch:
-        """Return a slice of each context, and with ``audio_16khz`` the same seconds at that rate."""
+        """Return a slice of each context and, if requested, the same seconds as audio at 16 kHz."""
         if (codec := self._codec_of(cuts, CONTEXT_CODES, CONTEXT_AUDIO)) is not None:
             drawn = [self._draws.draw_codes(cut, codec) for cut in cuts]
             rows = _same_codebooks([row for _, row in drawn], cuts)
@@ -228,26 +231,28 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         return batch
 
     def _audio_form(self, cuts: list[MonoCut]) -> tuple[int, int]:
-        """Return the rate of a batch's audio, and the samples of a frame: one where there is no codec."""
+        """Return the sampling rate of a batch's audio and the number of samples per frame, 1 without a codec."""
         if self.codec is not None:
             return self.codec.sampling_rate, self.codec.samples_per_frame
         if self.sampling_rate is not None:
             return self.sampling_rate, 1
         rates = {int(found.sampling_rate): cut for cut in cuts if (found := recording_of(cut)) is not None}
-        told = " and ".join(f"{cut.id!r} has {rate} Hz" for rate, cut in rates.items())
-        refuse_example((len(rates) > 1, f"cut {told}; a batch has one rate: give sampling_rate="))
+        found_rates = " and ".join(f"{cut.id!r} has {rate} Hz" for rate, cut in rates.items())
+        refuse_example(
+            (len(rates) > 1, f"cut {found_rates}, but a batch has a single rate: set sampling_rate= to resample")
+        )
         return next(iter(rates)), 1
 
     def _codec_of(self, cuts: list[MonoCut], codes: str, audio: str) -> CodecForm | None:
-        """Return the codec if the batch has this side as codes, all of it, and None if it has it as audio."""
+        """Return the codec if all cuts have the field ``codes``, or None if all have the field ``audio`` instead."""
         with_codes = [cut for cut in cuts if self.codes and holds(cut, codes)]
         if len(with_codes) == len(cuts):
             return self.codec
         if with_codes:
             other = next(cut for cut in cuts if not holds(cut, codes))
             raise ValueError(
-                f"cut {with_codes[0].id!r} has {codes} and cut {other.id!r} has none; a batch has one form: "
-                "leave out such cuts, or load audio for all with codes=False"
+                f"cut {with_codes[0].id!r} has {codes} but cut {other.id!r} has none: exclude cuts without codes, or "
+                "load audio for all cuts with codes=False"
             )
         for cut in cuts:
             if not holds(cut, audio):
@@ -255,12 +260,12 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
                 is_own = CONTEXT_UNALIGNED in (cut.custom or {})
                 if audio == CONTEXT_AUDIO and is_own and CONTEXT_KEYS[0] not in (cut.supervisions[0].custom or {}):
                     raise ValueError(
-                        f"cut {cut.id!r} has {wanted}: its dataset was made without contexts (match: null); give "
-                        "context=False, or use a dataset with contexts"
+                        f"cut {cut.id!r} has {wanted}, because its dataset was built without contexts (match: null): "
+                        "set context=False, or use a dataset with contexts"
                     )
-                otherwise = ", or give context=False" if audio == CONTEXT_AUDIO else ""
+                otherwise = ", or set context=False" if audio == CONTEXT_AUDIO else ""
                 raise ValueError(
-                    f"cut {cut.id!r} has {wanted}; name these fields in open_shar(..., fields=[...]){otherwise}"
+                    f"cut {cut.id!r} has {wanted}: request the field in open_shar(..., fields=[...]){otherwise}"
                 )
         return None
 
@@ -269,14 +274,14 @@ def _same_codebooks(rows: list[np.ndarray], cuts: list[MonoCut]) -> list[np.ndar
     first, count = cuts[0].id, len(rows[0])
     refuse_example(*(
         (len(row) != count,
-         f"cut {first!r} has {count} codebooks and cut {cut.id!r} has {len(row)}: a batch is of one codec")
+         f"cut {first!r} has {count} codebooks but cut {cut.id!r} has {len(row)}: batch only cuts of one codec")
         for row, cut in zip(rows, cuts, strict=True)
     ))  # fmt: skip
     return rows
 
 
 def _tags_of(examples: Sequence[Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return those of the named tags that each example has."""
+    """Return, for each example, the requested tags that it has."""
     customs = [example.custom or {} for example in examples]
     return [{name: custom[name] for name in names if name in custom} for custom in customs]
 
@@ -284,9 +289,11 @@ def _tags_of(examples: Sequence[Any], names: Sequence[str]) -> list[dict[str, An
 def _padded(
     name: str, lengths: str, rows: Sequence[np.ndarray], value: int = 0, *, multiple: int = 1, at_least: int = 0
 ) -> Batch:
-    """Return rows (..., length) as one tensor (B, ..., longest), and their lengths (B,).
+    """Pad rows (..., length) to one tensor (B, ..., longest), and return it with their lengths (B,).
 
-    The longest is ``at_least`` so long, and rounded up to ``multiple``.
+    Args:
+        at_least: minimum of ``longest``.
+        multiple: ``longest`` is rounded up to a multiple of this.
     """
     sizes = [row.shape[-1] for row in rows]
     longest = -(-max(*sizes, at_least) // multiple) * multiple
@@ -297,7 +304,7 @@ def _padded(
 
 
 class Kind(IntEnum):
-    """Content of a position."""
+    """Kind of content at a position of a sequence."""
 
     PADDING = 0
     TEXT = 1
@@ -307,10 +314,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Positions:
-    """Positions of one kind that follow each other.
+    """A run of consecutive positions of one kind.
 
-    ``values`` are token ids (positions,), codes (codebooks, positions) or samples (positions, samples of a frame);
-    ``predicted`` (positions,) is true for those that a model learns to predict from what comes before them.
+    Attributes:
+        values: token ids (positions,), codes (codebooks, positions) or samples (positions, samples per frame).
+        predicted: bool (positions,); true if a model learns to predict the position from the earlier ones.
     """
 
     kind: Kind
@@ -319,53 +327,55 @@ class Positions:
 
 
 class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
-    """A maker of batches of any mixture of utterances, texts, pairs of texts, and conversations.
+    """A dataset that turns any mixture of utterances, texts, pairs of texts and conversations into batches.
 
     Each example becomes one sequence, in which a position is a token of text or a frame of speech:
 
-    * an utterance (a cut): its text, if it has one, a slice of its context, and the target, whose codes are predicted;
-    * a text, a pair or a chat: its tokens, of which those of the assistant are predicted; of a text alone, all;
-    * a conversation: the tokens of its turns, with the frames of each audio turn in the place of its locator. Where a
-      cut has codes, the turn goes in as codes; otherwise the user's goes in as audio, for a model that hears.
+    * An utterance (a cut) becomes its text, if it has one, a slice of its context, and the target, whose codes are
+      predicted.
+    * A pair of texts or a chat becomes its tokens, of which the assistant's are predicted. All tokens of a single text
+      are predicted.
+    * A conversation becomes the tokens of its turns, with each audio locator replaced by the frames of its turn. A turn
+      whose cut has codes is added as codes; any other turn of the user is added as audio samples.
 
-    A batch of B examples, of which the longest has P positions, has these entries. Every batch has all of them, be
-    there text alone or speech alone in it.
+    A batch of B examples, the longest with P positions, has these entries. All entries are always present, even if the
+    batch contains only text or only speech.
 
     ================= ===================== ====================================================================
     entry             type, shape           content
     ================= ===================== ====================================================================
-    ``ids``           list of B             of the cut or conversation; of text, a checksum of it
-    ``tags``          list of B             dicts of those ``tags`` of the loader's entry that an example has
-    ``lengths``       int64 (B,)            positions, without padding, which is at the end
+    ``ids``           list of B             ids of cuts and conversations; for text, a checksum of the text
+    ``tags``          list of B             for each example, a dict of the requested ``tags`` that it has
+    ``lengths``       int64 (B,)            number of positions without the padding at the end
     ``kinds``         int64 (B, P)          ``Kind``: 0 padding, 1 text, 2 codes, 3 audio
-    ``spans``         int64 (B, P)          0 for the first stretch of one kind, 1 for the next: a text, a context, …
-    ``predicted``     bool (B, P)           true where a model learns to predict the position from those before it
-    ``text_tokens``   int64 (B, P)          token ids where ``kinds`` is 1, otherwise 0
-    ``codes``         int64 (B, C, P)       codes where ``kinds`` is 2, BOS and EOS around each stretch; otherwise 0
-    ``audio``         float32 (A, S)        the samples of each frame where ``kinds`` is 3, row by row of the batch
+    ``spans``         int64 (B, P)          number of the span, from 0: a text, a context, a target and so on
+    ``predicted``     bool (B, P)           true if a model learns to predict the position from the earlier ones
+    ``text_tokens``   int64 (B, P)          token ids at positions of kind 1, otherwise 0
+    ``codes``         int64 (B, C, P)       codes at positions of kind 2, with BOS and EOS in each span; otherwise 0
+    ``audio``         float32 (A, S)        samples of the A frames of kind 3 in the whole batch, row after row
     ================= ===================== ====================================================================
 
-    So ``hidden[batch["kinds"] == Kind.AUDIO] = embed(batch["audio"])``, and likewise for the others.
+    For example, ``hidden[batch["kinds"] == Kind.AUDIO] = embed(batch["audio"])`` embeds the audio.
 
-    Text is taken as the loader made it with its ``prompt_format`` (``input_ids``, and ``mask`` for what is predicted),
-    which gives every group of tags its prompt, by the tag ``context``. Without a prompt format there are utterances
-    alone, and the tokens are those of ``tokenizer``, all of which are predicted.
+    Text must be prompted by the loader's ``prompt_format``, which sets ``input_ids`` and the ``mask`` of predicted
+    tokens and chooses the prompt of each group by the tag ``context``. Only utterances may come without a prompt
+    format: their text is then tokenized by ``tokenizer``, and all its tokens are predicted.
 
-    The slice of a context is that of a ``ContextSpeechDataset`` with the same seed.
+    The slice of a context equals the one that ``ContextSpeechDataset`` draws with the same seed.
 
     Args:
-        codec: the form of codes, and of the frames of audio: ``CodecForm.of_dataset("data/librispeech")``.
-        tokenizer: the one that the loader has: a function from text to ids, or one of NeMo (``text_to_ids``). The
-            locator of audio turns should be a special token of it.
-        context: False for data without contexts, or to leave them out; None takes them where an utterance has one.
+        codec: the form of the codes and of the frames of audio, such as ``CodecForm.of_dataset("data/librispeech")``.
+        tokenizer: the loader's tokenizer: a function from text to ids, or an object of NeMo with ``text_to_ids``. The
+            locator of audio turns should be one of its special tokens.
+        context: True requires a context for each utterance. None uses the contexts that exist. False omits contexts.
         context_duration_min, context_duration_max: seconds; see ``ContextSpeechDataset``.
         tags: names of tags that the entries of ``input_cfg`` give their data.
         text_bos_id, text_eos_id: added around the text of an utterance that came without a prompt format.
-        seed: of the slices of contexts.
+        seed: seed of the slices of contexts.
 
     Raises:
         ConfigError: the codec's form lacks the number of codebooks.
-        ValueError: limits do not go together.
+        ValueError: the limits of the context's duration contradict each other.
 
     Example:
         >>> dataset = SpeechTextDataset(CodecForm.of_dataset("data/libritts"), tokenizer)  # doctest: +SKIP
@@ -390,7 +400,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
     ) -> None:
         self.codec, self.num_codebooks = codec, codec.num_codebooks or 0
         refuse(
-            (not self.num_codebooks, "the CodecForm has no num_codebooks, which a batch of text alone needs as well"),
+            (not self.num_codebooks, "the CodecForm has no num_codebooks: set it, since batches of text need it too"),
             code="bad_codec",
         )
         self.tokenizer: Tokenizers = getattr(tokenizer, "text_to_ids", tokenizer)
@@ -408,11 +418,11 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         """Return the batch of these examples.
 
         Raises:
-            ConfigError: the loader's settings, or the fields of the dataset, do not give what the batch needs.
-            ValueError: an example is not what a sequence can be made of; the message names it.
+            ConfigError: the loader's settings or the fields of the dataset do not provide what the batch needs.
+            ValueError: an example cannot be turned into a sequence; the message names the example.
         """
         batch_examples = list(examples)
-        refuse_example((not batch_examples, "a batch without examples"))
+        refuse_example((not batch_examples, "the batch has no examples"))
         sequences = [self.spans_of(example) for example in batch_examples]
         lengths = [sum(len(span.predicted) for span in spans) for spans in sequences]
         shape = (len(sequences), max(lengths))
@@ -432,7 +442,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
                 else:
                     audio.append(span.values)
                 begin = place.stop
-        # Nothing comes before the first position.
+        # The first position cannot be predicted, because no position comes before it.
         predicted[:, :1] = False
         arrays = {
             "lengths": np.array(lengths), "kinds": kinds, "spans": numbers, "predicted": predicted,
@@ -450,17 +460,17 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         name = _id_of(example)
         refuse_example(
             (isinstance(example, Cut),
-             f"cut {name!r} is a {type(example).__name__}; sequences are made of MonoCuts, without padding"),
+             f"cut {name!r} is a {type(example).__name__}: sequences are built only from MonoCuts without padding"),
         )  # fmt: skip
         refuse(
             (getattr(example, "input_ids", None) is None,
-             f"{name!r} came without input_ids: set prompt_format in the loader's settings, which may be plain"),
+             f"{name!r} has no input_ids: set prompt_format in the loader's settings, for example to plain"),
             code="missing_key",
         )  # fmt: skip
         return list(self._conversation(example))
 
     def _utterance(self, cut: MonoCut) -> Iterator[Positions]:
-        """Yield text, context and target of a cut."""
+        """Yield the text, context and target of a cut."""
         require_one_supervision(cut)
         if getattr(cut, "input_ids", None) is not None:
             yield Positions(Kind.TEXT, *_prompted(cut))
@@ -471,10 +481,10 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         has_context = holds(cut, CONTEXT_CODES)
         refuse(
             (self.context and not has_context,
-             f"cut {cut.id!r} has no {CONTEXT_CODES}: name them in fields, encode the dataset, or make the "
+             f"cut {cut.id!r} has no {CONTEXT_CODES}: add the field to fields, encode the dataset, or create the "
              "SpeechTextDataset with context=False for data without contexts"),
             (not holds(cut, TARGET_CODES),
-             f"cut {cut.id!r} has no {TARGET_CODES}: name them in fields, or encode the dataset"),
+             f"cut {cut.id!r} has no {TARGET_CODES}: add the field to fields, or encode the dataset"),
             code="unknown_field",
         )  # fmt: skip
         if has_context and self.context is not False:
@@ -483,7 +493,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         yield self._codes_span(load_target(cut, self.codec), cut, predicted=True)
 
     def _conversation(self, example: Any) -> Iterator[Positions]:
-        """Yield the tokens of a text or of turns, and in the place of each locator the frames of its audio turn."""
+        """Yield the tokens of a text or a conversation, with each locator replaced by the frames of its audio turn."""
         tokens, predicted = _prompted(example)
         turns = [turn for turn in getattr(example, "turns", ()) if hasattr(turn, "cut")]
         begin = 0
@@ -496,7 +506,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             yield Positions(Kind.TEXT, tokens[begin:], predicted[begin:])
 
     def _locators(self, tokens: np.ndarray, turns: list[Any], example: Any) -> list[tuple[int, int]]:
-        """Return where the locator of each audio turn begins and ends in the tokens."""
+        """Return the start and end of each audio turn's locator in the tokens."""
         places: list[tuple[int, int]] = []
         if turns:
             ids = tokenize(self.tokenizer, turns[0].audio_locator_tag, None, _id_of(example))
@@ -505,24 +515,24 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         if len(places) != len(turns):
             tag = turns[0].audio_locator_tag
             texts = [turn for turn in example.turns if tag in str(getattr(turn, "value", ""))]
-            told = (
-                f"a text turn of {texts[0].role} with {tag!r} in it, which stands for audio: take it out of the text, "
-                "or set an audio_locator_tag that no text has"
+            problem = (
+                f"a text turn of {texts[0].role} that contains the audio_locator_tag {tag!r}: remove it from the text, "
+                "or set a tag that occurs in no text"
                 if texts
-                else f"{len(turns)} audio turns and {len(places)} times the tokens of {tag!r}: make the "
+                else f"{len(turns)} audio turns but {len(places)} occurrences of the tokens of {tag!r}: make the "
                 "audio_locator_tag a special token of the tokenizer"
             )
-            raise ConfigError(f"conversation {_id_of(example)!r} has {told}", code="bad_config_value")
+            raise ConfigError(f"conversation {_id_of(example)!r} has {problem}", code="bad_config_value")
         return places
 
     def _audio_turn(self, cut: MonoCut, predicted: bool, example: Any) -> Positions:
-        """Return the frames of an audio turn: its codes, or else its samples, which cannot be predicted."""
+        """Return the frames of an audio turn: its codes or, without codes, its samples, which cannot be predicted."""
         if holds(cut, TARGET_CODES):
             return self._codes_span(load_target(cut, self.codec), cut, predicted=predicted)
         refuse(
             (predicted,
              f"an audio turn of the assistant in conversation {_id_of(example)!r} has no {TARGET_CODES}, and audio "
-             "cannot be predicted: make it of a dataset with codes, or leave it out"),
+             "cannot be predicted: take the turn from a dataset with codes, or remove it"),
             code="unknown_field",
         )  # fmt: skip
         rate = self.codec.sampling_rate
@@ -530,10 +540,10 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
             samples = load_audio(cut, TARGET_AUDIO, rate)
         elif CONTEXT_UNALIGNED in (cut.custom or {}):
             raise ValueError(
-                f"cut {cut.id!r} of a conversation has neither {TARGET_CODES} nor {TARGET_AUDIO}: name one in fields"
+                f"cut {cut.id!r} of a conversation has neither {TARGET_CODES} nor {TARGET_AUDIO}: add one to fields"
             )
         else:
-            # Not a cut of ours: its audio is in its file.
+            # The cut is not from a dataset of sharmill, so its audio is loaded from its own file.
             samples = mono(cut.resample(rate).load_audio(), f"the audio of cut {cut.id!r}")
         size = self.codec.samples_per_frame
         frames = np.pad(samples, (0, -len(samples) % size)).reshape(-1, size)
@@ -542,17 +552,17 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
     def _codes_span(self, marked: np.ndarray, cut: MonoCut, *, predicted: bool) -> Positions:
         refuse(
             (len(marked) != self.num_codebooks,
-             f"the codes of cut {cut.id!r} have {len(marked)} codebooks, and the codec has {self.num_codebooks}"),
+             f"the codes of cut {cut.id!r} have {len(marked)} codebooks, but the codec has {self.num_codebooks}"),
             code="bad_codec",
         )  # fmt: skip
         mask = np.full(marked.shape[1], predicted)
-        # The begin of the codes is given, as it is when a model is used.
+        # BOS is given to the model at inference, so it need not be predicted.
         mask[: int(self.codec.marks)] = False
         return Positions(Kind.CODES, marked, mask)
 
 
 def _id_of(example: Any) -> str:
-    """Return the id of an example; text has none, and gets one made from it."""
+    """Return the id of an example; for text, which has no id, return one derived from its checksum."""
     if (found := getattr(example, "id", None)) is not None:
         return str(found)
     parts = [example.source, example.target] if hasattr(example, "source") else [example]
@@ -561,9 +571,9 @@ def _id_of(example: Any) -> str:
 
 
 def _prompted(example: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that the loader's prompt format made, and which of them are predicted.
+    """Return the tokens of the loader's prompt format and a mask of the predicted ones.
 
-    None is where the last turn is not the assistant's, as at inference.
+    No token is predicted if the last turn is not the assistant's, as at inference.
     """
     tokens = np.asarray(example.input_ids, dtype=np.int64)
     mask = getattr(example, "mask", None)

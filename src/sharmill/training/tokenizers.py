@@ -12,37 +12,37 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.registry import add_current_folder
 
 Tokenizer = Callable[[str], Sequence[int]]
-# One for all text, or one for each language.
+# A single tokenizer for all text, or one tokenizer per language.
 Tokenizers = Tokenizer | Mapping[str, Tokenizer]
 
 
 def load_tokenizers(names: Sequence[str]) -> Tokenizers:
-    """Load one tokenizer, or one for each language where the names are ``LANGUAGE=NAME``.
+    """Load one tokenizer, or one per language if the names have the form ``LANGUAGE=NAME``.
 
     Raises:
-        ConfigError: see ``load_tokenizer``; or there are several names without their languages.
+        ConfigError: a tokenizer cannot be loaded, or several names are given without languages.
     """
     if len(names) == 1 and not _language(names[0]):
         return load_tokenizer(names[0])
     by_language = {_language(name): load_tokenizer(name.partition("=")[2]) for name in names if _language(name)}
     refuse(
         (len(by_language) != len(names),
-         f"several tokenizers are given as LANGUAGE=NAME, each language once, not {' '.join(names)}"),
+         f"several tokenizers must be given as LANGUAGE=NAME, with each language once, not as {' '.join(names)}"),
         code="bad_tokenizer",
     )  # fmt: skip
     return by_language
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a function from text to token ids, without ids for begin or end.
+    """Load a function from text to token ids that adds no ids for BOS or EOS.
 
     Args:
         name: ``bytes`` (UTF-8), ``chars`` (Unicode code points), the path of a ``tokenizer.json`` (needs tokenizers) or
-            of a SentencePiece ``.model`` (needs sentencepiece), or ``module:callable``, where the module is looked for
-            in the current folder too.
+            of a SentencePiece ``.model`` (needs sentencepiece), or ``module:callable``. The module may also be in the
+            current folder.
 
     Raises:
-        ConfigError: there is no such tokenizer, or it cannot be loaded.
+        ConfigError: the tokenizer does not exist or cannot be loaded.
     """
     if name in ("bytes", "chars"):
         return _encode_bytes if name == "bytes" else _encode_chars
@@ -52,9 +52,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         return load_callable(name, "tokenizer")
     refuse(
         (not in_file,
-         f"there is no tokenizer {name!r}; it is 'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or "
+         f"unknown tokenizer {name!r}: use 'bytes', 'chars', a tokenizer.json, a SentencePiece .model, or "
          "module:callable"),
-        (not path.is_file(), f"there is no tokenizer {name}"),
+        (not path.is_file(), f"the tokenizer file {name} does not exist"),
         code="bad_tokenizer",
     )  # fmt: skip
     package = "tokenizers" if path.suffix == ".json" else "sentencepiece"
@@ -74,7 +74,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 class PromptTokenizer:
-    """A tokenizer in the form that NeMo's prompt formats ask for, of a function from text to ids."""
+    """An adapter from a function from text to ids to the tokenizer interface of NeMo's prompt formats."""
 
     def __init__(self, tokenizer: Tokenizer, *, bos: int = 1, eos: int = 2) -> None:
         self.text_to_ids = tokenizer
@@ -85,10 +85,13 @@ class PromptTokenizer:
 
 
 def load_callable(name: str, what: str) -> Callable[..., Any]:
-    """Load what ``module:attribute`` names; ``what`` it is for stands in the message of an error.
+    """Load the callable that ``module:attribute`` names.
+
+    Args:
+        what: purpose of the callable, for error messages.
 
     Raises:
-        ConfigError: there is no such module or attribute, or it is nothing to call.
+        ConfigError: the module or attribute does not exist, or it is not callable.
     """
     add_current_folder()
     try:
@@ -109,15 +112,20 @@ def tokenize(
     cut_id: str,
     marks: tuple[int | None, int | None] = (None, None),
 ) -> list[int]:
-    """Return the token ids of a text in its language, between the ids of its begin and end that are not None.
+    """Return the token ids of a text, between its BOS and EOS ids.
+
+    Args:
+        tokenizers: one tokenizer, or one per language.
+        language: language of the text; selects the tokenizer.
+        marks: ids of BOS and EOS; None adds no id.
 
     Raises:
-        ConfigError: there are tokenizers by language, and none for this one; or what the tokenizer gives are no ids.
+        ConfigError: there is no tokenizer for the language, or the tokenizer returns something other than ids.
     """
     if isinstance(tokenizers, Mapping):
         if language is None or language not in tokenizers:
             raise ConfigError(
-                f"there is no tokenizer for the language {language!r} of cut {cut_id!r}; there is "
+                f"there is no tokenizer for the language {language!r} of cut {cut_id!r}: add one to "
                 f"{', '.join(tokenizers)}",
                 code="bad_tokenizer",
             )
@@ -125,23 +133,23 @@ def tokenize(
     found: Any = tokenizers(text)
     bos, eos = ([] if mark is None else [mark] for mark in marks)
     try:
-        # Called by themselves, the tokenizers of transformers give a mapping, whose keys are no ids.
+        # Tokenizers of transformers return a mapping when called, and iterating over it gives keys instead of ids.
         return [*bos, *(operator.index(token) for token in found), *eos]
     except TypeError:
         raise ConfigError(
-            f"the tokenizer gave {type(found).__name__} for the text of cut {cut_id!r}: it must be a function from "
-            "text to a list of ids, such as the encode of a tokenizer of transformers",
+            f"the tokenizer returned {type(found).__name__} for the text of cut {cut_id!r}: it must be a function from "
+            "text to a list of ids, such as the encode method of a tokenizer of transformers",
             code="bad_tokenizer",
         ) from None
 
 
 def check_tokenizers(tokenizers: Tokenizers) -> None:
-    """Raise ConfigError unless these are functions."""
+    """Raise ConfigError unless all tokenizers are callable."""
     listed = tokenizers.values() if isinstance(tokenizers, Mapping) else [tokenizers]
     refuse(
         *(
             (not callable(one),
-             f"the tokenizer is {one!r}, which cannot be called: use load_tokenizer, or its encode")
+             f"the tokenizer is {one!r}, which cannot be called: use load_tokenizer, or its encode method")
             for one in listed
         ),
         code="bad_tokenizer",
@@ -153,7 +161,7 @@ def _language(name: str) -> str:
     return language if equals and language.replace("-", "").replace("_", "").isalnum() else ""
 
 
-# Functions rather than lambdas, which do not reach worker processes that are not forked.
+# These are functions rather than lambdas, because lambdas cannot be pickled for spawned workers.
 
 
 def _encode_bytes(text: str) -> list[int]:

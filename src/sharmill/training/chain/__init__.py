@@ -1,1 +1,1 @@
-"""WeNet's chain: lists, text and any iterable, step by step into batches; for data that are no cuts."""
+"""WeNet-style chains, which turn lists, text and any iterable into batches step by step, without cuts."""

@@ -1,7 +1,7 @@
-"""A chain of steps from a source to batches: divided among ranks and workers, and resumed, as our cuts are.
+"""Chains of steps from a source to batches, divided among ranks and workers and resumed like readers of cuts.
 
-Each step is a generator over examples that know where they came from. So whatever a step holds back, drops or puts
-together, the state of a chain has each example as consumed once it was given out, and not before.
+Each step is a generator over examples that carry their origins. Whatever a step buffers, drops or combines, the state
+of a chain therefore counts an example as consumed when it leaves the chain, and not earlier.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from sharmill.training.chain.sources import Example, Items
 from sharmill.training.parallel import at_least, parallel_map
 
 Examples = Generator[Example, None, None]
-# A function that opens the examples that a step gets.
-Before = Callable[[], Examples]
+# Opens a new iteration over the examples of the preceding step.
+OpenExamples = Callable[[], Examples]
 Function = Callable[[Any], Any]
 
 
 log = logging.getLogger(__name__)
 
-# As large as a shard can be: then it is one block.
+# A block size that no shard reaches, so that each shard is one block.
 _WHOLE_FILES: Final = 1 << 40
-# After every so many examples that a filter drops in a row, they are compared with all that there are.
+# Number of consecutive examples that a filter drops between two checks for an endless loop.
 _DROPPED_UNTIL_CHECK: Final = 1000
-# The rounds of an epoch, of which each reader has at least one: more than any training has readers.
+# Rounds per epoch of ``_Turns``. Each reader needs at least one, and no training has this many readers.
 _ROUNDS: Final = 1 << 16
-# These say that the program or the machine is at fault, and every further example would fail as well.
+# Errors of the program or the machine, with which every further example would fail as well.
 _NEVER_SKIPPED: Final = (MemoryError, ImportError, ConfigError, FatalError)
 
 
 class _Failure(str):
-    """The error of an example, in words."""
+    """The error message of an example that failed."""
 
 
 def _call(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Return what a function makes of a value, or a ``_Failure`` for an error of this value."""
+    """Return ``fn(value)``, or a ``_Failure`` if this value causes an error."""
     try:
         return fn(value)
     except _NEVER_SKIPPED:
         raise
-    except Exception as error:  # noqa: BLE001  whatever it is, the chain counts it
+    except Exception as error:  # noqa: BLE001  the chain counts any error
         return _Failure(str(error) if isinstance(error, SharmillError) else f"{type(error).__name__}: {error}")
 
 
@@ -67,7 +67,7 @@ def _call_with(fn: Callable[..., Any], args: tuple[Any, ...], options: dict[str,
 
 
 def count_frames(example: Mapping[str, Any]) -> int:
-    """Return the number of frames of an example's ``feat`` (frames, mels)."""
+    """Return the number of frames of the ``feat`` (frames, mels) of an example."""
     return len(example["feat"])
 
 
@@ -78,7 +78,7 @@ def consume(example: Example) -> None:
 
 
 def leave_out(example: Example, error: Exception) -> None:
-    """Count an example as consumed and as an error; raise the error where none may be left out."""
+    """Count an example as consumed and as an error; raise the error if examples must not be skipped."""
     for origin in example.origins:
         origin.source.count_error(error)
     consume(example)
@@ -89,11 +89,11 @@ def _names(example: Example) -> str:
     return ", ".join(names[:3])
 
 
-def map_examples(before: Before, fn: Function, options: Mapping[str, Any] | None = None) -> Examples:
+def map_examples(before: OpenExamples, fn: Function, options: Mapping[str, Any] | None = None) -> Examples:
     return (Example(result, example.origins) for example, result in _results(before, fn, options))
 
 
-def filter_examples(before: Before, keep: Function) -> Examples:
+def filter_examples(before: OpenExamples, keep: Function) -> Examples:
     num_dropped = 0
     for example, result in _results(before, keep):
         if result:
@@ -105,18 +105,20 @@ def filter_examples(before: Before, keep: Function) -> Examples:
         example.origins[0].source.check_dropped(num_dropped)
 
 
-def _values(before: Before, taken: MutableSequence[Example]) -> Iterator[Any]:
-    """Yield the values of examples, and add each example to those that were taken."""
+def _values(before: OpenExamples, taken: MutableSequence[Example]) -> Iterator[Any]:
+    """Yield the values of examples, and append each example to ``taken``."""
     for example in before():
         taken.append(example)
         yield example.value
 
 
-def _results(before: Before, fn: Function, options: Mapping[str, Any] | None = None) -> Iterator[tuple[Example, Any]]:
-    """Yield examples with their results; leave those out where it is an error.
+def _results(
+    before: OpenExamples, fn: Function, options: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Example, Any]]:
+    """Yield examples with their results, and skip examples whose result is a ``_Failure``.
 
     Args:
-        options: of ``parallel_map``; None calls the function here.
+        options: options of ``parallel_map``; None calls the function in this thread.
     """
     ahead: deque[Example] = deque()
 
@@ -129,10 +131,10 @@ def _results(before: Before, fn: Function, options: Mapping[str, Any] | None = N
             except StopIteration:
                 return
             except Exception as error:
-                # All results before it were delivered: if nothing is ahead, it is an error of the examples.
+                # All earlier results were delivered. If no example is ahead, reading the examples raised the error.
                 if not ahead:
                     raise
-                # The example is named in the message of an error of ours, and in a note of another one.
+                # The message of our own errors names the example; other errors keep their message and get a note.
                 if isinstance(error, SharmillError) and not isinstance(error, _NEVER_SKIPPED):
                     raise DamagedShard(f"{_names(ahead[0])}: {error}") from error
                 error.add_note(f"at {_names(ahead[0])}")
@@ -144,7 +146,7 @@ def _results(before: Before, fn: Function, options: Mapping[str, Any] | None = N
                 yield example, result
 
 
-def shuffle_examples(before: Before, size: int) -> Examples:
+def shuffle_examples(before: OpenExamples, size: int) -> Examples:
     rng: random.Random | None = None
     buffer: list[Example] = []
     for example in before():
@@ -160,17 +162,17 @@ def shuffle_examples(before: Before, size: int) -> Examples:
     yield from buffer
 
 
-def sort_examples(before: Before, size: int | None, key: Callable[[Any], Any], reverse: bool) -> Examples:
+def sort_examples(before: OpenExamples, size: int | None, key: Callable[[Any], Any], reverse: bool) -> Examples:
     for group in _groups(before, size):
         yield from sorted(group, key=lambda example: key(example.value), reverse=reverse)
 
 
-def batch_examples(before: Before, size: int) -> Examples:
+def batch_examples(before: OpenExamples, size: int) -> Examples:
     yield from map(_joined, _groups(before, size))
 
 
-def _groups(before: Before, size: int | None) -> Iterator[list[Example]]:
-    """Yield every ``size`` examples; without a size, all of them."""
+def _groups(before: OpenExamples, size: int | None) -> Iterator[list[Example]]:
+    """Yield lists of ``size`` examples or, if ``size`` is None, one list of all examples."""
     examples = before()
     while group := list(islice(examples, size)):
         yield group
@@ -180,7 +182,7 @@ def _joined(batch: Sequence[Example]) -> Example:
     return Example([example.value for example in batch], tuple(origin for one in batch for origin in one.origins))
 
 
-def dynamic_batch_examples(before: Before, max_frames: int, length: Callable[[Any], int]) -> Examples:
+def dynamic_batch_examples(before: OpenExamples, max_frames: int, length: Callable[[Any], int]) -> Examples:
     batch: list[Example] = []
     longest = 0
     for example in before():
@@ -195,7 +197,7 @@ def dynamic_batch_examples(before: Before, max_frames: int, length: Callable[[An
 
 
 def bucket_examples(
-    before: Before, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int]
+    before: OpenExamples, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int]
 ) -> Examples:
     buckets: list[list[Example]] = [[] for _ in sizes]
     for example in before():
@@ -208,15 +210,15 @@ def bucket_examples(
     yield from (_joined(bucket) for bucket in buckets if bucket)
 
 
-def apply_function(before: Before, f: Callable[[Iterator[Any]], Iterable[Any]], exact: bool) -> Examples:
+def apply_function(before: OpenExamples, f: Callable[[Iterator[Any]], Iterable[Any]], exact: bool) -> Examples:
     taken: list[Example] = []
     last = _joined(taken)
 
     for value in f(_values(before, taken)):
         refuse(
             (not taken and (exact or not last.origins),
-             f"the function of apply(exact={exact}) gave an example without taking one: with exact=True, it takes at "
-             "least one for each that it gives, and otherwise one before the first"),
+             f"the function of apply(exact={exact}) gave an example without taking one: with exact=True, it must take "
+             "at least one for each that it gives, and otherwise one before the first"),
             code="inexact_state",
         )  # fmt: skip
         last = _joined(taken) if taken else last
@@ -225,18 +227,18 @@ def apply_function(before: Before, f: Callable[[Iterator[Any]], Iterable[Any]], 
     consume(_joined(taken))
 
 
-def zip_examples(opens: Sequence[Before]) -> Examples:
+def zip_examples(opens: Sequence[OpenExamples]) -> Examples:
     with ExitStack() as stack:
         columns = [stack.enter_context(closing(open_examples())) for open_examples in opens]
         for row in zip(*columns, strict=False):
             yield Example(tuple(one.value for one in row), tuple(origin for one in row for origin in one.origins))
 
 
-def interleave_examples(opens: Sequence[Before], weights: Sequence[float] | None, seed: int) -> Examples:
-    """Yield one example at each turn, whose chain follows from the place of the turn alone.
+def interleave_examples(opens: Sequence[OpenExamples], weights: Sequence[float] | None, seed: int) -> Examples:
+    """Yield one example per turn, from a chain that depends only on the position of the turn.
 
     Args:
-        opens: the chains, and last the turns.
+        opens: functions that open the chains and, last, the turns.
     """
     with ExitStack() as stack:
         *columns, turns = [stack.enter_context(closing(open_examples())) for open_examples in opens]
@@ -252,33 +254,33 @@ def interleave_examples(opens: Sequence[Before], weights: Sequence[float] | None
 
 
 class Chain(torch.utils.data.IterableDataset):
-    """Examples of a source, and what the steps behind it make of them; an IterableDataset with an exact state.
+    """An IterableDataset that passes the examples of a source through a series of steps, with an exact state.
 
-    Every method that adds a step returns a new chain; iterate over the last one. Hand it to a DataLoader with
-    ``batch_size=None``. **The chain itself divides the source** among ``world_size`` ranks and their loader's workers,
-    each example to one of them in every epoch: give it whole lists, and no sampler.
+    Every method that adds a step returns a new chain; iterate over the last one. Pass it to a DataLoader with
+    ``batch_size=None``. **The chain itself divides the source** among ``world_size`` ranks and the workers of their
+    loaders. In each epoch, every example goes to exactly one of them. Give every rank the whole lists, and no sampler.
 
-    ``StatefulDataLoader.state_dict()`` has every example that was given out, or left out, as consumed. It goes back
-    into a loader of as many workers and ranks; for others, ``merge_data_states`` puts the states of all ranks together
-    for ``load_state_dict`` of a new chain. What buffers of ``shuffle``, ``sort`` and ``bucket`` held back comes first
-    then; without these, a chain goes on with what would have come next.
+    ``StatefulDataLoader.state_dict()`` counts every example that was delivered or skipped as consumed. Load it into a
+    loader with the same numbers of workers and ranks. For other numbers, combine the states of all ranks with
+    ``merge_data_states``, and pass the result to ``load_state_dict`` of a new chain. A resumed chain continues with the
+    next example; examples that were still buffered in ``shuffle``, ``sort`` and ``bucket`` come first.
 
     Args:
-        source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns one, which is
-            called here to count, and by each worker in each epoch; with another number of items then, it is an error.
-            An iterator, such as a generator, is read into memory here.
-        shuffle: another order each epoch, from ``seed``: of all examples of a file, ``mix_shards`` files at a time. An
-            iterable without random access keeps its order.
-        rank, world_size: of the data-parallel process; torch.distributed is not asked for them.
-        infinite: begin the next epoch after each; else one iteration is an epoch.
-        divide: by ``line``, or by ``file``: then each file, or archive, is read by one reader in an epoch; give at
-            least as many as there are readers.
-        on_error: ``skip`` leaves out what cannot be read, and examples at which a function of ``map`` or ``filter``
-            fails, with a warning and a count in the state; by default they are an error.
-        max_errors: at most so many for each rank and worker.
+        source: a ``RawList``, ``ShardList`` or ``TextLines``, an iterable, or a function that returns an iterable. A
+            function is called once here to count the items, and by each worker in each epoch; the number of items must
+            not change. An iterator, such as a generator, is read into memory here.
+        shuffle: use another order in each epoch, derived from ``seed``. All examples of ``mix_shards`` files are
+            shuffled together. An iterable without random access keeps its order.
+        rank, world_size: rank and number of the data-parallel processes; torch.distributed is not queried.
+        infinite: continue with the next epoch after each. By default, one iteration is one epoch.
+        divide: ``line`` divides the examples among readers. ``file`` assigns each file or archive to one reader in an
+            epoch; give at least as many files as there are readers.
+        on_error: ``skip`` skips examples that cannot be read, or at which a function of ``map`` or ``filter`` fails,
+            with a warning and a count in the state. By default, the error is raised.
+        max_errors: maximum number of skipped examples per rank and worker.
 
     Raises:
-        ConfigError: an option makes no sense, or a file is not there or of another kind.
+        ConfigError: an option is invalid, or a file is missing or of the wrong kind.
 
     Example:
         >>> list(Chain(range(6)).map(lambda number: number * 2).filter(bool).batch(2))
@@ -304,8 +306,8 @@ class Chain(torch.utils.data.IterableDataset):
         max_errors: int = 100,
     ) -> None:
         refuse(
-            (divide not in ("line", "file"), f"divide is {divide!r}: it is 'line' or 'file'"),
-            (on_error not in ("raise", "skip"), f"on_error is {on_error!r}: it is 'raise' or 'skip'"),
+            (divide not in ("line", "file"), f"divide is {divide!r}: it must be 'line' or 'file'"),
+            (on_error not in ("raise", "skip"), f"on_error is {on_error!r}: it must be 'raise' or 'skip'"),
         )
         at_least(0, "max_errors", max_errors)
         options = ReadOptions(
@@ -316,7 +318,7 @@ class Chain(torch.utils.data.IterableDataset):
         own = _Source(shards, options, max_errors if on_error == "skip" else None)
         self._sources: tuple[_Source, ...] = (own,)
         self._is_exact = True
-        self._open: Before = own.examples
+        self._open: OpenExamples = own.examples
 
     def map(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Chain:
         """Apply ``func(example, *args, **kwargs)`` to every example."""
@@ -330,20 +332,20 @@ class Chain(torch.utils.data.IterableDataset):
         kind: Literal["thread", "process"] = "thread",
         prefetch: int | None = None,
     ) -> Chain:
-        """Apply a function to every example in threads or processes, in order, as ``sharmill.training.parallel_map``.
+        """Apply a function to every example in threads or processes, in order, like ``sharmill.training.parallel_map``.
 
-        In a DataLoader, each of its workers has so many.
+        Each worker of a DataLoader starts ``num_workers`` of its own.
         """
         options = {"num_workers": num_workers, "kind": kind, "prefetch": prefetch}
-        parallel_map((), fn, **options)  # type: ignore[arg-type]  # wrong options are an error here
+        parallel_map((), fn, **options)  # type: ignore[arg-type]  # invalid options raise here, not when iterating
         return self._then(map_examples, fn=self._guarded(fn), options=options)
 
     def filter(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Chain:
-        """Leave out the examples for which ``func(example, *args, **kwargs)`` is false; they count as consumed."""
+        """Drop the examples for which ``func(example, *args, **kwargs)`` is false; they count as consumed."""
         return self._then(filter_examples, keep=self._guarded(partial(_call_with, func, args, kwargs)))
 
     def shuffle(self, size: int) -> Chain:
-        """Draw each example from a buffer of ``size``, by the seed and the epoch of the source."""
+        """Draw each example at random from a buffer of ``size`` examples, by the seed and epoch of the source."""
         return self._then(shuffle_examples, size=at_least(1, "size", size))
 
     def sort(
@@ -354,15 +356,16 @@ class Chain(torch.utils.data.IterableDataset):
         reverse: bool = False,
         buffer_size: int | None = None,
     ) -> Chain:
-        """Sort every ``size`` examples among themselves; without a size, all that this reader has of an epoch.
+        """Sort consecutive groups of ``size`` examples or, without a size, this reader's examples of a whole epoch.
 
-        ``sort(key)`` is ``sort(None, key)``. All examples of the epoch are then in memory. ``buffer_size`` is another
-        name of the size: ``sort(key, buffer_size=500)``.
+        ``sort(key)`` is short for ``sort(None, key)``, which holds all examples of the epoch in memory. ``buffer_size``
+        is another name for ``size``: ``sort(key, buffer_size=500)``.
         """
         refuse(
             (callable(size) and key is not count_frames,
-             "sort(key) takes its other options by name, as in sort(key, buffer_size=500, reverse=True)"),
-            (isinstance(size, int) and buffer_size is not None, "sort takes size or buffer_size, which are one option"),
+             "sort(key) takes its other options by name: write sort(key, buffer_size=500, reverse=True)"),
+            (isinstance(size, int) and buffer_size is not None,
+             "sort got both size and buffer_size, which are the same option: give one of them"),
         )  # fmt: skip
         if callable(size):
             key, size = size, None
@@ -371,88 +374,91 @@ class Chain(torch.utils.data.IterableDataset):
             at_least(1, "size", size)
         refuse(
             (size is None and all(source.options.infinite for source in self._sources),
-             "sort without a size needs the end of an epoch, and with infinite=True there is none: give a size, as in "
+             "sort without a size needs the end of an epoch, but there is none with infinite=True: give a size, as in "
              "sort(500, key)"),
         )  # fmt: skip
         return self._then(sort_examples, size=size, key=key, reverse=reverse)
 
     def apply(self, f: Callable[[Iterator[Any]], Iterable[Any]], *, exact: bool = False) -> Chain:
-        """Apply a function to the stream: it takes an iterator over examples, and gives examples, as a generator does.
+        """Apply a function to the stream, such as a generator that takes an iterator over examples and yields examples.
 
-        The chain cannot know what ``f`` holds back, so it has no state: ``state_dict`` raises ConfigError. With
-        ``exact=True`` it has one. Then each example that ``f`` gives is made of those that it took since the one
-        before, as in filters and batches; others that it took, it drops. An error in ``f`` is always raised.
+        The chain cannot know which examples ``f`` holds back, so ``state_dict`` raises ConfigError. With
+        ``exact=True``, the chain has a state. ``f`` must then build each example only from those that it took since its
+        previous one, as filters and batches do; whatever it did not use counts as dropped. An error in ``f`` is always
+        raised.
         """
         chain = self._then(apply_function, f=f, exact=exact)
         chain._is_exact = self._is_exact and exact
         return chain
 
     def batch(self, batch_size: int, *, wrapper_class: Function | None = None) -> Chain:
-        """Put every ``batch_size`` examples into a list; the last one of an epoch may be shorter.
+        """Group consecutive examples into lists of ``batch_size``; the last list of an epoch may be shorter.
 
         Args:
-            wrapper_class: a class, or a function, that makes the batch of the list.
+            wrapper_class: a class or function that turns the list into a batch.
         """
         chain = self._then(batch_examples, size=at_least(1, "batch_size", batch_size))
         return chain if wrapper_class is None else chain.map(wrapper_class)
 
     def dynamic_batch(self, max_frames: int, length: Callable[[Any], int] = count_frames) -> Chain:
-        """Put examples into lists whose padded length, the longest times their number, is at most ``max_frames``.
+        """Group examples into lists whose padded size, the longest length times the number, is at most ``max_frames``.
 
-        An example that is longer is in a batch of its own.
+        A longer example forms a batch of its own.
         """
         at_least(1, "max_frames", max_frames)
         return self._then(dynamic_batch_examples, max_frames=max_frames, length=length)
 
     def bucket(self, bounds: Sequence[int], sizes: Sequence[int], length: Callable[[Any], int] = count_frames) -> Chain:
-        """Put examples of similar lengths into lists: ``sizes[n]`` of those shorter than ``bounds[n]``, and of those
-        that reach the last bound as many as the last size says.
+        """Group examples of similar lengths into lists.
+
+        Bucket n holds the examples that are shorter than ``bounds[n]`` and at least as long as the previous bound. It
+        yields lists of ``sizes[n]``. The last size is for examples that reach the last bound.
         """
         for size in sizes:
             at_least(1, "a size of bucket", size)
         numbers = all(isinstance(bound, Real) for bound in bounds)
         refuse((
             not numbers or len(sizes) != len(bounds) + 1 or list(bounds) != sorted(set(bounds)),
-            f"bucket has bounds {list(bounds)} and sizes {list(sizes)}: bounds are numbers that rise, and there is one "
-            "size more",
+            f"bucket has bounds {list(bounds)} and sizes {list(sizes)}: bounds must be increasing numbers, with one "
+            "size more than bounds",
         ))  # fmt: skip
         return self._then(bucket_examples, bounds=bounds, sizes=sizes, length=length)
 
     def zip(self, *others: Chain) -> Chain:
-        """Make tuples of one example of each chain, such as speech and text.
+        """Combine one example from each chain, such as speech and text, into a tuple.
 
-        Whichever ends first ends the pass; the others go on from there in the next one. With ``infinite=True`` of the
-        text, the speech alone makes the epochs.
+        The chain that ends first ends the pass, and the others continue from there in the next pass. If one chain has
+        ``infinite=True``, the others define the epochs.
         """
         return self._with(others, zip_examples)
 
     def interleave(self, *others: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
-        """Give one example of each chain in turn, or, with ``weights``, draw the chain of each example by these.
+        """Yield one example of each chain in turn or, with ``weights``, from a randomly drawn chain.
 
-        Whichever ends first ends the pass; the others go on from there in the next one, as in ``zip``. Make chains
-        ``infinite=True`` of which none is to end it.
+        As in ``zip``, the chain that ends first ends the pass, and the others continue from there in the next pass.
+        Give a chain ``infinite=True`` if it must not end the pass.
 
         Args:
-            weights: a number above 0 for this chain and for each other one.
-            seed: of what is drawn.
+            weights: one positive number per chain, beginning with this chain.
+            seed: seed of the draws.
         """
         count = len(others) + 1
         known = () if weights is None else tuple(weights)
         above_0 = all(isinstance(one, Real) and 0 < one < math.inf for one in known)
         refuse(
             (weights is not None and (len(known) != count or not above_0),
-             f"weights of interleave are {list(known)}: give a number above 0 for each of its {count} chains"),
+             f"weights of interleave are {list(known)}: give a positive number for each of its {count} chains"),
         )  # fmt: skip
         step = partial(interleave_examples, weights=weights, seed=seed)
         return self._with(others, step, _Turns(count, self._sources[0].options))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one, from its beginning; without it, each iteration of a loader is the next epoch."""
+        """Start the next iteration at the beginning of ``epoch``; by default, each iteration is the next epoch."""
         for source in self._sources:
             source.reader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        # At once, since a loader may save the states of workers of which nothing was asked yet.
+        # Not in the generator, because a loader may save the state of a worker before it requests an example.
         for source in self._sources:
             source.reader.begin_pass(next_epoch=True)
         return self._examples()
@@ -466,26 +472,26 @@ class Chain(torch.utils.data.IterableDataset):
             source.leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the sources in this process, for ``load_state_dict`` and ``merge_data_states``.
+        """Return the states of this process's sources, for ``load_state_dict`` and ``merge_data_states``.
 
         Raises:
-            ConfigError: a function of ``apply`` may hold examples back.
+            ConfigError: the chain has an ``apply`` without ``exact=True``.
         """
         refuse(
             (
                 not self._is_exact,
-                "a chain with apply(f) cannot be resumed, since f may hold examples back: give apply(f, exact=True) if "
-                "it does not, or use a DataLoader without a state",
+                "a chain with apply(f) cannot be resumed, since f may hold examples back: use apply(f, exact=True) if "
+                "it does not, or a DataLoader without a state",
             ),
             code="inexact_state",
         )
         return {"readers": [source.reader.state_dict() for source in self._sources]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state of this part, or merged states, before iterating.
+        """Load the state of this rank and worker, or merged states, before iterating.
 
         Raises:
-            ConfigError: it is the state of other sources, or of another order.
+            ConfigError: the state belongs to other sources or another order.
         """
         load_states([source.reader for source in self._sources], state)
 
@@ -493,8 +499,8 @@ class Chain(torch.utils.data.IterableDataset):
         _require_chains(others)
         sources = [source for chain in (self, *others) for source in chain._sources]
         ranks = {(source.options.rank, source.options.world_size) for source in sources}
-        refuse((len(set(map(id, sources))) < len(sources), "a chain cannot be joined with itself: make another one"))
-        refuse((len(ranks) > 1, "chains that are joined have the same rank and world_size"), code="split_wrong")
+        refuse((len(set(map(id, sources))) < len(sources), "a chain cannot be joined with itself: create a second one"))
+        refuse((len(ranks) > 1, "chains that are joined must have the same rank and world_size"), code="split_wrong")
         chain = copy.copy(self)
         chain._sources = (*sources, *further)
         chain._open = partial(step, [*(one._open for one in (self, *others)), *(one.examples for one in further)])
@@ -512,22 +518,25 @@ class Chain(torch.utils.data.IterableDataset):
 
 
 def interleave(*chains: Chain, weights: Sequence[float] | None = None, seed: int = 0) -> Chain:
-    """Give one example of each chain in turn, as ``Chain.interleave``."""
+    """Yield one example of each chain in turn; see ``Chain.interleave``."""
     _require_chains(chains or (None,))
     return chains[0].interleave(*chains[1:], weights=weights, seed=seed)
 
 
 def _require_chains(chains: Sequence[Any]) -> None:
-    refuse((not all(isinstance(one, Chain) for one in chains), "chains are joined with chains: write Chain(source)"))
+    refuse(
+        (not all(isinstance(one, Chain) for one in chains),
+         "a chain can only be joined with other chains: wrap each source as Chain(source)")
+    )  # fmt: skip
 
 
 class _Source:
-    """A source of a chain: its reader, and the errors that it may leave out.
+    """A source of a chain, with its reader and its count of skipped examples.
 
     Attributes:
-        max_errors: None where none may be left out.
-        draw: what random numbers of the pass are made from: the same from the same state, other ones in each epoch, for
-            each reader and after each stop, where the same ones might hold an example back for ever.
+        max_errors: maximum number of skipped examples; None raises the first error.
+        draw: seed of the random numbers of a pass, derived from the reader's state. It differs between epochs, readers
+            and resumed passes, since a repeated draw might hold the same example back forever.
     """
 
     draw: str
@@ -551,12 +560,12 @@ class _Source:
             else:
                 yield example
         if goes_on and not any_left:
-            yield from self.examples()  # the last pass left it at the end of an epoch
+            yield from self.examples()  # the previous pass stopped exactly at the end of an epoch
         else:
             self._ended = True
 
     def count_error(self, error: Exception) -> None:
-        """Count an example that is left out; raise where there are too many, or none may be."""
+        """Count a skipped example; raise if there are too many, or if examples must not be skipped."""
         if self.max_errors is None:
             raise error
         count = self.reader.count_damaged()
@@ -564,29 +573,29 @@ class _Source:
             raise DamagedShard(
                 f"{error}; more than max_errors={self.max_errors} examples of this rank and worker had errors"
             ) from error
-        log.warning("an example is left out (%d of at most %d): %s", count, self.max_errors, error)
+        log.warning("skipped an example (%d of at most %d): %s", count, self.max_errors, error)
 
     def check_dropped(self, count: int) -> None:
-        """Raise ConfigError where a filter drops so many in a row that an endless source has nothing for it."""
+        """Raise ConfigError if a filter drops more than two epochs of an infinite source in a row."""
         refuse(
             (self.options.infinite and count % _DROPPED_UNTIL_CHECK == 0 and count > 2 * self._num_examples(),
-             f"none of {count} examples in a row passes the filter, which is more than two epochs of them"),
+             f"the filter dropped {count} examples in a row, more than two epochs: relax the filter"),
             code="too_few_cuts",
         )  # fmt: skip
 
     def leave(self) -> None:
-        """End a pass: if not all was given out, as in a zip with something shorter, the next one goes on from here."""
+        """End a pass; if examples are left, as after a zip with a shorter chain, the next pass continues from here."""
         if not self._ended or self.reader.num_unmarked:
             self.reader.load_state_dict(self.reader.state_dict())
             self._goes_on = True
 
 
 class _Turns(_Source):
-    """The turns of ``interleave``: an endless source of numbers, so that the state has the place in them.
+    """The turns of ``interleave``: an infinite source of numbers, whose position is part of the state.
 
     Args:
-        count: of the chains. A block has one turn of each, so that each reader gives all of them in turn.
-        options: of a source of the same rank.
+        count: number of chains. Each block has one turn of every chain, so each reader visits all chains in turn.
+        options: options of a source of the same rank.
     """
 
     def __init__(self, count: int, options: ReadOptions) -> None:
@@ -594,4 +603,4 @@ class _Turns(_Source):
         super().__init__(Items(range(_ROUNDS * count)), own, None)
 
     def count_error(self, error: Exception) -> None:
-        """Count none: it is an error of the example, which the example's own source counts."""
+        """Count nothing, because the example's own source counts the error."""

@@ -1,7 +1,7 @@
-"""Functions for the steps of a chain on speech: audio, Kaldi's features, and batches as WeNet has them.
+"""Functions for chains on speech: decoding audio, Kaldi features, and batches in WeNet's form.
 
-Each takes an example and returns a new one. They are made for ``map`` and ``parallel_map``, with ``functools.partial``
-where they have settings.
+Each function takes an example and returns a new one. Pass it to ``map`` or ``parallel_map``, with settings bound by
+``functools.partial``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,21 @@ from sharmill.audio.resample import resample, segment_bounds
 from sharmill.errors import ConfigError, RejectRecord
 from sharmill.manifest import Channel
 
-# Labels are padded with this, as in WeNet: losses ignore it.
+# Padding of labels, as in WeNet; losses ignore it.
 LABEL_PADDING: Final = -1
 
 
 def decode_wav(example: Mapping[str, Any], channel: Channel = None) -> dict[str, Any]:
     """Decode ``wav``, a path or the bytes of a file, into ``waveform``, float32 (1, samples), and ``sample_rate``.
 
-    With ``end``, the part from ``start`` to ``end`` seconds is decoded. Formats are told by content: all of libsndfile,
-    and of FFmpeg AAC, WMA and the like.
+    If the example has ``end``, only the part from ``start`` to ``end`` seconds is decoded. The format is detected from
+    the content: all formats of libsndfile, and AAC, WMA and similar formats through FFmpeg.
 
     Args:
-        channel: of audio that has several, or "downmix" for their mean.
+        channel: channel of multichannel audio, or "downmix" for the mean of all channels.
 
     Raises:
-        RejectRecord: it is not there or no audio, it is damaged, or it has several channels and none is chosen.
+        RejectRecord: the file is missing, damaged or not audio, or it has several channels and none is chosen.
     """
     wav, name = example["wav"], f"audio of {str(example.get('key'))[:200]!r}"
     with open_recording(wav) if isinstance(wav, str) else open_bytes(AudioBytes(name, wav)) as recording:
@@ -45,25 +45,27 @@ def decode_wav(example: Mapping[str, Any], channel: Channel = None) -> dict[str,
 
 
 def resample_wav(example: Mapping[str, Any], sample_rate: int) -> dict[str, Any]:
-    """Resample ``waveform`` as lhotse and torchaudio do."""
+    """Resample ``waveform`` to ``sample_rate`` Hz like lhotse and torchaudio."""
     audio = resample(example["waveform"][0].numpy(), example["sample_rate"], sample_rate)
     return {**example, "waveform": torch.from_numpy(audio)[None], "sample_rate": sample_rate}
 
 
 def pad_wav(example: Mapping[str, Any], seconds: float = 30.0, *, trim: bool = False) -> dict[str, Any]:
-    """Pad ``waveform`` with zeros to a length, by default Whisper's; ``num_samples`` is its length before.
+    """Pad ``waveform`` with zeros to ``seconds``, by default the length of Whisper's input.
+
+    ``num_samples`` of the new example is the length without the padding.
 
     Args:
-        trim: cut off what is longer.
+        trim: trim longer audio instead of rejecting it.
 
     Raises:
-        RejectRecord: it is longer, and not to be trimmed.
+        RejectRecord: the audio is longer than ``seconds``, and ``trim`` is False.
     """
     waveform = example["waveform"]
     found, wanted = waveform.shape[1], round(seconds * example["sample_rate"])
     if found > wanted and not trim:
         raise RejectRecord("too_long", f"the audio has {found / example['sample_rate']:.2f} s, more than {seconds:g} s")
-    padded = torch.nn.functional.pad(waveform, (0, wanted - found))  # by a negative number where it is trimmed
+    padded = torch.nn.functional.pad(waveform, (0, wanted - found))  # negative padding trims
     return {**example, "waveform": padded, "num_samples": min(found, wanted)}
 
 
@@ -74,13 +76,13 @@ def kaldi_fbank(
     frame_shift: float = 10.0,
     dither: float = 0.0,
 ) -> dict[str, Any]:
-    """Add ``feat``, float32 (frames, mels): Kaldi's log mel energies by torchaudio, of 16-bit amplitudes.
+    """Add ``feat``, float32 (frames, mels): Kaldi's log mel energies, computed by torchaudio from 16-bit amplitudes.
 
     Args:
         num_mel_bins: 23 as in Kaldi's recipes, or 80 as in WeNet's.
         frame_length, frame_shift: in milliseconds.
-        dither: standard deviation of the noise that is added to the samples. It follows from the ``key`` alone, so that
-            it is the same with any number of workers (Kaldi draws it anew, and for each frame).
+        dither: standard deviation of the noise that is added to the samples. The noise depends only on the ``key``, so
+            it is the same with any number of workers. Kaldi instead draws new noise for each frame.
 
     Raises:
         RejectRecord: the audio is shorter than a frame.
@@ -105,20 +107,20 @@ def kaldi_fbank(
 
 
 def collate(batch: Sequence[Mapping[str, Any]], num_frames: int | None = None) -> dict[str, Any]:
-    """Make padded tensors of examples with ``key``, ``feat`` (frames, mels) and, but for inference, ``label``, ids.
+    """Collate examples with ``key``, ``feat`` (frames, mels) and, except for inference, ``label`` (ids) into a batch.
 
     Args:
         batch: at least one example.
-        num_frames: pad to so many frames instead of those of the longest example.
+        num_frames: pad ``feats`` to this number of frames instead of to the longest example.
 
     Returns:
-        Examples by the number of their frames, the longest first: ``keys``; ``feats``, float32 (batch, frames, mels),
-        padded by 0; ``feats_lengths``, int32 (batch,); where there are labels also ``target``, int64 (batch, labels),
-        padded by ``LABEL_PADDING``, and ``target_lengths``, int32 (batch,).
+        The batch, longest example first: ``keys``; ``feats``, float32 (batch, frames, mels), padded with 0;
+        ``feats_lengths``, int32 (batch,). If there are labels, also ``target``, int64 (batch, labels), padded with
+        ``LABEL_PADDING``, and ``target_lengths``, int32 (batch,).
 
     Raises:
-        ConfigError: some examples have labels and some have none.
-        RejectRecord: an example has more than ``num_frames``.
+        ConfigError: only some examples have labels.
+        RejectRecord: an example has more than ``num_frames`` frames.
     """
     batch = sorted(batch, key=lambda example: len(example["feat"]), reverse=True)
     feats = [example["feat"] for example in batch]
@@ -136,7 +138,7 @@ def collate(batch: Sequence[Mapping[str, Any]], num_frames: int | None = None) -
         return made
     if len(labels) < len(batch):
         without = next(example["key"] for example in batch if "label" not in example)
-        raise ConfigError(f"{without!r} has no label, and others of its batch have", code="bad_config_value")
+        raise ConfigError(f"{without!r} has no label, but other examples of its batch have", code="bad_config_value")
     target = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=LABEL_PADDING)
     lengths = torch.tensor([len(label) for label in labels], dtype=torch.int32)
     return made | {"target": target, "target_lengths": lengths}

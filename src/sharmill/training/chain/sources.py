@@ -1,7 +1,7 @@
-"""Sources of a chain, as the shards that our reader divides among ranks and workers, shuffles and resumes.
+"""Sources of a chain, in the form of shards that sharmill's reader divides, shuffles and resumes.
 
-A file of a list is a shard, or each archive that a list names. What cannot be read is an example whose value is an
-error: the chain raises it, or leaves the example out.
+A shard is a file of lines, or an archive named in a list. An example that cannot be read has an error as its value, and
+the chain raises the error or skips the example.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from sharmill.sources.tars import Archive, WenetSource, read_part
 
 Paths = str | Path | Sequence[str | Path]
 
-# A member is read as a whole. This is nine hours of speech at 16 kHz.
+# Limit for a member, which is read as a whole: nine hours of speech at 16 kHz.
 _MAX_MEMBER_BYTES: Final = 1 << 30
-# The most items of a source without a length: the positions of more would only be memory.
-_MOST_ITEMS: Final = 1 << 24
-# Read at both ends of a file, to tell it from another one of its size.
+# Limit for items of a source without a length, because all positions are held in memory.
+_MAX_ITEMS: Final = 1 << 24
+# Bytes read at both ends of a file, to distinguish it from other files of the same size.
 _BLOCK: Final = 4096
-# Hashes of the processes, caches and URLs of which a server was asked for the version; texts would be long.
+# (process, cache, URL) triples whose version was checked with the server; hashed, because URLs are long.
 _asked: Final[set[int]] = set()
-# With the number of a process, which may come again, a name that no later one has.
+# Process ids are reused; together with this random token, they are unique.
 _STARTED: Final = os.urandom(16).hex()
 _record_decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -51,9 +51,9 @@ class Origin:
     """The place that an example came from.
 
     Attributes:
-        name: what errors call it.
-        custom: its position, where ``SharReader.mark_consumed`` looks for it.
-        source: which of the sources of a chain it is from, set by the chain.
+        name: name of the example in error messages.
+        custom: position of the example, in the place where ``SharReader.mark_consumed`` looks for it.
+        source: the source within the chain; set by the chain.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Origin:
 
 @dataclass(slots=True)
 class Example:
-    """A value that a chain hands from step to step, or the error in place of one, and the places that it came from."""
+    """A value that a chain passes from step to step, or the error in its place, with its origins."""
 
     value: Any
     origins: tuple[Origin, ...]
@@ -71,11 +71,11 @@ class Example:
 
 @dataclass
 class _Shard:
-    """An open shard, of whose examples any may be an error.
+    """An open shard; any of its examples may be an error.
 
     Attributes:
-        name_of: what errors call an example.
-        read_value: reads it; raises RejectRecord. It refers to the open file, which closes with the last reference.
+        name_of: returns the name of an example for error messages.
+        read_value: reads an example; raises RejectRecord. It holds a reference to the file, which keeps it open.
     """
 
     name_of: Callable[[int], str]
@@ -91,11 +91,11 @@ class _Shard:
 
 
 class Items(ShardSource):
-    """Any iterable; of one without random access, every reader passes over what is others'.
+    """A source of any iterable; without random access, every reader iterates over the items of other readers too.
 
     Args:
-        items: an iterator is read here. A function is called here to count what it returns, and by each reader in each
-            epoch.
+        items: an iterable, or a function that returns one. An iterator is read into memory here. A function is called
+            here to count the items, and by each reader in each epoch.
     """
 
     num_shards = 1
@@ -103,23 +103,23 @@ class Items(ShardSource):
     def __init__(self, items: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
         refuse(
             (isinstance(items, (str, bytes)),
-             "a chain begins with RawList, ShardList, TextLines or the items themselves, not with a name"),
+             "a chain cannot begin with a name: give it a RawList, ShardList, TextLines or the items themselves"),
             (not callable(items) and not hasattr(items, "__iter__") and not hasattr(items, "__getitem__"),
-             f"a chain begins with an iterable, or a function that returns one, not with {items!r}"),
+             f"a chain cannot begin with {items!r}: give it an iterable or a function that returns one"),
         )  # fmt: skip
         self._is_function = callable(items) and not isinstance(items, Iterable)
         self._items: Any = list(_not_too_many(items)) if isinstance(items, Iterator) else items
         found = self._begin()
         self.sequential = not isinstance(found, Sequence)
-        # Here, and not by each worker process.
+        # Counted here once rather than in every worker process.
         try:
-            self._count = len(found)  # type: ignore[arg-type]  # where it has no length
+            self._count = len(found)  # type: ignore[arg-type]  # it may have no length
         except TypeError:
             self._count = sum(1 for _ in _not_too_many(found))
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The number of items: of other ones, as many, a state is taken as well."""
+        """The number of items; other items of the same number are not detected."""
         return {"items": self.count(0)}
 
     def count(self, shard: int) -> int:
@@ -136,7 +136,7 @@ class Items(ShardSource):
             if not self.sequential and len(cast("Sequence[Any]", found)) == self._count:
                 return cast("Sequence[Any]", found)[number]
             for place, item in items:
-                # Whoever reads the last item looks for further ones.
+                # The reader of the last item also checks that no further items follow.
                 if place == number and (number < self._count - 1 or not any(True for _ in items)):
                     return item
             raise RejectRecord("malformed", f"the source no longer has the {self._count} items that it had at first")
@@ -145,14 +145,14 @@ class Items(ShardSource):
 
 
 def _not_too_many(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield items; raise ConfigError where they may be without end."""
+    """Yield items; raise ConfigError if there are too many, as in an endless iterable."""
     left = iter(items)
-    yield from islice(left, _MOST_ITEMS)
-    refuse((any(True for _ in left), f"a source has more than {_MOST_ITEMS} items: give a sequence, or TextLines"))
+    yield from islice(left, _MAX_ITEMS)
+    refuse((any(True for _ in left), f"a source has more than {_MAX_ITEMS} items: give a sequence, or TextLines"))
 
 
 class _Command:
-    """A client that runs commands, ``pipe:ais get ...``, and takes what they print for the content of a file."""
+    """A client that runs commands such as ``pipe:ais get ...`` and uses their output as the content of a file."""
 
     def version(self, url: str) -> Version:
         return Version(-1, "")
@@ -169,10 +169,9 @@ class _Command:
 
 
 class _Opener(Cache):
-    """Copies of what a list of WeNet names, to which the user's own call may let commands belong.
+    """A cache for the URLs and commands that a WeNet list names.
 
-    A process asks a server once whether a copy is of the present version, and uses no copy of what a command gave to
-    another process.
+    Each process checks once per URL that its copy is current. Output of commands is not shared between processes.
     """
 
     def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
@@ -191,7 +190,7 @@ class _Opener(Cache):
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed(WenetSource):
-    """A list of WeNet as a chain reads it: without a root its lines may name URLs and, where allowed, commands."""
+    """A WeNet list read by a chain; lines may name URLs (without a root) and commands (with ``allow_pipe``)."""
 
     allow_pipe: bool = False
 
@@ -200,16 +199,16 @@ class _Listed(WenetSource):
         return super().locate(roots, text) if file is None else Archive(file, text, text)
 
     def remote(self, text: str) -> Location | None:
-        """Return what a line names as a URL or by a command; None for a path."""
+        """Return the location if a line names a URL or a command; None for a path."""
         is_command = text.startswith("pipe:") or text.rstrip().endswith("|")
         if is_command and not self.allow_pipe:
-            raise RejectRecord("outside_root", f"{text!r} names a command, which runs only with allow_pipe=True")
+            raise RejectRecord("outside_root", f"{text!r} is a command, which runs only with allow_pipe=True")
         anywhere = self.audio_root is None and is_url(text)
         return RemoteLocation(text, self.cache) if is_command or anywhere else None
 
 
 class _LineFiles(ShardSource):
-    """Lines of files that are not blank, 8 bytes of memory for each."""
+    """Non-blank lines of files; each takes 8 bytes of memory."""
 
     def __init__(self, files: Sequence[Location], parse: Callable[[str, bytes], Any]) -> None:
         self._files, self.num_shards = files, len(files)
@@ -218,7 +217,7 @@ class _LineFiles(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The names, sizes, begins and ends of the files; what was changed between these is not noticed."""
+        """A checksum of the names, sizes, first and last blocks of the files; other changes are not detected."""
         return {"files": checksum_bytes(msgspec.json.encode([_evidence(file) for file in self._files]))}
 
     def count(self, shard: int) -> int:
@@ -236,7 +235,7 @@ class _LineFiles(ShardSource):
         return _Shard(lambda number: f"{path}, record {number + 1}", read_line)
 
     def _ends_of(self, shard: int) -> np.ndarray:
-        """Return the end of each line (lines,); between two of them is a line, and perhaps blank ones before it."""
+        """Return the end offset of each non-blank line, int64 (lines,); blank lines may precede a line."""
         if shard not in self._ends:
             ends = (end for end, _ in iterate_lines(self._files[shard], "list"))
             self._ends[shard] = np.fromiter(ends, np.int64)
@@ -244,7 +243,7 @@ class _LineFiles(ShardSource):
 
 
 def _evidence(path: Location) -> tuple[str, int, str]:
-    """Return the name of a file, its size, and a checksum of its first and last block."""
+    """Return the name and size of a file, and a checksum of its first and last blocks."""
     with open_input(path, "list") as stream:
         size = os.fstat(stream.fileno()).st_size
         ends = os.pread(stream.fileno(), _BLOCK, 0) + os.pread(stream.fileno(), _BLOCK, max(0, size - _BLOCK))
@@ -252,10 +251,10 @@ def _evidence(path: Location) -> tuple[str, int, str]:
 
 
 class TextLines(_LineFiles):
-    """Lines of text: ``{"key": "books.txt:12", "txt": "..."}``; blank ones are left out, and not counted.
+    """Lines of text as examples ``{"key": "books.txt:12", "txt": "..."}``; blank lines are ignored and not numbered.
 
     Args:
-        files: one path or several, with ranges such as ``{0..9}``, ``*`` and ``?``.
+        files: one or more paths, which may contain ranges such as ``{0..9}``, ``*`` and ``?``.
     """
 
     def __init__(self, files: Paths) -> None:
@@ -273,18 +272,17 @@ def _parse_text(key: str, line: bytes) -> dict[str, str]:
 
 
 class RawList(_LineFiles):
-    """WeNet's ``raw`` lists: lines of JSON with ``key``, ``wav`` and, but for inference, ``txt``; other keys are kept.
+    """WeNet's ``raw`` lists of JSON lines with ``key``, ``wav`` and, except for inference, ``txt``.
 
-    ``wav`` becomes the path of the file, or the bytes that a URL has. ``decode_wav`` takes the part from ``start`` to
-    ``end`` seconds of it, where the line has these.
+    Other keys are kept. ``wav`` becomes the path of the file or, for a URL, its bytes. If a line has ``start`` and
+    ``end``, ``decode_wav`` decodes only the part between these seconds.
 
     Args:
-        files: one path or several, with ranges such as ``{0..9}``, ``*`` and ``?``.
-        audio_root: the folder, or the URL, that ``wav`` must lie below; by default absolute paths and URLs may lie
-            anywhere.
-        allow_pipe: run the commands that ``wav`` names, ``pipe:ais get ...``; else such a line is an error.
-        cache_dir: the folder for copies of what URLs and commands give; by default the user's cache.
-        cache_gib: its limit.
+        files: one or more paths, which may contain ranges such as ``{0..9}``, ``*`` and ``?``.
+        audio_root: folder or URL that contains every ``wav``; by default any absolute path or URL is accepted.
+        allow_pipe: run commands in ``wav``, such as ``pipe:ais get ...``; by default such a line is an error.
+        cache_dir: folder for downloads and the output of commands; by default the user's cache.
+        cache_gib: maximum size of the cache in GiB.
     """
 
     def __init__(
@@ -304,31 +302,29 @@ class RawList(_LineFiles):
         record = decode_json(line, _record_decoder, "the line is not a JSON object")
         for name in ("key", "wav", "txt"):
             if not isinstance(record.get(name, "" if name == "txt" else None), str):
-                raise RejectRecord("missing_field", f"the line has no text as {name!r}")
+                raise RejectRecord("missing_field", f"the line has no string {name!r}")
         start, end = record.get("start", 0), record.get("end")
         if type(start) not in (int, float) or not (end is None or (type(end) in (int, float) and 0 <= start < end)):
-            raise RejectRecord("malformed", "start and end are not times in seconds of which end is later")
+            raise RejectRecord("malformed", "start and end must be times in seconds, with end after start")
         file = self._source.remote(record["wav"]) or self._roots.path_of(*self._roots.place(0, record["wav"]))
         return record | {"wav": local(file).read_bytes() if is_remote(file) else str(file)}
 
 
 class ShardList(ShardSource):
-    """WeNet's ``shard`` lists: lines with the path of a tar, whose members belong together by their name's begin.
+    """WeNet's ``shard`` lists of tar archives, in which members with the same key form a sample.
 
-    The key is the name up to its last dot.
-
-    An example has ``key``, the audio's bytes as ``wav``, the text as ``txt`` where there is one, and the bytes of every
-    further member by the end of its name. A sample with two members of one name, or with a key that the archive had
-    before, without audio or with several, or at which the archive is damaged, is an error.
+    The key of a member is its name up to the last dot. An example has ``key``, the audio's bytes as ``wav``, the text,
+    if any, as ``txt``, and the bytes of every further member under its suffix. A sample is an error if the archive is
+    damaged there, two members have the same name, its key occurred earlier, or it does not have exactly one audio
+    member.
 
     Args:
-        files: one path or several, with ranges such as ``{0..9}``, ``*`` and ``?``.
-        root: the folder, or the URL, that the archives must lie below; by default absolute paths and URLs may lie
-            anywhere.
-        encoding: of the texts.
-        allow_pipe: run the commands that lines are, ``pipe:ais get ...``; else such a line is an error.
-        cache_dir: the folder for copies of what URLs and commands give; by default the user's cache.
-        cache_gib: its limit.
+        files: one or more paths, which may contain ranges such as ``{0..9}``, ``*`` and ``?``.
+        root: folder or URL that contains every archive; by default any absolute path or URL is accepted.
+        encoding: encoding of the texts.
+        allow_pipe: run lines that are commands, such as ``pipe:ais get ...``; by default such a line is an error.
+        cache_dir: folder for downloads and the output of commands; by default the user's cache.
+        cache_gib: maximum size of the cache in GiB.
     """
 
     def __init__(
@@ -348,11 +344,14 @@ class ShardList(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The names and sizes of the archives, which may be many on a slow disk; other content is not noticed."""
+        """A checksum of the names and sizes of the archives.
+
+        Changed content of the same size is not detected, because reading many archives may be slow.
+        """
         return {"archives": checksum_bytes(msgspec.json.encode(list(self._source.sizes())))}
 
     def count(self, shard: int) -> int:
-        """Return the number of samples, of which the headers tell, and of damages."""
+        """Return the number of samples, including damaged places, from the headers of the archive."""
         if shard not in self._counts:
             self._counts[shard] = sum(1 for _ in self._source.samples(shard))
         return self._counts[shard]
@@ -371,12 +370,12 @@ class ShardList(ShardSource):
 
         def read_sample(number: int) -> dict[str, Any]:
             if number >= len(items):
-                raise RejectRecord("malformed", "the archive was changed while it was read")
+                raise RejectRecord("malformed", "the archive was changed while it was being read")
             sample = items[number]
             if sample.damage is not None:
                 raise RejectRecord("unreadable_audio", sample.damage.detail)
             if first[sample.key] != number:
-                raise RejectRecord("ambiguous_audio", "the archive has an earlier sample of this key")
+                raise RejectRecord("ambiguous_audio", "the archive has an earlier sample with this key")
             audio = self._source.audio_of(sample)
             value: dict[str, Any] = {}
             for suffix, member in sample.members:
@@ -389,7 +388,7 @@ class ShardList(ShardSource):
 
 
 def _wenet(kind: str, files: Paths, root: str | Path | None, allow_pipe: bool, cache: Cache, **options: Any) -> _Listed:
-    """Return the source of the preparation, which checks lists and archives."""
+    """Return the WeNet source that data preparation uses, after checking its lists and archives."""
     audio_root = None if root is None else str(root)
     listed = _Listed(
         data_list=_as_texts(files),

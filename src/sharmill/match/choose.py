@@ -1,4 +1,4 @@
-"""The context of every utterance of a speaker group, chosen or brought by its record, or why it has none."""
+"""Contexts for the utterances of a speaker group, either chosen or given in the manifest, with reasons for rejects."""
 
 import math
 import sys
@@ -20,22 +20,22 @@ from sharmill.match.select import number_words, select_context
 from sharmill.models import ModelFamily, find_speaker_encoder
 from sharmill.stages.speaker_key import SpeakerKey
 
-# The similarities of a smaller group take less time on the CPU than their kernels take to start.
-_FEW_ROWS = 500
-# A cosine that a script computed in float32 may be a little more than 1.
+# Up to this size, the similarities of a group are computed faster on the CPU than GPU kernels are launched.
+_MAX_CPU_ROWS = 500
+# A cosine similarity that a script computed in float32 may slightly exceed 1.
 _TOLERANCE = 1e-3
-# Any but infinity.
-_MOST_SECONDS = sys.float_info.max
+# Accepts any finite time.
+_MAX_SECONDS = sys.float_info.max
 
 
 @dataclass(frozen=True)
 class ContextChooser:
-    """The rule by which utterances get their contexts.
+    """Rules for choosing and checking the contexts of utterances.
 
     Args:
-        match: the limits.
-        roots: the audio roots of the sources.
-        speaker_key: makes the key of an utterance's group.
+        match: configuration with the limits.
+        roots: audio roots of the sources.
+        speaker_key: derives the key of an utterance's group.
     """
 
     match: MatchConfig
@@ -51,16 +51,20 @@ class ContextChooser:
         return min_similarity(self.match)
 
     def may_match(self, group: list[Utterance]) -> bool:
-        """Return False where the durations rule out every context; there is no need to embed the group then."""
+        """Return False if the size or durations of a group rule out any context, so it need not be embedded."""
         return len(group) > 1 and any(self.long_enough(utterance.segment.duration) for utterance in group)
 
     def long_enough(self, duration: float) -> bool:
-        """Return True if an utterance of so many seconds may be a context."""
+        """Return True if the duration in seconds is within the limits for a context."""
         longest = self.match.max_duration
         return duration >= self.match.min_duration and (longest is None or duration <= longest)
 
     def choose(self, group: list[Utterance], segments: list[EmbeddedSegment]) -> list[Utterance | RejectRecord]:
-        """Return each utterance of a group with its context, or why it has none; ``segments`` are of the group."""
+        """Return each utterance of a group with its context, or the reason why it has none.
+
+        Args:
+            segments: embedded segments of the utterances, in the same order.
+        """
         if len(group) < 2:
             detail = "the group {!r} has no other usable utterance"
             return [RejectRecord("single_utterance_speaker", detail.format(self.group_key(one))) for one in group]
@@ -79,12 +83,12 @@ class ContextChooser:
         problem: dict[str, Any] = {
             "embeddings": _stack([segment.embedding for segment in segments]),
             "durations": np.array([utterance.segment.duration for utterance in group]),
-            # Equal for the same file, by whatever links and roots it is named.
+            # The same file has the same number, even if it is named through different links or roots.
             "recordings": _number([self._recording(utterance) for utterance in group]),
             "offsets": np.array([utterance.segment.offset for utterance in group]),
         }
         if match.exclude_same_text:
-            # Equal for equal texts, case and spacing aside; -1 for an utterance without text.
+            # Texts are compared without case and spacing; -1 stands for no text.
             problem["texts"] = _number((" ".join(said.text.lower().split()) for said in group), {"": -1})
         if match.max_text_overlap is not None:
             problem["words"] = np.fromiter(number_words(said.text for said in group), dtype=object)
@@ -113,17 +117,17 @@ class ContextChooser:
         return outcomes
 
     def _recording(self, utterance: Utterance) -> str:
-        """Return a name of the file that a record or a candidate was taken from."""
+        """Return a unique name for the original file of a record or a candidate."""
         segment, (*sources, dataset) = utterance.segment, self.roots.roots
         is_stored = segment.member is not None or self.roots.roots[segment.root] is dataset
         if not (self.match.contexts_from_dataset and is_stored):
             return self.roots.real_name(segment)
-        # Audio in a container, or stored in the dataset, is known by its name.
+        # Audio in a container or in the dataset is identified by the name of its original file.
         name = segment.audio_filepath
         return next((root.name_of(name) for root in sources if root.has(name)), name)
 
     def _draw_pool(self, group: list[Utterance], seed: int) -> np.ndarray:
-        """Return which utterances of a group may be contexts (N,): so many as ``max_speaker_items``, or all."""
+        """Return a mask (N,) of a random pool of ``max_speaker_items`` utterances that may be contexts."""
         long_enough = np.flatnonzero([self.long_enough(utterance.segment.duration) for utterance in group])
         size = min(len(long_enough), self.match.max_speaker_items or len(group))
         pool = np.zeros(len(group), dtype=bool)
@@ -133,9 +137,13 @@ class ContextChooser:
     def _find_copies(
         self, problem: dict[str, Any], contents: np.ndarray, options: dict[str, Any], rows: np.ndarray
     ) -> dict[int, tuple[int, float]]:
-        """Return the copy that would be the context, and its similarity, for those of ``rows`` that have one."""
+        """Find copies that would be chosen as contexts for ``rows`` if copies were not excluded.
+
+        Returns:
+            The index and similarity of the copy, by row; rows without a copy are missing.
+        """
         if self.match.max_similarity is None:
-            # All that could be found are utterances with the samples of one of these rows: few, if any.
+            # Without max_similarity, copies have the same samples as a row, so few utterances need to be searched.
             repeated = np.bincount(contents) > 1
             rows = rows[repeated[contents[rows]]]
             chosen = np.flatnonzero(np.isin(contents, contents[rows]))
@@ -152,13 +160,18 @@ class ContextChooser:
         }
 
     def _no_context(self, best_similarity: float, copy: tuple[Utterance, float] | None) -> RejectRecord:
-        """Return why an utterance has no context; ``copy`` would be it otherwise, with this similarity."""
+        """Return the reason why an utterance has no context.
+
+        Args:
+            best_similarity: similarity of the best candidate; -inf if there is no candidate.
+            copy: the copy that would have been chosen if copies were not excluded, and its similarity.
+        """
         if copy is not None:
             segment = copy[0].segment
             return RejectRecord(
                 "only_copies",
-                f"nothing else could be its context: {segment.audio_filepath} at {segment.offset:g} s has the same "
-                f"samples, or more than max_similarity: {copy[1]:.4f}",
+                f"all candidates are copies: {segment.audio_filepath} at {segment.offset:g} s has the same samples "
+                f"or a similarity above match.max_similarity ({copy[1]:.4f})",
             )
         if best_similarity == -np.inf:
             return RejectRecord("no_long_context", f"no other utterance of its group has {self._limits()}")
@@ -174,13 +187,13 @@ class ContextChooser:
         return f"at least {match.min_duration:g} s (match.min_duration){longest} and satisfies the other limits"
 
     def read_given(self, utterances: Sequence[Utterance]) -> dict[int, Context | RejectRecord]:
-        """Return the contexts that records bring, or why these cannot be used, by the numbers of the records.
+        """Return the contexts given in the records, or the reasons why they cannot be used, by record number.
 
-        What a context leaves out is filled in, but for its similarity: that is NaN if it is still to be computed.
+        Missing keys of a context are filled in. A missing similarity is NaN and must still be computed.
 
         Args:
-            utterances: those of a unit. A context that is one of them has its texts and ids, and lies where it lies, as
-                in an archive. Any other is a file below the audio root of its record.
+            utterances: utterances of a unit. If a context is one of them, its texts, ids and location are used. Any
+                other context must be a file below the audio root of its record.
         """
         known = {_place(one.segment): one for one in utterances}
         found: dict[int, Context | RejectRecord] = {}
@@ -197,8 +210,8 @@ class ContextChooser:
         path = record["context_audio_filepath"]
         if not isinstance(path, str) or not path.strip():
             raise RejectRecord("malformed", f"context_audio_filepath is {str(path)[:40]!r}")
-        offset = _number_of(record, "context_audio_offset", 0.0, _MOST_SECONDS)
-        duration = _number_of(record, "context_audio_duration", 0.0, _MOST_SECONDS)
+        offset = _number_of(record, "context_audio_offset", 0.0, _MAX_SECONDS)
+        duration = _number_of(record, "context_audio_duration", 0.0, _MAX_SECONDS)
         similarity = _number_of(record, "context_speaker_similarity", -1 - _TOLERANCE, 1 + _TOLERANCE)
         texts = {key: record.get(key) for key in ("context_audio_text", "context_audio_normalized_text")}
         for key, text in texts.items():
@@ -211,7 +224,7 @@ class ContextChooser:
             info = probe(self.roots.locate(segment))
             seconds = info.num_samples / info.sampling_rate - segment.offset
             if seconds <= 0:
-                raise RejectRecord("duration_mismatch", f"it begins at {segment.offset:g} s, after the end of its file")
+                raise RejectRecord("duration_mismatch", f"it starts at {segment.offset:g} s, after the end of its file")
             segment = replace(segment, duration=seconds)
         known = others.get(_place(segment))
         if known is not None:
@@ -228,7 +241,7 @@ class ContextChooser:
     def keep(
         self, utterance: Utterance, given: Context | RejectRecord, found: dict[Segment, EmbeddedSegment | RejectRecord]
     ) -> Utterance | RejectRecord:
-        """Return an utterance with the context that it brings, or why that cannot be used."""
+        """Return an utterance with the context given in its record, or the reason why that cannot be used."""
         if isinstance(given, RejectRecord):
             return given
         own, voice, segment = found[utterance.segment], found[given.segment], given.segment
@@ -243,7 +256,7 @@ class ContextChooser:
         if math.isnan(similarity):
             similarity = round(float(np.dot(np.float64(own.embedding), np.float64(voice.embedding))), 6)
         if overlaps and self.roots.real_name(utterance.segment) == self.roots.real_name(segment):
-            problem = "is the utterance itself, or overlaps it"
+            problem = "is the utterance itself or overlaps it"
         elif own.content == voice.content:
             problem = "has the same samples as the utterance"
         elif not self.long_enough(segment.duration):
@@ -254,59 +267,59 @@ class ContextChooser:
         else:
             segment = replace(segment, notes=voice.notes)
             return _with_context(utterance, replace(given, similarity=similarity, segment=segment))
-        return RejectRecord("bad_context", f"the context that the record brings {problem}")
+        return RejectRecord("bad_context", f"the context given in the record {problem}")
 
 
 def encoder_family(match: MatchConfig) -> ModelFamily:
-    """Return the speaker encoder, not loaded; the package that brings it may be imported."""
+    """Return the family of the configured speaker encoder, without loading the encoder."""
     return find_speaker_encoder(match.encoder, **match.options)
 
 
 def min_similarity(match: MatchConfig) -> float:
-    """Return the least similarity that a context must have: the configuration's, or else the speaker encoder's own.
+    """Return the minimum similarity of a context, from the configuration or the speaker encoder's default.
 
     Raises:
-        ConfigError: neither says one.
+        ConfigError: neither has a value.
     """
     own = match.min_similarity if match.min_similarity is not None else encoder_family(match).min_similarity
     if own is None:
         raise ConfigError(
-            f"the speaker encoder {match.encoder!r} brings no min_similarity of its own, since none was measured for "
-            "it: set match.min_similarity, for example to 0.6 as is usual for TitaNet",
+            f"the speaker encoder {match.encoder!r} has no default min_similarity: set match.min_similarity, for "
+            "example to 0.6, which is usual for TitaNet",
             code="missing_key",
         )
     return own
 
 
 def _number(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -> np.ndarray:
-    """Return equal numbers for equal values, from 0 on; ``numbers`` are those given already."""
+    """Number the values from 0, with equal numbers for equal values; ``numbers`` has the numbers known so far."""
     numbers = {} if numbers is None else numbers
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 def _stack(rows: list[Any]) -> Any:
-    """Return embeddings as one array, or as a tensor on their device where the product is worth its kernels."""
+    """Stack embeddings to an array, or to a tensor on their device if the group is large enough for the GPU."""
     if isinstance(rows[0], np.ndarray):
         return np.stack(rows)
     import torch
 
     stacked = torch.stack(rows)
-    return stacked if len(rows) > _FEW_ROWS else stacked.cpu().numpy()
+    return stacked if len(rows) > _MAX_CPU_ROWS else stacked.cpu().numpy()
 
 
 def _with_context(utterance: Utterance, context: Context) -> Utterance:
-    """Return the utterance with its context; keys that a source had for one of its own go."""
+    """Return the utterance with its context, without the context keys that its record had."""
     custom = {key: value for key, value in utterance.custom.items() if key not in CONTEXT_KEYS}
     return replace(utterance, custom=custom, context=context)
 
 
 def _bad_context(reject: RejectRecord) -> RejectRecord:
-    """Return why a record is rejected whose context would be rejected for this."""
-    return RejectRecord("bad_context", f"the context that the record brings: {reject.reason}: {reject.detail}")
+    """Return the reject of a record whose given context is unusable for this reason."""
+    return RejectRecord("bad_context", f"the context given in the record: {reject.reason}: {reject.detail}")
 
 
 def _place(segment: Segment) -> Hashable:
-    # Manifests round their times.
+    # Manifests contain rounded times, so times are compared to the millisecond.
     return segment.root, segment.audio_filepath, round(segment.offset, 3), round(segment.duration, 3)
 
 

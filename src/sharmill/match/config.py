@@ -1,4 +1,4 @@
-"""Keys of the stage ``match``."""
+"""Configuration keys of the stage ``match``."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -13,9 +13,9 @@ Similarity = Annotated[float, msgspec.Meta(ge=-1, le=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class MatchConfig(StageSection):
-    """Choice of the context: the most similar utterance of the same speaker group that meets these conditions. ``null``
-    in the place of the keys makes a dataset without contexts: of cuts, target audio and target codes, with all stages
-    but match. Records need no speaker then."""
+    """Choice of the context: the most similar utterance of the same speaker group that satisfies these conditions.
+    ``match: null`` builds a dataset without contexts, with only cuts, target audio and target codes. The stage is then
+    skipped, and records need no speaker."""
 
     presence: ClassVar[Presence] = "unless_null"
     without: ClassVar[str] = "a dataset without contexts"
@@ -23,59 +23,59 @@ class MatchConfig(StageSection):
     options_of: ClassVar = (ENCODERS, "encoder")
 
     encoder: str = "resemblyzer"
-    """Speaker encoder: ``resemblyzer`` (its weights come with the Python package), ``nemo:titanet_large`` or another
+    """Speaker encoder: ``resemblyzer``, whose weights come with the Python package, ``nemo:titanet_large`` or another
     pretrained name, or ``nemo:/path/model.nemo``."""
     min_similarity: Similarity | None = None
-    """Lowest cosine similarity of a context to its target. ``null`` is the encoder's own: 0.75 for ``resemblyzer``, 0.6
-    for TitaNet; any other encoder needs a number here."""
+    """Minimum cosine similarity between a context and its target. ``null`` uses the encoder's default: 0.75 for
+    ``resemblyzer``, 0.6 for TitaNet. Any other encoder needs a number here."""
     max_similarity: Similarity | None = None
-    """Highest cosine similarity of a context to its target, against copies that are stored with loss or otherwise
-    processed, such as 0.99; ``null`` is no limit. Copies with the same samples are never a context; a copy at another
-    sampling rate needs this limit."""
+    """Maximum cosine similarity between a context and its target, such as 0.99; ``null`` sets no limit. The limit
+    excludes copies of the target with lossy compression, another sampling rate or other processing. Copies with the
+    same samples are always excluded."""
     min_duration: NotNegative = 3.0
-    """Shortest context, in seconds."""
+    """Minimum duration of a context in seconds."""
     max_duration: float | None = None
-    """Longest context, in seconds; ``null`` is no limit."""
+    """Maximum duration of a context in seconds; ``null`` sets no limit."""
     batch_seconds: Above0 = 60.0
-    """Audio in one batch of the encoder, in seconds, padding included. On a CPU no batch has more than 16 s."""
+    """Audio per batch of the encoder in seconds, including padding. On a CPU, batches have at most 16 s."""
     precision: Precision = "fp32"
-    """Arithmetic of the encoder: ``fp32``; ``tf32``, which GPUs from compute capability 8.0 on have and CPUs have not;
-    or ``bf16``, torch's autocast, on these GPUs and on CPUs. Similarities differ a little, and with them some choices.
-    """
+    """Precision of the encoder: ``fp32``; ``tf32`` on GPUs from compute capability 8.0; or ``bf16``, torch's autocast,
+    on these GPUs and on CPUs. Similarities, and therefore some choices, differ slightly between precisions."""
     resampling: Literal["soxr", "kaiser", "sinc"] = "soxr"
     """Resampling of audio to the rate of the encoder: ``soxr`` is libsoxr at high quality, as in the published scripts
-    (librosa's ``soxr_hq``); ``kaiser`` torchaudio's with a Kaiser window and 64 zero crossings; ``sinc`` torchaudio's
-    default, which is less exact near the highest frequencies. What is stored or encoded is resampled as Lhotse does."""
-    # With 2, a group of odd size would leave an utterance alone.
+    (librosa's ``soxr_hq``); ``kaiser`` is torchaudio with a Kaiser window and 64 zero crossings; ``sinc`` is
+    torchaudio's default, which is less accurate near the highest frequencies. Audio that is stored or encoded is always
+    resampled like in Lhotse."""
+    # With 2, a group of odd size would leave an utterance without candidates.
     max_group: Annotated[int, msgspec.Meta(ge=3)] | None = None
-    """Split speaker groups with more utterances than this into parts, so that a corpus of few speakers uses every rank.
-    A context then comes from the same part. ``null`` splits nothing."""
+    """Maximum number of utterances per speaker group. Larger groups are split into parts, so that a corpus with few
+    speakers can use all ranks; contexts then come from the same part. ``null`` splits no group."""
     exclude_same_text: bool = False
-    """Leave out candidates that have the target's text."""
+    """Exclude candidates with the same text as the target."""
     max_text_overlap: Share | None = None
-    """Leave out candidates that share more than this part of their words with the target, such as 0.5: distinct words
-    in common over those of the text that has fewer; ``null`` is no limit."""
+    """Exclude candidates that share more than this fraction of words with the target, such as 0.5. The fraction is the
+    number of common distinct words divided by that of the text with fewer distinct words. ``null`` sets no limit."""
     max_speaker_items: Annotated[int, msgspec.Meta(ge=2)] | None = None
-    """Choose the contexts of a speaker group from a random pool of so many of its utterances, drawn by ``seed``;
-    ``null`` is all of them."""
+    """Choose the contexts of a speaker group from a random pool of this many utterances, drawn with ``seed``; ``null``
+    uses all utterances."""
     contexts: Literal["choose", "given"] = "choose"
-    """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and the further keys): each is checked,
-    what it leaves out is filled in, and one that cannot be used, or is outside the limits above, makes its record a
-    reject (``bad_context``). Records without one get theirs as by ``choose``."""
+    """``given`` keeps the contexts of the manifest (``context_audio_filepath`` and related keys). Each is checked, and
+    missing keys are filled in. If a context cannot be used or violates the limits above, its record is rejected
+    (``bad_context``). Records without a context get one as with ``choose``."""
     choice: Literal["best", "sample"] = "best"
-    """``best`` takes the most similar candidate. ``sample`` draws among the ``sample_size`` most similar, so that a
-    popular clip does not become the context of everything."""
+    """``best`` takes the most similar candidate. ``sample`` draws from the ``sample_size`` most similar ones, so that
+    no utterance becomes the context of too many others."""
     sample_size: Positive = 5
     """Number of candidates that ``choice: sample`` draws from."""
     seed: int = 42
     """Seed of ``choice: sample`` and ``max_speaker_items``."""
     contexts_from_dataset: bool = False
-    """Of an append: contexts may also come from the dataset of ``append_to``. Its cuts that share a speaker
-    group with new records are embedded once more, from the stored audio."""
+    """In an append, allow contexts from the dataset of ``append_to``. Its cuts that share a speaker group with new
+    records are embedded again, from the stored audio."""
     unit_seconds: Above0 | None = None
-    """Audio that one unit of work gathers, in seconds; ``null`` derives it from the total."""
+    """Audio per unit of work in seconds; ``null`` derives it from the total."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the encoder's family, which a configuration has beside ``encoder``."""
+    """Options of the encoder's family; in a configuration, they are written next to ``encoder``."""
 
     def __post_init__(self) -> None:
         require(self.min_similarity is None or self.max_similarity is None

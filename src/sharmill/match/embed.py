@@ -1,4 +1,4 @@
-"""Speaker embeddings of a unit's segments, on the fly, and a sample of them for the report."""
+"""Computation of the speaker embeddings of a unit's segments, and a sample of the embeddings for the report."""
 
 import base64
 from collections.abc import Callable, Iterable, Sequence
@@ -21,19 +21,19 @@ from sharmill.models.batches import pad, padded_batches
 from sharmill.models.device import DeviceClock
 from sharmill.models.memory import MemoryGuard
 
-# Sizes of the sample of voices: for a dataset, and for one group.
+# Numbers of embeddings in the sample: for the whole dataset, and at most for one group.
 _WANTED_VOICES: Final = 1500
 _VOICES_PER_GROUP: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedSegment:
-    """The voice of a segment, and what was seen while its audio was decoded.
+    """The speaker embedding of a segment, and facts that were found while its audio was decoded.
 
     Attributes:
-        embedding: (D,) float32: an array, or a tensor on the encoder's device where that is no CPU.
-        content: equal for segments with the same samples.
-        notes: about the file, for the next stage that reads it.
+        embedding: (D,) float32, an array, or a tensor on the encoder's device if that is a GPU.
+        content: hash of the samples; equal for segments with the same samples.
+        notes: facts about the file for later stages.
     """
 
     embedding: Any
@@ -46,11 +46,13 @@ _Loaded = tuple[np.ndarray, int, AudioNotes]
 
 @dataclass(frozen=True, slots=True)
 class BegunSegments:
-    """Segments that feeders decode, in batches of their numbers.
+    """Segments that feeders are decoding.
 
     Attributes:
-        items: all of them.
-        feed: of their recordings.
+        items: all segments.
+        batches: indices of the segments of each batch.
+        once: results of the segments, each recording being decoded once.
+        feed: feed of the recordings.
     """
 
     items: Sequence[Segment]
@@ -61,7 +63,7 @@ class BegunSegments:
 
 @dataclass(frozen=True)
 class _AtRate:
-    """The samples of a segment at the rate of an encoder, with their type, content and notes."""
+    """Conversion of a segment to samples at the rate of an encoder, with their dtype, content hash and notes."""
 
     sampling_rate: int
     resampling: Resampling
@@ -77,10 +79,12 @@ class _AtRate:
 
 @dataclass
 class Embedder:
-    """A speaker encoder, and the feeders that decode and resample ahead of its batches.
+    """A speaker encoder with feeders that decode and resample ahead of its batches.
 
-    ``batch_seconds`` is the audio in one batch, padding included; ``pinned`` is for an encoder on a GPU, which gets its
-    batches from pinned memory: the next is put together while it computes.
+    Attributes:
+        batch_seconds: seconds of audio per batch, including padding.
+        pinned: the encoder is on a GPU and gets its batches from pinned memory, so that the next batch is assembled
+            while it computes.
     """
 
     encoder: SpeakerEncoder
@@ -104,13 +108,13 @@ class Embedder:
     def __call__(
         self, segments: Sequence[Segment], advance: Callable[[float], None] = lambda seconds: None
     ) -> list[EmbeddedSegment | RejectRecord]:
-        """Return the embedding of every segment, or why it has none; ``advance`` as of ``finish``."""
+        """Return the embedding of every segment, or the reason why it has none; see ``finish``."""
         return self.finish(self.begin(segments), advance)
 
     def begin(self, segments: Sequence[Segment]) -> BegunSegments:
-        """Have feeders begin to decode segments.
+        """Start decoding segments in the feeders.
 
-        Some batches of audio are held, and in a spool all segments of each recording that has several of them.
+        A few batches of audio are held in memory. If a recording has several segments, all of them are kept in a spool.
         """
         batches = padded_batches([segment.duration for segment in segments], self.batch_seconds)
         once = SegmentsOnce[np.ndarray, Any](
@@ -125,10 +129,11 @@ class Embedder:
         advance: Callable[[float], None] = lambda seconds: None,
         when_all_begun: Callable[[], None] = lambda: None,
     ) -> list[EmbeddedSegment | RejectRecord]:
-        """Return the embedding of every segment, or why it has none.
+        """Return the embedding of every segment, or the reason why it has none.
 
-        ``advance`` is called with the seconds of every batch that is done, and ``when_all_begun`` once all segments
-        are given to feeders.
+        Args:
+            advance: called with the seconds of every completed batch.
+            when_all_begun: called when all segments have been passed to feeders.
         """
         outcomes: dict[int, EmbeddedSegment | RejectRecord] = {}
         self._clock.restart()
@@ -153,7 +158,7 @@ class Embedder:
         return [outcomes[index] for index in range(len(begun.items))]
 
     def _embed(self, usable: dict[int, _Loaded]) -> dict[int, EmbeddedSegment]:
-        """Return the embeddings of a batch; raise RejectRecord for a segment that is too long to fit in memory."""
+        """Return the embeddings of a batch; raise RejectRecord if a single segment is too long for the memory."""
         if not usable:
             return {}
         audio, num_samples = pad([samples for samples, _, _ in usable.values()], pinned=self.pinned)
@@ -172,14 +177,13 @@ class Embedder:
 def sample_voices(
     groups: Iterable[tuple[str, list[tuple[str, Any]]]], unit_id: str, size: int, total: int
 ) -> list[tuple[str, str]]:
-    """Return names of groups, each with the embedding of one of its utterances, packed in text: for the report.
+    """Draw a sample of embeddings for the report, as pairs of a group's name and a packed embedding.
 
-    Each unit adds its share to its commit record, so that a dataset of any size has about as many voices, in whole or
-    half groups.
+    Each unit stores its share in its commit record. The total is thus about the same for datasets of any size.
 
     Args:
-        groups: names of groups, and the ids and embeddings (D,) of their utterances.
-        unit_id: the unit of these groups, by which the sample is drawn.
+        groups: names of groups, with the ids and embeddings (D,) of their utterances.
+        unit_id: id of the unit, which seeds the sample.
         size: number of utterances of the unit.
         total: number of utterances of the dataset.
     """
@@ -187,7 +191,7 @@ def sample_voices(
     found: list[tuple[str, str]] = []
     for name, members in sorted(groups, key=lambda group: _draw(unit_id, group[0])):
         chosen = sorted(members, key=lambda member: _draw(unit_id, member[0]))[:_VOICES_PER_GROUP]
-        # Part of a group would say nothing of how its voices lie together: all of it, or by chance none.
+        # A fraction of a group would not show how similar its voices are, so it is included as a whole or not at all.
         if wanted < len(chosen) and _draw(f"share of {unit_id}", name) / 2**64 >= wanted / len(chosen):
             break
         found += [(name, pack_voice(embedding)) for _, embedding in chosen]
@@ -202,13 +206,13 @@ def _draw(unit_id: str, name: str) -> int:
 
 
 def pack_voice(embedding: Any) -> str:
-    """Return an embedding (D,), an array or a tensor, as text: in steps of 1/127 of its largest value."""
+    """Encode an embedding (D,), an array or a tensor, as text, quantized to 1/127 of its largest value."""
     values = np.asarray(embedding.cpu() if hasattr(embedding, "cpu") else embedding, np.float32)
     steps = np.rint(values * (127 / max(float(np.abs(values).max(initial=0.0)), 1e-9)))
     return base64.b64encode(steps.astype(np.int8).tobytes()).decode()
 
 
 def unpack_voice(text: str) -> np.ndarray:
-    """Return the embedding (D,) that ``pack_voice`` has made a text of, with length 1."""
+    """Decode an embedding (D,) of ``pack_voice``, scaled to unit length."""
     steps = np.frombuffer(base64.b64decode(text), np.int8).astype(np.float32)
     return steps / max(float(np.linalg.norm(steps)), 1e-9)

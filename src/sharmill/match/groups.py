@@ -1,7 +1,7 @@
-"""Speaker groups over a whole manifest, and their division into units.
+"""Division of the speaker groups of a whole manifest into units.
 
-In an append they may have candidates for contexts beside the records: cuts of the dataset that is appended to, whose
-audio is what is stored there.
+In an append, groups may include additional candidates for contexts: cuts of the dataset that is appended to, with the
+audio that is stored there.
 """
 
 import dataclasses
@@ -24,28 +24,28 @@ from sharmill.stages.speaker_key import SpeakerKey, key_of
 def divide(
     seconds: np.ndarray, groups: np.ndarray, *, unit_seconds: float, max_group: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Divide lines into spans: whole groups, about ``unit_seconds`` together, and parts of those above ``max_group``.
+    """Divide lines into spans of whole groups of about ``unit_seconds``, or parts of groups larger than ``max_group``.
 
-    A group is never divided unless ``max_group`` says so, since contexts are sought within a span.
+    Contexts are chosen within a span, so smaller groups are never divided.
 
     Args:
         seconds: (N,) durations of lines sorted by group.
-        groups: (N,) their groups.
+        groups: (N,) groups of the lines.
 
     Yields:
-        The first line of each span, and the line behind its last.
+        The first line of each span, and the line after its last one.
     """
     begin = position = 0
     until = np.append(0.0, np.cumsum(seconds, dtype=np.float64))
     ends = np.append(np.flatnonzero(groups[1:] != groups[:-1]) + 1, len(groups)) if len(groups) else groups
-    # One at a time: a list of all would take ten times the memory.
+    # A list of Python integers would take ten times the memory of the array.
     for end in map(int, ends):
         too_large = max_group is not None and end - position > max_group
         if begin < position and (too_large or until[end] - until[begin] > unit_seconds):
             yield begin, position
             begin = position
         if too_large:
-            # Parts of nearly equal size.
+            # Divide the group into parts of nearly equal size.
             size = end - position
             count = -(-size // (max_group or size))
             yield from pairwise([position + size * part // count for part in range(count + 1)])
@@ -58,15 +58,15 @@ def divide(
 def write_candidates(path: Path, dataset: Path, root: int, speaker_key: SpeakerKey) -> np.ndarray:
     """Write the cuts of a dataset as lines of a manifest, and return their columns (N,) of ``stages.lines.LINE``.
 
-    Their paths and times are those that they once had; their audio is a member of a tar of target audio.
+    The lines have the original paths and times, but refer to the stored audio in the tars of target audio.
 
     Args:
-        path: of the manifest.
-        dataset: a finished dataset of sharmill's own.
-        root: number of its folder among the audio roots.
+        path: path of the manifest.
+        dataset: a finished dataset of sharmill.
+        root: number of the dataset's folder among the audio roots.
 
     Raises:
-        DamagedShard: a file of it cannot be read.
+        DamagedShard: a file of the dataset cannot be read.
     """
     shards, audio = ShardedDataset(dataset).shards(), ShardedDataset(dataset).record().audio_fields[0]
     files = [(shard.fields[CUTS].file, shard.fields[audio].file) for shard in shards]
@@ -80,7 +80,7 @@ def _candidates(dataset: Path, cuts: str, container: str, root: int) -> Iterator
     table = ItemTable(dataset / container, ids=[str(cut.get("id")) for cut, _ in utterances])
     for number, (cut, utterance) in enumerate(utterances):
         if table.pair(number)[1] == NO_DATA:
-            raise table.damage(f"it has no audio of the cut {cut['id']} at its place")
+            raise table.damage(f"the audio of the cut {cut['id']} is not at its place")
         start, size = table.place(2 * number)
         kept = {key: value for key, value in utterance.custom.items() if key == "normalized_text"}
         segment = dataclasses.replace(

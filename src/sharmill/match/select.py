@@ -1,14 +1,13 @@
-"""Selection of the context of every utterance of a speaker group: numbers in, indices out.
+"""Selection of the context of every utterance of a speaker group, from arrays to indices.
 
-Knows nothing of audio, manifests or encoders. The rule is the one of NeMo's
-``extend_nemo_manifest_with_context_audio.py`` (normalise, sort every row of the similarity matrix, walk down
-until a candidate survives), with more limits, and computed as a masked argmax over blocks of rows of the
-matrix product, so that the N x N matrix never exists.
+This module does not depend on audio, manifests or encoders. The rule is that of NeMo's
+``extend_nemo_manifest_with_context_audio.py`` (normalize, sort every row of the similarity matrix, take the first
+candidate that passes), with more limits. It is computed as a masked argmax over blocks of rows of the matrix product,
+so the N x N matrix is never stored.
 
-Similarities are compared as whole multiples of 2**-24, the spacing of float32 just below 1, after a product
-in float64. The noise of the product (about 1e-16) depends on where a row lies in a block, on the library and
-on the device, and without the rounding it would decide between equal candidates. A fixed step rather than
-float32 itself, because float32 keeps that noise where a similarity is near 0.
+Similarities are computed in float64 and rounded to multiples of 2**-24, the spacing of float32 just below 1. Without
+rounding, numerical noise (about 1e-16) would decide between equal candidates, and it depends on the position of a row
+in its block, the library and the device. Rounding to float32 itself would keep this noise for similarities near 0.
 """
 
 import math
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 _Embeddings = TypeVar("_Embeddings", "NDArray[Any]", "torch.Tensor")
 _IndexArray = NDArray[np.int64]
 
-_STEPS: Final = 2.0**24  # similarity steps per unit: every multiple of 2**-24 in [-1, 1] is exact in float32
-_BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64: stays in the cache, yet enough for a fast product
-_GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB: few launches, each long enough
-_MIN_BLOCK_ROWS: Final = 64  # the candidates are read from memory once per block
+_STEPS: Final = 2.0**24  # steps per unit of similarity: every multiple of 2**-24 in [-1, 1] is exact in float32
+_BLOCK_ELEMENTS: Final = 2**21  # 16 MiB of float64 fit in the cache and are large enough for a fast product
+_GPU_BLOCK_ELEMENTS: Final = 2**27  # 1 GiB, so that few kernels are launched and each is long enough
+_MIN_BLOCK_ROWS: Final = 64  # smaller blocks would read the candidates from memory too often
 _MICROSECONDS: Final = 1e6
 _WORD: Final = re.compile(r"[\w']+")
 
@@ -56,39 +55,37 @@ def select_context(
     seed: int = 0,
     block_size: int | None = None,
 ) -> tuple[_Embeddings, _Embeddings]:
-    """Pick for every utterance the most similar other utterance that may be its context.
+    """Select for every utterance the most similar other utterance that satisfies the limits as its context.
 
-    A candidate lasts from ``min_duration`` to ``max_duration`` seconds, is not the utterance itself, does not
-    overlap it in the same recording, has another text (where ``texts`` are given), is no copy of it (where
-    ``contents`` are given), shares no more than ``max_text_overlap`` of the words, and is no more similar than
-    ``max_similarity``. Of equally similar ones the first wins.
+    A candidate must not be the utterance itself, overlap it in the same recording, or last less than ``min_duration``
+    or more than ``max_duration`` seconds. The other limits apply if their arguments are given. The first of equally
+    similar candidates is selected.
 
     Args:
-        embeddings: (N, D), of any scale; a row of zeros has similarity 0 with everything. A numpy array,
-            or a torch tensor on any device, where the product is then computed.
+        embeddings: (N, D), a numpy array, or a torch tensor on any device, which then computes the product. Rows need
+            not have unit length; a row of zeros has similarity 0 to all others.
         durations: (N,) seconds.
-        min_similarity: the least cosine similarity; a similarity that equals it is enough.
-        recordings: (N,) integer ids; without them no two utterances share a recording.
-        offsets: (N,) seconds from the start of the recording, 0 by default. Segments that touch do not
-            overlap; times are rounded to microseconds, so that 0.1 + 0.2 touches 0.3.
-        texts: (N,) integer ids; -1 stands for no text, which equals no other.
-        contents: (N,) integer ids; utterances of one id have the same samples.
-        candidates: (N,) booleans, False for utterances that are nobody's context; all may be one by default.
-        words: of each utterance, as ``number_words`` makes them; with ``max_text_overlap``, the greatest share of the
-            distinct words of the shorter text that the other may have as well.
-        max_similarity: the greatest cosine similarity, against copies whose samples differ a little; a similarity
-            that equals it is allowed.
-        choice: "best", or "sample" for a seeded draw among the ``sample_size`` best that satisfy all limits.
-        block_size: rows per block; changes memory and speed, never the result.
+        min_similarity: minimum cosine similarity, inclusive.
+        recordings: (N,) integer ids; without them, no two utterances share a recording.
+        offsets: (N,) seconds from the start of the recording, 0 by default. Segments that touch do not overlap. Times
+            are rounded to microseconds, so that 0.1 + 0.2 touches 0.3.
+        texts: (N,) integer ids; utterances with the same id are excluded, except for -1, which means no text.
+        contents: (N,) integer ids of the samples; utterances with the same id are excluded as copies.
+        candidates: (N,) booleans, False for utterances that must not be contexts; all True by default.
+        words: words of each utterance from ``number_words``; needed for ``max_text_overlap``.
+        max_text_overlap: maximum fraction of the distinct words of the shorter text that the other text also has.
+        max_similarity: maximum cosine similarity, inclusive, to exclude copies whose samples differ slightly.
+        choice: "best", or "sample" for a seeded draw among the ``sample_size`` best candidates within all limits.
+        block_size: rows per block; affects memory and speed, but not the result.
 
     Returns:
-        index: (N,) int64, the context of each utterance, -1 for none.
-        similarity: (N,) float32, that of the context. Where there is none: that of the best candidate, which
-            is below ``min_similarity``, or -inf if no utterance satisfies the other limits.
-        Both of the kind of ``embeddings``; tensors are on the CPU.
+        index: (N,) int64, index of each utterance's context, or -1 if it has none.
+        similarity: (N,) float32, similarity of the context. Without a context, the similarity of the best candidate,
+            which is below ``min_similarity``, or -inf if no candidate satisfies the other limits.
+        Both are numpy arrays, or tensors on the CPU if ``embeddings`` is a tensor.
 
     Raises:
-        ValueError: shapes that do not agree, embeddings or times that are not finite, an option out of range.
+        ValueError: shapes do not match, embeddings or times are not finite, or an option is out of range.
 
     Example:
         >>> voices = np.array([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0]])
@@ -123,9 +120,9 @@ def select_context(
     num_best = sample_size if choice == "sample" else 1
     best, steps = _best_candidates(units, columns, exclusions, most, num_best, block_size)
 
-    least = max(np.rint(min_similarity * _STEPS), -_STEPS)  # -inf stands for none, and is never enough
+    least = max(np.rint(min_similarity * _STEPS), -_STEPS)  # -inf marks missing candidates, which must not pass
     num_enough = (steps >= least).sum(axis=1)
-    # One draw per utterance, made here for all of them: it cannot depend on the blocks.
+    # Drawn for all utterances at once, so that the draws do not depend on the blocks.
     draws = np.random.default_rng(seed).random(num_rows) if choice == "sample" else np.zeros(num_rows)
     pick = (draws * num_enough).astype(np.int64)
     rows = np.arange(num_rows)
@@ -135,7 +132,7 @@ def select_context(
 
 
 def number_words(texts: Iterable[str]) -> list[_IndexArray]:
-    """Return the distinct words of each text as numbers, equal ones for equal words; case and punctuation aside.
+    """Return the distinct words of each text as sorted numbers; case and punctuation are ignored.
 
     >>> [words.tolist() for words in number_words(["Go, go on!", "on we go", ""])]
     [[0, 1], [0, 1, 2], []]
@@ -146,12 +143,12 @@ def number_words(texts: Iterable[str]) -> list[_IndexArray]:
 
 
 def _is_tensor(values: Any) -> bool:
-    """Return True for a torch tensor; asking so needs no import of torch."""
+    """Return True for a torch tensor, without importing torch."""
     return hasattr(values, "detach")
 
 
 def _like(embeddings: Any, result: NDArray[Any]) -> Any:
-    """Return the result as what the embeddings are: a numpy array, or a tensor (on the CPU)."""
+    """Return the result as a numpy array or, if the embeddings are a tensor, as a tensor on the CPU."""
     if not _is_tensor(embeddings):
         return result
     from torch import from_numpy
@@ -160,16 +157,16 @@ def _like(embeddings: Any, result: NDArray[Any]) -> Any:
 
 
 def _to_numpy(values: Any, dtype: Any = None) -> NDArray[Any]:
-    """Make a numpy array of a sequence, an array or a tensor on any device."""
+    """Convert a sequence, an array or a tensor on any device to a numpy array."""
     if _is_tensor(values):
         values = values.detach().cpu()
-        # numpy has no bfloat16.
+        # Numpy has no bfloat16, so floating-point tensors are converted to float64 first.
         values = (values.double() if values.is_floating_point() else values).numpy()
     return np.asarray(values, dtype=dtype)
 
 
 def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray[np.float64]:
-    """Return ``values`` as (num_rows,) float64 seconds; raise ValueError if they are not finite or below ``least``."""
+    """Return ``values`` as float64 seconds (num_rows,); raise ValueError if any is not finite or below ``least``."""
     seconds = _to_numpy(values, np.float64)
     require(seconds.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {seconds.shape}")
     require(bool(np.isfinite(seconds).all() and (seconds >= least).all()), f"{name} must be finite, at least {least} s")
@@ -177,7 +174,7 @@ def _times(name: str, values: ArrayLike, num_rows: int, least: float) -> NDArray
 
 
 def _ids(name: str, values: ArrayLike, num_rows: int) -> _IndexArray:
-    """Return ``values`` as (num_rows,) integers; raise ValueError if they are anything else."""
+    """Return ``values`` as int64 (num_rows,); raise ValueError if they are not integers."""
     ids = _to_numpy(values)
     require(ids.shape == (num_rows,), f"{name} must have shape ({num_rows},), got {ids.shape}")
     require(not num_rows or ids.dtype.kind in "iu", f"{name} must be integers, got {ids.dtype}")
@@ -185,7 +182,7 @@ def _ids(name: str, values: ArrayLike, num_rows: int) -> _IndexArray:
 
 
 def _unit_rows(embeddings: Any) -> Any:
-    """Return the rows scaled to unit length, (N, D) float64, where the embeddings are; rows of zeros stay zeros."""
+    """Return the rows scaled to unit length, float64 (N, D) on the same device; rows of zeros stay zeros."""
     if _is_tensor(embeddings):
         # Apple's GPUs have no float64.
         rows = (embeddings.cpu() if embeddings.device.type == "mps" else embeddings).detach().double().clone()
@@ -194,15 +191,15 @@ def _unit_rows(embeddings: Any) -> Any:
     require(rows.ndim == 2, f"embeddings must have shape (N, D), got {tuple(rows.shape)}")
     if 0 in rows.shape:
         return rows
-    # In pieces, since a copy of all rows would be half as large again as what is returned.
+    # Processed in parts, since temporary copies of all rows would need too much memory.
     step = max(1, _BLOCK_ELEMENTS // rows.shape[1])
     parts = [rows[start : start + step] for start in range(0, len(rows), step)]
-    num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # NaN is not less
-    require(not num_broken, f"embeddings must be finite; those of {num_broken} utterances are not")
+    num_broken = sum(int((~(abs(part) < math.inf)).any(1).sum()) for part in parts)  # also counts NaN
+    require(not num_broken, f"embeddings must be finite, but those of {num_broken} utterances are not")
     for part in parts:
-        # Dividing by the largest value first keeps the squares of huge and of tiny values in range.
+        # Dividing by the largest value first prevents overflow and underflow of the squares.
         largest = abs(part).max(1)
-        _divide_rows(part, getattr(largest, "values", largest))  # torch's max has the places too
+        _divide_rows(part, getattr(largest, "values", largest))  # torch's max also returns the indices
         _divide_rows(part, (part * part).sum(1) ** 0.5)
     return rows
 
@@ -214,13 +211,13 @@ def _divide_rows(rows: Any, lengths: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ranges:
-    """The candidates that each utterance must not get: a range, in an order that makes them neighbours.
+    """Candidates that are excluded for each utterance, stored as a range of a sorted list.
 
     Attributes:
-        order: (M,) candidates, as positions in the list of all candidates.
-        first, stop: (N,) the range ``order[first:stop]`` of each utterance; empty where ``stop <= first``.
-        starts, ends: (N,) and (M,), or None: of the range, only candidates whose end lies after the start of
-            the utterance are meant.
+        order: (M,) positions of the candidates in the list of all candidates, sorted.
+        first, stop: (N,) the range ``order[first:stop]`` of each utterance; empty if ``stop <= first``.
+        starts, ends: (N,) starts of the utterances and (M,) ends of the candidates. If given, only candidates of the
+            range that end after the start of the utterance are excluded.
     """
 
     order: _IndexArray
@@ -230,7 +227,7 @@ class _Ranges:
     ends: _IndexArray | None = None
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block: row in the block, position among the candidates."""
+        """Return the excluded pairs of a block, as rows in the block and positions among the candidates."""
         first = self.first[block]
         counts = np.maximum(self.stop[block] - first, 0)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -250,10 +247,12 @@ def _exclusions(
     texts: ArrayLike | None,
     contents: ArrayLike | None,
 ) -> list[_Ranges]:
-    """Collect what must not be picked: the utterance itself, what overlaps it, the same text, the same samples."""
+    """Collect the excluded candidates: the utterance itself, overlapping segments, the same text and copies."""
     num_rows = len(seconds)
     exclusions = [_same_ids(np.arange(num_rows), columns)]
-    require(offsets is None or recordings is not None, "offsets mean nothing without recordings: pass both or neither")
+    require(
+        offsets is None or recordings is not None, "offsets have no effect without recordings: pass both or neither"
+    )
     if recordings is not None:
         at = np.zeros(num_rows) if offsets is None else _times("offsets", offsets, num_rows, least=-math.inf)
         exclusions.append(_overlaps(_ids("recordings", recordings, num_rows), at, seconds, columns))
@@ -271,12 +270,13 @@ def _overlaps(
     """Find the candidates of the same recording that overlap each utterance in time."""
     num_rows = len(recordings)
     times = np.rint(np.concatenate([offsets, offsets + seconds]) * _MICROSECONDS)
-    # Recording and rank of the time in one integer: order by recording, then by time, without overflow.
+    # Each integer combines recording and rank of a time: sorting by it sorts by recording, then by time.
     rank = np.unique(times, return_inverse=True)[1].reshape(-1).astype(np.int64)
     recording = np.unique(recordings, return_inverse=True)[1].reshape(-1).astype(np.int64) * (2 * num_rows)
     starts, ends = recording + rank[:num_rows], recording + rank[num_rows:]
     order = np.argsort(starts[columns], kind="stable")
-    # In order of start: from `stop` on all begin too late, before `first` all have ended; between them, some.
+    # Sorted by start, all candidates from `stop` begin too late and all before `first` end too early. Some of those
+    # in between overlap.
     latest_end = np.maximum.accumulate(ends[columns][order])
     first = np.searchsorted(latest_end, starts, side="right")
     stop = np.searchsorted(starts[columns][order], ends, side="left")
@@ -284,7 +284,7 @@ def _overlaps(
 
 
 def _same_ids(ids: _IndexArray, columns: _IndexArray, applies: NDArray[np.bool_] | bool = True) -> _Ranges:
-    """Find the candidates with the id of each utterance; none for an utterance to which this does not apply."""
+    """Find the candidates with the same id as each utterance; none for utterances where ``applies`` is False."""
     order = np.argsort(ids[columns], kind="stable")
     in_order = ids[columns][order]
     first = np.searchsorted(in_order, ids, side="left")
@@ -293,15 +293,15 @@ def _same_ids(ids: _IndexArray, columns: _IndexArray, applies: NDArray[np.bool_]
 
 
 class _SharedWords:
-    """The candidates that share more than a part of the words of each utterance.
+    """Candidates that are excluded because they share too many words with an utterance.
 
-    The share is that of the text with fewer distinct words: the common words over its number. A text without words
-    shares none.
+    The overlap is the number of common distinct words divided by the number of distinct words of the text with fewer.
+    Without words, the overlap is 0.
 
     Args:
-        words: distinct words of each of the N utterances, as ``number_words`` makes them.
-        columns: (M,) the candidates among them.
-        limit: the greatest share that is allowed.
+        words: distinct words of each of the N utterances, from ``number_words``.
+        columns: (M,) indices of the candidates.
+        limit: maximum overlap that is allowed.
     """
 
     def __init__(self, words: Sequence[_IndexArray], columns: _IndexArray, limit: float) -> None:
@@ -317,7 +317,7 @@ class _SharedWords:
         self._limit = limit
 
     def pairs(self, block: slice) -> tuple[_IndexArray, _IndexArray]:
-        """Return the excluded pairs of a block: row in the block, position among the candidates."""
+        """Return the excluded pairs of a block, as rows in the block and positions among the candidates."""
         common = (self._rows[block] @ self._candidates).tocoo()
         row, candidate = common.coords
         fewer = np.minimum(self._sizes[block][row], self._candidate_sizes[candidate])
@@ -333,14 +333,14 @@ def _best_candidates(
     num_best: int,
     block_size: int | None,
 ) -> tuple[_IndexArray, NDArray[np.float64]]:
-    """Find the ``num_best`` most similar candidates of every utterance, best first, none above ``most`` steps.
+    """Find the ``num_best`` most similar candidates of every utterance, best first, up to ``most`` steps of similarity.
 
     Args:
-        units: (N, D) rows of unit length, an array or a tensor on any device, where the product is then computed.
+        units: (N, D) rows of unit length, an array, or a tensor on any device, which then computes the product.
 
     Returns:
-        best: (N, K) int64 utterances, K = 1 or at most ``num_best``.
-        steps: (N, K) float64 similarities in whole steps of 2**-24; -inf where there are no more candidates.
+        best: (N, K) int64 indices of utterances, K being at most ``num_best``.
+        steps: (N, K) float64 similarities in whole steps of 2**-24; -inf if there are fewer candidates.
     """
     num_rows, num_columns = len(units), len(columns)
     num_best = max(1, min(num_best, num_columns))
@@ -348,18 +348,17 @@ def _best_candidates(
     best, steps = move(np.full((num_rows, num_best), -1)), move(np.full((num_rows, num_best), -math.inf))
     if num_columns == 0:
         return _to_numpy(best), _to_numpy(steps)
-    there = move(columns)
-    candidates = units if num_columns == num_rows else units[there]
+    indices = move(columns)
+    candidates = units if num_columns == num_rows else units[indices]
     if block_size is None:
         elements = _GPU_BLOCK_ELEMENTS if _is_tensor(units) and units.device.type != "cpu" else _BLOCK_ELEMENTS
         block_size = max(_MIN_BLOCK_ROWS, elements // num_columns)
     for start in range(0, num_rows, block_size):
         block = slice(start, min(start + block_size, num_rows))
-        # A power of two scales the product exactly.
+        # Scaling by a power of two is exact.
         scores = (units[block] * _STEPS) @ candidates.T
-        scores = (
-            scores.round_() if _is_tensor(scores) else np.rint(scores, out=scores)
-        )  # in place: memory that is new for each block costs more than the rounding
+        # Rounded in place, because allocating memory for each block costs more than the rounding.
+        scores = scores.round_() if _is_tensor(scores) else np.rint(scores, out=scores)
         for exclusion in exclusions:
             row, candidate = exclusion.pairs(block)
             scores[move(row), move(candidate)] = -math.inf
@@ -367,14 +366,14 @@ def _best_candidates(
             scores[scores > most] = -math.inf
         each_row = move(np.arange(len(scores)))
         for place in range(num_best):
-            at = scores.argmax(1)  # numpy and torch both promise the first of equal ones
-            best[block, place], steps[block, place] = there[at], scores[each_row, at]
+            at = scores.argmax(1)  # numpy and torch both return the first of equal maxima
+            best[block, place], steps[block, place] = indices[at], scores[each_row, at]
             scores[each_row, at] = -math.inf
-    return _to_numpy(best), _to_numpy(steps) + 0.0  # no -0.0
+    return _to_numpy(best), _to_numpy(steps) + 0.0  # turns -0.0 into 0.0
 
 
 def _mover(units: Any) -> Callable[[NDArray[Any]], Any]:
-    """Return a function that takes numpy arrays to where the embeddings are: nowhere, or to a torch device."""
+    """Return a function that moves numpy arrays to the torch device of the embeddings, if they are on one."""
     if not _is_tensor(units):
         return lambda array: array
     from torch import from_numpy

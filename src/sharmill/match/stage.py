@@ -1,4 +1,4 @@
-"""Stage ``match`` (stage 1): a context for every utterance, from its speaker group."""
+"""Stage ``match`` (stage 1), which chooses a context for every utterance from its speaker group."""
 
 import dataclasses
 import sys
@@ -50,21 +50,21 @@ from sharmill.stages.lines import (
 )
 from sharmill.stages.speaker_key import make_speaker_key
 
-# Enough units for many ranks, each long enough to pay for its start and short enough to lose little when it dies. With
-# fifty for each rank, the last ones to end are within 2 % of the others: 20,000 h on 1,024 ranks.
+# Units should be numerous enough for many ranks, long enough to outweigh their overhead, and short enough that little
+# is lost if a rank dies. With 50 units per rank (20,000 h on 1,024 ranks), the last ranks finish within 2 % of the rest.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
-# A folder has a claim of each; of a million hours, units have ten.
-_MOST_UNITS = 100_000
+# One folder has a claim file per unit. With this limit, the units of a million hours have ten hours each.
+_MAX_UNITS = 100_000
 CANDIDATES: Final = "candidates.jsonl"
 CANDIDATE_OFFSETS: Final = "candidates.npy"
-# Of 8, 16, 32, 60 and 600 s: a small TitaNet and resemblyzer take a fifth longer with 8, and hardly less with more,
-# until at 600 most of the time goes into new pages of memory.
+# Fastest of 8, 16, 32, 60 and 600 s, measured with a small TitaNet and resemblyzer. Batches of 8 s take a fifth longer,
+# 32 and 60 s gain almost nothing, and 600 s spend most of the time on page faults.
 _CPU_BATCH_SECONDS = 16.0
 
 
 class MatchStage(Stage):
-    """The stage that chooses contexts; it writes ``manifests/<stem>_withContextAudio....json``."""
+    """The stage that chooses contexts and writes ``manifests/<stem>_withContextAudio....json``."""
 
     kind = "match"
     section = MatchConfig
@@ -74,7 +74,10 @@ class MatchStage(Stage):
     def check(self, config: Config) -> None:
         match = config.section(MatchConfig)
         if match.contexts_from_dataset and config.append_to is None:
-            raise ConfigError("match.contexts_from_dataset needs append_to", code="bad_config_value")
+            raise ConfigError(
+                "match.contexts_from_dataset needs append_to: set it, or remove contexts_from_dataset",
+                code="bad_config_value",
+            )
         encoder_family(match).resolve()
         min_similarity(match)
 
@@ -87,7 +90,7 @@ class MatchStage(Stage):
     def identity(self, run: StageRun) -> dict[str, Any]:
         encoder, settings = self.model(run), run.settings
         match = asdict(settings) | {"min_similarity": min_similarity(settings)}
-        del match["options"]  # the encoder's identity has them
+        del match["options"]  # already part of the encoder's identity
         return {
             "match": match,
             "speaker_key": run.config.speaker_key,
@@ -110,7 +113,7 @@ class MatchStage(Stage):
             firsts = find_first(*groups.T)
         order = order_by_group(firsts)
         if match.contexts_from_dataset:
-            # Not the groups that have no record, on which the order of the others is not to depend.
+            # Groups without new records are excluded, so that they do not affect the order of the other groups.
             wanted = np.flatnonzero(np.isin(firsts, np.unique(firsts[:num_records]))).astype(np.uint32)
             order = wanted[order_by_group(firsts[wanted], mixed=match.max_group is not None)]
         save_array(run.plan_folder / "order.npy", order)
@@ -119,12 +122,12 @@ class MatchStage(Stage):
             seconds, firsts[order], unit_seconds=_unit_seconds(match, float(seconds.sum(dtype=np.float64))),
             max_group=match.max_group,
         )  # fmt: skip
-        # Lines from this number on are candidates.
+        # Lines with this number or a higher one are candidates from the dataset.
         further = {"num_records": num_records} if match.contexts_from_dataset else {}
         number = 0
         for start, stop in spans:
             size = int(np.count_nonzero(order[start:stop] < num_records))
-            if size:  # a part of a large group may have candidates only
+            if size:  # a part of a large group may contain only candidates
                 yield make_unit(
                     number, cost=round(float(seconds[start:stop].sum(dtype=np.float64)), 3), size=size,
                     params={"start": start, "stop": stop, **further},
@@ -152,7 +155,7 @@ class MatchStage(Stage):
 
 
 def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
-    """Return what the index of a dataset says about its contexts: their limits, and how they were computed."""
+    """Return the facts about contexts for the index of a dataset: their limits, and the precision and devices."""
     limits = {
         "min_similarity": min_similarity(match), "min_duration": match.min_duration, "max_duration": match.max_duration,
     }  # fmt: skip
@@ -160,14 +163,14 @@ def facts_of(match: MatchConfig, devices: list[str]) -> dict[str, Any]:
 
 
 def _unit_seconds(match: MatchConfig, total: float) -> float:
-    return match.unit_seconds or max(float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS)), total / _MOST_UNITS)
+    return match.unit_seconds or max(float(np.clip(total / _UNITS_WANTED, *_UNIT_SECONDS)), total / _MAX_UNITS)
 
 
 def make_embedder(match: MatchConfig, reader: SegmentReader, device: str, num_feeders: int) -> Embedder:
-    """Load the speaker encoder on a device, and return it with the feeders that it gets; it has to be closed.
+    """Load the speaker encoder on a device, and return it with its feeders; the caller must close the result.
 
     Raises:
-        ConfigError: it cannot be loaded, or a batch does not fit.
+        ConfigError: the encoder cannot be loaded, or a batch does not fit in memory.
         DeviceError: the feeders cannot be started.
     """
     make_deterministic()
@@ -187,10 +190,10 @@ _Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], BegunSe
 
 
 class MatchProcessor(AheadProcessor[_Begun]):
-    """The choice of contexts for the speaker groups of a unit, in one rank.
+    """A processor that chooses the contexts for the speaker groups of units in one rank.
 
     Args:
-        device_kind: that of the encoder's device.
+        device_kind: kind of the encoder's device.
     """
 
     def __init__(self, run: StageRun, embed: Embedder, device_kind: str) -> None:
@@ -198,18 +201,18 @@ class MatchProcessor(AheadProcessor[_Begun]):
         self.device_kind = device_kind
         self._plan = run.plan_folder
         self._manifest = run.product("prepare/manifest")
-        # Mapped without a look at the rest: a rank needs the lines of its units.
+        # Memory-mapped, because a rank needs only the lines of its own units.
         self._offsets = map_stored_array(run.product(f"prepare/{OFFSET}"))
         self._embed = embed
         self._order = map_stored_array(self._plan / "order.npy")
         self._chooser = ContextChooser(run.settings, embed.reader.roots, make_speaker_key(run.config.speaker_key))
 
     def begin(self, unit: Unit) -> _Begun:
-        """Begin to decode the audio of a unit.
+        """Start decoding the audio of a unit.
 
         Returns:
-            Its speaker groups; the contexts that records bring and are to keep, by the number of the record; and the
-            segments whose voices are needed.
+            The speaker groups of the unit; the given contexts to be kept, by record number; and the segments that must
+            be embedded.
         """
         utterances = self._read(unit)
         groups = [list(group) for _, group in groupby(utterances, key=self._chooser.group_key)]
@@ -220,7 +223,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
                 candidates += group
             else:
                 candidates += [one for one in group if isinstance(given.get(one.index), Context)]
-        # The batches of all groups are made together, and a context that is a record is embedded as that.
+        # Batches span all groups. A given context that is also a record is embedded only once.
         segments = {utterance.segment for utterance in candidates}
         brought = [one.segment for one in given.values() if isinstance(one, Context)]
         wanted = list(dict.fromkeys([*(one.segment for one in candidates), *(s for s in brought if s not in segments)]))
@@ -228,7 +231,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         groups, given, wanted = self.take(unit)
-        # The records behind these come from the dataset that is appended to, and can only be contexts.
+        # Utterances with higher numbers come from the dataset that is appended to, and can only be contexts.
         num_records = unit.params.get("num_records", sys.maxsize)
         found = dict(zip(wanted.items, self._embed.finish(wanted, advance, self.begin_next), strict=True))
         matched: list[Utterance] = []
@@ -246,7 +249,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         save_array(staging.path(f"parts/{unit.index:06d}.npy"), columns)
         stats = {
             "seconds": sum(utterance.segment.duration for utterance in matched),
-            # Each batch has its longest segment first.
+            # The first segment of each batch is its longest.
             "padded_seconds": sum(len(batch) * wanted.items[batch[0]].duration for batch in wanted.batches),
             "embedded_seconds": sum(segment.duration for segment in wanted.items),
             "feeder_seconds": self.feeders.take_cpu_seconds(),
@@ -263,7 +266,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
         given: dict[int, Context | RejectRecord],
         found: dict[Segment, EmbeddedSegment | RejectRecord],
     ) -> Iterator[tuple[Utterance, Utterance | RejectRecord]]:
-        """Yield each utterance of a group, and the same with its context, or why it has none."""
+        """Yield each utterance of a group, followed by its copy with a context or the reason why it has none."""
         left: list[Utterance] = []
         for utterance in group:
             own = found.get(utterance.segment)
@@ -302,7 +305,7 @@ class MatchProcessor(AheadProcessor[_Begun]):
 
 
 def _embeddings(group: list[Utterance], found: dict[Segment, EmbeddedSegment | RejectRecord]) -> list[tuple[str, Any]]:
-    """Return the ids and the embeddings of the utterances of a group that have one."""
+    """Return the ids and embeddings of the utterances of a group, without those that could not be embedded."""
     return [
         (utterance.cut_id, own.embedding)
         for utterance in group

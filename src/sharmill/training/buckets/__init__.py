@@ -1,1 +1,1 @@
-"""Buckets from the lengths of cuts, and the largest batch of each that fits in memory."""
+"""Buckets from the lengths of cuts, and the largest batch per bucket that fits in memory."""

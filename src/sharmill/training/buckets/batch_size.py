@@ -1,20 +1,20 @@
-"""The largest batch of each bucket that fits in a share of the memory, by bisection on real out-of-memory errors.
+"""Search for the largest batch per bucket that fits in a share of the memory, by bisection on out-of-memory errors.
 
-The step is the user's, named ``module:callable``::
+The user provides the training step as ``module:callable``::
 
     def step(batch_size: int, length: float, num_tokens: int | None, device: str) -> None
 
-It runs one whole training step (forward, backward, optimizer) on a made-up batch of ``batch_size`` items, each as long
-as the bucket allows: ``length`` seconds (frames, for token bins), and ``num_tokens`` text tokens in two dimensions. It
-keeps model and optimizer between calls (in a module variable, or in ``__init__`` of a class, which is instantiated once
-per process), and must not hide errors. It is called twice per size, since most optimizers make their state in the first
-step.
+It runs one whole training step (forward, backward, optimizer) on a synthetic batch of ``batch_size`` items, each as
+long as the bucket allows: ``length`` seconds (frames for token bins) and, in two dimensions, ``num_tokens`` text
+tokens. The step must keep model and optimizer between calls, in a module variable or in an instance of a class, which
+is created once per process. It must not hide errors. It is called twice per size, since most optimizers allocate their
+state in the first step.
 
-Out of memory are: ``MemoryError``, ``torch.cuda.OutOfMemoryError``, the messages of torch's allocators, and the end of
-the process by SIGKILL or after such a message. Everything else ends the search with the step's own traceback.
+Out-of-memory conditions are ``MemoryError``, ``torch.cuda.OutOfMemoryError``, messages of torch's allocators, and a
+process that died by SIGKILL or after such a message. Any other error ends the search with the traceback of the step.
 
-On a GPU the limit is torch's ``set_per_process_memory_fraction``. On the CPU the step's process is limited by
-RLIMIT_DATA, which counts what it and its libraries allocate, but neither shared memory nor its child processes.
+On a GPU, torch's ``set_per_process_memory_fraction`` sets the limit. On the CPU, RLIMIT_DATA limits the process of the
+step. It counts allocations of the process and its libraries, but not shared memory or child processes.
 """
 
 import ast
@@ -43,14 +43,14 @@ from sharmill.training.nemo.settings import check_bins, read_yaml, resolve
 from sharmill.training.parallel import ChildEnded, ChildProcess
 from sharmill.training.tokenizers import load_callable
 
-# Optimizers make their state in the first step; only the second one has activations and state at once.
+# Optimizers allocate their state in the first step, so only the second one holds activations and state at once.
 _STEPS_PER_PROBE = 2
 _LAST_LINES = 15
 _TOKENS_PER_SECOND: Final = 12.0
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30,
           "TIB": 2**40}  # fmt: skip
-# Keys of a file of bins: limits under which the batches were tried, and how lengths are counted.
-_OF_BINS = (
+# Keys of a file of bins that limit examples, or define how their lengths are measured.
+_BINS_KEYS = (
     "use_multimodal_sampling", "token_equivalent_duration", "measure_total_length", "prompt_format", "max_tps",
     "max_tpt",
 )  # fmt: skip
@@ -58,9 +58,12 @@ _OF_BINS = (
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket by the most that its examples may have: seconds (or frames), and text tokens in two dimensions.
+    """Upper bounds of the examples of a bucket.
 
-    ``max_ratio`` is the most tokens per second (or frame).
+    Attributes:
+        length: maximum seconds, or frames for token bins.
+        num_tokens: maximum number of text tokens; None in one dimension.
+        max_ratio: maximum number of tokens per second or frame.
     """
 
     length: float
@@ -69,7 +72,7 @@ class Bucket:
 
     @property
     def bound(self) -> float | list[float]:
-        """The bucket as NeMo's loader has it: a number, or a pair in two dimensions."""
+        """The bound in the form of NeMo's loader: a number, or a pair in two dimensions."""
         return self.length if self.num_tokens is None else [self.length, self.num_tokens]
 
     def __str__(self) -> str:
@@ -78,7 +81,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Budget:
-    """An amount of memory: ``size`` bytes of the ``total`` of ``device``."""
+    """A memory budget: ``size`` bytes out of the ``total`` of ``device``."""
 
     device: str
     size: int
@@ -101,23 +104,24 @@ def tune_to_yaml(
     step: str | None,
     module_name: str | None,
     pretrained_name: str | None,
-    **of_step: Any,
+    **more_step_options: Any,
 ) -> str:
     """Find the largest batches for ``sharmill tune-batch``, and format them with their bins for NeMo's loader.
 
     Args:
         bins_text: see ``read_bins``.
-        device, memory, memory_share: see ``make_budget``; the memory as in ``8GiB``.
+        device, memory_share: see ``make_budget``.
+        memory: amount of memory such as ``8GiB``; see ``parse_memory``.
         max_batch_size, tolerance, timeout, tell: see ``tune_batch_sizes``.
-        step, module_name, pretrained_name, of_step: see ``choose_step``.
+        step, module_name, pretrained_name, more_step_options: see ``choose_step``.
 
     Raises:
-        ConfigError: an option or the bins cannot be used.
+        ConfigError: an option or the bins are invalid.
         FatalError: see ``tune_batch_sizes``.
     """
     buckets, settings = read_bins(bins_text)
     chosen, step_options, profile = choose_step(
-        buckets, settings, step=step, module_name=module_name, pretrained_name=pretrained_name, **of_step
+        buckets, settings, step=step, module_name=module_name, pretrained_name=pretrained_name, **more_step_options
     )
     budget = make_budget(device, memory_share, parse_memory(memory) if memory else None)
     tell(f"searching within {budget}")
@@ -129,16 +133,16 @@ def tune_to_yaml(
 
 
 class StepProcess(AbstractContextManager["StepProcess"]):
-    """Training steps in a process of their own, which is replaced when it dies.
+    """A separate process for training steps, which is replaced if it dies.
 
     Args:
         step: ``module:callable``.
-        budget: the memory that the process may have.
-        timeout: seconds for one size, or for loading the step.
-        options: arguments of the class that the step is.
+        budget: memory limit of the process.
+        timeout: maximum seconds for one size, or for loading the step.
+        options: keyword arguments of the step if it is a class.
 
     Attributes:
-        last_lack: the message of the last error of memory.
+        last_memory_error: message of the last out-of-memory error.
     """
 
     def __init__(
@@ -150,21 +154,21 @@ class StepProcess(AbstractContextManager["StepProcess"]):
         self._timeout = timeout
         self._child: ChildProcess | None = None
         self._output = tempfile.NamedTemporaryFile(prefix="sharmill-step-", suffix=".log")  # noqa: SIM115  see __exit__
-        self.last_lack = ""
+        self.last_memory_error = ""
 
     def __exit__(self, *error: object) -> None:
         self._end()
         self._output.close()
 
     def fits(self, batch_size: int, bucket: Bucket) -> bool:
-        """Return True if two steps of this size in a row have enough memory.
+        """Return True if two consecutive steps of this size have enough memory.
 
         Raises:
-            ConfigError: there is no such step.
-            FatalError: the step failed for another reason; its traceback, or last output, is in the message.
+            ConfigError: the step does not exist.
+            FatalError: the step failed for another reason; the details have its traceback or its last output.
         """
         if self._child is None:
-            # Not a daemon: a step may have worker processes of its own.
+            # Daemons cannot have children, but a step may start worker processes.
             arguments = (self._step, self._options, self._budget, self._output.name)
             self._child = ChildProcess(_run_steps, *arguments, name="sharmill-step", daemon=False)
             if self._answer(self._child, "loading it") is not None:
@@ -173,22 +177,22 @@ class StepProcess(AbstractContextManager["StepProcess"]):
         lack = self._answer(self._child, f"a batch of {batch_size} of {bucket}")
         if lack is None:
             return True
-        self.last_lack = lack or self.last_lack
+        self.last_memory_error = lack or self.last_memory_error
         if self._budget.device == "cpu":
-            # Libraries leave holes and half-made things behind, with which less and less fits.
+            # After a failed allocation, fragmentation and leaks of libraries would reduce the memory for later sizes.
             self._end()
         return False
 
     def _answer(self, child: ChildProcess, doing: str) -> str | None:
-        """Return None for success, and the message where memory was lacking, empty if the process died of it."""
+        """Return None for success or, if memory was exhausted, the message, which is empty if the process died."""
         try:
             kind, detail = child.receive(self._timeout)
         except TimeoutError:
-            kind, detail = "error", f"it took more than {self._timeout:g} seconds; allow it more with --timeout"
+            kind, detail = "error", f"it took more than {self._timeout:g} seconds; raise --timeout"
         except ChildEnded as error:
             output, code = Path(self._output.name).read_text(errors="replace"), child.exitcode or 0
             self._end()
-            # SIGKILL is how the kernel gets memory back; other deaths must have said so.
+            # The kernel's out-of-memory killer uses SIGKILL. Other deaths count only if the output mentions memory.
             if code == -signal.SIGKILL or (code < 0 and mentions_memory(output)):
                 return ""
             kind, detail = "error", "\n".join([f"its process {error}", *output.splitlines()[-_LAST_LINES:]])
@@ -213,7 +217,7 @@ class StepProcess(AbstractContextManager["StepProcess"]):
 
 
 def _run_steps(connection: Connection, name: str, options: dict[str, Any], budget: Budget, output: str) -> None:
-    """Load the step under the limit, then answer until the other end is closed; all output goes to a file."""
+    """Load the step under the memory limit, then serve sizes until the pipe is closed; all output goes to a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -227,7 +231,7 @@ def _run_steps(connection: Connection, name: str, options: dict[str, Any], budge
             torch.cuda.set_per_process_memory_fraction(min(1.0, budget.size / budget.total), budget.device)
         step = load_callable(name, "step")
         step = step(**options) if isinstance(step, type) else step
-    except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
+    except Exception as error:  # noqa: BLE001  the parent reports any error
         kind, detail = _describe(error)
         connection.send(("wrong_use" if kind == "error" and isinstance(error, ConfigError) else kind, detail))
         return
@@ -242,12 +246,12 @@ def _run_steps(connection: Connection, name: str, options: dict[str, Any], budge
             for _ in range(_STEPS_PER_PROBE):
                 step(batch_size, length, num_tokens, budget.device)
             if budget.device != "cpu":
-                # Kernels run later than they are called, and so do their errors.
+                # CUDA kernels run asynchronously, so their errors appear only here.
                 torch.cuda.synchronize(budget.device)
-        except Exception as error:  # noqa: BLE001  whatever it is, the parent tells it
+        except Exception as error:  # noqa: BLE001  the parent reports any error
             answer = _describe(error)
         connection.send(answer)
-        # Its leftovers go: the next batch has other sizes, and should not find gaps of the old ones.
+        # The next batch has other sizes, and must not suffer from fragmentation by this one.
         gc.collect()
         if budget.device != "cpu":
             torch.cuda.empty_cache()
@@ -256,23 +260,23 @@ def _run_steps(connection: Connection, name: str, options: dict[str, Any], budge
 def _describe(error: Exception) -> tuple[str, str]:
     if is_out_of_memory(error):
         return "out_of_memory", str(error)
-    # An error that the user can correct is said in one line; any other needs its traceback.
+    # Our own errors are self-explanatory; any other error needs its traceback.
     return "error", str(error) if isinstance(error, SharmillError) else "".join(traceback.format_exception(error))
 
 
 def parse_memory(text: str) -> int:
-    """Return the bytes of ``8GiB``, ``500 MB`` or ``1000000``.
+    """Parse an amount of memory such as ``8GiB``, ``500 MB`` or ``1000000``, and return it in bytes.
 
     Raises:
-        ConfigError: it is none of these, or nothing.
+        ConfigError: the text is not an amount of memory, or the amount is below 1 MiB.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     number, unit = found.groups() if found else ("", "none")
-    refuse((unit.upper() not in _UNITS, f"{text!r} is no size of memory; write it like 8GiB or 500MB"))
+    refuse((unit.upper() not in _UNITS, f"{text!r} is not an amount of memory; write it like 8GiB or 500MB"))
     size = int(float(number) * _UNITS[unit.upper()])
     refuse(
-        (size <= 0, f"{text!r} is no memory at all"),
-        (size < 1 << 20, f"{text!r} is {counted(size, 'byte')}; write it with a larger unit, as in {number}GiB"),
+        (size <= 0, f"the amount of memory is {text!r}: it must be above 0"),
+        (size < 1 << 20, f"{text!r} is only {counted(size, 'byte')}; use a larger unit, as in {number}GiB"),
     )
     return size
 
@@ -283,32 +287,32 @@ def format_memory(size: float) -> str:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that this process may still take: of the machine, and of the control groups that it is in."""
+    """Return the bytes that this process may still allocate, limited by the machine and the process's cgroups."""
     match = re.search(r"^MemAvailable:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
-    assert match is not None, "Linux tells what is available since 3.14"
+    assert match is not None, "Linux reports MemAvailable since 3.14"
     files1, files2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
     limits = group_limits("memory", files1, files2, proc, cgroups)
     return min([int(match[1]) * 1024, *(max(0, limit - used) for limit, used in limits)])
 
 
 def _limit_memory(size: int) -> None:
-    """Limit the data of this process to ``size`` bytes from now on; what it has already counts.
+    """Limit the data of this process to ``size`` bytes, including memory that it has already allocated.
 
-    By RLIMIT_DATA, which counts private writable memory. RLIMIT_AS would count the libraries of torch as well, and
-    address space that is reserved and never used.
+    The limit is RLIMIT_DATA, which counts private writable memory. RLIMIT_AS would also count torch's libraries and
+    address space that is reserved but never used.
 
     Raises:
-        FatalError: the kernel does not enforce it.
+        FatalError: the kernel does not enforce the limit.
     """
     resource.setrlimit(resource.RLIMIT_DATA, (size, size))
-    # An abort for lack of memory must not write that memory to the disk.
+    # A process that aborts for lack of memory must not write a core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except OSError:
         return
     raise FatalError(
-        "this kernel does not enforce RLIMIT_DATA, so that memory on the CPU cannot be limited",
+        "this kernel does not enforce RLIMIT_DATA, so the CPU's memory cannot be limited: use a GPU or another machine",
         code="unsupported_system",
     )
 
@@ -324,15 +328,16 @@ def tune_batch_sizes(
     step_options: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[int]:
-    """Find the largest batch of each bucket; see the module for what a step is.
+    """Find the largest batch of each bucket with a training step, which the module's docstring describes.
 
     Args:
         step: ``module:callable``.
-        max_batch_size: where to stop asking for more.
-        tolerance: stop when the gap between what fits and what does not is at most this share of the latter.
-        timeout: seconds that one size may take.
-        step_options: arguments of the class that the step is.
-        tell: called with a line for each size that was tried, and for each result, the longest bucket first.
+        max_batch_size: upper limit of the search.
+        tolerance: stop when the gap between a size that fits and one that does not is at most this fraction of the
+            latter.
+        timeout: maximum seconds for one size.
+        step_options: keyword arguments of the step if it is a class.
+        tell: called with a line for each size that was tried and for each result, the longest bucket first.
 
     Raises:
         FatalError: the step failed or took too long, or not even one item of a bucket fits.
@@ -346,7 +351,7 @@ def tune_batch_sizes(
 
         return search(
             fits, buckets, max_batch_size=max_batch_size, tolerance=tolerance, tell=tell,
-            tell_lack=lambda: process.last_lack.splitlines(),
+            error_details=lambda: process.last_memory_error.splitlines(),
         )  # fmt: skip
 
 
@@ -357,18 +362,18 @@ def search(
     max_batch_size: int,
     tolerance: float = 0.0,
     tell: Callable[[str], None] = lambda line: None,
-    tell_lack: Callable[[], Sequence[str]] = tuple,
+    error_details: Callable[[], Sequence[str]] = tuple,
 ) -> list[int]:
     """Find the largest batch of each bucket for which ``fits`` is true.
 
-    What fits in a bucket is taken to fit in every bucket that is neither longer nor has more tokens: so results never
-    grow with the bucket, and the search begins where the longer bucket's ended.
+    A size that fits a bucket is assumed to fit every bucket that is not longer and has no more tokens. The search for a
+    bucket therefore starts at the result of the longer buckets.
 
     Args:
-        tell_lack: returns further lines for the error.
+        error_details: returns further lines for the error.
 
     Raises:
-        FatalError: a bucket has no batch size at all.
+        FatalError: not even one item of a bucket fits.
     """
     found: dict[Bucket, int] = {}
     for bucket in sorted(set(buckets), key=lambda one: (one.length, one.num_tokens or 0), reverse=True):
@@ -377,17 +382,16 @@ def search(
         found[bucket] = _largest(fits, bucket, known, max_batch_size, tolerance)
         if not found[bucket]:
             raise FatalError(
-                f"not even one item of {bucket} fits; leave out what is so long, make the model smaller, or allow more "
-                "memory",
+                f"not even one item of {bucket} fits; exclude long items, use a smaller model, or allow more memory",
                 code="out_of_memory",
-                details=tell_lack(),
+                details=error_details(),
             )
         tell(f"{bucket}: {found[bucket]}{' or more' if found[bucket] == max_batch_size else ''}")
     return [found[bucket] for bucket in buckets]
 
 
 def _largest(fits: Callable[[int, Bucket], bool], bucket: Bucket, known: int, limit: int, tolerance: float) -> int:
-    """Double from what is known to fit until it does not, then halve the gap. Return 0 if not even 1 fits."""
+    """Find the largest size by doubling from ``known``, which fits, and then bisecting; return 0 if not even 1 fits."""
     good, bad = known, limit + 1
     while good < limit and bad > limit:
         size = min(limit, max(1, 2 * good))
@@ -399,13 +403,14 @@ def _largest(fits: Callable[[int, Bucket], bool], bucket: Bucket, known: int, li
 
 
 def make_budget(device: str, share: float, memory: int | None) -> Budget:
-    """Return ``share`` of ``memory`` bytes; by default of a GPU's, or of those available to this process on the CPU.
+    """Return a budget of ``share`` of the memory.
 
     Args:
         device: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for the first GPU if there is one.
+        memory: bytes; by default all memory of the GPU, or the memory available to this process on the CPU.
 
     Raises:
-        ConfigError: there is no such device, or it has less memory.
+        ConfigError: the device does not exist or has less memory.
     """
     import torch
 
@@ -421,26 +426,26 @@ def make_budget(device: str, share: float, memory: int | None) -> Budget:
         number, count = chosen.index or 0, torch.cuda.device_count()
         refuse(
             (chosen.type != "cuda" or not torch.cuda.is_available() or number >= count,
-             f"there is no device {device!r} here; there are {count} GPUs"),
+             f"the device {device!r} does not exist; this machine has {count} GPUs"),
         )  # fmt: skip
         device = f"cuda:{number}"
         total = torch.cuda.get_device_properties(number).total_memory
     size = memory or total
-    # On the CPU, the kernel would end other processes for more.
+    # If the CPU's memory were exceeded, the kernel might kill other processes.
     refuse(
-        (size > total, f"--memory is {format_memory(size)}, and {device} has {format_memory(total)} available"),
+        (size > total, f"--memory is {format_memory(size)}, but {device} only has {format_memory(total)} available"),
     )
     return Budget(device, int(share * size), total)
 
 
 def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
-    """Read the buckets of a list, ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or of a file of ``sharmill bins``.
+    """Read buckets from a list, ``[3.9, 7.5]`` or ``[[3.9, 60], [3.9, 94]]``, or from a file of ``sharmill bins``.
 
     Returns:
-        The buckets, and those settings of the file beside them that batches depend on.
+        The buckets, and further settings of the file on which batches depend.
 
     Raises:
-        ConfigError: there is no such file, or these are no bins: ascending, positive, all numbers or all pairs.
+        ConfigError: the file does not exist, or the bins are not ascending positive numbers or pairs.
     """
     if text.lstrip().startswith("["):
         try:
@@ -451,26 +456,26 @@ def read_bins(text: str) -> tuple[list[Bucket], dict[str, Any]]:
         values = resolve(read_yaml(text), text)
     refuse(
         (not isinstance(values, dict) or "bucket_duration_bins" not in values,
-         f"{text} has no key bucket_duration_bins; make it with: sharmill bins DATASET --closed"),
+         f"{text} has no key bucket_duration_bins; create the file with: sharmill bins DATASET --closed"),
         code="missing_key",
     )  # fmt: skip
     bins = values["bucket_duration_bins"]
     check_bins(bins, f"{text}: bucket_duration_bins")
     pairs = [bound if isinstance(bound, list) else [bound] for bound in bins]
     refuse(
-        # With batch sizes, a loader drops what is longer than the last bin.
+        # With batch sizes, a loader drops examples that are longer than the last bin.
         (values.get("num_buckets") == len(bins) + 1,
-         f"{text}: the longest cuts are above the last bin; make it with: sharmill bins DATASET --closed"),
+         f"{text}: the longest cuts are above the last bin; create the file with: sharmill bins DATASET --closed"),
         (pairs[0][0] <= 0 or not all(isinstance(tokens, int) for _, *rest in pairs for tokens in rest),
-         f"{text}: bins are numbers above 0, or pairs of them: [3.9, 7.5], [[3.9, 60], [3.9, 94]]"),
+         f"{text}: bins must be positive numbers or pairs, such as [3.9, 7.5] or [[3.9, 60], [3.9, 94]]"),
     )  # fmt: skip
-    return [Bucket(*pair) for pair in pairs], {key: values[key] for key in _OF_BINS if key in values}
+    return [Bucket(*pair) for pair in pairs], {key: values[key] for key in _BINS_KEYS if key in values}
 
 
 def batch_sizes_to_yaml(
     step: str, buckets: Sequence[Bucket], sizes: Sequence[int], budget: Budget, more: Mapping[str, Any] | None = None
 ) -> str:
-    """Format the keys for NeMo's loader, with ``more`` of them, below a comment with step and budget."""
+    """Format the settings for NeMo's loader, including ``more``, after a comment that names the step and the budget."""
     return (
         f"# the largest batches of {step} in {budget}\n"
         f"use_bucketing: true\nbucket_duration_bins: {[one.bound for one in buckets]}\n"
@@ -489,37 +494,37 @@ def choose_step(
     precision: str,
     tokens_per_second: float | None,
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Choose the user's own step, or that of a model of NeMo's.
+    """Choose the user's own step or the step for a NeMo model.
 
     Args:
-        settings: of the file of bins, beside them.
+        settings: further settings of the file of bins.
 
     Returns:
-        The step as ``module:callable``, the arguments of its class, and settings of the loader under which no batch
-        takes more than those that are tried.
+        The step as ``module:callable``, the keyword arguments of its class, and settings under which no batch of the
+        loader needs more memory than the batches of the search.
 
     Raises:
-        ConfigError: no step is named, or several; or NeMo is not installed.
+        ConfigError: no step or several steps are named, or NeMo is not installed.
     """
     in_tokens, profile = bool(settings.get("use_multimodal_sampling")), dict(settings)
-    of_nemo = step is None
+    is_nemo = step is None
     one_named = (config_path is None) != (pretrained_name is None) and (config_path is None or module_name is not None)
     refuse(
-        (not of_nemo and (module_name or config_path or pretrained_name),
-         "--step is a step of your own: it takes no model of NeMo's"),
-        (of_nemo and not one_named,
-         "name the step: --step MODULE:CALLABLE, or --module-name with --config-path, or --pretrained-name"),
-        (of_nemo and in_tokens and "token_equivalent_duration" not in settings,
-         "the bins are of text alone, and models of NeMo are tried with speech: write a step of your own, --step"),
+        (not is_nemo and (module_name or config_path or pretrained_name),
+         "--step cannot be combined with --module-name, --config-path or --pretrained-name: remove one of them"),
+        (is_nemo and not one_named,
+         "the step is missing: give --step MODULE:CALLABLE, --module-name with --config-path, or --pretrained-name"),
+        (is_nemo and in_tokens and "token_equivalent_duration" not in settings,
+         "the bins are for text only, but NeMo models are tried with speech: give your own step with --step"),
         code="bad_usage",
     )  # fmt: skip
     if tokens_per_second is None:
         limit = settings.get("max_tps")
         tokens_per_second = float(limit) if isinstance(limit, (int, float)) else _TOKENS_PER_SECOND
-    if of_nemo and not in_tokens and buckets[0].num_tokens is None:
+    if is_nemo and not in_tokens and buckets[0].num_tokens is None:
         profile["max_tps"] = tokens_per_second
-    # If a list is for the user's own step, only the user knows whether it counts seconds or frames.
-    if not in_tokens and (of_nemo or settings):
+    # For a plain list with the user's own step, only the user knows whether it is in seconds or frames.
+    if not in_tokens and (is_nemo or settings):
         profile["max_duration"] = math.ceil(1000 * buckets[-1].length) / 1000
     if step is not None:
         return step, {}, profile

@@ -1,10 +1,11 @@
 """Buckets for batches of cuts of similar length, in one dimension (length) or two (length and text tokens).
 
-One dimension is ``lhotse.dataset.sampling.dynamic_bucketing.estimate_duration_buckets`` itself. Two dimensions follow
-NeMo's ``scripts/speech_recognition/estimate_duration_bins_2d.py``, which has the same rule for both: walk through the
-sorted values and begin a new bucket as soon as the one before has more than its share of the total.
+In one dimension, ``lhotse.dataset.sampling.dynamic_bucketing.estimate_duration_buckets`` estimates the bounds. The
+two-dimensional estimate follows NeMo's ``scripts/speech_recognition/estimate_duration_bins_2d.py``, which applies the
+same rule to both dimensions: walk through the sorted values, and begin a new bucket as soon as the current one exceeds
+its share of the total.
 
-The report of ``sharmill bins`` has a histogram as comments, then the keys for NeMo's loader, as YAML.
+The report of ``sharmill bins`` is YAML: a histogram as comments, followed by settings for NeMo's loader.
 """
 
 import math
@@ -28,9 +29,10 @@ _PERCENTILES: Final = {"least": 0, "25 %": 25, "median": 50, "75 %": 75, "95 %":
 
 
 def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
-    """Return the longest of each bucket but the last, ascending: at most ``num_buckets - 1`` lengths, as lhotse does.
+    """Return at most ``num_buckets - 1`` ascending bounds between buckets, as lhotse estimates them.
 
-    (Its docstring has them as the shortest of the next bucket; its samplers put what is equal into the bucket below.)
+    A bound is the longest length of a bucket. lhotse's docstring calls it the shortest length of the next bucket, but
+    its samplers put cuts of equal length into the lower bucket.
 
     Raises:
         ConfigError: there are fewer than two buckets, or fewer cuts than buckets.
@@ -45,24 +47,25 @@ def estimate_bins(lengths: np.ndarray, num_buckets: int) -> list[float]:
 def estimate_bins_2d(
     lengths: np.ndarray, tokens: np.ndarray, num_buckets: int, num_sub_buckets: int, outlier_threshold: float = 4.0
 ) -> list[Bucket]:
-    """Return the buckets by length, each divided by number of tokens, in ascending order.
+    """Return ascending buckets by length, each divided by the number of tokens.
 
-    What is exactly as long as a bound counts below it, where loaders put it; NeMo counts it above, and its loader then
-    leaves out what has too many tokens for the bucket below. Cuts whose ratio of tokens to length lies more than
-    ``outlier_threshold`` standard deviations above the mean of their bucket are left out; ``max_ratio`` is the largest
-    of the others. Buckets that would end at the same length are one, with as many more sub-buckets. Bounds of seconds
-    are rounded to 3 decimals, but upwards: the last one must take the longest cut.
+    A cut that is exactly as long as a bound belongs to the lower bucket, as in loaders. NeMo's script puts it into the
+    upper one, so NeMo's loader then drops it if it has too many tokens for the lower one. Cuts whose ratio of tokens to
+    length is more than ``outlier_threshold`` standard deviations above the mean of their bucket are ignored;
+    ``max_ratio`` is the largest remaining ratio. Buckets that would end at the same length are merged, and the merged
+    bucket gets the sub-buckets of all of them. Bounds in seconds are rounded up to 3 decimals, so that the last one
+    includes the longest cut.
 
     Raises:
-        ConfigError: there are fewer than two buckets, no sub-bucket, or fewer cuts than buckets.
+        ConfigError: there are fewer than two buckets, no sub-buckets, or fewer cuts than buckets.
     """
     _check(lengths, num_buckets)
-    refuse((num_sub_buckets < 1, f"{num_sub_buckets} sub-buckets; there must be at least 1"))
+    refuse((num_sub_buckets < 1, f"the number of sub-buckets is {num_sub_buckets}; it must be at least 1"))
     order = np.lexsort((tokens, lengths))
     lengths, tokens = lengths[order], tokens[order]
     begins = _begins(lengths, num_buckets)
     bounds = [round_up(lengths[index].item(), _DECIMALS) for index in [*begins, -1]]
-    # A loader puts into a bucket whatever is not longer than its bound: its limits of tokens must be made for all that.
+    # Rounding may add cuts to a bucket. The limits of tokens must be estimated from all cuts that a loader puts there.
     ends = np.searchsorted(lengths, bounds, side="right").tolist()
     bins: list[Bucket] = []
     begin, share = 0, 1
@@ -80,17 +83,17 @@ def estimate_bins_2d(
 
 
 def ratios_of(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return tokens per length (N,); per token where text has no input, and the length is 0."""
+    """Return the ratios of tokens to lengths (N,); a length of 0, as for text without input, counts as 1."""
     return tokens / np.where(lengths > 0, lengths, 1)
 
 
 def _no_outliers(ratios: np.ndarray, threshold: float) -> np.ndarray:
-    """Return a mask (N,) of those that are not too high; low ones never hurt."""
+    """Return a mask (N,) that is False for high outliers; low outliers are harmless."""
     return ratios - ratios.mean() <= threshold * ratios.std()
 
 
 def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
-    """Return the begin of each part but the first of sorted sizes: a part ends when it has more than its share."""
+    """Divide sorted sizes into parts that end when they exceed their share; return all but the first part's start."""
     before = np.concatenate([[0.0], np.cumsum(sizes, dtype=np.float64)])
     share = before[-1] / num_parts
     begins: list[int] = []
@@ -101,13 +104,13 @@ def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
 
 
 def _check(lengths: np.ndarray, num_buckets: int) -> None:
-    refuse((num_buckets < 2, f"{num_buckets} buckets; there must be at least 2"))
-    too_many = f"{num_buckets} buckets are more than the {len(lengths)} cuts; ask for fewer with -b"
+    refuse((num_buckets < 2, f"the number of buckets is {num_buckets}; it must be at least 2"))
+    too_many = f"{num_buckets} buckets are more than the {len(lengths)} cuts; reduce the number with -b"
     refuse((num_buckets > len(lengths), too_many), code="too_few_cuts")
 
 
 def round_up(value: float, decimals: int) -> float:
-    """Round, but never below ``value`` as ``round`` may.
+    """Round ``value`` to so many decimals, but never below ``value``.
 
     >>> round_up(1.2341, 3), round_up(1.234, 3)
     (1.235, 1.234)
@@ -117,13 +120,13 @@ def round_up(value: float, decimals: int) -> float:
 
 
 def assign(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> np.ndarray:
-    """Return the bucket of each cut (N,), -1 for those that a loader would drop.
+    """Return the bucket of each cut (N,), or -1 if a loader would drop the cut.
 
     Args:
-        closed: there is no bucket for what is longer than the last bin, as with ``bucket_batch_size`` in NeMo.
+        closed: there is no bucket for cuts longer than the last bin, as with ``bucket_batch_size`` in NeMo.
     """
     bounds = np.array([bound.length for bound in bins])
-    # The first of equal lengths; the tokens choose among them.
+    # The first of several buckets with the same length; the number of tokens then selects one of them.
     first = np.searchsorted(bounds, lengths.lengths, side="left")
     if bins[0].num_tokens is None:
         return np.where(first < len(bins) + (not closed), first, -1)
@@ -141,22 +144,22 @@ def assign(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> np.ndar
 
 
 def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
-    """Read the lengths of the data and describe their bins.
+    """Read the lengths of the data, and return a report on their bins.
 
     Args:
-        sources: folders or URLs of datasets; or manifests, files of text, a YAML file of ``input_cfg`` or of a
-            training, or a list of manifests with weights.
+        sources: folders or URLs of datasets; or manifests, text files, one YAML file with ``input_cfg`` or the settings
+            of a training, or one list of manifests with weights.
 
     Raises:
-        ConfigError: the options do not go together, or the data cannot be read.
+        ConfigError: the options contradict each other, or the data cannot be read.
     """
     refuse(
         (options.sub_buckets is not None and not options.tokenizer,
-         "sub-buckets are made by number of text tokens: name a --tokenizer, such as 'bytes'"),
+         "sub-buckets need the number of text tokens: give a --tokenizer, such as 'bytes'"),
     )  # fmt: skip
     refuse(
-        (options.prompt is not None and options.prompt_format is None, "--prompt belongs to a --prompt-format"),
-        (options.prompt_format is not None and not options.tokenizer, "--prompt-format needs a --tokenizer"),
+        (options.prompt is not None and options.prompt_format is None, "--prompt needs a --prompt-format: give one"),
+        (options.prompt_format is not None and not options.tokenizer, "--prompt-format needs a --tokenizer: give one"),
         code="bad_usage",
     )
     texts = [str(source) for source in sources]
@@ -168,7 +171,7 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
             workers=options.workers,
         )  # fmt: skip
         if options.seconds_per_frame is not None:
-            # NeMo counts audio in tokens so: every begun frame is one.
+            # Like NeMo, count a partial frame as a token.
             frames = np.ceil(lengths.seconds / options.seconds_per_frame).astype(np.int64)
             lengths = replace(lengths, lengths=frames, in_tokens=True)
         return report_bins(lengths, options)
@@ -182,13 +185,13 @@ def estimate_report(sources: Sequence[str | Path], options: BinsOptions) -> str:
 
 
 def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length: bool = True) -> str:
-    """Estimate the bins and describe them.
+    """Estimate the bins, and return a report on them.
 
     Args:
-        measure_total_length: one dimension of tokens counts output as well as input.
+        measure_total_length: one-dimensional token bins count input and output tokens.
 
     Raises:
-        ConfigError: buckets by number of tokens are asked for, and no cut has a text; or see ``estimate_bins``.
+        ConfigError: sub-buckets are requested but no cut has text, or the bins cannot be estimated.
     """
     in_total, shown = False, lengths
     if lengths.in_tokens and options.sub_buckets is None and lengths.tokens is not None and measure_total_length:
@@ -202,16 +205,16 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
     else:
         if lengths.tokens is None:
             raise ConfigError(
-                "sub-buckets are made by number of text tokens, and no cut has a text: leave them out",
+                "sub-buckets need the number of text tokens, but no cut has text: remove the option",
                 code="too_few_cuts",
             )
         bins = estimate_bins_2d(
             lengths.lengths, lengths.tokens, options.num_buckets, options.sub_buckets, options.outlier_threshold
         )
-        # A ratio is no limit if there is no input.
+        # If some examples have no input, the ratio cannot be limited.
         if (lengths.lengths == 0).any():
             bins = [replace(one, max_ratio=math.inf) for one in bins]
-    # A common length may end several buckets; no cut is ever in the later ones.
+    # Several buckets may end at a frequent length. All but the first of them would be empty.
     bins = list(dict.fromkeys(bins))
     closed = options.closed or options.sub_buckets is not None
     lines = [
@@ -222,7 +225,7 @@ def report_bins(lengths: Lengths, options: BinsOptions, *, measure_total_length:
         f"bucket_duration_bins: {[one.bound for one in bins]}",
     ]
     if options.sub_buckets is None and not closed:
-        lines.append(f"# bucket_batch_size needs a bin for the longest as well (--closed): {longest}")
+        lines.append(f"# bucket_batch_size needs one more bin for the longest cuts (--closed): {longest}")
     if lengths.in_tokens:
         lines.append("use_multimodal_sampling: true")
         if options.seconds_per_frame is not None:
@@ -241,7 +244,7 @@ def _summary(lengths: Lengths) -> Iterator[str]:
     counted = f"{count:,} cuts" if spoken.all() else f"{count:,} examples, {int(spoken.sum()):,} of them with audio"
     yield f"# {counted}, {math.fsum(lengths.seconds.tolist()) / 3600:,.2f} hours"
     if lengths.num_discarded:
-        yield f"# left out for their duration: {lengths.num_discarded:,}"
+        yield f"# excluded by duration: {lengths.num_discarded:,}"
     tokens = lengths.tokens
     columns = {"seconds": lengths.seconds[spoken]}
     if lengths.in_tokens and lengths.lengths.any():
@@ -256,13 +259,13 @@ def _summary(lengths: Lengths) -> Iterator[str]:
             points = zip(_PERCENTILES, np.percentile(values, [*_PERCENTILES.values()]), strict=True)
             yield f"# {name}: " + ", ".join(f"{point} {value:.2f}" for point, value in points)
     if lengths.without_text and tokens is None:
-        yield "# no cut has a text: there are no limits of tokens"
+        yield "# no cut has text, so tokens are not limited"
     elif lengths.without_text:
-        yield f"# without a text, counted as 0 tokens: {lengths.without_text:,}"
+        yield f"# without text, counted as 0 tokens: {lengths.without_text:,}"
 
 
 def _histogram(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> Iterator[str]:
-    """Yield one line per bucket: its end, tokens in two dimensions, cuts, hours (lengths, of text), and a bar."""
+    """Yield one line per bucket: upper bound, tokens (in two dimensions), cuts, hours (for text: length), and a bar."""
     buckets = assign(lengths, bins, closed=closed)
     spoken = bool((lengths.seconds > 0).any())
     amounts = lengths.seconds / 3600 if spoken else lengths.lengths
@@ -270,7 +273,7 @@ def _histogram(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> Ite
     tokens_column = f" {'tokens':>8}" if bins[0].num_tokens is not None else ""
     yield f"# {'up to':>10}{tokens_column} {'cuts' if spoken else 'examples':>12} {'hours' if spoken else 'in all':>10}"
     for number, total in enumerate(sums):
-        # The last bucket may have no end.
+        # The last bucket may have no upper bound.
         length = bins[number].length if number < len(bins) else ""
         limits = f"{length:>10.3f}" if isinstance(length, float) else f"{length:>10}"
         if tokens_column:
@@ -279,11 +282,11 @@ def _histogram(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> Ite
         amount = f"{total:>10.2f}" if spoken else f"{total:>10,.0f}"
         yield f"# {limits} {(buckets == number).sum():>12,} {amount} {bar}".rstrip()
     if dropped := int((buckets < 0).sum()):
-        yield f"# left out by a loader with these limits, for too many tokens: {dropped:,}"
+        yield f"# a loader with these limits would drop, for too many tokens: {dropped:,}"
 
 
 def _max_ratio(lengths: Lengths, bins: Sequence[Bucket], outlier_threshold: float) -> Iterator[str]:
-    """Yield the limit of tokens: of each bucket in two dimensions, else of the filter, which passes over speech."""
+    """Yield the limit of the ratio of tokens: per bucket in two dimensions, otherwise one value for NeMo's filter."""
     key = "max_tpt" if lengths.in_tokens else "max_tps"
     if bins[0].num_tokens is not None:
         if math.isfinite(bins[0].max_ratio):
@@ -293,7 +296,7 @@ def _max_ratio(lengths: Lengths, bins: Sequence[Bucket], outlier_threshold: floa
         return
     ratios = lengths.text_ratios if lengths.in_tokens else ratios_of(lengths.tokens, lengths.lengths)
     known = np.zeros(0) if ratios is None else ratios[~np.isnan(ratios)]
-    # NeMo's filter divides by the input of every text.
+    # NeMo's filter would divide by zero for text without input.
     if len(known) and np.isfinite(known).all():
         usual = known[_no_outliers(known, outlier_threshold)]
         yield f"{key}: {round_up(float(usual.max()), 2)!r}"

@@ -1,6 +1,6 @@
-"""Lengths of the cuts of datasets, or of other examples, and the options of ``sharmill bins``.
+"""Lengths of cuts of datasets or of other examples, and the options of ``sharmill bins``.
 
-Folders of datasets are read whole, by many processes.
+Dataset folders are read completely, by parallel processes.
 """
 
 import math
@@ -21,23 +21,25 @@ from sharmill.shar.reading.shard_source import open_shard_source
 from sharmill.training.parallel import parallel_map
 from sharmill.training.tokenizers import load_tokenizers, tokenize
 
-# A process that reads many files loads them once.
+# Each process loads the tokenizers once for all files that it reads.
 _load_once = cache(load_tokenizers)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of N cuts, or of other examples.
+    """Lengths of N cuts or other examples.
 
     Attributes:
-        seconds: (N,) of audio; 0 for text.
-        lengths: (N,): the seconds as float64, or frames (of text: input tokens) as int64.
-        tokens: (N,), of their texts (of text: output tokens); None if they were not counted, or no cut has a text.
-        text_ratios: (N,) output tokens per input token of text, infinite without input, NaN for cuts; None if all are.
-        without_text: number of the cuts without a text, whose tokens are 0; 0 if they were not counted.
-        num_discarded: number of other cuts, which lay outside the limits.
-        looked_at: words about the sample that they are; None where datasets were read as a whole.
-        in_tokens: lengths are frames and input tokens.
+        seconds: (N,), duration of the audio; 0 for text.
+        lengths: (N,), seconds as float64; or frames, input tokens for text, as int64.
+        tokens: (N,), number of tokens of the text, output tokens for text examples; None if they were not counted or no
+            cut has text.
+        text_ratios: (N,), output tokens per input token of text; infinite without input, NaN for cuts. None if there
+            are only cuts.
+        without_text: number of cuts without text, whose tokens are 0; 0 if tokens were not counted.
+        num_discarded: number of further cuts outside the limits of duration.
+        looked_at: description of the sample; None if datasets were read completely.
+        in_tokens: lengths are frames and input tokens rather than seconds.
     """
 
     seconds: np.ndarray
@@ -60,19 +62,24 @@ class Lengths:
         limits: tuple[float, float],
         text_ratios: np.ndarray | None = None,
     ) -> "Lengths":
-        """Make them of columns (N,), leaving out what has less or more seconds; text has no seconds and stays.
+        """Create lengths from columns (N,), without cuts outside the limits of duration; text is always kept.
 
         Args:
-            tokens: -1 where there is no text.
+            tokens: number of tokens, or -1 without text.
             counted: tokens were counted.
-            limits: the least and the most seconds.
+            limits: minimum and maximum seconds.
 
         Raises:
-            ConfigError: nothing is left.
+            ConfigError: no cut is within the limits.
         """
         kept = ((seconds >= limits[0]) & (seconds <= limits[1])) | (seconds == 0)
-        told = f"none of the {len(kept)} cuts has {limits[0]:g} to {limits[1]:g} seconds"
-        refuse((not kept.any(), told), code="too_few_cuts")
+        refuse(
+            (
+                not kept.any(),
+                f"none of the {len(kept)} cuts has {limits[0]:g} to {limits[1]:g} seconds: relax the limits",
+            ),
+            code="too_few_cuts",
+        )
         tokens = tokens[kept]
         return cls(
             seconds=seconds[kept],
@@ -95,19 +102,20 @@ def read_lengths(
     """Read the lengths of all cuts of these datasets, in no particular order.
 
     Args:
-        tokenizer: names as ``load_tokenizers`` takes them; tokens are counted if there are any.
-        min_duration, max_duration: seconds; cuts outside are left out, and counted.
-        workers: processes, or ``auto`` for one per core.
+        tokenizer: names for ``load_tokenizers``; without names, tokens are not counted.
+        min_duration, max_duration: seconds; cuts outside these limits are excluded and counted.
+        workers: number of processes, or ``auto`` for one per core.
 
     Raises:
-        ConfigError: there is no finished dataset nor a Shar of another tool, or no such tokenizer, or no cut is left.
-        DamagedShard: a file of cuts is not as it should be.
+        ConfigError: a source is neither a finished dataset nor another tool's Shar, a tokenizer does not exist, or no
+            cut is left.
+        DamagedShard: a file of cuts is damaged.
     """
     sources = [open_shard_source(open_directory(dataset), [], None) for dataset in datasets]
     shards = [source.files(number) for source in sources for number in range(source.num_shards)]
     files = [(shard.cuts, shard.count) for shard in shards]
     if tokenizer:
-        _load_once(tuple(tokenizer))  # A wrong name is an error of this process, in one line.
+        _load_once(tuple(tokenizer))  # a wrong name must fail here rather than in a worker
     measure = partial(_measure, tokenizer=tuple(tokenizer))
     workers = min(len(os.sched_getaffinity(0)) if workers == "auto" else int(workers), len(files))
     parts = list(parallel_map(files, measure, workers, kind="process") if workers > 1 else map(measure, files))
@@ -118,7 +126,7 @@ def read_lengths(
 
 
 def _measure(file: tuple[Path, int | None], tokenizer: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Read durations, and numbers of tokens (-1 without a text), of one file (path, number of cuts if known)."""
+    """Read durations and numbers of tokens (-1 without text) of a file, given as (path, number of cuts if known)."""
     path, count = file
     durations, tokens = [], []
     for cut in read_cuts(path):
@@ -142,16 +150,16 @@ class BinsOptions:
     """Options of ``sharmill bins``.
 
     Attributes:
-        sub_buckets: divide each bucket into so many by number of text tokens.
+        sub_buckets: number of sub-buckets per bucket, by number of text tokens.
         tokenizer: names of tokenizers; see ``load_tokenizers``.
-        token_bins: count audio in frames, which NeMo calls tokens.
-        seconds_per_frame: the length of a frame; by default that of the datasets' codec.
-        closed: end one dimension with the longest cut, as ``bucket_batch_size`` needs it.
-        min_duration, max_duration: seconds; what lies outside is left out, and counted.
-        prompt_format, prompt: a name of NeMo's, and the turns before the answer.
-        section: one sampler of a ``multi_config``.
-        samples: the number of examples to look at, of data that are no folders of datasets.
-        workers: processes that read folders.
+        token_bins: measure audio in frames, which NeMo calls tokens.
+        seconds_per_frame: duration of a frame; by default taken from the datasets' codec.
+        closed: add a last bin for the longest cut in one dimension, as ``bucket_batch_size`` needs it.
+        min_duration, max_duration: seconds; examples outside these limits are excluded and counted.
+        prompt_format, prompt: name of NeMo's prompt format, and the turns before the answer.
+        section: name of one sampler of a ``multi_config``.
+        samples: number of examples to read if the data are not dataset folders.
+        workers: number of processes that read dataset folders.
     """
 
     num_buckets: int = 30
@@ -171,15 +179,17 @@ class BinsOptions:
 
 
 def is_dataset(source: str) -> bool:
-    """Return True if a source is the folder of a dataset, or a URL that does not end as that of a file."""
+    """Return True if a source is a folder, or a URL without the suffix of a file."""
     return Path(source).is_dir() or (is_url(source) and not Path(source).suffix)
 
 
 def frame_shift(datasets: Sequence[Location]) -> float:
-    """Return the seconds of a frame of the datasets' codecs; a Shar of another tool does not describe its codes."""
+    """Return the seconds per frame of the datasets' codecs; a Shar of another tool does not record its codec."""
     codecs = [codec for path in datasets if (path / DATASET_FILE).exists() for codec in read_dataset(path).codecs]
     shifts = {codec.samples_per_frame / codec.sampling_rate for codec in codecs}
     names = ", ".join(codec.name for codec in codecs) or "none"
-    told = f"the codecs are {names}: say how long a frame is with --token-equivalent-duration"
-    refuse((len(shifts) != 1, told), code="unknown_codec")
+    refuse(
+        (len(shifts) != 1, f"the codecs are {names}: set the duration of a frame with --token-equivalent-duration"),
+        code="unknown_codec",
+    )
     return shifts.pop()

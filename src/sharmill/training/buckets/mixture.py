@@ -1,7 +1,7 @@
-"""The lengths of whatever NeMo's loader reads: manifests, text, conversations, and mixtures of them by weight.
+"""Lengths of any data that NeMo's loader reads: manifests, text, conversations, and weighted mixtures of them.
 
-The examples are those that the loader itself makes of them, with its tokens and prompts. Of each source so many are
-looked at as its weight asks for, from all over its files.
+The examples come from the loader itself, with its tokens and prompts. From each source, a number of examples in
+proportion to its weight is read, spread evenly over its files.
 """
 
 import ast
@@ -55,7 +55,7 @@ from sharmill.training.nemo.trial import count_tokens
 from sharmill.training.tokenizers import PromptTokenizer, Tokenizer, load_tokenizers, tokenize
 
 _CANARY: Final = "canary"
-# Settings of a training that say which examples there are, and how they are measured.
+# Settings of a training that select examples, or define how they are measured.
 _KEPT: Final = (
     "input_cfg", "manifest_filepath", "tarred_audio_filepaths", "tarred_audio_filepath", "bucketing_weights",
     "cuts_path", "shar_path", "text_field", "lang_field", "channel_selector", "skip_missing_manifest_entries",
@@ -64,17 +64,18 @@ _KEPT: Final = (
     "min_duration", "max_duration", "min_tokens", "max_tokens", "max_cer", "min_context_speaker_similarity", "keep",
 )  # fmt: skip
 _BATCH: Final = 64
-# NeMo checks data by assertions, and looks for keys as it goes.
-_OF_DATA: Final = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+# Errors that NeMo raises for invalid data, which it checks by assertions or not at all.
+_DATA_ERRORS: Final = (AssertionError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 
 
 def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
-    """Load what ``load_tokenizers`` does as a tokenizer of NeMo.
+    """Load tokenizers like ``load_tokenizers``, but as one tokenizer of NeMo.
 
-    Several languages make an AggregateTokenizer; with ``spl_tokens`` among them, a CanaryTokenizer.
+    Tokenizers of several languages are combined in an AggregateTokenizer, or in a CanaryTokenizer if ``spl_tokens`` is
+    one of them.
 
     Raises:
-        ConfigError: see ``load_tokenizers``; or Canary's special tokens are missing.
+        ConfigError: a tokenizer cannot be loaded, or Canary's special tokens are missing.
     """
     loaded = load_tokenizers(names)
     by_language = isinstance(loaded, Mapping)
@@ -84,14 +85,14 @@ def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
     special = CANARY_SPECIAL_TOKENIZER in paths
     refuse(
         (canary and not (special if by_language else in_pieces),
-         f"{prompt_format} has special tokens: give --tokenizer {CANARY_SPECIAL_TOKENIZER}=tokenizer.model beside "
-         "those of the languages, or one SentencePiece .model that has all of them"),
-        (canary and not in_pieces, f"{prompt_format} needs SentencePiece .model files"),
+         f"{prompt_format} has special tokens: add --tokenizer {CANARY_SPECIAL_TOKENIZER}=tokenizer.model to the "
+         "tokenizers of the languages, or give one SentencePiece .model with all tokens"),
+        (canary and not in_pieces, f"{prompt_format} needs SentencePiece tokenizers: give .model files"),
         code="bad_tokenizer",
     )  # fmt: skip
     if isinstance(loaded, Mapping):
         if not in_pieces:
-            return _ByLanguage(loaded)
+            return _LanguageTokenizers(loaded)
         aggregate = CanaryTokenizer if special else AggregateTokenizer
         return aggregate({language: SentencePieceTokenizer(path) for language, path in paths.items()})
     if not in_pieces:
@@ -99,8 +100,8 @@ def load_nemo_tokenizer(names: Sequence[str], prompt_format: str | None) -> Any:
     return (CanaryBPETokenizer if canary else SentencePieceTokenizer)(names[0])
 
 
-class _ByLanguage(AggregateTokenizer):
-    """Tokenizers of any kind by language, which NeMo asks as it asks an aggregate."""
+class _LanguageTokenizers(AggregateTokenizer):
+    """Tokenizers of any kind by language, with the interface of NeMo's AggregateTokenizer."""
 
     def __init__(self, tokenizers: Mapping[str, Tokenizer]) -> None:
         self._by_language = tokenizers
@@ -110,18 +111,19 @@ class _ByLanguage(AggregateTokenizer):
 
 
 def load_prompt(prompt_format: str, text: str, tokenizer: Any) -> Callable[[str, str | None], int]:
-    """Load one prompt for all speech: the turns before the answer, which is the text of a cut.
+    """Load a prompt that applies to all cuts: the turns before the answer, which is the text of the cut.
 
     Args:
-        prompt_format: a name of NeMo's ``PromptFormatter``.
+        prompt_format: name of one of NeMo's ``PromptFormatter`` classes.
         text: the turns as a list, ``[{'role': 'user', 'slots': {...}}]``.
-        tokenizer: of ``load_nemo_tokenizer``.
+        tokenizer: tokenizer of ``load_nemo_tokenizer``.
 
     Returns:
-        A function from the text of a cut and its language to the tokens of both, with all special tokens.
+        A function from the text and language of a cut to the number of tokens of prompt and text, including special
+        tokens.
 
     Raises:
-        ConfigError: there is no such format, or it cannot be filled in with these turns.
+        ConfigError: the format does not exist, or the turns do not match it.
     """
     formatter = resolve_format(prompt_format, "--prompt-format")(tokenizer)
     turns: Any = None
@@ -130,10 +132,10 @@ def load_prompt(prompt_format: str, text: str, tokenizer: Any) -> Callable[[str,
     listed = isinstance(turns, list) and all(
         isinstance(turn, dict) and isinstance(turn.get("slots"), dict) for turn in turns
     )
-    refuse((not listed, f"--prompt is {text!r}; it is a list of turns: [{{'role': 'user', 'slots': {{...}}}}]"))
+    refuse((not listed, f"--prompt is {text!r}; it must be a list of turns: [{{'role': 'user', 'slots': {{...}}}}]"))
     try:
         formatter.encode_dialog(turns)
-    except AssertionError as error:  # NeMo asserts roles and slots by name
+    except AssertionError as error:  # NeMo checks roles and slots by assertions
         raise ConfigError(f"--prompt: {prompt_format}: {error}", code="bad_config_value") from error
     own_language = next((turn["slots"]["target_lang"] for turn in turns if "target_lang" in turn["slots"]), None)
 
@@ -147,14 +149,14 @@ def load_prompt(prompt_format: str, text: str, tokenizer: Any) -> Callable[[str,
 
 
 def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths, Settings]:
-    """Read the lengths of a mixture, of which every source has the share that its weight gives it.
+    """Read the lengths of a mixture of sources in proportion to their weights.
 
     Returns:
-        The lengths, and the settings of the loader by which they were measured.
+        The lengths, and the loader's settings by which they were measured.
 
     Raises:
-        ConfigError: the data cannot be read, or tokens or a frame's length are not given; weights are missing or no
-            numbers; or nothing is left.
+        ConfigError: the data cannot be read, an option for tokens or frames is missing, weights are missing or invalid,
+            or no example is left.
     """
     settings, tokenizer, measured = _open_inputs(sources, options)
     columns, num_all, looked_at = [], 0.0, 0
@@ -175,22 +177,23 @@ def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths,
         counted=tokenizer is not None, limits=(options.min_duration, options.max_duration),
         text_ratios=None if np.isnan(rows[:, 3]).all() else rows[:, 3],
     )  # fmt: skip
-    of_all = "" if math.isnan(num_all) else f" of {num_all:,.0f}"
+    total = "" if math.isnan(num_all) else f" of {num_all:,.0f}"
     drawn = f", in {len(rows):,} draws by weight" if len(leaves) > 1 else ""
-    return replace(lengths, looked_at=f"looked at {looked_at:,}{of_all} examples{drawn}", in_tokens=in_tokens), settings
+    return replace(lengths, looked_at=f"looked at {looked_at:,}{total} examples{drawn}", in_tokens=in_tokens), settings
 
 
 def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Iterator[tuple[float, Settings]]:
-    """Yield every entry that reads data, inside copies of its groups, and its share of the mixture."""
+    """Yield the share of each entry that reads data, and the entry inside copies of its groups."""
     here, below = temperatures, temperatures
     if isinstance(temperatures, Sequence):
         here, below = (temperatures[0], temperatures[1:]) if temperatures else (None, ())
     weights = [entry.get("weight") for entry in entries]
     given = [weight for weight in weights if weight is not None]
     wrong = [repr(weight) for weight in given if not is_weight(weight)]
-    refuse((wrong, f"input_cfg: weight is {' and '.join(wrong)}; it is a number above 0"))
+    refuse((wrong, f"input_cfg: weight is {' and '.join(wrong)}; it must be a positive number"))
     refuse(
-        (None in weights and given, "input_cfg: some entries have a weight and others have none"), code="missing_key"
+        (None in weights and given, "input_cfg: some entries have a weight and others have none: set it for all"),
+        code="missing_key",
     )
     shares = [1 / len(entries)] * len(entries)
     if None not in weights and len(entries) > 1:
@@ -204,9 +207,9 @@ def _leaves(entries: Sequence[Settings], share: float, temperatures: Any) -> Ite
 
 
 def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
-    """Return an entry with every n-th of its lines, if it has more than ``wanted``, and the number of its examples.
+    """Return an entry reduced to ``wanted`` evenly spaced lines, and the number of all its examples.
 
-    The number is 0 where finding it would mean reading the data.
+    The number is 0 if the data would have to be read to count them; the entry is then returned unchanged.
     """
     if entry.get("input_cfg"):
         inner, size = _thin(entry["input_cfg"][0], wanted, folder)
@@ -218,14 +221,14 @@ def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
     if known.files in ((), ("shar_path",)) or known.holds == "conversations" or entry.get("extra_fields"):
         return entry, 0
     if kind == "nemo_tarred":
-        # The tars are not needed, and perhaps not there.
+        # The tars are not needed and may be missing.
         entry = {**{key: value for key, value in entry.items() if key != "tarred_audio_filepaths"}, "type": "nemo"}
     shards = entry_files(kind, entry)
     counts = [count_lines(next(iter(files.values()))) for files in shards]
     total = sum(counts)
     if total <= wanted:
         return entry, total
-    # The middle of each of as many equal ranges.
+    # Choose the middle line of each of ``wanted`` equal ranges.
     chosen = ((np.arange(wanted) + 0.5) * (total / wanted)).astype(np.int64)
     begin, thinned = 0, {key: str(folder / f"{key}.jsonl") for key in shards[0]}
     for files, count in zip(shards, counts, strict=True):
@@ -237,8 +240,8 @@ def _thin(entry: Settings, wanted: int, folder: Path) -> tuple[Settings, int]:
     return {**entry, **thinned}, total
 
 
-def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_Measured") -> np.ndarray:
-    """Return rows (N, 4) of up to ``wanted`` examples of one source: see ``_Measured``."""
+def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_MeasuredExamples") -> np.ndarray:
+    """Return rows (N, 4) of up to ``wanted`` examples of one source; see ``_MeasuredExamples``."""
     kind = sources_of(settings)[0].get("type")
     settings = {
         **settings, "batch_size": _BATCH, "use_bucketing": False, "shuffle": True, "shuffle_buffer_size": _BATCH,
@@ -254,19 +257,19 @@ def _read(settings: Settings, wanted: int, tokenizer: Any, measured: "_Measured"
                     break
     except SharmillError:
         raise
-    except _OF_DATA as error:
+    except _DATA_ERRORS as error:
         raise ConfigError(f"input_cfg: type {kind} cannot be read: {one_line(error)}", code="bad_manifest") from error
-    refuse((not rows, f"input_cfg: type {kind} has no example that passes"), code="too_few_cuts")
+    refuse((not rows, f"input_cfg: no example of type {kind} passes the filters: relax them"), code="too_few_cuts")
     return np.array(rows[:wanted], dtype=np.float64)
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """Batches of rows: seconds, length, tokens (-1 without text), and tokens per input token of text.
+class _MeasuredExamples:
+    """A dataset that turns examples into rows: seconds, length, tokens (-1 without text), tokens per input token.
 
     Attributes:
-        frame: seconds of a frame, if audio counts in frames.
-        prompt: one prompt for all cuts, in place of those of the data.
+        frame: seconds per frame if audio is measured in frames, otherwise None.
+        prompt: counts the tokens with one prompt for all cuts, which replaces the prompts of the data.
     """
 
     frame: float | None
@@ -290,7 +293,7 @@ class _Measured:
 
 
 def _in_shares(columns: Sequence[np.ndarray], shares: Sequence[float], most: int) -> np.ndarray:
-    """Repeat or thin the rows of each source evenly, so that it has its share of at most about ``most`` rows."""
+    """Resample the rows of each source evenly to its share of at most about ``most`` rows in total."""
     if len(columns) == 1:
         return columns[0]
     total = min(most, max(len(rows) / share for rows, share in zip(columns, shares, strict=True)))
@@ -301,14 +304,14 @@ def _in_shares(columns: Sequence[np.ndarray], shares: Sequence[float], most: int
     return np.concatenate(parts)
 
 
-def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings, Any, _Measured]:
-    """Return the settings for the data that these texts name, NeMo's tokenizer, and what measures examples."""
+def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings, Any, _MeasuredExamples]:
+    """Return the settings for the sources, NeMo's tokenizer, and the dataset that measures examples."""
     settings = {key: value for key, value in _settings_of(sources, options.section).items() if key in _KEPT}
     translate(settings)
     types = {str(entry.get("type")): type_of(entry) for entry in entries_of(settings)}
     in_tokens = options.token_bins or bool(settings.get("use_multimodal_sampling"))
     settings["use_multimodal_sampling"] = in_tokens
-    # The loader names types that do not exist.
+    # Unknown types are skipped here, because the loader reports them.
     texts = [kind for kind in get_known_config_data_types() if kind in types and types[kind].holds != "cuts"]
     if texts:
         settings.setdefault("prompt_format", options.prompt_format or "plain")
@@ -317,11 +320,11 @@ def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings
     prompt_format = settings.get("prompt_format") if options.tokenizer else settings.pop("prompt_format", None)
     kinds = ", ".join(sorted(texts))
     refuse(
-        (texts and not in_tokens, f"data of type {kinds} are counted in tokens: give --tokens and a --tokenizer"),
+        (texts and not in_tokens, f"data of type {kinds} are measured in tokens: give --tokens and a --tokenizer"),
         (texts and options.prompt is not None,
-         f"--prompt is for speech: data of type {kinds} bring their own prompts"),
+         f"--prompt is only for speech, but data of type {kinds} have their own prompts: remove --prompt"),
         ((in_tokens or prompt_format is not None) and not options.tokenizer,
-         "tokens are counted by a tokenizer: name a --tokenizer, such as 'bytes'"),
+         "counting tokens needs a tokenizer: give a --tokenizer, such as 'bytes'"),
         code="bad_usage",
     )  # fmt: skip
     if prompt_format is not None:
@@ -332,16 +335,16 @@ def _open_inputs(sources: Sequence[str], options: BinsOptions) -> tuple[Settings
         settings["token_equivalent_duration"] = frame or frame_shift(own)
     loaded = load_nemo_tokenizer(options.tokenizer, prompt_format) if options.tokenizer else None
     prompt = load_prompt(str(prompt_format), options.prompt, loaded) if options.prompt is not None else None
-    return settings, loaded, _Measured(settings.get("token_equivalent_duration") if in_tokens else None, prompt)
+    return settings, loaded, _MeasuredExamples(settings.get("token_equivalent_duration") if in_tokens else None, prompt)
 
 
 def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
-    """Return the settings of one sampler for what the command line names."""
+    """Return the settings of one sampler for the sources of the command line."""
     first = sources[0].strip()
     listed, is_yaml = first.startswith("["), first.endswith((".yaml", ".yml"))
     refuse(
         ((listed or is_yaml) and len(sources) > 1,
-         f"{first} says by itself which data there are: name nothing else beside it"),
+         f"{first} already describes all data: remove the other sources"),
         code="bad_usage",
     )  # fmt: skip
     if listed:
@@ -352,18 +355,18 @@ def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
         several = settings.get("multi_config", False)
         names = section_names(settings) if several else []
         refuse(
-            (not several and section is not None, f"--section is for a multi_config, which {first} is not"),
+            (not several and section is not None, f"--section needs a multi_config, but {first} has none: remove it"),
             (several and section not in names,
-             f"{first} has a sampler for each of {', '.join(names)}: choose one with --section"),
+             f"{first} has the samplers {', '.join(names)}: choose one with --section"),
             code="bad_usage",
         )  # fmt: skip
         return sections_of(settings)[names.index(str(section))] if several else settings
     if all(map(is_dataset, sources)):
         return {"input_cfg": [_entry_of_dataset(source) for source in sources]}
     kinds = {source: _kind_of(source) for source in sources}
-    told = ", ".join(f"{source} ({kind})" for source, kind in kinds.items())
+    found = ", ".join(f"{source} ({kind})" for source, kind in kinds.items())
     refuse(
-        (len(set(kinds.values())) > 1, f"data of several kinds are mixed by an input_cfg.yaml: {told}"),
+        (len(set(kinds.values())) > 1, f"the sources have several types: {found}; mix them in an input_cfg.yaml"),
         code="bad_usage",
     )
     kind = kinds[sources[0]]
@@ -373,7 +376,7 @@ def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
 
 
 def _entry_of_dataset(source: str) -> Settings:
-    """Return the entry of a dataset or of another tool's Shar, with its number of cuts as its weight."""
+    """Return an entry for a dataset or another tool's Shar, with its number of cuts as its weight."""
     directory = open_directory(source)
     own = (directory / DATASET_FILE).exists()
     entry = {"type": "sharmill", "dataset": source} if own else {"type": "lhotse_shar", "shar_path": source}
@@ -381,7 +384,7 @@ def _entry_of_dataset(source: str) -> Settings:
 
 
 def _listed(text: str) -> Settings:
-    """Read ``[[a.json,0.7],[b.json,0.3]]``."""
+    """Parse a list of manifests with weights, such as ``[[a.json,0.7],[b.json,0.3]]``."""
     found: Any = None
     with suppress(yaml.YAMLError):
         found = yaml.safe_load(text)
@@ -393,19 +396,19 @@ def _listed(text: str) -> Settings:
     for item in found:
         path, *weight = item if isinstance(item, list) and item else [item]
         weighted = isinstance(path, str) and len(weight) <= 1 and all(map(is_weight, weight))
-        refuse((not weighted, f"{text}: {item} is not [MANIFEST,WEIGHT] with a weight above 0"))
+        refuse((not weighted, f"{text}: {item} must be [MANIFEST,WEIGHT] with a positive weight"))
         _kind_of(path)
     forms = {isinstance(item, list) and len(item) for item in found}
-    refuse((len(forms) > 1, f"{text}: some manifests have a weight and others have none"))
+    refuse((len(forms) > 1, f"{text}: some manifests have a weight and others have none: give all a weight"))
     return {"manifest_filepath": found}
 
 
 def _kind_of(source: str) -> str:
-    """Return the type of ``input_cfg`` that a file is: text, or what the first line of JSON says."""
+    """Return the ``input_cfg`` type of a file: text, or the type of the first line of JSON."""
     path = str(expand_sharded_filepaths(source)[0])
     refuse(
         ("://" not in path and not Path(path).is_file(),
-         f"{source} is neither a folder of a dataset nor a file: name a manifest, a text, or an input_cfg.yaml"),
+         f"{source} is neither a dataset folder nor a file: give a manifest, a text file, or an input_cfg.yaml"),
         code="no_dataset",
     )  # fmt: skip
     if ".json" not in path:
@@ -419,12 +422,12 @@ def _kind_of(source: str) -> str:
     kind = next((kind for key, kind in kinds.items() if isinstance(record, dict) and key in record), "")
     refuse(
         (kind == "nemo_sft_jsonl" and any("type" in turn for turn in record["conversations"] or ()),
-         f"{source} has conversations with audio: name them in an input_cfg.yaml, as - {{type: "
+         f"{source} has conversations with audio: add them to an input_cfg.yaml, as in - {{type: "
          f"multimodal_conversation, manifest_filepath: {source}, audio_locator_tag: ...}}"),
         code="bad_usage",
     )  # fmt: skip
     refuse(
-        (not kind, f"{source} has neither audio_filepath, conversations nor text in its first line"),
+        (not kind, f"the first line of {source} has none of audio_filepath, conversations and text: give a manifest"),
         code="bad_manifest",
     )
     return kind

@@ -1,8 +1,8 @@
-"""A ready step of ``tune-batch`` for NeMo's models: one training step on a batch made of the model's input schema.
+"""A built-in step of ``tune-batch`` for NeMo models: one training step on a batch built from the model's input schema.
 
-The idea is that of NeMo's OOMptimizer (``scripts/speech_recognition/oomptimizer.py``): models say in
-``oomptimizer_schema`` which tensors their training step takes, with NeMo's neural types, and which of them are as long
-as the input and which as the output.
+The method is that of NeMo's OOMptimizer (``scripts/speech_recognition/oomptimizer.py``): ``oomptimizer_schema`` of a
+model lists the tensors of its training step with their neural types, and which of them are as long as the input or the
+output.
 """
 
 import logging
@@ -24,25 +24,25 @@ from sharmill.models.memory import is_out_of_memory
 from sharmill.training.nemo.settings import read_yaml, resolve
 from sharmill.training.tokenizers import load_callable
 
-# A training step measures word errors every so many steps; never here.
+# Training steps compute word error rates every ``log_every_n_steps`` steps, which is disabled here.
 _NEVER: Final = 10**9
 _DATA: Final = ("train_ds", "validation_ds", "test_ds")
 
 
 class NemoStep:
-    """Training steps of a model: see ``sharmill.training.buckets.batch_size`` for how they are called.
+    """A training step of a NeMo model, called as described in ``sharmill.training.buckets.batch_size``.
 
     Args:
-        module_name: the full name of the model's class.
-        config_path: a YAML file with the model's configuration under ``model``.
-        pretrained_name: a .nemo file, or a name that NeMo can fetch; in place of a configuration.
-        tokens_per_second: of text, for bins of one dimension.
-        seconds_per_frame: of bins in tokens; None if they are in seconds.
-        in_total: bins of one dimension count text and frames together.
+        module_name: full name of the model's class.
+        config_path: YAML file with the model's configuration under ``model``.
+        pretrained_name: a .nemo file, or a name that NeMo can download; replaces a configuration.
+        tokens_per_second: text tokens per second, for one-dimensional bins.
+        seconds_per_frame: duration of a frame for bins in tokens; None for bins in seconds.
+        in_total: one-dimensional bins count text tokens and frames together.
         precision: ``bf16`` or ``fp32``.
 
     Raises:
-        ConfigError: there is no such class, file or model, or it has no input schema.
+        ConfigError: the class, file or model does not exist, or the model has no input schema.
     """
 
     def __init__(
@@ -66,15 +66,16 @@ class NemoStep:
             if is_out_of_memory(error):
                 raise
             if isinstance(error, SystemError):
-                # So end extensions in C that found no memory.
+                # C extensions raise SystemError if they cannot allocate memory.
                 raise MemoryError(one_line(error)) from error
-            told = f"{self._name} cannot be made of {config_path or pretrained_name}: {one_line(error)}"
-            raise ConfigError(told, code="bad_model") from error
+            raise ConfigError(
+                f"cannot create {self._name} from {config_path or pretrained_name}: {one_line(error)}", code="bad_model"
+            ) from error
         self._schema = self._read_schema()
         rate = getattr(self._model, "sampling_rate", None)
         for key in ("preprocessor.sample_rate", "sample_rate"):
             rate = rate or OmegaConf.select(self._model.cfg, key)  # type: ignore[arg-type]
-        refuse((not rate, f"{self._name} has no sample_rate in its configuration"), code="bad_model")
+        refuse((not rate, f"{self._name} has no sample_rate in its configuration: add it"), code="bad_model")
         self._rate = int(rate or 0)
         self._tokens_per_second = tokens_per_second
         self._seconds_per_frame = seconds_per_frame
@@ -89,18 +90,18 @@ class NemoStep:
         kind = type(self._model)
         refuse(
             (not hasattr(kind, "oomptimizer_schema"),
-             f"{kind.__name__} does not say what its training step takes (oomptimizer_schema): write a step of your "
-             "own and give it with --step"),
+             f"{kind.__name__} has no oomptimizer_schema, which describes the inputs of its training step: write your "
+             "own step, and give it as --step"),
             code="bad_model",
         )  # fmt: skip
         letters = getattr(getattr(self._model, "decoder", None), "vocabulary", None)
         if not hasattr(self._model, "tokenizer") and letters is not None:
-            # The schema asks all recognizers for a tokenizer, and those of letters have none.
+            # The schema reads the tokenizer's vocabulary size, but character-based recognizers have no tokenizer.
             self._model.tokenizer = SimpleNamespace(vocab_size=len(letters))  # type: ignore[assignment]
         return self._model.oomptimizer_schema  # type: ignore[return-value]
 
     def __call__(self, batch_size: int, length: float, num_tokens: int | None, device: str) -> None:
-        """Run one step of forward, backward and optimizer."""
+        """Run forward, backward and optimizer on one synthetic batch."""
         if self._optimizer is None:
             self._model.to(device).train()
             self._optimizer = _make_optimizer(self._model)
@@ -116,7 +117,7 @@ class NemoStep:
         sizes = {"input": max(1, round(seconds * self._rate)), "output": max(1, num_tokens)}
         inputs, kind = self._schema["inputs"], self._schema["cls"]
         values = [self._make_tensor(one, batch_size, sizes).to(device) for one in inputs]
-        # The values of a tuple have no names.
+        # Inputs of a tuple have no names.
         named = {one.get("name"): value for one, value in zip(inputs, values, strict=True)}
         batch: Any = tuple(values) if kind is tuple else kind(**named)
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=self._autocast):
@@ -137,13 +138,13 @@ class NemoStep:
         if isinstance(kind, LabelsType):
             labels = torch.randint(0, item["vocab_size"], (batch_size, size))
             if (tag := getattr(self._model, "audio_locator_tag_id", None)) is not None:
-                # Each audio goes in the place of one such token.
+                # The model replaces one locator per example with its audio.
                 labels[labels == tag] = 0
                 labels[:, 0] = tag
             return labels
         raise ConfigError(
-            f"{self._name} takes {type(kind).__name__}, of which no batch can be made here: write a step of your own "
-            "and give it with --step",
+            f"{self._name} takes {type(kind).__name__}, for which sharmill cannot build a batch: write your own step, "
+            "and give it as --step",
             code="bad_model",
         )
 
@@ -152,13 +153,15 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
     model_class: Any = None if module_name is None else load_callable(module_name, "model")
     refuse(
         (module_name is not None and LightningModule not in getattr(model_class, "__mro__", ()),
-         f"--module-name: {module_name} is not the full name of a class of models, as "
+         f"--module-name: {module_name} is not a model class: give the full name, such as "
          "nemo.collections.asr.models.EncDecCTCModel"),
         code="bad_callable",
     )  # fmt: skip
     if pretrained_name is not None and pretrained_name.endswith(".nemo"):
-        refuse((not Path(pretrained_name).is_file(), f"there is no file {pretrained_name}"), code="missing_input")
-        # A file names its class.
+        refuse(
+            (not Path(pretrained_name).is_file(), f"the file {pretrained_name} does not exist"), code="missing_input"
+        )
+        # A .nemo file records its class, so the base class can restore it.
         return (model_class or ModelPT).restore_from(pretrained_name, map_location="cpu")
     if pretrained_name is not None:
         from nemo.collections.asr.models import ASRModel
@@ -169,12 +172,12 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
             if is_out_of_memory(error):
                 raise
             raise ConfigError(
-                f"the model {pretrained_name} is neither a .nemo file nor can it be fetched: {one_line(error)}",
+                f"the model {pretrained_name} is not a .nemo file and cannot be downloaded: {one_line(error)}",
                 code="unreachable_model",
             ) from error
     config: Any = read_yaml(str(config_path))
     has_model = isinstance(config, DictConfig) and isinstance(config.get("model"), DictConfig)
-    refuse((not has_model, f"{config_path} has no section model"), code="missing_key")
+    refuse((not has_model, f"{config_path} has no section model: add it"), code="missing_key")
     config = OmegaConf.create(resolve(config, str(config_path)))
     with open_dict(config.model):
         for key in _DATA:
@@ -185,7 +188,7 @@ def _make_model(module_name: str | None, config_path: str | None, pretrained_nam
 
 
 def _make_optimizer(model: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of the model's configuration without its schedule, or AdamW."""
+    """Return the configured optimizer of the model, without its schedule, or AdamW by default."""
     if isinstance(model, ModelPT):
         settings: Any = OmegaConf.to_container(
             model.cfg.get("optim") or OmegaConf.create({"name": "adamw", "lr": 1e-3})

@@ -1,1 +1,1 @@
-"""NeMo's multimodal loader over our datasets: settings, who reads what, states."""
+"""NeMo's multimodal loader with sharmill's datasets: settings, division among ranks and workers, and states."""

@@ -1,6 +1,6 @@
-"""NeMo's DataModule with an exact place in the training data, in Lightning's checkpoints.
+"""NeMo's DataModule with the exact position in the training data saved in Lightning's checkpoints.
 
-Importing this module gives the class to NeMo's own scripts, under NeMo's name for it.
+Importing this module replaces NeMo's class, so NeMo's own scripts use this one.
 """
 
 import copy
@@ -22,13 +22,14 @@ log = logging.getLogger(__name__)
 
 
 class _Batches:
-    """The batches of a loader without end, over all of Lightning's epochs.
+    """The batches of an infinite loader, over all of Lightning's epochs.
 
-    Lightning may fetch a batch ahead. If it iterates from the beginning then, that batch comes again.
+    Lightning may fetch a batch ahead. If it starts a new iteration, a fetched batch that was not used is delivered
+    again.
 
     Attributes:
-        states: of the loader, before and after the batch that the trainer took last.
-        counts: of the trainer's batches that were started and processed, when it took that one.
+        states: states of the loader before and after the batch that the trainer took last.
+        counts: numbers of batches that the trainer had started and processed when it took that batch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -44,25 +45,25 @@ class _Batches:
             yield batch
 
     def take(self, counts: tuple[int, int]) -> None:
-        """Note that the trainer took the oldest of the batches that it fetched."""
+        """Record that the trainer took the oldest fetched batch."""
         self.states, self.counts = (self.states[1], self._fetched.popleft()[1]), counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: Lightning would save the state of rank 0 alone, with the batches that it fetched ahead."""
+        """Return an empty state, since Lightning would only save that of rank 0, with batches fetched ahead."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing. Lightning demands this method for checkpoints of NeMo's DataModule, whose loader has it."""
+        """Do nothing; Lightning requires this method for checkpoints of NeMo's DataModule."""
 
 
 class DataModule(speechlm2.DataModule):
-    """NeMo's DataModule. With ``resumable: true`` in ``train_ds``, checkpoints have the place in the training data.
+    """NeMo's DataModule, which saves the position in the training data if ``train_ds`` has ``resumable: true``.
 
-    A training then continues with the examples that are left of the epoch, also on another number of ranks or workers,
-    from whichever checkpoint Lightning or NeMo saved. Without the key the class is NeMo's.
+    A training resumed from any checkpoint of Lightning or NeMo then continues with the remaining examples of the epoch,
+    also on other numbers of ranks or workers. Without the key, the class behaves like NeMo's.
 
     Raises:
-        ConfigError: when training begins: there is no exact place in such data, or it is that of other data.
+        ConfigError: the data has no exact position, or the position belongs to other data; raised when training begins.
     """
 
     def __init__(self, cfg: Any, tokenizer: Any, dataset: Any) -> None:
@@ -75,20 +76,20 @@ class DataModule(speechlm2.DataModule):
                 self._resumable = self.cfg.train_ds.pop("resumable", False)
 
     def setup(self, stage: str) -> None:
-        """Forget the place of an earlier ``fit``, if this one begins with a checkpoint."""
+        """Discard the position of an earlier ``fit`` if this one starts from a checkpoint."""
         super().setup(stage)
         if stage == "fit" and self.trainer.ckpt_path is not None:
             self.load_state_dict({})
 
     def train_dataloader(self) -> Any:
-        """Return the batches of this rank, from the place that a checkpoint has."""
+        """Return the batches of this rank, starting at the position in the checkpoint, if any."""
         if not self._resumable:
             return super().train_dataloader()
         state = self.state_dict()
         if not state and self.trainer.global_step > 0:
             log.warning(
-                "the checkpoint has no place in the training data, which begin from scratch: it was saved without "
-                "resumable: true, or after an error on one of several ranks"
+                "the checkpoint has no position in the training data, because it was saved without resumable: true or "
+                "after an error on one of several ranks: the data start from the beginning"
             )
         self._batches = _Batches(
             get_dataloader(
@@ -105,31 +106,31 @@ class DataModule(speechlm2.DataModule):
         return self._batches
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Count a training batch, which the trainer is about to train on, and return it as it is."""
+        """Record that the trainer takes a training batch, and return the batch unchanged."""
         if self._batches is not None and self.trainer.training:
             self._batches.take(self._counts())
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the training data, of all ranks together; all of them must call it."""
+        """Return the position of all ranks in the training data; every rank must call this method."""
         if self._batches is None:
             return self._restored
-        # A batch may fail before it is started, and one that the model skips is only processed.
+        # A batch that fails before it starts is not trained; a batch that the model skips counts as processed only.
         is_trained = all(now > before for now, before in zip(self._counts(), self._batches.counts, strict=True))
         states = [(self._get_dp_rank(), self._batches.states[is_trained])]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # SIGTERM ends all ranks after the same step; after an error, the others may wait for this one.
+            # SIGTERM ends all ranks after the same step. After an error, however, gathering the states might deadlock.
             if self.trainer.interrupted and not isinstance(sys.exception(), SIGTERMException):
-                log.warning("the checkpoint is saved without the place in the training data, since a rank failed")
+                log.warning("the checkpoint is saved without a position in the training data, because a rank failed")
                 return {}
             states *= dist.get_world_size()
             dist.all_gather_object(states, states[0])
-        # Tensor-parallel ranks have the same state, or none if they get the batches of another rank.
+        # Tensor-parallel ranks have the same state, or none if they receive the batches of another rank.
         by_rank = {rank: state for rank, state in states if state}
         return merge_data_states(list(by_rank.values())) if by_rank else self._restored
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the place in the training data that a checkpoint has, unless training is not resumable."""
+        """Load the position in the training data from a checkpoint; ignored unless training is resumable."""
         self._batches, self._restored = None, dict(state_dict) if self._resumable else {}
 
     def _counts(self) -> tuple[int, int]:

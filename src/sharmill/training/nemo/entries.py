@@ -1,4 +1,4 @@
-"""The types of ``input_cfg``: the keys that an entry of each type takes, and those of them that name its files."""
+"""The entry types of ``input_cfg``, with the keys that each type accepts and the keys that name its files."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,23 +13,23 @@ from sharmill.shar.index import open_directory
 
 Settings = dict[str, Any]
 
-# The type of an entry of NeMo whose examples our reader divides among ranks and workers.
+# Replaces the type of NeMo's entries whose examples sharmill's reader divides among ranks and workers.
 DIVIDED: Final = "sharmill_divided"
 
-# Seeds beside numbers: drawn by each rank, or for each worker from ``seed``.
+# Seeds that are not numbers: "trng" is drawn at random by each rank, "randomized" is derived from ``seed``.
 SEEDS: Final = ("trng", "randomized")
 
 # Keys that name the files of tarred data.
 TARRED: Final = ("manifest_filepath", "tarred_audio_filepaths")
 
-# Keys that any entry can have. NeMo hands those of a group down to its entries.
-OF_ENTRY: Final = (
+# Keys that any entry can have. Entries inherit them from their group.
+ENTRY_KEYS: Final = (
     "type", "weight", "tags", "shuffle", "shard_seed", "force_finite", "force_map_dataset", "metadata_only",
-    # These have no meaning for our datasets.
+    # The following keys have no effect on sharmill's datasets.
     "text_field", "lang_field", "max_open_streams", "audio_locator_tag", "token_equivalent_duration",
     "skip_missing_manifest_entries", "force_iterable_dataset", "reweight_temperature", "input_cfg", "slice_length",
 )  # fmt: skip
-_OF_CONVERTERS: Final = (
+_CONVERTER_KEYS: Final = (
     "input_roles", "output_roles", "strip_timestamp_tokens", "move_agent_text_back_by",
     "filter_samples_starting_with_agent", "agent_roles", "user_roles", "target_agent_name", "target_user_name",
     "add_extra_end_silence", "extra_end_silence_range", "max_cer", "min_context_speaker_similarity", "target_speaker",
@@ -42,13 +42,13 @@ class EntryType:
     """A type of ``input_cfg``.
 
     Attributes:
-        needs: the keys that it must have, itself or from the groups around it.
-        takes: further keys.
-        files: of a type that our reader divides among ranks and workers the keys that name its files, one of each for a
-            shard. An example is a line of the first one, but of ``shar_path``.
-        holds: ``cuts``, ``text`` or ``conversations``; nothing where it depends.
-        is_stream: NeMo reads it as a stream wherever it lies; other types if they are tarred.
-        is_marked: its examples say where they come from, and none is dropped.
+        needs: required keys, which may be inherited from enclosing groups.
+        takes: optional keys.
+        files: keys that name the files, if sharmill's reader divides this type among ranks and workers. A shard has one
+            file per key. Except for ``shar_path``, each line of the first file is an example.
+        holds: ``cuts``, ``text`` or ``conversations``; empty if it depends on the data.
+        is_stream: NeMo always reads the type as a stream; it reads other types as streams only if they are tarred.
+        is_marked: examples record their origin, and none is dropped.
     """
 
     needs: tuple[str, ...] = ()
@@ -60,9 +60,9 @@ class EntryType:
 
 
 _text = partial(EntryType, holds="text", is_stream=True)
-_converter = partial(EntryType, needs=("input_cfg",), takes=_OF_CONVERTERS)
+_converter = partial(EntryType, needs=("input_cfg",), takes=_CONVERTER_KEYS)
 
-# All types but those that other packages register.
+# All types except those that other packages register.
 TYPES: Final[dict[str, EntryType]] = {
     "sharmill": EntryType(
         needs=("dataset",), holds="cuts", is_stream=True,
@@ -112,12 +112,12 @@ TYPES: Final[dict[str, EntryType]] = {
 
 
 def type_of(entry: Mapping[str, Any]) -> EntryType:
-    """Return the type of an entry, or of a group; a sampler's settings count as a type of another package."""
+    """Return the type of an entry or a group; anything else, such as a sampler's settings, has an empty type."""
     return TYPES.get(str(entry.get("type")), EntryType())
 
 
 def entry_directory(entry: Mapping[str, Any]) -> Location:
-    """Return the directory of the dataset of an entry of ``type: sharmill``; raises as ``open_directory``."""
+    """Return the dataset directory of an entry of ``type: sharmill``; raises the errors of ``open_directory``."""
     return open_directory(entry["dataset"], entry.get("cache_dir"), entry.get("cache_gib", 100.0))
 
 
@@ -126,21 +126,21 @@ def is_number(value: Any, kind: Any = (int, float)) -> bool:
 
 
 def is_weight(value: Any) -> bool:
-    """Return True for a weight of an entry, or of a manifest in a list."""
+    """Return True for a valid weight: a finite positive number."""
     return is_number(value) and 0 < value < math.inf
 
 
 def check_entry(entry: Settings, handed_down: Settings) -> None:
-    """Raise ConfigError for a key that NeMo would pass over, or that it needs and does not find.
+    """Raise ConfigError for an unknown key, which NeMo would ignore, a missing key or an invalid value.
 
     Args:
-        entry: types that other packages register have keys of their own, which are not checked.
-        handed_down: what the settings and groups around it say.
+        entry: the entry; types that other packages register are not checked.
+        handed_down: settings inherited from the sampler and enclosing groups.
     """
     kind = str(entry.get("type"))
     if kind not in TYPES:
         return
-    known = [*OF_ENTRY, *TYPES[kind].needs, *TYPES[kind].takes]
+    known = [*ENTRY_KEYS, *TYPES[kind].needs, *TYPES[kind].takes]
     subject = "a group" if kind == "group" else f"type {kind}"
     for key in entry:
         if key not in known:
@@ -149,29 +149,29 @@ def check_entry(entry: Settings, handed_down: Settings) -> None:
     refuse((missing, f"input_cfg: {subject} needs {' and '.join(missing)}"), code="missing_key")
     tags, seed, weight = entry.get("speaker_tags", "kept"), entry.get("shard_seed", 0), entry.get("weight")
     refuse(
-        (weight is not None and not is_weight(weight), f"input_cfg: weight is a number above 0, not {weight!r}"),
+        (weight is not None and not is_weight(weight), f"input_cfg: weight must be a positive number, not {weight!r}"),
         (kind == "sharmill" and entry.get("slice_length") is not None,
-         "slice_length is not for datasets of sharmill: their order is shuffled as a whole"),
-        (tags not in ("kept", "nemo"), f"input_cfg: speaker_tags is kept or nemo, not {tags!r}"),
+         "slice_length does not apply to type sharmill, which is shuffled as a whole: remove it"),
+        (tags not in ("kept", "nemo"), f"input_cfg: speaker_tags must be kept or nemo, not {tags!r}"),
         (not isinstance(seed, int) and seed not in SEEDS,
-         f"input_cfg: shard_seed is a number, trng or randomized, not {seed!r}"),
+         f"input_cfg: shard_seed must be an integer, trng or randomized, not {seed!r}"),
     )  # fmt: skip
 
 
 def is_divided(entry: Mapping[str, Any]) -> bool:
-    """Return True for an entry that our reader divides, as ``prepare_settings`` leaves it."""
+    """Return True if sharmill's reader divides this entry of ``prepare_settings``."""
     return entry.get("type") in ("sharmill", DIVIDED)
 
 
 def is_divisible(entry: Settings) -> bool:
-    """Return True for data that every reader can have a part of: files that can be read anew, as a whole."""
+    """Return True if the data can be divided among readers: whole files that can be read repeatedly."""
     if not type_of(entry).files or entry.get("slice_length") is not None or entry.get("extra_fields"):
         return False
     return not any("pipe:" in path for path in texts_in(entry))
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts in nested lists and mappings, such as the names of files."""
+    """Yield the strings in nested lists and mappings, such as names of files."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):

@@ -1,8 +1,8 @@
-"""Examples of NeMo's types, divided among ranks and workers as shards of our reader.
+"""Examples of NeMo's data types, divided among ranks and workers as shards of sharmill's reader.
 
-NeMo reads each of these shards itself: its parser of the type is called with the files of one shard, once through and
-not shuffled. Our reader decides which shards are read when, and which of their examples this process has. Examples of
-other readers are made and passed over, so more files than readers are read with less work.
+NeMo reads each shard: its parser of the type is called with the files of one shard, for one pass without shuffling.
+sharmill's reader chooses the order of the shards and this process's share of the examples. Examples of other readers
+are parsed and skipped, so reading is more efficient if there are more files than readers.
 """
 
 import copy
@@ -46,12 +46,12 @@ from sharmill.sources.files import open_lines
 from sharmill.training.nemo.entries import TYPES, texts_in
 from sharmill.training.nemo.stores import copied, is_stored, refuse_command, version_of
 
-# A tar whose name NeMo finds no number in, since it is not audio_N.tar.
-_NAME_OF_TAR: Final = re.compile(r"(?<![^/])(?!audio[^/]*_\d)[^/]*?(\d+)\.tar$")
-# The name of a segment of a file in a tar, as NeMo tells it.
+# Names of numbered tars other than audio_N.tar, in which NeMo would not find the number.
+_TAR_NAME: Final = re.compile(r"(?<![^/])(?!audio[^/]*_\d)[^/]*?(\d+)\.tar$")
+# NeMo's names for segments of a file in a tar.
 _SEGMENT: Final = re.compile(r"^(.+)-sub\d+(\.\w+)?$")
-# A large set takes hours to copy, and torch's own time-outs are minutes.
-_LONGEST_COPY: Final = timedelta(days=7)
+# Copying a large dataset takes hours, but torch's default timeouts are minutes.
+_COPY_TIMEOUT: Final = timedelta(days=7)
 # Keys of entries whose files must exist.
 _FILES: Final = (
     "manifest_filepath", "tarred_audio_filepaths", "cuts_path", "paths", "source_paths", "target_paths",
@@ -60,30 +60,30 @@ _FILES: Final = (
 
 
 def open_examples(entry: Mapping[str, Any], **order: Any) -> SharReader:
-    """Return the reader of the examples of an entry of ``input_cfg``; its type is in ``of_type``.
+    """Return a reader of the examples of an entry of ``input_cfg``.
 
     Args:
-        entry: its options, with those that NeMo hands down.
+        entry: options of the entry, including inherited ones; ``of_type`` is its type.
         order: ``shuffle``, ``seed``, ``rank``, ``world_size`` and ``infinite`` of ``open_shar``.
 
     Raises:
-        ConfigError: a file is not there, or there are not as many of one kind as of the other.
+        ConfigError: a file is missing, or the numbers of files differ between keys.
     """
     return SharReader(_ExampleSource(entry), ReadOptions(**order))
 
 
 def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Copy the audio that manifests in stores name outside of tars, before any rank reads it.
+    """Copy untarred audio of manifests in object stores before any rank reads it.
 
-    As NeMo's page has it, rank 0 copies into a cache that is shared (``NEMO_DATA_STORE_CACHE_SHARED``, 1 by default),
-    and local rank 0 of each node into one that is not; the others wait. Where torch.distributed is not initialized,
-    each rank copies what is not there yet.
+    As NeMo documents, rank 0 copies into a shared cache (``NEMO_DATA_STORE_CACHE_SHARED``, 1 by default), or local rank
+    0 of each node into a cache per node, and the other ranks wait. If torch.distributed is not initialized, each rank
+    copies the files that are missing.
 
     Args:
-        entries: that read data, as ``prepare_settings`` leaves them.
+        entries: entries that read data, from ``prepare_settings``.
 
     Raises:
-        ConfigError, FatalError: a rank could not copy; raised on all of them.
+        ConfigError, FatalError: a rank failed to copy; raised on all ranks.
     """
     untarred = [
         {**entry, "metadata_only": True}
@@ -98,12 +98,12 @@ def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not together or (dist.get_rank() if is_datastore_cache_shared() else local_rank) == 0:
         try:
-            # The cuts that NeMo makes without audio are named after their files.
+            # In metadata-only mode, NeMo uses the names of the files as ids of the cuts.
             list(_ask_all(copied, (cut.id for entry in untarred for cut in open_examples(entry))))
         except (ConfigError, FatalError) as error:
             problems = [error]
     if together:
-        group = dist.new_group(timeout=_LONGEST_COPY, backend="gloo")
+        group = dist.new_group(timeout=_COPY_TIMEOUT, backend="gloo")
         own, problems = problems[0], problems * dist.get_world_size()
         dist.all_gather_object(problems, own, group)
         dist.destroy_process_group(group)
@@ -112,12 +112,12 @@ def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _ask_all(ask: Callable[[str], Any], names: Iterable[str]) -> Iterator[Any]:
-    """Yield the answers about names of files, some asked for ahead."""
+    """Yield ``ask(name)`` for each name of a file, with some requests ahead of use."""
     return prefetch(ask, names, threads=FETCHES_AT_ONCE, ahead=2 * FETCHES_AT_ONCE)
 
 
 class _ExampleSource(ShardSource):
-    """The files of an entry, as shards."""
+    """The files of an entry as shards."""
 
     sequential = True
 
@@ -144,14 +144,14 @@ class _ExampleSource(ShardSource):
         self.num_shards = len(self._shards)
 
     def _open_tarred(self) -> LazyNeMoTarredIterator:
-        """Return NeMo's reader of tars; of one manifest of several, it knows which lines belong to which."""
+        """Return NeMo's reader of tars, which also assigns the lines of a manifest shared by several tars."""
         manifests, tars = (expand_sharded_filepaths(self._entry[key]) for key in TYPES["nemo_tarred"].files)
-        named = {_NAME_OF_TAR.sub(r"audio_\1.tar", tar): tar for tar in tars}
+        named = {_TAR_NAME.sub(r"audio_\1.tar", tar): tar for tar in tars}
         manifest = copied(manifests[0]) if len(manifests) == 1 else self._entry["manifest_filepath"]
         files = {"manifest_filepath": manifest, "tarred_audio_filepaths": list(named)}
         try:
             tarred: LazyNeMoTarredIterator = self._parse(DictConfig(self._entry | files | {"shard_seed": 0}))[0].data
-        except AssertionError as error:  # names of files, and how they belong together
+        except AssertionError as error:  # NeMo checks the names of manifests and tars by assertions
             raise ConfigError(f"input_cfg: type {self._kind}: {error}", code="bad_config_value") from error
         tarred.paths, tarred.tar_paths = manifests, list(tars)
         tarred.shard_id_to_tar_path = {number: named[tar] for number, tar in tarred.shard_id_to_tar_path.items()}
@@ -159,7 +159,7 @@ class _ExampleSource(ShardSource):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The type, and the names and sizes of its files; of those in stores the versions."""
+        """The type and a checksum of the names and sizes of its files (versions for files in object stores)."""
         if self._tarred is not None:
             names = [*self._tarred.paths, *self._tarred.tar_paths]
         else:
@@ -171,7 +171,7 @@ class _ExampleSource(ShardSource):
         return {"type": self._kind, "files": checksum_bytes(msgspec.json.encode(files))}
 
     def count(self, shard: int) -> int:
-        """Return the lines of a shard: no more examples than these come of it, and perhaps fewer."""
+        """Return the number of lines of a shard, an upper bound on the number of its examples."""
         if shard not in self._counts:
             files = self._shards[shard]
             if self._tarred is None:
@@ -186,7 +186,7 @@ class _ExampleSource(ShardSource):
         if shortest is None and longest is None:
             return True
         if shard not in self._expected:
-            # Of a tar, NeMo takes the whole file where its line has no duration.
+            # NeMo uses the whole file in the tar if its line has no duration.
             known = (line.get("duration") for line in self._lines(shard) if not line.get("_skipme"))
             found = [one is None or (shortest or 0) <= one <= (longest or math.inf) for one in known]
             count = self.count(shard)
@@ -194,10 +194,10 @@ class _ExampleSource(ShardSource):
         return self._expected[shard]
 
     def _lines(self, shard: int) -> Iterable[dict[str, Any]]:
-        """Return the lines of NeMo's manifest for a shard, in the order in which NeMo makes examples of them.
+        """Return the lines of a shard's manifest, in the order of NeMo's examples.
 
-        For a tar on a disk, its headers are read. To look into one in a store would be to copy it: its files are taken
-        to have the order of the manifest.
+        The order of a local tar is read from its headers. A tar in an object store would have to be copied for that, so
+        its files are assumed to be in the order of the manifest.
         """
         files, tarred = self._shards[shard], self._tarred
         if tarred is None:
@@ -223,7 +223,7 @@ class _ExampleSource(ShardSource):
             return _ExampleShard(iter(one))
         if self._kind not in ("nemo", "nemo_tarred"):
             files = _local(files)
-        # NeMo's draws for an example, such as a question for a pair, follow from epoch and shard.
+        # NeMo's random choices, such as a question for a pair, depend only on the epoch and the shard.
         examples: CutSet = self._parse(DictConfig(self._entry | files | {"shard_seed": epoch * 65537 + shard}))[0]
         if isinstance(lines := examples.data, LazyNeMoIterator):
             lines.__class__, lines.source = _StoredManifest, LazyJsonlIterator(copied(lines.path))
@@ -233,7 +233,7 @@ class _ExampleSource(ShardSource):
 
 
 def _member_names(tar: str) -> list[str]:
-    """Return the names in a tar, up to a place at which it is damaged, where NeMo leaves it as well."""
+    """Return the names in a tar up to the first damaged place, at which NeMo stops as well."""
     names: list[str] = []
     with suppress(tarfile.ReadError), tarfile.open(tar) as members:
         names.extend(member.name for member in members)
@@ -241,25 +241,26 @@ def _member_names(tar: str) -> list[str]:
 
 
 def _check_stored(kind: str, entry: Mapping[str, Any], stored: Sequence[str], *, tarred: bool) -> None:
-    """Raise ConfigError for files in a store that could not be found there."""
+    """Raise ConfigError for entries whose files cannot be found in an object store."""
     refuse(
         (stored and kind == "lhotse_shar" and isinstance(entry["shar_path"], str),
-         f"shar_path {entry.get('shar_path')} is a folder in a store, which is not listed: name the files by field"),
+         f"shar_path {entry.get('shar_path')} is a folder in an object store, which cannot be listed: give the files "
+         "of each field"),
         (stored and TYPES[kind].holds == "conversations" and not tarred and not entry.get("audio_root"),
-         f"type {kind} with a manifest in a store needs its audio in tars: set tarred_audio_filepaths"),
+         f"type {kind} with a manifest in an object store needs its audio in tars: set tarred_audio_filepaths"),
         code="missing_input",
     )  # fmt: skip
 
 
 def _local(names: Any) -> Any:
-    """Return names of files, in nested lists and mappings, with those of copies in place of those in stores."""
+    """Replace names of files in object stores with names of local copies, in nested lists and mappings."""
     if isinstance(names, dict):
         return {key: _local(value) for key, value in names.items()}
     return [_local(name) for name in names] if isinstance(names, list) else copied(names)
 
 
 class _StoredManifest(LazyNeMoIterator):
-    """The cuts of a manifest, of which audio in a store is copied where it is loaded; NeMo joins the URLs."""
+    """Cuts of a manifest whose audio in an object store is copied when it is loaded; NeMo joins the URLs."""
 
     def _create_recording(self, audio_path: str, duration: float, sampling_rate: int | None = None) -> Recording:
         if sampling_rate is None and is_stored(audio_path):
@@ -272,7 +273,7 @@ class _StoredManifest(LazyNeMoIterator):
 
 
 class _ShareGpt(NeMoMultimodalConversationShareGPTJsonlAdapter):
-    """The conversations of a file, in which sounds may have URLs."""
+    """Conversations of a file whose audio may be at URLs; commands are refused."""
 
     def _resolve_cut_from_path(self, turn: dict[str, Any], manifest_path: str) -> Any:
         refuse_command(turn["value"])
@@ -280,21 +281,21 @@ class _ShareGpt(NeMoMultimodalConversationShareGPTJsonlAdapter):
 
 
 class _StoredAudio(AudioSource):
-    """Audio in a store."""
+    """Audio in an object store, copied when it is loaded."""
 
     def load_audio(self, *args: Any, **options: Any) -> Any:
         return AudioSource("file", self.channels, copied(self.source)).load_audio(*args, **options)
 
 
 class _ExampleShard:
-    """The examples of one shard, in its order."""
+    """The examples of one shard, in order."""
 
     def __init__(self, examples: Iterator[Any]) -> None:
         self._examples = examples
         self._next = 0
 
     def read(self, number: int, position: tuple[int, ...]) -> Any:
-        """Return an example, or None where NeMo leaves out as many of the shard's lines."""
+        """Return example ``number`` of the shard, or None if NeMo skipped lines and has fewer examples."""
         for example in self._examples:
             self._next += 1
             if self._next > number:
@@ -310,21 +311,21 @@ def count_lines(path: str) -> int:
 
 
 def open_listed(path: str) -> IO[bytes]:
-    """Open a file of lines, which may be compressed; an address is fetched, as NeMo does, but no command is run.
+    """Open a file of lines, which may be compressed or at a URL; commands are not run.
 
     Raises:
-        ConfigError: it is a pipe, is not there, or is not a regular file.
+        ConfigError: the path is a pipe, does not exist, or is not a regular file.
     """
-    refuse((path.startswith("pipe:"), f"{path!r} is a command, which is not run to look at its lines: name a file"))
+    refuse((path.startswith("pipe:"), f"{path!r} is a command, which is not run to read its lines: name a file"))
     if "://" in path and not is_stored(path):
         return open_best(path, "rb")
     return open_lines(Path(copied(path)))
 
 
 def check_files(kind: str, entry: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a file of an entry that is not there; of tars and in stores, look for first and last.
+    """Raise ConfigError if a file of an entry does not exist.
 
-    Pipes and other addresses are left to NeMo.
+    Only the first and last tars and files in object stores are checked. Pipes and other URLs are left to NeMo.
     """
     for key in _FILES:
         if entry.get(key) is None:
@@ -335,15 +336,15 @@ def check_files(kind: str, entry: Mapping[str, Any]) -> None:
             if is_stored(name):
                 version_of(name)
             elif "://" not in name and not name.startswith("pipe:") and not Path(name).exists():
-                raise ConfigError(f"input_cfg: type {kind}: there is no file {name}", code="missing_input")
+                raise ConfigError(f"input_cfg: type {kind}: the file {name} does not exist", code="missing_input")
 
 
 def entry_files(kind: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of each shard: one file for each key."""
+    """Return the options of each shard, with one file per key."""
     columns = {key: expand_sharded_filepaths(entry[key]) for key in TYPES[kind].files if entry.get(key) is not None}
     lengths = {key: len(names) for key, names in columns.items()}
-    told = " and ".join(f"{count} files as {key}" for key, count in lengths.items())
-    refuse((len(set(lengths.values())) > 1, f"input_cfg: type {kind} has {told}: there must be as many of each"))
+    counts = " and ".join(f"{count} files as {key}" for key, count in lengths.items())
+    refuse((len(set(lengths.values())) > 1, f"input_cfg: type {kind} has {counts}: the numbers must be equal"))
     check_files(kind, entry)
     return [dict(zip(columns, names, strict=True)) for names in zip(*columns.values(), strict=True)]
 
@@ -359,7 +360,7 @@ def _shar_files(path: str | Mapping[str, Any]) -> list[dict[str, list[str]]]:
         columns = {field: expand_sharded_filepaths(files) for field, files in path.items()}
         if CUTS not in columns or len({len(files) for files in columns.values()}) > 1:
             raise ConfigError(
-                "input_cfg: shar_path has the files of each field, as many of each and cuts among them",
+                "input_cfg: shar_path must list the same number of files for each field, including cuts",
                 code="bad_config_value",
             )
         shards = [

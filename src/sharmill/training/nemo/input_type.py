@@ -1,8 +1,8 @@
-"""The types that sharmill adds to NeMo's ``input_cfg``; importing this module registers them.
+"""Entry types that sharmill adds to NeMo's ``input_cfg``; importing this module registers them.
 
-``type: sharmill`` reads our datasets. Scripts that call NeMo's loader themselves need nothing but the import.
-``type: tts_text`` is text for hybrid ASR-TTS. ``DIVIDED`` stands for text, conversations, NeMo's manifests and lhotse's
-Shar, which ``sharmill.training.nemo.examples`` reads.
+``type: sharmill`` reads sharmill's datasets. Scripts that call NeMo's loader themselves only need this import.
+``type: tts_text`` is text for hybrid ASR-TTS. ``DIVIDED`` is used internally for text, conversations, NeMo's manifests
+and lhotse's Shar, which ``sharmill.training.nemo.examples`` reads.
 """
 
 import logging
@@ -36,17 +36,17 @@ _SPOKEN: Final = ("tts_text_normalized", "tts_text")
 
 @data_type_parser("tts_text")
 def read_tts_text(entry: DictConfig) -> tuple[CutSet, bool]:
-    """Return a TextExample of each line, with ``tts_text`` and ``tts_text_normalized`` as attributes where it has them.
+    """Return a TextExample for each line, with ``tts_text`` and ``tts_text_normalized``, if any, as attributes.
 
     Raises:
-        ConfigError: while iterating: a line is no such record; the message names it.
+        ConfigError: a line is not a valid record; raised while iterating.
     """
     examples = CutSet(_TtsTexts(expand_sharded_filepaths(entry.manifest_filepath), entry.get("language")))
     return (examples if entry.get("force_finite", False) else examples.repeat(preserve_id=True)), True
 
 
 class _TtsTexts:
-    """The examples of manifests, once through."""
+    """The examples of manifests, for one pass per iteration."""
 
     def __init__(self, paths: list[str], language: str | None) -> None:
         self._paths, self._language = paths, language
@@ -63,7 +63,7 @@ class _TtsTexts:
 
 
 class _TtsRecord(msgspec.Struct):
-    """A line: ``text`` is to be recognised, one of the others to be spoken."""
+    """A line of a manifest: ``text`` is recognized, and one of the ``tts_text`` keys is spoken."""
 
     text: _Text
     lang: _Text | None = None
@@ -73,26 +73,26 @@ class _TtsRecord(msgspec.Struct):
 
     def __post_init__(self) -> None:
         if self.audio_filepath is not None:
-            raise ValueError("it has audio_filepath, and text alone is spoken by a TTS model: use type nemo")
+            raise ValueError("it has audio_filepath, but tts_text is only for text without audio: use type nemo")
         if self.tts_text_normalized is None and self.tts_text is None:
-            raise ValueError("it has neither tts_text_normalized nor tts_text, which the TTS model is to speak")
+            raise ValueError("it has neither tts_text_normalized nor tts_text for the TTS model to speak: add one")
 
 
 @data_type_parser("sharmill")
 def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
-    """Return the cuts of one entry, without end unless ``force_finite`` or ``metadata_only`` is set.
+    """Return the cuts of one entry, repeated endlessly unless ``force_finite`` or ``metadata_only`` is set.
 
     Returns:
-        The CutSet, and True: like tarred data and text it is read where the batches are made.
+        The CutSet, and True, because it is a stream like tarred data and text.
 
     Raises:
-        ConfigError: an unknown option, or no such dataset, field or codec.
+        ConfigError: an option is unknown, or the dataset, a field or the codec does not exist.
     """
     options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
     check_entry(options, {})
     for key, default in {"text_field": "text", "lang_field": "lang"}.items():
         if (field := options.get(key, default)) != default:
-            log.warning("%s: %s is not for type sharmill, whose cuts have the text and language of prepare", key, field)
+            log.warning("%s: %s has no effect on type sharmill, which keeps text and language of prepare", key, field)
     open_reader = partial(
         _open_dataset,
         options["dataset"],
@@ -108,7 +108,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
 
 @data_type_parser(DIVIDED)
 def read_divided(entry: DictConfig) -> tuple[CutSet, bool]:
-    """Return the examples of an entry of a type of NeMo's, divided among all readers as our own cuts are."""
+    """Return the examples of an entry of NeMo's types, divided among all readers like those of type sharmill."""
     options: dict[str, Any] = OmegaConf.to_container(entry, resolve=True)  # type: ignore[assignment]
     source = PartitionedCuts(partial(open_examples, options), options)
     return CutSet(source).map(_as_nemo_expects, apply_fn=None), True
@@ -119,16 +119,17 @@ def _open_dataset(dataset: str | Location, **options: Any) -> SharReader:
 
 
 def entry_size(entry: Mapping[str, Any]) -> int:
-    """Return the number of examples of an entry as ``prepare_settings`` leaves it; filters may leave fewer."""
+    """Return the number of examples of an entry of ``prepare_settings``, before filters."""
     return len(open_examples(entry) if entry["type"] == DIVIDED else _open_dataset(entry_directory(entry), fields=[]))
 
 
 def _as_nemo_expects(cut: Any, speaker_tags: str = "kept") -> Any:
-    """Put what NeMo's filters and datasets look for where they look for it, and return the cut; or any other example.
+    """Adapt a cut to NeMo's filters and datasets, and return it; other examples are returned unchanged.
 
-    ``validation_status`` is sought in the cut, and is a manifest key, which we keep in the supervision. A ``cer`` or
-    ``context_speaker_similarity`` of null would be compared with a number. ``speaker_tags="nemo"`` writes the
-    language of a speaker tag as MagpieTTSLhotseDataset wants it: ``en_US`` for ``en-US``.
+    NeMo expects ``validation_status`` in the cut rather than the supervision. Null values of ``cer`` and
+    ``context_speaker_similarity`` are removed, because NeMo would compare them with numbers. With
+    ``speaker_tags="nemo"``, the language of a speaker tag is written as MagpieTTSLhotseDataset expects it: ``en_US``
+    for ``en-US``.
     """
     for supervision in getattr(cut, "supervisions", ()):
         custom = supervision.custom or {}

@@ -1,12 +1,12 @@
-"""The training loader: NeMo's, over our datasets and whatever else NeMo reads, divided, and with exact states.
+"""The training loader: NeMo's loader with sharmill's readers, which divide data among ranks and have exact states.
 
-NeMo's samplers cannot **save** where they are. They need not: our readers go on from what was consumed, and what
-samplers held back comes again. Buckets and the mixing of datasets begin anew, with other seeds each time; buckets first
-give out what is left of earlier epochs.
+NeMo's samplers cannot save their positions, and need not. Our readers resume after the last consumed example, so
+examples that samplers had buffered are read again. After a resume, buckets and the mixing of datasets start over with
+new seeds; buckets first deliver the examples that are left of earlier epochs.
 
-With ``canonical: N``, an epoch has N fixed parts, each of which makes its own batches. Of W ranks each has N / W parts,
-and gives out one batch of each in turn; so N / W batches of every rank are together one global step, which is the same
-for every W. All that is random follows from the number of a part.
+With ``canonical: N``, an epoch has N fixed parts, each with batches of its own. Each of W ranks has N / W parts and
+delivers their batches in turn. Thus N / W batches of every rank form one global step, which is the same for every W.
+All random choices depend only on the number of the part.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from sharmill.training.nemo.settings import (
 )
 from sharmill.training.speech_text import ContextSpeechDataset
 
-# With these an example of a reader becomes several, or is read at another time than its neighbours.
+# These settings split examples, or read them at another time than their neighbours.
 _INEXACT = (
     "perturb_speed", "cut_into_windows_duration", "cut_text_into_windows_tokens", "concurrent_bucketing", "noise_path",
 )  # fmt: skip
-# Far from the seeds that lhotse gives to ranks and workers, which are these plus multiples of 100.
+# Added to the seeds after each resume; far from the multiples of 100 that lhotse adds for ranks and workers.
 _SEEDS_PER_RESUME: Final = 1_000_003
 
 
@@ -55,14 +55,14 @@ def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of the loaders of all data-parallel ranks into one, for any number of ranks and workers.
 
     Args:
-        states: of ``state_dict()`` of the loader of ``get_dataloader(..., resumable=True)`` on every rank. Those of
-            ranks that only get the batches of another one are empty, and do not matter.
+        states: the loader's ``state_dict()`` from every rank, with ``get_dataloader(..., resumable=True)``. States of
+            ranks that only receive the batches of another rank are empty and ignored.
 
     Returns:
         The ``state`` for ``get_dataloader(..., state=...)``, with the same entries of type sharmill in the same order.
 
     Raises:
-        ConfigError: a rank is missing, or they are no such states.
+        ConfigError: the state of a rank is missing, or these are not states of such a loader.
     """
     found = [one for state in states if state for one in dataset_states(state)]
     workers = [part for one in found for part in one.get("parts", [one])]
@@ -77,7 +77,11 @@ def merge_data_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _require_exact(sections: Sequence[Settings], *, in_turn: bool) -> None:
-    """Raise ConfigError for settings under which no exact state is possible; with buckets in turn, an epoch of each."""
+    """Raise ConfigError if the settings do not allow an exact state.
+
+    Args:
+        in_turn: manifests are read one after the other, an epoch of each.
+    """
     for section in sections:
         sources = sources_of(section)
         inexact = [key for key in (*_INEXACT, *["drop_last"] * in_turn) if section.get(key)]
@@ -85,21 +89,23 @@ def _require_exact(sections: Sequence[Settings], *, in_turn: bool) -> None:
         whole = [entry["type"] for entry in sources if is_divisible(entry)]
         others = [str(entry.get("type")) for entry in sources if not is_divided(entry)]
         refuse(
-            (inexact, f"resumable=True does not go with {', '.join(inexact)}: what is consumed could not be counted"),
+            (inexact,
+             f"resumable=True cannot be combined with {', '.join(inexact)}, under which consumed examples cannot be "
+             "counted: remove one of them"),
             (unmarked,
-             f"resumable=True: type {', '.join(unmarked)} drops or makes examples without saying of which they come, "
-             "so that what is consumed could not be counted"),
+             f"resumable=True: type {', '.join(unmarked)} does not record the origin of its examples, so consumed "
+             "examples cannot be counted: remove these entries, or set resumable=False"),
             (whole,
              f"resumable=True needs data of type {', '.join(whole)} as a stream: set force_iterable_dataset: true"),
             (others,
-             f"resumable=True: data of type {', '.join(others)} cannot go on where they were: pipes, slice_length, "
-             "extra_fields and types that sharmill does not divide have no place to go back to"),
+             f"resumable=True: data of type {', '.join(others)} cannot be resumed: remove pipes, slice_length, "
+             "extra_fields and types that sharmill does not divide"),
             code="inexact_state",
         )  # fmt: skip
 
 
 class CountingDataset(torch.utils.data.Dataset):
-    """The batches of another dataset class; the cuts in them are marked as consumed if there are sources to mark."""
+    """A wrapper of a dataset class that marks the examples of each batch as consumed in their sources, if any."""
 
     def __init__(self, dataset: Dataset[Any], sources: Sequence[PartitionedCuts]) -> None:
         self._dataset, self._sources = dataset, sources
@@ -111,12 +117,12 @@ class CountingDataset(torch.utils.data.Dataset):
 
 
 class ResumableBatches(torch.utils.data.IterableDataset):
-    """One batch of each part in turn, with the states of the readers that the parts come from.
+    """Batches of all parts in turn, with the states of the readers of the parts.
 
     Args:
-        parts: NeMo's batches of each part, and the sources that they read. A single one is divided by its readers among
-            the workers; of several, each worker has some.
-        resumes: how often the training was resumed.
+        parts: NeMo's batches of each part, and the sources that they read. A single part is divided among the workers
+            by its readers; several parts are distributed over the workers.
+        resumes: number of times that the training was resumed.
     """
 
     def __init__(self, parts: Sequence[tuple[IterableDatasetWrapper, list[PartitionedCuts]]], resumes: int) -> None:
@@ -134,12 +140,12 @@ class ResumableBatches(torch.utils.data.IterableDataset):
         return {"parts": [{"readers": readers, "resumes": self._resumes} for readers in states]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the states of these parts, before iterating."""
+        """Load the states of this worker's parts, before iterating."""
         for (_, sources), known in zip(self._own_parts(), state.get("parts", [state]), strict=True):
             load_states([source.reader for source in sources], known)
 
     def _own_parts(self) -> Sequence[tuple[IterableDatasetWrapper, list[PartitionedCuts]]]:
-        """Return every n-th part: a loader takes batches of its workers in turn, so the order is that of the parts."""
+        """Return this worker's parts: every n-th of n workers, so that a loader delivers all parts in order."""
         info = torch.utils.data.get_worker_info()
         return self._parts if info is None or len(self._parts) == 1 else self._parts[info.id :: info.num_workers]
 
@@ -158,22 +164,22 @@ def get_dataloader(
     """Return the loader of NeMo's ``get_lhotse_dataloader_from_config``, with ``type: sharmill`` in ``input_cfg``.
 
     Args:
-        cfg: NeMo's settings (``LhotseDataLoadingConfig``), plain or of OmegaConf. It is not changed. With
-            ``canonical: N`` the global batches are the same on any number of ranks that divides N.
-        rank: the data-parallel rank: ranks that work on the same batch (tensor or context parallel) give the same.
-        world_size: how many data-parallel ranks there are.
+        cfg: NeMo's settings (``LhotseDataLoadingConfig``), a plain mapping or OmegaConf; not modified. With
+            ``canonical: N``, the global batches are the same on any number of ranks that divides N.
+        rank: the data-parallel rank; the same for all ranks that work on one batch (tensor or context parallel).
+        world_size: number of data-parallel ranks.
         tokenizer: any callable from text to token ids; with ``prompt_format``, a tokenizer of NeMo.
-        dataset: makes a batch of a CutSet: ``dataset[cuts]``. Default: a ``ContextSpeechDataset`` for the codec of the
-            entries of type sharmill, which must agree. Audio has the codec's rate; where the entries have no codec it
-            has ``sample_rate``, or if that is not set the datasets' own rate.
-        device_mesh: with axes ``cp`` or ``tp``: only the first rank along them reads, and the others get its batches.
-        resumable: returns a StatefulDataLoader: its ``state_dict()``s of all ranks, put together by
-            ``merge_data_states``, are a ``state``. For streaming without end in one order for all ranks.
-        state: where to go on, with the same entries, seed and shard seeds, on any number of ranks and workers: each
-            example that passes the filters comes once per epoch.
+        dataset: turns a CutSet into a batch: ``dataset[cuts]``. The default is a ``ContextSpeechDataset`` for the
+            codec of the entries of type sharmill, which must all have the same codec. It loads audio at the codec's
+            rate; without a codec, at ``sample_rate`` or, if that is not set, at the rate of the datasets.
+        device_mesh: if it has axes ``cp`` or ``tp``, only the first rank along them reads and broadcasts its batches.
+        resumable: return a StatefulDataLoader, and prepare the data for exact states. Use it for infinite streams in
+            the same order on all ranks. ``merge_data_states`` combines the ``state_dict()`` of all ranks.
+        state: merged state to resume from, on any number of ranks and workers. Entries, seed and shard seeds must be
+            the same. Each example that passes the filters comes once per epoch.
 
     Raises:
-        ConfigError: NeMo is not installed, a key is unknown, or ranks would get samples twice or not at all.
+        ConfigError: NeMo is not installed, a key is unknown, or ranks would get examples twice or not at all.
 
     Example:
         >>> settings = OmegaConf.load("configs/training/tts.yaml")  # doctest: +SKIP
@@ -191,7 +197,7 @@ def get_dataloader(
     if count is not None:
         _check_count(count, world_size, num_workers)
         parts = [(part, count) for part in range(rank * count // world_size, (rank + 1) * count // world_size)]
-        # NeMo draws by the number of the part alone if it has no workers of its own.
+        # Without workers of its own, NeMo's random draws depend only on the number of the part.
         settings["num_workers"] = 0
     source, resumable = None, resumable or count is not None
     resumes = 0 if state is None else int(state.get("resumes", 0)) + 1
@@ -202,15 +208,15 @@ def get_dataloader(
         if part == parts[0][0]:
             copy_audio(sources_of(prepared))
         made = _default_dataset(prepared, tokenizer) if dataset is None else dataset
-        # With the same seeds, samplers and the mixing of datasets would repeat their first draws after each stop, and
-        # datasets would not keep to their weights. The readers' own seeds are in their entries, and stay.
+        # With the same seeds, samplers and the mixing of datasets would repeat their first draws after each resume, and
+        # datasets would deviate from their weights. The seeds of the readers are in their entries and do not change.
         for key in ("seed", "shard_seed"):
             if isinstance(prepared[key], int):
                 prepared[key] += _SEEDS_PER_RESUME * resumes
         if count is not None:
             for entry in sources_of(prepared):
                 entry["whole_part"] = True
-            for section in sections_of(prepared):  # in step, lhotse draws buckets by the number of the worker
+            for section in sections_of(prepared):  # synchronized buckets would depend on the number of the worker
                 section["bucketing_strategy"] = "fully_randomized"
         if is_dp_source_rank(device_mesh):
             source, ours = _make_loader(prepared, part, num_parts, made, tokenizer, resumable=resumable)
@@ -232,7 +238,7 @@ def get_dataloader(
 def _make_loader(
     settings: Settings, rank: int, world_size: int, dataset: Dataset[Any], tokenizer: Any, *, resumable: bool
 ) -> tuple[DataLoader[Any], list[PartitionedCuts]]:
-    """Return NeMo's loader for prepared settings, and the divided sources that it reads."""
+    """Return NeMo's loader for prepared settings, and the sources that it reads in parts."""
     from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
 
     import sharmill.training.nemo.input_type  # noqa: F401  registers types
@@ -248,11 +254,11 @@ def _make_loader(
         counting = CountingDataset(dataset, ours if resumable else ())
         try:
             source = get_lhotse_dataloader_from_config(settings, rank, world_size, counting, tokenizer)
-        except AssertionError as error:  # NeMo and lhotse assert what they want of settings
-            raise ConfigError(f"NeMo's loader refuses the settings: {error}", code="bad_config_value") from error
-        except KeyError as error:  # NeMo takes the records of one manifest apart by shard_id
+        except AssertionError as error:  # NeMo and lhotse check settings by assertions
+            raise ConfigError(f"NeMo's loader rejects the settings: {error}", code="bad_config_value") from error
+        except KeyError as error:  # NeMo assigns the records of a shared manifest to tars by their shard_id
             raise ConfigError(
-                f"a record of the data has no {error}: give tars one manifest each, or each record its shard_id",
+                f"a record of the data has no {error}: give each tar its own manifest, or each record a shard_id",
                 code="bad_manifest",
             ) from error
     sampler = source.dataset.sampler if isinstance(source.dataset, IterableDatasetWrapper) else source.sampler
@@ -267,8 +273,8 @@ def _make_loader(
         single = any(getattr(one.constraint, "max_cuts", None) == 1 for one in samplers)
         refuse(
             (finite and single and world_size > 1 and in_turn != "fully_randomized",
-             f"bucketing_strategy: {in_turn} with force_finite: true cannot halve batches of one example, and ranks "
-             "have unequal numbers of them: set batch_size (bucketing_batch_size) to at least 2")
+             f"bucketing_strategy: {in_turn} with force_finite: true splits batches so that all ranks have the same "
+             "number: set batch_size (bucketing_batch_size) to at least 2")
         )  # fmt: skip
         source.dataset.sampler = BucketsInTurn(buckets, seeds.get(in_turn), finite=finite)
     if resumable:
@@ -279,15 +285,15 @@ def _make_loader(
 
 
 def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
-    """Make the dataset class for the codec of all sources, or for audio where they have none.
+    """Return the default dataset class: for the codec of all sources or, without a codec, for audio.
 
-    ``sample_rate`` becomes that of the batches' audio, where it is not set.
+    If ``sample_rate`` is not set, it is set to the rate of the batches' audio.
     """
     sources, sections = sources_of(settings), sections_of(settings)
     others = [str(source.get("of_type", source.get("type"))) for source in sources if source.get("type") != "sharmill"]
     refuse(
-        (others, f"data of type {', '.join(others)} need a dataset= that makes batches of them: a SpeechTextDataset, "
-                 "or your own"),
+        (others, f"data of type {', '.join(others)} need a dataset= that batches them: pass a SpeechTextDataset or "
+                 "your own class"),
         code="needs_dataset",
     )  # fmt: skip
     directories = [entry_directory(source) for source in sources]
@@ -304,12 +310,12 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
     asked = {section["sample_rate"] for section in sections if section.get("sample_rate") is not None}
     refuse(
         (len(set(coded)) > 1 or 0 < len(coded) < len(sources),
-         "the datasets have codecs of different forms, or none: give dataset="),
-        (len(with_context) > 1, "some of the datasets have contexts and others have none: give dataset="),
-        (len(asked) > 1 and not coded, "the samplers have different values of sample_rate: give dataset="),
+         "the datasets have codecs of different forms, or some have no codec: pass dataset="),
+        (len(with_context) > 1, "some of the datasets have contexts and others have none: pass dataset="),
+        (len(asked) > 1 and not coded, "the samplers have different values of sample_rate: pass dataset="),
         code="needs_dataset",
     )  # fmt: skip
-    # If there are no codes, the rate is that of the settings, of the datasets, or NeMo's.
+    # Without codes, the rate is taken from the settings, then the datasets, then NeMo's default.
     rates = asked or {record.sampling_rate for record in records}
     rate = (rates.pop() if len(rates) == 1 else None) or loader_schema().sample_rate
     if coded:
@@ -326,8 +332,8 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
 
 
 def _check_count(count: Any, world_size: int, num_workers: int) -> None:
-    """Raise ConfigError where so many parts cannot be divided among the ranks and their workers."""
-    refuse((not isinstance(count, int) or count < 1, f"canonical is a number of parts, not {count!r}"))
+    """Raise ConfigError if ``count`` parts cannot be divided evenly among the ranks and their workers."""
+    refuse((not isinstance(count, int) or count < 1, f"canonical must be a number of parts, not {count!r}"))
     readers = world_size * max(1, num_workers)
     allowed = [str(number) for number in range(1, count + 1) if count % number == 0]
     refuse(

@@ -1,8 +1,8 @@
-"""The cuts, or other examples, that a process reads of an entry of ``input_cfg``, and their marks in a batch.
+"""The share of an ``input_cfg`` entry that a process reads, and the marking of consumed examples.
 
-A **reader** is a data-parallel rank, or one worker process of its data loader. Who splits the data differs: a map-style
-loader samples in the main process and its sampler takes every n-th batch, so that every rank must read the same order;
-an iterable one samples where it reads, so that every reader must read something else.
+A **reader** is a data-parallel rank, or one worker process of its data loader. A map-style loader samples in the main
+process, and its sampler takes every n-th batch, so every rank must read the same order. An iterable loader samples in
+the process that reads, so every reader must read a different part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sharmill.shar.reading.iteration import SharReader
 from sharmill.training.codes import epoch_of
 
 _READER: Final = "shar_reader"
-# The divided sources of the loader that is being made, in the order in which NeMo reads their entries.
+# Divided sources of the loader under construction, in the order in which NeMo reads their entries.
 _made: ContextVar[list[PartitionedCuts]] = ContextVar("_made")
 
 
 @contextmanager
 def collect_sources() -> Iterator[list[PartitionedCuts]]:
-    """Collect the sources that NeMo makes within the context; afterwards all of them begin with the first epoch."""
+    """Collect the sources that NeMo creates within the context, and reset all of them to the first epoch at its end."""
     sources: list[PartitionedCuts] = []
     token = _made.set(sources)
     try:
@@ -41,24 +41,25 @@ def collect_sources() -> Iterator[list[PartitionedCuts]]:
 
 
 class PartitionedCuts:
-    """The cuts, or other examples, that this process reads: an epoch each time, or epochs without end.
+    """The cuts or other examples of an entry that this process reads, one finite pass per iteration or endlessly.
 
-    They are divided among the readers of a loader as the options of an entry ask for it. ``shard_seed`` is a number:
-    one order, made from it, of which every reader gets its part. ``randomized``: the same, made from ``seed``.
-    ``trng``: each rank draws an order of its own and reads all of it, its workers a part each; for a finite pass it is
-    as ``randomized``, since otherwise samples would come twice.
+    The option ``shard_seed`` determines how they are divided among the readers of a loader. With a number, every reader
+    gets its part of one order, which is derived from the number. With ``randomized``, the order is derived from
+    ``seed``. With ``trng``, each rank draws its own order and reads all of it, divided among its workers. In a finite
+    pass, ``trng`` works like ``randomized``, since samples would be repeated otherwise.
 
     Args:
-        open_reader: opens them, with ``shuffle``, ``seed``, ``rank``, ``world_size`` and ``infinite`` of ``open_shar``.
-        options: of an entry of ``input_cfg``, as NeMo hands them down. ``seed``, ``rank`` and ``world_size`` are not
-            there where nobody told them: then they are those that NeMo gave to the worker process. ``whole_part``: the
-            part is that of ``rank``, whichever worker reads it. ``passes``: so many epochs are a finite pass.
+        open_reader: opens a reader with ``shuffle``, ``seed``, ``rank``, ``world_size`` and ``infinite`` of
+            ``open_shar``.
+        options: options of an entry of ``input_cfg``, including inherited ones. If ``seed``, ``rank`` and
+            ``world_size`` are missing, the values that NeMo gave to the worker process are used. With ``whole_part``,
+            a worker reads the whole part of ``rank``. ``passes`` is the number of epochs of a finite pass.
 
     Attributes:
-        number: tells it from the others of a loader; its cuts have it as ``shar_reader``.
-        epoch: the next one. To estimate buckets, NeMo reads cuts before the training does: each rank so many cuts,
-            which may be another number of epochs on each. The training begins with the first one on all of them.
-        reader: that of all iterations, after ``count_only_marked``.
+        number: number of this source in its loader; its cuts have it as ``shar_reader``.
+        epoch: the next epoch. When NeMo estimates buckets, ranks may read different numbers of epochs, so the epoch is
+            reset to the first one before the training.
+        reader: the reader of all iterations after ``count_only_marked``.
 
     Raises:
         ConfigError: see ``open_reader``.
@@ -67,12 +68,12 @@ class PartitionedCuts:
     def __init__(self, open_reader: Callable[..., SharReader], options: Mapping[str, Any]) -> None:
         self._shard_seed = options.get("shard_seed", "trng")
         self._open_reader = partial(open_reader, shuffle=options.get("shuffle", False))
-        self.reader = self._open_reader()  # a wrong name is an error here rather than in a worker
+        self.reader = self._open_reader()  # opened here so that a wrong name fails before workers start
         self._options = options
         self._finite = options.get("force_finite", False) or options.get("metadata_only", False)
         self._passes = options.get("passes", 1) if self._finite else 1
         self._map_style = options.get("force_map_dataset", False)
-        # True if the rank draws an order of its own.
+        # True if this rank draws its own order.
         self._drawn = bool(options.get("shuffle")) and self._shard_seed == "trng" and not self._finite
         self._drawn_seed = secrets.randbelow(2**31)
         self.epoch = 0
@@ -87,7 +88,7 @@ class PartitionedCuts:
             self._process, self.epoch = os.getpid(), 0
         for _ in range(self._passes):
             reader = self._current = self.reader if self._only_marked else self._open()
-            self.epoch += 1  # whoever iterates again gets another order
+            self.epoch += 1  # a further iteration gets another order
             for cut in reader:
                 self.epoch = max(self.epoch, epoch_of(cut) + 1)
                 setattr(cut, _READER, self.number)
@@ -97,38 +98,39 @@ class PartitionedCuts:
         return self._passes * len(self._open_reader())
 
     def count_left(self, epoch: int) -> tuple[int, int]:
-        """Count what the running iteration has of an epoch: the reader that has most, and this one."""
+        """Return how many examples of an epoch are left: for the reader with the most, and for this reader."""
         left = self._current.count_left(epoch)
         return int(left.max()), int(left[self._current.part.index])
 
     def count_only_marked(self) -> None:
-        """Open the one ``reader`` of all iterations, which counts a cut as consumed once it was marked as such.
+        """Use a single ``reader`` for all iterations, which counts cuts as consumed only when they are marked.
 
         Raises:
-            ConfigError: there is no one order without end, that every reader has a part of.
+            ConfigError: the data is not an infinite stream in one order for all readers.
         """
         refuse(
             (self._finite or self._map_style or self._drawn,
-             "resumable=True is for streaming without end in one order for all: neither force_finite nor "
-             "force_map_dataset, and shard_seed: randomized or a number"),
+             "resumable=True needs an infinite stream in one order for all ranks: remove force_finite and "
+             "force_map_dataset, and set shard_seed to randomized or a number"),
             code="inexact_state",
         )  # fmt: skip
         self.reader, self._only_marked = self._open(), True
         self.reader.count_only_marked()
 
     def _open(self) -> SharReader:
-        """Open the part of this rank, or of this worker process, at the epoch that is next."""
+        """Open the part of this rank or worker process at the next epoch."""
         rank, world_size, seed = (self._options.get(key) for key in ("rank", "world_size", "seed"))
         if rank is None or world_size is None:
             from lhotse.dataset.dataloading import LHOTSE_PROCESS_SEED, get_rank, get_world_size
 
-            # As lhotse's ``worker_init_fn`` left them in this worker process.
+            # lhotse's ``worker_init_fn`` has set these values in this worker process.
             rank, world_size, worker = get_rank(), get_world_size(), torch.utils.data.get_worker_info()
             if worker is None:
-                # The rank of this process need not be its data-parallel rank.
+                # The global rank of this process may differ from its data-parallel rank.
                 refuse(
                     (world_size > 1 and not self._drawn and not self._map_style,
-                     "with num_workers 0 and several ranks, use sharmill.training.get_dataloader"),
+                     "the data-parallel rank is unknown with num_workers: 0 and several ranks: use "
+                     "sharmill.training.get_dataloader"),
                     code="split_wrong",
                 )  # fmt: skip
                 rank, world_size = 0, 1
@@ -152,13 +154,13 @@ class PartitionedCuts:
 
 
 def mark_consumed(sources: Sequence[PartitionedCuts], example: Any) -> None:
-    """Mark the cuts of an example as consumed, or as dropped, in the readers that they come from."""
+    """Mark the cuts of a consumed or dropped example as consumed in the readers that they came from."""
     for number, part in marked_parts(example):
         sources[number].reader.mark_consumed([part])
 
 
 def parts_of(example: Any) -> Iterator[Any]:
-    """Yield the parts of an example that readers mark: itself, its cuts, or the cuts that a cut was joined from."""
+    """Yield the parts of an example that readers track: itself, its cuts, or the tracks of mixed cuts."""
     if not isinstance(example, Cut):
         yield example
     for cut in cuts_of(example):
@@ -169,13 +171,13 @@ def parts_of(example: Any) -> Iterator[Any]:
 
 
 def place_of(example: Any) -> tuple[int, ...] | None:
-    """Return reader, epoch, group, draw, block and item of an example, or of the first cut that it was made from."""
+    """Return the reader, epoch, group, draw, block and item of the first tracked part of an example, or None."""
     places = ((reader, *part.custom["shar_position"]) for reader, part in marked_parts(example))
     return next(places, None)
 
 
 def marked_parts(example: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the parts of an example that a reader gave, each with the number of its reader."""
+    """Yield each part of an example that came from a reader, after the number of the reader."""
     for part in parts_of(example):
         reader = (getattr(part, "custom", None) or {}).get(_READER)
         if reader is not None:
@@ -183,7 +185,7 @@ def marked_parts(example: Any) -> Iterator[tuple[int, Any]]:
 
 
 def cuts_of(example: Any) -> list[Cut]:
-    """Return the cuts of an example: itself, those of a conversation, or none of a text."""
+    """Return the cuts of an example: the cut itself, the cuts of a conversation, or none for text."""
     if isinstance(example, Cut):
         return [example]
     return example.list_cuts() if hasattr(example, "list_cuts") else []

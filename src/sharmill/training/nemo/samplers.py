@@ -1,8 +1,8 @@
-"""lhotse's samplers as the loader needs them: resumable buckets, buckets in turn, sorted epochs, and one filter.
+"""Extensions of lhotse's samplers: resumable buckets, buckets in turn, semi-sorted epochs, and a reporting filter.
 
-NeMo puts a filter for each limit between the data and a sampler. They are put in one place, which reports what they
-drop: a saved state must not hold it as still to come, and endless data of which all is dropped would be searched for
-ever.
+NeMo puts one filter per limit between the data and a sampler. Here a single filter applies all limits and reports
+dropped examples. A saved state must count them as consumed, and an infinite stream without any suitable example must be
+an error rather than an endless search.
 """
 
 from __future__ import annotations
@@ -32,67 +32,67 @@ from sharmill.training.nemo.entries import Settings
 from sharmill.training.nemo.partition import PartitionedCuts, marked_parts, parts_of, place_of
 from sharmill.training.nemo.stores import refuse_command
 
-# The examples in a row, with a whole epoch of every dataset among them, that may be dropped before it is an error; and
-# the number for data without epochs.
+# Numbers of examples that may be dropped in a row: if they include a whole epoch of every dataset, and otherwise.
 _MIN_DROPPED: Final = 1000
 _MAX_DROPPED: Final = 1_000_000
 
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """The settings of one sampler that NeMo does not know, or knows less of.
+    """Settings of one sampler that NeMo's Lhotse loader does not support, or supports only in part.
 
     Attributes:
-        limits: filters by fractions of tokens; NeMo takes whole numbers only.
-        draws_apart: each rank draws its buckets by itself; NeMo lets ranks draw in step.
-        sort: makes NeMo's own sampler of semi-sorted batches; None for other batches.
+        limits: filters by a fractional minimum of tokens; NeMo accepts only integers.
+        independent_buckets: each rank draws its buckets independently; in NeMo, all ranks draw the same ones.
+        sort: creates NeMo's sampler of semi-sorted batches; None for other batches.
     """
 
     limits: list[Callable[[Any], bool]]
-    draws_apart: bool
+    independent_buckets: bool
     sort: Callable[..., Any] | None
 
     @classmethod
     def take(cls, section: Settings, tokenizer: Any, rank: int, world_size: int) -> SamplerOptions:
-        """Take the options out of the settings of a sampler."""
+        """Remove the options from the settings of a sampler, and return them."""
         from nemo.collections.common.data.lhotse.sampling import TokenPerSecondFilter, TokenPerTokenFilter
 
         kinds = {"min_tps": TokenPerSecondFilter, "min_tpt": TokenPerTokenFilter}
         fractions = [key for key in kinds if isinstance(section.get(key), float)]
         limits = [kinds[key](section.pop(key), math.inf) for key in fractions]
-        # The filters look at tokens, which a tokenizer has made before.
+        # The filters can only count tokens of examples that are tokenized before they are sampled.
         counted = tokenizer is not None and section.get("pretokenize", True)
-        draws_apart = section.pop("bucketing_strategy", None) == "fully_randomized"
+        independent_buckets = section.pop("bucketing_strategy", None) == "fully_randomized"
         factor, sort = section.pop("randomization_factor", None), None
         if factor is not None:
             from nemo.collections.asr.parts.utils.asr_batching import SemiSortBatchSampler
 
             size = section["batch_size"]
             sort = partial(SemiSortBatchSampler, rank, world_size, batch_size=size, randomization_factor=factor)
-        return cls(limits if counted else [], draws_apart, sort)
+        return cls(limits if counted else [], independent_buckets, sort)
 
     def adapt(self, sampler: Any, seed: int, dropped: Callable[[Any], None] | None) -> None:
-        """Change a sampler of NeMo as the options ask for it.
+        """Apply the options to a sampler of NeMo.
 
         Args:
-            dropped: is told each example that is dropped; None if the sampler need not be resumable.
+            dropped: called with each dropped example; None if the sampler need not be resumable.
         """
-        # In place of the filters before the sampler.
+        # This filter replaces NeMo's filters in front of the sampler.
         sampler.cuts = tuple(CutSet(_ReportingFilter(cuts, self.limits, dropped)) for cuts in sampler.cuts)
-        if self.draws_apart:
+        if self.independent_buckets:
             sampler.sync_buckets = False
         if dropped is not None and isinstance(sampler, DynamicBucketingSampler):
-            sampler.__class__, sampler.bucket_seed = _ResumableBuckets, seed  # NeMo names lhotse's class
+            # NeMo has no option for the class of its samplers.
+            sampler.__class__, sampler.bucket_seed = _ResumableBuckets, seed
         if self.sort is not None:
             sampler.__class__, sampler.rank, sampler.world_size, sampler.seed = _SemiSorted, 0, 1, seed
             sampler.sort = self.sort
 
 
 class _ResumableBuckets(DynamicBucketingSampler):
-    """lhotse's sampler, with other draws of buckets after each resume; lhotse repeats its first ones.
+    """lhotse's bucketing sampler with new draws after each resume; lhotse would repeat its first draws.
 
     Attributes:
-        bucket_seed: the same on all ranks, whose workers of one number so draw the same buckets.
+        bucket_seed: seed of the draws, the same on all ranks. Workers with the same number draw the same buckets.
     """
 
     bucket_seed: int
@@ -118,10 +118,10 @@ class _ResumableBuckets(DynamicBucketingSampler):
 
 
 class _OldestFirst(DynamicBucketer):
-    """lhotse's buckets, which begin with the examples of earlier epochs than the newest that they were filled with.
+    """lhotse's buckets, which first deliver the examples of earlier epochs.
 
-    A resume reads again what buffers had held back. Beside new examples, some of it might be held back at every stop.
-    The cuts are an iterator.
+    A resume reads the examples again that were buffered before. If they were mixed with new examples, some might stay
+    in the buffers at every stop and never be delivered. ``cuts`` must be an iterator.
     """
 
     buffer_size: int
@@ -142,7 +142,7 @@ class _OldestFirst(DynamicBucketer):
             if bucket.queue and age(bucket.queue[0]) > 0 and (not self.drop_last or self._is_ready(bucket))
         ]:  # fmt: skip
             oldest = max(old, key=lambda bucket: age(bucket.queue[0]))
-            # It is filled up with newer ones, and given out even if it is not full then.
+            # Newer examples fill up the batch, which is delivered even if it is still not full.
             batch = next(iter(DurationBatcher(list(oldest.queue), constraint=self.constraint.copy())))
             yield batch
             for _ in batch:
@@ -153,12 +153,12 @@ class _OldestFirst(DynamicBucketer):
 
 
 class ManifestBucket:
-    """The examples of a sampler, which gets those of one epoch in each iteration.
+    """A manifest whose sampler gets the examples of one epoch per iteration.
 
     Args:
-        sampler: makes the batches.
-        source: has the examples.
-        passes: how many epochs of the bucket are one of the training.
+        sampler: sampler of the batches.
+        source: source of the examples.
+        passes: number of epochs of the bucket in one epoch of the training.
     """
 
     def __init__(self, sampler: DynamicCutSampler, source: PartitionedCuts, passes: int) -> None:
@@ -169,11 +169,11 @@ class ManifestBucket:
 
     @cached_property
     def epoch(self) -> int:
-        """The bucket's next epoch: the same for all readers, of which some may have nothing of it."""
+        """The bucket's next epoch, the same for all readers, even those without examples of it."""
         return int(self.source.reader.state_dict()["epoch"])
 
     def find_next(self) -> tuple[int, Iterator[Any]]:
-        """Return the epoch that the next iteration has, and its examples; a huge one and none if the data are empty."""
+        """Return the epoch of the next iteration and its examples; ``sys.maxsize`` and no examples for empty data."""
         self._next = self._next or next(self._groups, None)
         if self._next is None:  # at the beginning, or at the end of a finite pass
             self._groups = groupby(self._examples, key=lambda example: _epoch_in((example,))[1])
@@ -181,9 +181,9 @@ class ManifestBucket:
         return self._next
 
     def count_behind(self, epoch: int) -> int:
-        """Return how many batches fewer this reader has of an epoch than the reader that has most.
+        """Return how many batches this reader has fewer in an epoch than the reader with the most.
 
-        Only for batches of a fixed size that is known; else 0.
+        The number is only known for batches of a fixed size; otherwise it is 0.
         """
         limit: Any = self.sampler.constraint
         size = getattr(limit, "max_cuts", None)
@@ -200,17 +200,17 @@ class ManifestBucket:
 
 
 class BucketsInTurn:
-    """Batches of an epoch of one bucket after the other, in an order that all readers have, or each for itself.
+    """Batches of one bucket after the other, an epoch of each, in an order common to all readers or independent.
 
-    With one order, all readers are in the same bucket at every step: a reader that has fewer batches of it than another
-    one gives out some of them in two halves. What is left of an epoch follows from the states of the readers, so that a
-    resume goes on with it.
+    With a common order, all readers are in the same bucket at every step. A reader with fewer batches than another
+    splits some of them in halves. The rest of an epoch follows from the states of the readers, so a resume continues
+    with it.
 
     Args:
-        buckets: of NeMo's list of lists.
-        seed: of the orders that are drawn for each epoch, as NeMo's RandomizedChainDataset does: empty for orders that
-            all readers have, None for a fixed one.
-        finite: an iteration is one epoch.
+        buckets: the buckets of NeMo's list of lists.
+        seed: seed of the order of each epoch, drawn as in NeMo's RandomizedChainDataset. None for a fixed order, empty
+            for an order common to all readers.
+        finite: end after one epoch.
     """
 
     def __init__(self, buckets: Sequence[ManifestBucket], seed: str | None, *, finite: bool) -> None:
@@ -242,10 +242,10 @@ class BucketsInTurn:
 
 
 class _SemiSorted(DynamicCutSampler):
-    """NeMo's semi-sorted batches: of all examples, sorted by length with noise.
+    """NeMo's semi-sorted batches, for which all examples of an epoch are sorted by length with noise.
 
     Attributes:
-        sort: makes NeMo's sampler for lengths; it divides the batches among ranks, and lhotse's does not.
+        sort: creates NeMo's sampler from the lengths. NeMo's sampler divides the batches among ranks, not lhotse's.
     """
 
     sort: Callable[..., Any]
@@ -260,7 +260,8 @@ class _SemiSorted(DynamicCutSampler):
         )
         sampler.set_epoch(self.epoch)
         known = np.random.get_state()
-        np.random.seed((self.seed + self.epoch) % 2**32)  # of NeMo's noise, which must be the same on all ranks
+        # NeMo's noise uses numpy's global generator, and must be the same on all ranks.
+        np.random.seed((self.seed + self.epoch) % 2**32)
         batches = list(sampler) if examples else []
         np.random.set_state(known)
         self.cuts_iter = (CutSet.from_cuts(examples[number] for number in batch) for batch in batches)
@@ -268,18 +269,18 @@ class _SemiSorted(DynamicCutSampler):
 
 
 def _epoch_in(item: tuple[Any]) -> tuple[int, int]:
-    """Return reader and epoch of an example as buckets hold it."""
+    """Return the reader and the epoch of an example in a bucket."""
     reader, epoch, *_ = place_of(item[0]) or (-1, 0)
     return reader, epoch
 
 
 class _ReportingFilter:
-    """The examples of a CutSet, through its outermost filters, all at once.
+    """The examples of a CutSet that pass its outermost filters and further limits.
 
     Args:
-        cuts: lazy, perhaps with filters.
+        cuts: a lazy CutSet, possibly with filters.
         limits: further filters.
-        dropped: is told each example that is dropped.
+        dropped: called with each dropped example.
     """
 
     def __init__(
@@ -290,11 +291,11 @@ class _ReportingFilter:
         self._examples: Any = cuts
         while isinstance(outermost := getattr(self._examples, "data", self._examples), LazyFilter):
             self._predicates.insert(0, outermost.predicate)
-            # lhotse 2 has another name for it.
+            # lhotse 2 renamed the attribute.
             self._examples = outermost.source if hasattr(outermost, "source") else outermost.iterator
 
     def __iter__(self) -> Iterator[Any]:
-        # The number of examples dropped since the last that passed, and their epochs by reader.
+        # Number of examples dropped since the last one that passed, and their epochs by reader.
         count = 0
         epochs: defaultdict[int, set[int]] = defaultdict(set)
         for example in self._examples:
@@ -314,7 +315,7 @@ class _ReportingFilter:
             everything = epochs and all(max(seen) > min(seen) + 1 for seen in epochs.values())
             refuse(
                 (count >= (_MIN_DROPPED if everything else _MAX_DROPPED),
-                 f"none of {count} examples in a row passes the filters: loosen min_duration, max_duration, "
-                 "max_cer, min_context_speaker_similarity, the buckets or whatever drops them"),
+                 f"the filters dropped {count} examples in a row: relax min_duration, max_duration, max_cer, "
+                 "min_context_speaker_similarity, the buckets or your own filters"),
                 code="too_few_cuts",
             )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Files in stores (``ais://``, ``s3://``, ``gs://``) for NeMo's types: NeMo reads copies in a cache.
+"""Cached copies of files in object stores (``ais://``, ``s3://``, ``gs://``), which NeMo reads in place of the URLs.
 
-Read from the store, a tar that is cut off would lose its end with a warning, and lhotse would send all URLs to AIStore.
-The cache is in the folder that ``NEMO_DATA_STORE_CACHE_DIR`` names, or that of the user.
+If NeMo read from the store, a truncated tar would lose its end with only a warning, and lhotse would send all URLs to
+AIStore. The cache is in the folder ``NEMO_DATA_STORE_CACHE_DIR`` or, if that is not set, in the user's cache.
 """
 
 import os
@@ -17,20 +17,20 @@ from sharmill.files.clients import FETCHES_AT_ONCE, Version
 from sharmill.files.location import RemoteLocation
 
 _SCHEMES: Final = re.compile(r"(ais|s3|gs)://")
-# The copies whose paths NeMo has got last are not evicted before it opens them.
+# References to the latest copies, so that they are not evicted before NeMo opens them.
 _held: Final[deque[Path]] = deque(maxlen=4 * FETCHES_AT_ONCE)
 
 
 def is_stored(name: str) -> bool:
-    """Return True for the URL of a store; other URLs and pipes are left to NeMo."""
+    """Return True for the URL of an object store; other URLs and pipes are left to NeMo."""
     return _SCHEMES.match(name) is not None
 
 
 def copied(name: str) -> str:
-    """Return the path of a file: of a copy in the cache, if it is in a store.
+    """Return the local path of a file; a file in an object store is copied to the cache first.
 
     Raises:
-        ConfigError: the store does not give it, or something is missing on this machine.
+        ConfigError: the file cannot be downloaded, or a package or credentials are missing.
     """
     if not is_stored(name):
         return name
@@ -40,14 +40,16 @@ def copied(name: str) -> str:
 
 
 def version_of(url: str) -> Version:
-    """Return the version that a store has of a file, and remove the copy of another one; raises as ``copied``."""
+    """Return a file's version in the object store and remove an outdated copy; raises the errors of ``copied``."""
     return Version(*_ask(url, RemoteLocation.version))
 
 
 def refuse_command(source: Any) -> None:
-    """Raise ConfigError for audio that lhotse would run: NeMo takes pipe:// in a manifest for the scheme of a URL."""
+    """Raise ConfigError if audio is a command: NeMo accepts pipe:// in manifests as a URL, and lhotse would run it."""
     if isinstance(source, str) and source.startswith("pipe:"):
-        raise ConfigError(f"audio of the data is a command, which is not run: {source!r}", code="bad_manifest")
+        raise ConfigError(
+            f"audio of the data is a command, which is not run: {source!r}; name a file", code="bad_manifest"
+        )
 
 
 def _ask(url: str, call: Callable[[RemoteLocation], Any]) -> Any:

@@ -1,6 +1,6 @@
-"""Tensor parallelism for NeMo's SALM and DuplexS2SModel by Hugging Face's plan; importing this module gives it to them.
+"""Tensor parallelism for NeMo's SALM and DuplexS2SModel by Hugging Face's plans; importing this module enables it.
 
-The plans of NeMo 3.0.0 do not fit the layers of transformers 5. Hugging Face has one for each architecture of LLMs.
+The plans in NeMo 3.0.0 do not match the layers of transformers 5. Hugging Face has a plan for each LLM architecture.
 """
 
 import re
@@ -23,15 +23,15 @@ _CONFIGURE: Final = {kind: kind.configure_model for kind in (SALM, DuplexS2SMode
 
 
 def divide_llm(model: SALM | DuplexS2SModel) -> None:
-    """Divide the LLM's layers along ``tensor_parallel``, and what is left of the model along ``data_parallel``.
+    """Shard the LLM's layers along ``tensor_parallel`` and the rest of the model along ``data_parallel``.
 
     Raises:
-        ConfigError: the LLM cannot be divided so.
+        ConfigError: the LLM cannot be sharded over this number of ranks.
     """
     mesh = model.device_mesh
     if _is_divided(model):
         _divide_layers(model.llm, mesh["tensor_parallel"], model.embed_tokens)
-        # NeMo divides the rest, as if there were no tensor parallelism.
+        # With this mesh, NeMo shards the rest as if there were no tensor parallelism.
         model._device_mesh = {
             "tensor_parallel": SimpleNamespace(size=lambda: 1),
             "data_parallel": mesh["data_parallel"],
@@ -46,7 +46,7 @@ def clip_gradients(
     gradient_clip_val: float | None = None,
     gradient_clip_algorithm: str | None = None,
 ) -> None:
-    """Clip gradients by their norm, of which some are divided among ranks and others not; torch takes no mixture."""
+    """Clip gradients by their total norm; torch cannot do this if only some of them are sharded among ranks."""
     if not _is_divided(model) or not gradient_clip_val or gradient_clip_algorithm == "value":
         model.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
@@ -73,15 +73,15 @@ def _divide_layers(llm: Any, mesh: DeviceMesh, embedding: torch.nn.Embedding) ->
     what = f"tensor_parallel_size: {num_ranks} ranks cannot share the LLM of type {config.model_type}"
     heads = [config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)]
     refuse(
-        (isinstance(llm, PeftModel), f"{what} with model.lora: set tensor_parallel_size: 1, or leave out model.lora"),
+        (isinstance(llm, PeftModel), f"{what} with model.lora: set tensor_parallel_size: 1, or remove model.lora"),
         (not llm.tp_plan, f"{what}, for which transformers has no plan: set tensor_parallel_size: 1"),
         (any(number % num_ranks for number in heads),
-         f"{what}, which has {heads[0]} attention heads and {heads[1]} for keys and values: choose a divisor of both"),
+         f"{what}, which has {heads[0]} attention heads and {heads[1]} key-value heads: choose a divisor of both"),
         code="split_wrong",
     )  # fmt: skip
     plan = dict(llm.tp_plan)
     if hasattr(llm, "lm_head") and llm.lm_head.weight is embedding.weight:
-        plan.pop("lm_head", None)  # the embedding is not divided
+        plan.pop("lm_head", None)  # the output layer shares the weights of the embedding, which is not sharded
     rules = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in llm.named_modules()}
     styles = {name: plan[rule] for name, rule in rules.items() if rule in plan}
     styles |= {
@@ -93,8 +93,8 @@ def _divide_layers(llm: Any, mesh: DeviceMesh, embedding: torch.nn.Embedding) ->
 
 
 def refuse_adapters(model: DuplexS2SModel) -> None:
-    """Raise ConfigError if adapters are asked for: NeMo 3.0.0 looks for the LLM's layers where a SALM has them."""
-    unsupported = "model.lora: NeMo 3.0.0 puts no adapters into the LLM of a DuplexS2SModel; leave out model.lora"
+    """Raise ConfigError if adapters are requested, because NeMo 3.0.0 can only add them to the LLM of a SALM."""
+    unsupported = "model.lora: NeMo 3.0.0 cannot add adapters to the LLM of a DuplexS2SModel; remove model.lora"
     refuse((model.cfg.get("lora") is not None, unsupported))
 
 

@@ -1,6 +1,6 @@
-"""Trials of a training loader, without loading audio: ``sharmill doctor train.yaml`` and ``sharmill verify-resume``.
+"""Trials of a training loader without loading audio, for ``sharmill doctor train.yaml`` and ``sharmill verify-resume``.
 
-A trial makes the first batches of a rank in this process, or those of all ranks in fresh ones.
+A trial produces the first batches of one rank in this process, or of all ranks in new processes.
 """
 
 import logging
@@ -35,27 +35,27 @@ from sharmill.training.nemo.settings import (
 )
 from sharmill.training.tokenizers import PromptTokenizer, load_tokenizer
 
-# So many examples are read to count those that pass the filters.
+# Maximum number of examples that are read to count those that pass the filters.
 _MAX_COUNTED: Final = 1_000_000
-# More than this share of dropped examples is an error.
+# A larger fraction of dropped examples is an error.
 _MAX_DROPPED_SHARE: Final = 0.25
-# Keys that name the data of an entry; the first one that is set counts.
+# Keys that name the data of an entry; the first one that is set is shown.
 _DATA_KEYS: Final = (
     "dataset", "paths", "source_paths", "manifest_filepath", "shar_path", "cuts_path", "data_dir",
 )  # fmt: skip
-# The place of an example: its reader, epoch, group, draw, block and item.
+# The position of an example: reader, epoch, group, draw, block and item.
 Place = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """An example of a trial.
+class SeenExample:
+    """An example that a trial has seen.
 
-    Args:
-        place: None for data that are not divided.
-        seconds: of each of its pieces of audio.
-        tokens: of its text, or of all of it in a conversation; 0 where nothing was tokenized.
-        bucket: the sampler, and the bucket that it puts the example into; None where it has no buckets.
+    Attributes:
+        place: position of the example; None for data that is not divided.
+        seconds: durations of its cuts.
+        tokens: number of tokens of its text or of the whole conversation; 0 if nothing was tokenized.
+        bucket: numbers of the sampler and of its bucket for the example; the bucket is None if there are no buckets.
     """
 
     place: Place | None
@@ -65,7 +65,7 @@ class Seen:
 
 
 def count_tokens(cut: Cut) -> int:
-    """Return the tokens of a cut's prompt and texts; -1 where there is no text."""
+    """Return the number of tokens of a cut's prompt and texts, or -1 if it has no text."""
     if hasattr(cut, "input_ids"):
         return len(cut.input_ids)
     counts = [len(one.tokens) for one in cut.supervisions if one.text and one.has_custom("tokens")]
@@ -84,18 +84,18 @@ def _try_rank(
     num_batches: int,
     tokenizer: str | None,
     state: Mapping[str, Any] | None,
-) -> tuple[list[list[Seen]], Mapping[str, Any]]:
-    """Return the batches that a rank gets first, or after a state, and the state of its loader after them."""
+) -> tuple[list[list[SeenExample]], Mapping[str, Any]]:
+    """Return the next batches of a rank, from the beginning or from a state, and the loader's state after them."""
     loader = _open_loader(settings, rank, world_size, tokenizer, resumable=True, state=state)
     return list(islice(loader, num_batches)), loader.state_dict()
 
 
 def _try_ranks(
     settings: Settings, world_size: int, num_batches: int, tokenizer: str | None, state: Mapping[str, Any] | None
-) -> tuple[list[list[list[Seen]]], dict[str, Any]]:
-    """Return the batches of each rank, and the merged state: in a new Python, which imports NeMo once for all ranks.
+) -> tuple[list[list[list[SeenExample]]], dict[str, Any]]:
+    """Return the batches of each rank and the merged state of all ranks.
 
-    They run one after the other, each in a copy of that process.
+    The ranks run one after the other. Each is forked from this process, which must be new and imports NeMo only once.
     """
     trials = []
     with quiet_nemo():
@@ -108,15 +108,15 @@ def _try_ranks(
     return [batches for batches, _ in trials], merge_data_states([state for _, state in trials])
 
 
-def _places(ranks: Sequence[list[list[Seen]]]) -> list[Place]:
-    """Return the places of all examples that ranks got."""
+def _places(ranks: Sequence[list[list[SeenExample]]]) -> list[Place]:
+    """Return the positions of all examples of all ranks."""
     return [seen.place for batches in ranks for batch in batches for seen in batch if seen.place is not None]
 
 
 class SeenExamples(torch.utils.data.Dataset):
-    """Batches of ``Seen``: no audio is loaded.
+    """A dataset of batches of ``SeenExample``, which loads no audio.
 
-    Examples of entries that are not divided have no place, and are taken for those of the first sampler.
+    Examples of entries that are not divided have no position and are attributed to the first sampler.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -129,16 +129,16 @@ class SeenExamples(torch.utils.data.Dataset):
             determine_sampling_constraint(CutSet(), bins, SimpleNamespace(**defaults | section))[1]
             for bins, section in zip(self._bins, sections, strict=True)
         ]
-        # Readers have the numbers of the divided entries, across all samplers.
+        # Readers are numbered like the divided entries of all samplers.
         self._samplers = [
             number for number, section in enumerate(sections) for source in sources_of(section)
             if is_divided(source)
         ]  # fmt: skip
 
-    def __getitem__(self, examples: Any) -> list[Seen]:
-        return [self._look_at(example) for example in examples]
+    def __getitem__(self, examples: Any) -> list[SeenExample]:
+        return [self._describe(example) for example in examples]
 
-    def _look_at(self, example: Any) -> Seen:
+    def _describe(self, example: Any) -> SeenExample:
         place = place_of(example)
         tokens = 0
         if isinstance(example, Cut):
@@ -148,19 +148,20 @@ class SeenExamples(torch.utils.data.Dataset):
         number = 0 if place is None else self._samplers[place[0]]
         bins = self._bins[number]
         bucket = self._constraints[number].select_bucket(bins, example=example) if bins else None
-        return Seen(place, [cut.duration for cut in cuts_of(example)], tokens, (number, bucket))
+        return SeenExample(place, [cut.duration for cut in cuts_of(example)], tokens, (number, bucket))
 
 
 def examine(settings: Settings, *, ranks: int, num_batches: int, tokenizer: str | None) -> Iterator[str]:
-    """Yield lines about the settings: facts, ``advice: ...``, and ``error: ...`` for what has to be changed.
+    """Yield lines about the settings: facts, ``advice: ...``, and ``error: ...`` for settings that must be changed.
 
-    The first rank's ``num_batches`` are made, the examples that pass the filters are counted, and no audio is loaded.
+    The first ``num_batches`` of the first rank are produced without loading audio, and the examples that pass the
+    filters are counted.
 
     Raises:
-        ConfigError: the loader refuses the settings.
+        ConfigError: the loader rejects the settings.
     """
     log, warnings = logging.getLogger("sharmill.training.nemo"), BufferingHandler(capacity=1_000_000)
-    log.addHandler(warnings)  # in place of standard error, since each loader of the trial warns anew
+    log.addHandler(warnings)  # collected to remove duplicates, because each loader of the trial warns again
     try:
         yield from _examine(settings, warnings.buffer, ranks=ranks, num_batches=num_batches, tokenizer=tokenizer)
     finally:
@@ -178,20 +179,20 @@ def _examine(
     for source in sources:
         yield f"{_name(source)}: {_readers(source, prepared, ranks, workers, map_style=map_style)}"
     if (count := settings.get("canonical")) is not None:
-        yield f"canonical: {count} parts, so the same global batches on any number of readers that divides {count}"
+        yield f"canonical: {count} parts, so global batches are the same on any number of readers that divides {count}"
     if map_style:
         yield (
-            "advice: map style: the main process of every rank reads all manifests, minutes for millions of lines; "
-            "force_iterable_dataset: true reads them as a stream, which can be resumed"
+            "advice: map style: the main process of every rank reads all manifests, which takes minutes for millions "
+            "of lines; set force_iterable_dataset: true to read them as a stream that can be resumed"
         )
     yield from _mistaken(prepared)
     try:
         loader = _open_loader(settings, 0, ranks, tokenizer, resumable=True)
-        yield "can be resumed exactly, on other numbers of ranks and workers too"
+        yield "the loader can be resumed exactly, also on other numbers of ranks and workers"
     except ConfigError as error:
         if error.code != "inexact_state":
             raise
-        yield f"advice: cannot be resumed: {error}"
+        yield f"advice: the loader cannot be resumed: {error}"
         loader = _open_loader(settings, 0, ranks, tokenizer)
     for sentence in dict.fromkeys(record.getMessage() for record in warnings):
         yield f"advice: {sentence}"
@@ -203,12 +204,12 @@ def _examine(
     counted = _count(settings, tokenizer)
     for source, (size, passing) in zip(sources, counted, strict=True):
         if passing is None:
-            yield f"{_name(source)}: {size or 'unknown'} examples; those that pass the filters are not counted"
+            yield f"{_name(source)}: {size or 'unknown'} examples before filters"
         elif dropped := size - passing:
             kind = "error" if dropped > _MAX_DROPPED_SHARE * size else "advice"
             yield (
-                f"{kind}: {_name(source)}: {dropped} of {size} examples never come: loosen the limits (min_*, max_*, "
-                "keep) or the bounds of the last bucket, which leave them out"
+                f"{kind}: {_name(source)}: {dropped} of {size} examples are always dropped: relax the limits (min_*, "
+                "max_*, keep) or the bounds of the last bucket"
             )
     left = [size if passing is None else passing for size, passing in counted]
     yield from _epochs(sources, left, batches, ranks)
@@ -217,16 +218,16 @@ def _examine(
 
 
 def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | None]]:
-    """Return how many examples each entry has (0 if unknown), and how many pass the filters (None if not counted)."""
+    """Return for each entry the number of examples (0 if unknown), and how many pass the filters (None if unknown)."""
     from sharmill.training.nemo.input_type import entry_size
 
     whole = resolve_settings(settings) | {"force_finite": True, "num_workers": 0, "sampler_fusion": "round_robin"}
     whole.pop("canonical", None)
     for section in sections_of(whole):
         section |= {
-            "use_lhotse": is_read_by_lhotse(section),  # without regard to the keys that are changed here
+            "use_lhotse": is_read_by_lhotse(section),  # determined before the keys that it depends on change
             "force_map_dataset": False, "force_iterable_dataset": True, "drop_last": False,
-            "concatenate_samples": False, "use_bucketing": False,  # without estimates of few examples
+            "concatenate_samples": False, "use_bucketing": False,  # bins cannot be estimated from few examples
         }  # fmt: skip
     sources = sources_of(prepare_settings(whole, 0, 1))
     sizes = [entry_size(source) if is_divided(source) else 0 for source in sources]
@@ -238,18 +239,18 @@ def _count(settings: Settings, tokenizer: str | None) -> list[tuple[int, int | N
 
 
 def _has_buckets(section: Settings) -> bool:
-    """Return True if NeMo makes buckets for a sampler."""
+    """Return True if a sampler has buckets."""
     return any(section.get(key) for key in ("use_bucketing", "bucket_batch_size", "bucket_duration_bins"))
 
 
 def _mistaken(prepared: Settings) -> Iterator[str]:
-    """Yield settings that have no effect, or make no batch."""
+    """Yield an error for each setting that has no effect or fails for coded data."""
     for section in sections_of(prepared):
         number, bins = section.get("num_buckets"), section.get("bucket_duration_bins") or ()
         if number is not None and not _has_buckets(section) and "use_bucketing" not in section:
-            yield f"error: num_buckets: {number} makes no buckets: set use_bucketing: true as well"
+            yield f"error: num_buckets: {number} has no effect without use_bucketing: true: set that too"
         if number is not None and bins and number not in (len(bins), len(bins) + 1):
-            yield f"error: num_buckets: {number} has no effect beside {len(bins)} bucket_duration_bins: leave out one"
+            yield f"error: num_buckets: {number} has no effect with {len(bins)} bucket_duration_bins: remove one"
         coded = [
             _name(source) for source in sources_of(section) if source["type"] == "sharmill" and any(
                 field.endswith(TARGET_CODES) for field in
@@ -258,36 +259,41 @@ def _mistaken(prepared: Settings) -> Iterator[str]:
         ]  # fmt: skip
         if section.get("perturb_speed") and coded:
             yield (
-                f"error: perturb_speed changes 2 of 3 examples, and codes cannot follow: read audio alone of "
+                f"error: perturb_speed changes 2 of 3 examples, but codes cannot be perturbed: read only audio from "
                 f"{', '.join(coded)}"
             )
 
 
 def _held_back(prepared: Settings, size: int, readers: int) -> Iterator[str]:
-    """Yield a sentence for each sampler whose buffers hold back more than half of the data."""
+    """Yield a sentence for each sampler whose buffers may hold more than half of the data."""
     for section in sections_of(prepared):
         shuffled = _has_buckets(section) or prepared["shuffle"]
         keys = ["bucket_buffer_size"] * _has_buckets(section) + ["shuffle_buffer_size"] * shuffled
         held = readers * sum(section.get(key, loader_schema()[key]) or 0 for key in keys)
         if held > size / 2:
             yield (
-                f"{readers} readers hold back up to {held} examples ({' + '.join(keys)} each), more than half of "
-                f"{size}, so that some come epochs late: lower them"
+                f"{readers} readers buffer up to {held} examples ({' + '.join(keys)} each), more than half of {size}, "
+                "so some examples may come epochs late: lower these settings"
             )
 
 
 def _check_division(
-    settings: Settings, prepared: Settings, size: int, batches: list[list[Seen]], ranks: int, tokenizer: str | None
+    settings: Settings,
+    prepared: Settings,
+    size: int,
+    batches: list[list[SeenExample]],
+    ranks: int,
+    tokenizer: str | None,
 ) -> Iterator[str]:
-    """Yield what goes wrong if so many readers divide the data, as far as their size is known."""
+    """Yield advice and errors about the division of the data among readers, if its size is known."""
     if not 0 < size <= _MAX_COUNTED:
         return
     readers = ranks * max(1, int(prepared.get("num_workers", 0)))
     in_batch = sum(map(len, batches)) / len(batches)
     if size < readers * in_batch:
         yield (
-            f"advice: {readers} readers (ranks x workers) have {size / readers:.1f} of {size} examples each, and "
-            f"a batch has {in_batch:.1f}: use fewer"
+            f"advice: {readers} readers (ranks x workers) have {size / readers:.1f} of {size} examples each, but "
+            f"a batch has {in_batch:.1f}: use fewer readers"
         )
     if not prepared.get("force_finite", False):
         yield from (f"advice: {sentence}" for sentence in _held_back(prepared, size, readers))
@@ -295,8 +301,8 @@ def _check_division(
     ends = [sum(1 for _ in _open_loader(settings, rank, ranks, tokenizer)) for rank in range(ranks)]
     if len(set(ends)) > 1:
         yield (
-            f"error: the ranks have {min(ends)} to {max(ends)} batches, so that some would wait for ever: "
-            "set force_map_dataset: true"
+            f"error: the ranks have {min(ends)} to {max(ends)} batches, so some ranks would wait forever: set "
+            "force_map_dataset: true"
         )
 
 
@@ -307,17 +313,17 @@ def _name(source: Settings) -> str:
 
 def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, map_style: bool) -> str:
     if map_style:
-        return f"every rank draws the same order, and takes one batch in {ranks}" if ranks > 1 else "all"
+        return f"every rank draws the same order, and takes one of {ranks} batches" if ranks > 1 else "read by one rank"
     if not is_divided(source):
-        return f"each of {ranks * workers} readers reads all of it, in an order of its own"
+        return f"each of {ranks * workers} readers reads all examples in its own order"
     if prepared["shuffle"] and source["shard_seed"] == "trng" and not prepared.get("force_finite", False):
-        return f"every rank reads all of it in an order of its own, each worker 1/{workers}"
-    return f"one order, of which each of {ranks * workers} readers has its part: every example once per epoch"
+        return f"every rank reads all examples in its own order, each worker 1/{workers} of them"
+    return f"{ranks * workers} readers divide one order among them: every example comes once per epoch"
 
 
-def _filling(batches: list[list[Seen]]) -> Iterator[str]:
+def _filling(batches: list[list[SeenExample]]) -> Iterator[str]:
     if not batches:
-        yield "error: no batch: the data end before the first is full"
+        yield "error: no batch, because the data end before the first batch is full: reduce the batch size"
         return
     sizes = sorted(len(batch) for batch in batches)
     yield f"{len(batches)} batches of {sizes[0]} to {sizes[-1]} examples"
@@ -328,22 +334,22 @@ def _filling(batches: list[list[Seen]]) -> Iterator[str]:
             yield f"{name}: {100 * (1 - sum(map(sum, lengths)) / padded):.1f} % of the batches is padding"
 
 
-def _buckets(prepared: Settings, batches: list[list[Seen]]) -> Iterator[str]:
+def _buckets(prepared: Settings, batches: list[list[SeenExample]]) -> Iterator[str]:
     filled = {seen.bucket for batch in batches for seen in batch}
     for number, section in enumerate(sections_of(prepared)):
         bounds = section.get("bucket_duration_bins") or []
-        if bounds and section.get("bucket_batch_size") is None:  # else longer examples are left out
+        if bounds and section.get("bucket_batch_size") is None:  # with batch sizes, longer examples are dropped
             bounds = [*bounds, "the longest"]
         never = [n for n in range(len(bounds)) if (number, n) not in filled]
         if never:
-            told = [
+            names = [
                 str(bounds[n]) if isinstance(bounds[n], list) else f"{bounds[n - 1] if n else 0} to {bounds[n]}"
                 for n in never
             ]
-            yield f"advice: buckets that no batch came from: {', '.join(told)}"
+            yield f"advice: no batch came from these buckets: {', '.join(names)}"
 
 
-def _epochs(sources: list[Settings], sizes: list[int], batches: list[list[Seen]], ranks: int) -> Iterator[str]:
+def _epochs(sources: list[Settings], sizes: list[int], batches: list[list[SeenExample]], ranks: int) -> Iterator[str]:
     counts = Counter(seen.place[0] for batch in batches for seen in batch if seen.place is not None)
     divided = [pair for pair in zip(sources, sizes, strict=True) if is_divided(pair[0])]
     for number, (source, size) in enumerate(divided if batches else ()):
@@ -355,14 +361,14 @@ def _epochs(sources: list[Settings], sizes: list[int], batches: list[list[Seen]]
 def stop_and_resume(
     settings: Settings, *, ranks: int, then: int, num_batches: int, num_stops: int, tokenizer: str | None
 ) -> Iterator[str]:
-    """Train without a model: stop after ``num_batches`` of each rank, and go on, ``num_stops`` times; yield lines.
+    """Check that a loader resumes exactly: stop and resume it ``num_stops`` times without a model, and yield a report.
 
-    Every rank is a process of its own each time; odd times there are ``ranks`` of them, even times ``then``. No example
-    may come twice in an epoch, and the first resume, done twice by two Pythons, must give the same batches. Epochs that
-    end must have as many examples as each other, and as one of a single rank that was never stopped.
+    Each round runs every rank in a new process for ``num_batches``, alternating between ``ranks`` and ``then`` ranks.
+    No example may come twice in an epoch. The first resume runs twice, in two new processes, and must give the same
+    batches. All completed epochs must have the same number of examples as an uninterrupted epoch on a single rank.
 
     Raises:
-        ConfigError: ``wrong_state`` where that is not so; or the settings cannot go on at all.
+        ConfigError: a check failed (``wrong_state``), or the settings do not allow a resume.
     """
     seen: dict[Place, int] = {}
     state: dict[str, Any] = {}
@@ -373,12 +379,12 @@ def stop_and_resume(
             trial = (settings, world_size, num_batches, tokenizer, state if turn else None)
             parts, state = first.submit(_try_ranks, *trial).result()
             differs = turn == 1 and second.submit(_try_ranks, *trial).result()[0] != parts
-            refuse((differs, "the same state gave other batches in other processes"), code="wrong_state")
+            refuse((differs, "the same state gave different batches in another process"), code="wrong_state")
             for place in _places(parts):
                 if place in seen:
                     raise ConfigError(
-                        f"an example of entry {place[0]} came in epoch {place[1]} before stop {seen[place]} and after "
-                        f"it once more, on {world_size} ranks",
+                        f"an example of entry {place[0]} was repeated in epoch {place[1]}: it came before stop "
+                        f"{seen[place]} and again later, on {world_size} ranks",
                         code="wrong_state",
                     )
                 seen[place] = turn + 1
@@ -387,7 +393,7 @@ def stop_and_resume(
             yield f"{world_size} ranks: {batches} batches, {len(_places(parts))} examples"
         unstopped: Counter[tuple[int, ...]] = Counter()
         if any(progress["epoch"] for progress in state["readers"]):
-            # As many batches, and some more, since one rank holds back other examples.
+            # A single rank buffers other examples, so it may need more batches for the same epochs.
             parts, whole = first.submit(_try_ranks, settings, 1, total + num_batches, tokenizer, None).result()
             ended = [reader for reader, progress in enumerate(whole["readers"]) if progress["epoch"]]
             unstopped = Counter(place[:1] for place in _places(parts) if place[0] in ended and place[1] == 0)
@@ -397,29 +403,29 @@ def stop_and_resume(
 
         size = sum(map(entry_size, sources_of(prepared)))
     readers = max(ranks, then) * max(1, int(prepared.get("num_workers", 0)))
-    remedy = next(_held_back(prepared, size, readers), "take more --batches or --stops to compare whole ones")
+    remedy = next(_held_back(prepared, size, readers), "increase --batches or --stops to compare whole epochs")
     yield from _check_epochs(Counter(place[:2] for place in seen), state, unstopped, remedy)
 
 
 def _check_epochs(
     counted: Counter[tuple[int, ...]], state: Mapping[str, Any], unstopped: Counter[tuple[int, ...]], remedy: str
 ) -> Iterator[str]:
-    """Compare the epochs that ended: which examples an epoch has does not depend on where it was stopped.
+    """Check that all completed epochs have the same number of examples, with or without stops, and yield a report.
 
     Args:
-        counted: the examples of each entry and epoch.
-        unstopped: the examples of each entry in an epoch without stops, if one ended.
-        remedy: what to do if no epoch ended.
+        counted: numbers of examples by entry and epoch.
+        unstopped: numbers of examples by entry in an epoch without stops, if one was completed.
+        remedy: advice if no epoch was completed.
     """
     for reader, progress in enumerate(state["readers"]):
         counts, expected = [counted[reader, epoch] for epoch in range(progress["epoch"])], unstopped[reader,]
         if not counts:
-            yield f"entry {reader}: no epoch ended; {remedy}"
+            yield f"entry {reader}: no epoch was completed; {remedy}"
             continue
         refuse(
             (expected and set(counts) != {expected},
-             f"entry {reader} has {expected} examples in an epoch without stops, and {counts} in those with stops"),
-            (len(set(counts)) > 1, f"entry {reader} had {counts[0]} examples in its first epoch and {counts} in all"),
+             f"entry {reader} has {expected} examples in an epoch without stops, but {counts} in epochs with stops"),
+            (len(set(counts)) > 1, f"entry {reader} has different numbers of examples per epoch: {counts}"),
             code="wrong_state",
         )  # fmt: skip
         compared = "as many as without stops" if expected else "not compared with an epoch without stops"

@@ -213,7 +213,7 @@ def test_segments_that_touch_do_not_overlap_though_their_sum_is_not_exact():
         ({"recordings": [1.0, 2.0, 3.0]}, "recordings must be integers"),
         ({"recordings": [1, 2, 3], "offsets": [0.0]}, "offsets must have shape"),
         ({"recordings": [1, 2, 3], "offsets": [0.0, math.inf, 0.0]}, "offsets must be finite"),
-        ({"offsets": [0.0, 1.0, 2.0]}, "offsets mean nothing without recordings"),
+        ({"offsets": [0.0, 1.0, 2.0]}, "offsets have no effect without recordings"),
         ({"texts": ["a", "b", "c"]}, "texts must be integers"),
         ({"contents": [0.5, 1.0, 2.0]}, "contents must be integers"),
         ({"max_similarity": math.nan}, "max_similarity is NaN"),

@@ -101,7 +101,7 @@ def test_text_may_be_another_key_of_the_manifest(coded, form):
     cut = fastcopy(coded[0], supervisions=[fastcopy(supervision, custom=custom)])
     batch = batch_of([cut], form, tokenizer=BYTES, text_field="normalized_text")
     assert (batch["text"], batch["text_tokens"].tolist()) == (["hi"], [[104, 105]])
-    with pytest.raises(ValueError, match=r"cut 'cut-.*utt1.*' has no 'normalized_text'; use tokenizer=None"):
+    with pytest.raises(ValueError, match=r"cut 'cut-.*utt1.*' has no 'normalized_text': use tokenizer=None"):
         batch_of([cut, coded[1]], form, tokenizer=BYTES, text_field="normalized_text")
 
 
@@ -290,21 +290,21 @@ SLOW = CodecForm(sampling_rate=16000, samples_per_frame=1280, codebook_size=64)
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("faster", {}, r"cut 'cut-.*utt1.*' was changed by Speed, and its codes were not: load audio"),
-        ("louder", {}, r"cut 'cut-.*utt1.*' was changed by \w+, and its codes were not: load audio"),
-        ("faster, of plain lhotse", {}, "was changed by Speed, and its target_audio was not: read it with open_shar"),
-        ("padded at its begin", {}, "is a MixedCut; batches are made of MonoCuts"),
-        ("joined", {}, "is a MixedCut; batches are made of MonoCuts"),
+        ("faster", {}, r"cut 'cut-.*utt1.*' was perturbed by Speed, but its codes were not: load audio"),
+        ("louder", {}, r"cut 'cut-.*utt1.*' was perturbed by \w+, but its codes were not: load audio"),
+        ("faster, of plain lhotse", {}, "was perturbed by Speed, but its target_audio was not: read it with open_shar"),
+        ("padded at its begin", {}, "is a MixedCut: batches are built only from MonoCuts"),
+        ("joined", {}, "is a MixedCut: batches are built only from MonoCuts"),
         ("without a supervision", {}, "has 0 supervisions instead of one"),
-        ("of two forms", {}, r"'cut-.*utt0.*' has target_codes and cut 'cut-.*utt1.*' has none"),
-        ("none", {}, "without cuts"),
-        ("good", {"codec": SMALL}, r"the codes of cut 'cut-.*' are \d+ to \d+, not 0 to 3"),
-        ("good", {"codec": SLOW}, r"the codes of cut 'cut-.*' have a frame each 0.02 s, .* one each 0.08 s"),
-        ("good", {"codes": False}, "'cut-.*' has no target_audio; name"),
-        ("good", {"audio_16khz": "context"}, "'cut-.*' has no context_audio; name"),
-        ("good", {"context_duration_min": 2.0}, "must be positive and not above"),
+        ("of two forms", {}, r"'cut-.*utt0.*' has target_codes but cut 'cut-.*utt1.*' has none"),
+        ("none", {}, "the batch has no cuts"),
+        ("good", {"codec": SMALL}, r"the codes of cut 'cut-.*' range from \d+ to \d+, not from 0 to 3"),
+        ("good", {"codec": SLOW}, r"the codes of cut 'cut-.*' have a frame every 0.02 s, .* one every 0.08 s"),
+        ("good", {"codes": False}, "'cut-.*' has no target_audio: request"),
+        ("good", {"audio_16khz": "context"}, "'cut-.*' has no context_audio: request"),
+        ("good", {"context_duration_min": 2.0}, "must be positive and at most"),
         ("good", {"context": False, "audio_16khz": "context"}, "needs contexts"),
-        ("without contexts", {}, "neither context_codes nor context_audio; name .*, or give context=False"),
+        ("without contexts", {}, "neither context_codes nor context_audio: request .*, or set context=False"),
         ("without targets", {}, "neither target_codes nor target_audio"),
     ],
 )

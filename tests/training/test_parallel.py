@@ -177,8 +177,8 @@ def test_workers_end_where_iteration_is_given_up(kind):
     ("options", "what"),
     [
         ({"num_workers": 0}, "at least 1"),
-        ({"num_workers": 2, "prefetch": 4.5}, "prefetch is 4.5: it is a whole number"),
-        ({"num_workers": 4, "prefetch": 3}, "prefetch is 3: it is a whole number of at least 4"),
+        ({"num_workers": 2, "prefetch": 4.5}, "prefetch is 4.5: it must be an integer"),
+        ({"num_workers": 4, "prefetch": 3}, "prefetch is 3: it must be an integer of at least 4"),
         ({"kind": "fiber"}, "'thread' or 'process'"),
     ],
 )

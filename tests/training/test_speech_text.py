@@ -175,15 +175,15 @@ HINT = f"what is {LOCATOR}"
         (lambda cut, audio, bare: conversation(("user", "a"), ("assistant", audio)), {}, "unknown_field",
          "assistant in conversation 'c1' has no target_codes, and audio cannot"),
         (lambda cut, audio, bare: conversation(("user", HINT), ("user", audio), ("assistant", "a")), {},
-         "bad_config_value", "'c1' has a text turn of user with '<audio>' in it, .* take it out"),
+         "bad_config_value", "'c1' has a text turn of user that contains the audio_locator_tag '<audio>': remove it"),
         (lambda cut, audio, bare: conversation(("user", bare), ("assistant", "a")), {}, None,
-         "of a conversation has neither target_codes nor target_audio: name one"),
+         "of a conversation has neither target_codes nor target_audio: add one"),
         (lambda cut, audio, bare: bare, {"context": False}, "unknown_field",
-         "has no target_codes: name them in fields"),
-        (lambda cut, audio, bare: bare, {}, "unknown_field", "has no context_codes: name them .* context=False"),
-        (lambda cut, audio, bare: cut, {"form": OTHER}, "bad_codec", "have 3 codebooks, and the codec has 4"),
+         "has no target_codes: add the field to fields"),
+        (lambda cut, audio, bare: bare, {}, "unknown_field", "has no context_codes: add the field .* context=False"),
+        (lambda cut, audio, bare: cut, {"form": OTHER}, "bad_codec", "have 3 codebooks, but the codec has 4"),
         (lambda cut, audio, bare: cut, {"form": fastcopy(OTHER, num_codebooks=None)}, "bad_codec", "num_codebooks"),
-        (lambda cut, audio, bare: None, {}, None, "without examples"),
+        (lambda cut, audio, bare: None, {}, None, "the batch has no examples"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_made_is_refused(form, cuts, heard, corpora, make, options, code, told):
@@ -194,9 +194,9 @@ def test_what_cannot_be_made_is_refused(form, cuts, heard, corpora, make, option
 
 
 def test_a_padded_cut_and_a_locator_that_is_not_in_the_tokens_are_named(form, cuts, heard):
-    with pytest.raises(ValueError, match="is a MixedCut; sequences are made of MonoCuts"):
+    with pytest.raises(ValueError, match="is a MixedCut: sequences are built only from MonoCuts"):
         SpeechTextDataset(form, LETTERS)[CutSet.from_cuts([cuts[0].pad(duration=2.0)])]
     lost = fastcopy(prompted(conversation(("user", heard[0]), ("assistant", "a"))))
     lost.input_ids = lost.input_ids[1:]
-    with raises(ConfigError, "bad_config_value", "1 audio turns and 0 times the tokens of '<audio>'"):
+    with raises(ConfigError, "bad_config_value", "1 audio turns but 0 occurrences of the tokens of '<audio>'"):
         SpeechTextDataset(form, LETTERS).spans_of(lost)

@@ -51,7 +51,7 @@ from sharmill.stages.lines import (
 from sharmill.stages.speaker_key import make_speaker_key
 
 # Units should be numerous enough for many ranks, long enough to outweigh their overhead, and short enough that little
-# is lost if a rank dies. With 50 units per rank (20,000 h on 1,024 ranks), the last ranks finish within 2 % of the rest.
+# is lost if a rank dies. With 50 units per rank (20,000 h on 1,024 ranks), all ranks finish within 2 % of each other.
 _UNITS_WANTED = 64
 _UNIT_SECONDS: Final = (60.0, 1200.0)
 # One folder has a claim file per unit. With this limit, the units of a million hours have ten hours each.

@@ -55,9 +55,9 @@ def test_a_shar_of_another_tool_has_bins_too(many, tmp_path):
 @pytest.mark.parametrize(
     ("options", "code", "names"),
     [
-        ({"num_buckets": 1}, "bad_config_value", ["1 buckets"]),
+        ({"num_buckets": 1}, "bad_config_value", ["the number of buckets is 1"]),
         ({"num_buckets": 9}, "too_few_cuts", ["9 buckets", "7 cuts"]),
-        ({"num_buckets": 2, "sub_buckets": 0}, "bad_config_value", ["0 sub-buckets"]),
+        ({"num_buckets": 2, "sub_buckets": 0}, "bad_config_value", ["the number of sub-buckets is 0"]),
         ({"num_buckets": 2, "sub_buckets": 2, "tokenizer": ()}, "bad_config_value", ["--tokenizer"]),
         ({"prompt": "[]"}, "bad_usage", ["--prompt-format"]),
         ({"prompt_format": "plain", "tokenizer": ()}, "bad_usage", ["--tokenizer"]),
@@ -104,7 +104,7 @@ def test_cuts_without_text_count_no_tokens_and_are_told(built, tmp_path):
     found = read_lengths([dataset], tokenizer=["bytes"], workers=1)
     assert sorted(found.tokens) == [0] + [len("text of spk/utt0.flac")] * 6
     assert found.without_text == 1
-    assert "# without a text, counted as 0 tokens: 1\n" in report_of(
+    assert "# without text, counted as 0 tokens: 1\n" in report_of(
         [dataset], num_buckets=2, tokenizer=["bytes"], workers=1
     )
 
@@ -116,7 +116,7 @@ def test_data_without_text_have_no_tokens_and_no_limits_of_them(built, tmp_path,
         write_lines(path, map(without_text, lines(path)))
     report = report_of([dataset], num_buckets=2, token_bins=token_bins, tokenizer=["bytes"], workers=1)
     (said,) = [line for line in report.splitlines() if "token" in line and line.startswith("# ")]
-    assert said == "# no cut has a text: there are no limits of tokens"
+    assert said == "# no cut has text, so tokens are not limited"
     values = yaml.safe_load(report)
     assert not {"max_tps", "max_tpt"} & values.keys()
     assert values.get("measure_total_length", False) is False
@@ -463,20 +463,20 @@ PLAIN_PROMPT = {"prompt_format": "plain", "prompt": "[{'role': 'user', 'slots': 
 @pytest.mark.parametrize(
     ("name", "options", "code", "told"),
     [
-        ("weight is text", {}, "bad_config_value", ["'much'", "number above 0"]),
+        ("weight is text", {}, "bad_config_value", ["'much'", "positive number"]),
         ("weight is 0", {}, "bad_config_value", ["weight is 0"]),
         ("half weighted", {}, "missing_key", ["some entries have a weight"]),
         ("unknown type", {}, "unknown_name", ["'nemmo'"]),
         ("unknown key", {}, "unknown_key", ["'wieght'"]),
         ("tags unread", {}, "missing_input", ["gone.json"]),
         ("unmeasured", {}, "bad_usage", ["txt", "--tokens"]),
-        ("prompt for text", PLAIN_PROMPT | {"token_bins": True}, "bad_usage", ["--prompt is for speech"]),
+        ("prompt for text", PLAIN_PROMPT | {"token_bins": True}, "bad_usage", ["--prompt is only for speech"]),
         ("broken line", {}, "bad_manifest", ["type nemo cannot be read", "duration"]),
         ("no keys of a prompt", {"prompt_format": "canary"}, "bad_tokenizer", ["spl_tokens="]),
         ("no file", {}, "no_dataset", ["gone.json", "input_cfg.yaml"]),
         ("folder", PLAIN_PROMPT, "no_dataset", []),
-        ("weight of a list", {}, "bad_config_value", ["'x'", "weight above 0"]),
-        ("negative weight", {}, "bad_config_value", ["-1", "weight above 0"]),
+        ("weight of a list", {}, "bad_config_value", ["'x'", "positive weight"]),
+        ("negative weight", {}, "bad_config_value", ["-1", "positive weight"]),
         ("missing in a list", {}, "no_dataset", ["gone.json"]),
         ("half of a list", {}, "bad_config_value", ["others have none"]),
         ("no list", {}, "bad_usage", ["is not a list of manifests"]),
@@ -485,7 +485,7 @@ PLAIN_PROMPT = {"prompt_format": "plain", "prompt": "[{'role': 'user', 'slots': 
         ("command", {"token_bins": True, "tokenizer": ("bytes",)}, "bad_config_value", ["is a command"]),
         ("empty", {}, "bad_manifest", ["empty.json", "line of JSON"]),
         ("several kinds", {}, "bad_usage", ["good.json (nemo)", "a.txt (txt)"]),
-        ("beside a yaml", {}, "bad_usage", ["nothing else beside it"]),
+        ("beside a yaml", {}, "bad_usage", ["remove the other sources"]),
         ("no yaml", {}, "bad_config_file", ["not.yaml"]),
         ("no settings", {}, "bad_config_file", ["other.yaml"]),
         ("unknown format", {"prompt_format": "canry"}, "unknown_name", ["canry", "canary"]),

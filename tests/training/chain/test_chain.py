@@ -315,28 +315,28 @@ def test_errors_of_the_program_are_never_left_out(error):
     ("make", "what"),
     [
         (lambda: Chain("data.list"), "RawList"),
-        (lambda: Chain(5), "a function that returns one, not with 5"),
+        (lambda: Chain(5), "a chain cannot begin with 5"),
         (lambda: Chain([1]).sort(itself, 5), "buffer_size=500"),
-        (lambda: Chain([1]).sort(2, itself, buffer_size=3), "size or buffer_size"),
-        (lambda: interleave(Chain([1]), [2]), "write Chain(source)"),
-        (lambda: interleave([1], Chain([2])), "write Chain(source)"),
-        (lambda: interleave(), "write Chain(source)"),
+        (lambda: Chain([1]).sort(2, itself, buffer_size=3), "size and buffer_size"),
+        (lambda: interleave(Chain([1]), [2]), "as Chain(source)"),
+        (lambda: interleave([1], Chain([2])), "as Chain(source)"),
+        (lambda: interleave(), "as Chain(source)"),
         (lambda: Chain([1], divide="day"), "'line' or 'file'"),
         (lambda: Chain([1], on_error="ignore"), "'raise' or 'skip'"),
         (lambda: Chain([1], on_error="skip", max_errors=-1), "max_errors is -1"),
         (lambda: Chain([1], on_error="skip", max_errors="3"), "max_errors is '3'"),
         (lambda: Chain([1], rank=2, world_size=2), "rank is 2"),
         (lambda: Chain([1]).batch(0), "size is 0"),
-        (lambda: Chain([1]).batch(2.5), "size is 2.5: it is a whole number"),
+        (lambda: Chain([1]).batch(2.5), "size is 2.5: it must be an integer"),
         (lambda: Chain([1]).batch("3"), "size is '3'"),
         (lambda: Chain([1]).shuffle(True), "size is True"),
         (lambda: Chain([1]).sort(1.5), "size is 1.5"),
         (lambda: Chain([1], infinite=True).map(half).sort(itself), "sort without a size"),
         (lambda: Chain([1]).interleave(Chain([2]), weights=[1]), "for each of its 2 chains"),
-        (lambda: Chain([1]).interleave(Chain([2]), weights=[1, 0]), "a number above 0"),
+        (lambda: Chain([1]).interleave(Chain([2]), weights=[1, 0]), "a positive number"),
         (lambda: Chain([1]).dynamic_batch("9"), "max_frames is '9'"),
         (lambda: Chain([1]).bucket([5], [2, 1.5]), "a size of bucket is 1.5"),
-        (lambda: Chain([1]).bucket(["5"], [2, 1]), "bounds are numbers"),
+        (lambda: Chain([1]).bucket(["5"], [2, 1]), "bounds must be increasing numbers"),
         (lambda: Chain([1]).parallel_map(half, 1.5), "num_workers is 1.5"),
         (lambda: Chain([1]).dynamic_batch(0), "max_frames is 0"),
         (lambda: Chain([1]).bucket([10], [2]), "one size more"),
@@ -581,8 +581,8 @@ def test_the_whole_chain_gives_each_utterance_once_on_two_ranks(tmp_path, kind, 
 @pytest.mark.parametrize("command", ["pipe:cat a.wav", "cat a.wav |"])
 @pytest.mark.parametrize("root", [None, "."])
 def test_a_command_that_may_not_run_names_allow_pipe(tmp_path, command, root):
-    with raises(DamagedShard, "damaged_shard", "names a command, which runs only with allow_pipe=True"):
+    with raises(DamagedShard, "damaged_shard", "is a command, which runs only with allow_pipe=True"):
         list(Chain(raw(tmp_path, [GOOD | {"wav": command}], audio_root=root)))
     write_tar(tmp_path / "one.tar", [("a.wav", VOICE), ("a.txt", b"text")])
-    with raises(DamagedShard, "damaged_shard", "names a command, which runs only with allow_pipe=True"):
+    with raises(DamagedShard, "damaged_shard", "is a command, which runs only with allow_pipe=True"):
         list(Chain(shards(tmp_path, [command, tmp_path / "one.tar"], root=root and tmp_path)))

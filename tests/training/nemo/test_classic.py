@@ -71,7 +71,7 @@ def test_batches_of_a_fixed_size_do_not_mix_buckets(page):
 def test_without_a_longest_duration_a_warning_says_that_buckets_are_mixed(page, caplog):
     take(load(page("model.train_ds.batch_size=3")), 1)
     assert [record.message for record in caplog.records if "mix the buckets" in record.message] == [
-        "batches mix the buckets of manifest_filepath: set max_duration, and they will not"
+        "batches mix the buckets of manifest_filepath: set max_duration to keep them separate"
     ]
 
 
@@ -203,8 +203,8 @@ def test_buckets_in_turn_go_on_where_they_were_on_other_ranks(page, strategy):
     ("changes", "code", "names"),
     [
         (MAP_STYLE, "bad_config_value", ["fixed_order", "force_iterable_dataset: true"]),
-        ({"bucketing_batch_size": [1, 2]}, "bad_config_value", ["bucketing_batch_size", "there are manifests, 4"]),
-        ({"bucketing_weights": [2, 1, 0.5, 1]}, "bad_config_value", ["bucketing_weights are whole numbers"]),
+        ({"bucketing_batch_size": [1, 2]}, "bad_config_value", ["bucketing_batch_size", "4 numbers, one per manifest"]),
+        ({"bucketing_weights": [2, 1, 0.5, 1]}, "bad_config_value", ["bucketing_weights must be positive integers"]),
         ({"drop_last": True}, "inexact_state", ["drop_last"]),
         ({"batch_size": 1, "force_finite": True}, "bad_config_value", ["fixed_order", "batch_size", "at least 2"]),
         (

@@ -257,11 +257,11 @@ IN_PARTS = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buf
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"force_finite": True}, "resumable=True is for streaming without end"),
-        ({"force_map_dataset": True}, "resumable=True is for streaming without end"),
-        ({"shard_seed": "trng"}, "resumable=True is for streaming without end"),
-        ({"perturb_speed": True}, "resumable=True does not go with perturb_speed"),
-        ({"concurrent_bucketing": True}, "resumable=True does not go with concurrent_bucketing"),
+        ({"force_finite": True}, "resumable=True needs an infinite stream"),
+        ({"force_map_dataset": True}, "resumable=True needs an infinite stream"),
+        ({"shard_seed": "trng"}, "resumable=True needs an infinite stream"),
+        ({"perturb_speed": True}, "resumable=True cannot be combined with perturb_speed"),
+        ({"concurrent_bucketing": True}, "resumable=True cannot be combined with concurrent_bucketing"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(corpora, settings, message):

@@ -175,9 +175,9 @@ def test_two_tensor_parallel_ranks_train_as_one_process(found, alone, kind):
     ("name", "words"),
     [
         ("salm-lora", "2 ranks cannot share the LLM of type llama with model.lora: set tensor_parallel_size: 1"),
-        ("salm-heads", "4 attention heads and 1 for keys and values: choose a divisor of both"),
-        ("duplex-lora", "no adapters into the LLM of a DuplexS2SModel; leave out model.lora"),
-        ("duplex-heads", "4 attention heads and 1 for keys and values: choose a divisor of both"),
+        ("salm-heads", "4 attention heads and 1 key-value heads: choose a divisor of both"),
+        ("duplex-lora", "cannot add adapters to the LLM of a DuplexS2SModel; remove model.lora"),
+        ("duplex-heads", "4 attention heads and 1 key-value heads: choose a divisor of both"),
     ],
 )
 def test_an_llm_that_cannot_be_shared_is_refused(found, name, words):
@@ -235,4 +235,4 @@ def test_a_training_script_of_nemo_runs_in_jobs_and_goes_on(changes, tmp_path, n
         assert config["exp_manager"]["name"] == name
         assert [config["data"][one]["seed"] for one in ("train_ds", "validation_ds")] == [seed, seed]
     assert f"Restored all states from the checkpoint at {tmp_path}/log/checkpoints/step=2-last.ckpt" in printed
-    assert "begin from scratch" not in printed
+    assert "no position in the training data" not in printed

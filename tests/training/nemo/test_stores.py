@@ -223,7 +223,7 @@ def test_other_types_are_read_from_a_store(store, corpora):
     assert {cut.supervisions[0].custom["number"]: cut.load_audio().shape for cut in found} == dict.fromkeys(
         range(100, 108), (1, 16000)
     )
-    with raises(ConfigError, "missing_input", "name the files by field"):
+    with raises(ConfigError, "missing_input", "give the files of each field"):
         load({"input_cfg": [{"type": "lhotse_shar", "shar_path": store.url("small")}]})
 
 

@@ -23,8 +23,8 @@ def test_the_doctor_says_who_reads_what(corpora):
     tokens = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.1, "prompt_format": "plain"}
     said = advice({"input_cfg": [corpora.entry("large", weight=0.5), text]} | SETTINGS | tokens, tokenizer="bytes")
     assert "2 ranks with 1 worker each" in said
-    assert f"sharmill {corpora.large}: one order, of which each of 2 readers has its part" in said
-    assert f"txt {corpora.text}: one order" in said
+    assert f"sharmill {corpora.large}: 2 readers divide one order among them" in said
+    assert f"txt {corpora.text}: 2 readers divide one order" in said
     assert "can be resumed exactly" in said
     assert "12 batches of 2 to 2 examples\n" in said
     assert re.search(r"\naudio: \d+\.\d % of the batches is padding\ntokens: \d+\.\d % of", said)
@@ -34,14 +34,14 @@ def test_the_doctor_says_who_reads_what(corpora):
 
 def test_the_doctor_names_what_stops_a_resume_and_what_costs(corpora):
     cfg = {"input_cfg": [corpora.entry("large")]} | SETTINGS
-    assert "every rank reads all of it in an order of its own" in advice(cfg | {"shard_seed": "trng"})
+    assert "every rank reads all examples in its own order" in advice(cfg | {"shard_seed": "trng"})
     said = advice(cfg | {"trim_silence": True, "tarred_shard_strategy": "scatter", "text_field": "answer"})
-    for line in ("ignored: trim_silence", "tarred_shard_strategy: scatter is read", "text_field: answer is not for"):
+    for line in ("ignored: trim_silence", "tarred_shard_strategy: scatter is read", "text_field: answer has no effect"):
         assert said.count(f"\nadvice: {line}") == 1
-    assert "cannot be resumed: resumable=True is for streaming without end" in advice(cfg | {"shard_seed": "trng"})
+    assert "cannot be resumed: resumable=True needs an infinite stream" in advice(cfg | {"shard_seed": "trng"})
     assert "map style: the main process of every rank reads all manifests" in advice(cfg | {"force_map_dataset": True})
     buckets = {"bucket_duration_bins": [1.0, 2.0, 50.0], "batch_duration": 4.0, "bucket_buffer_size": 8}
-    assert "buckets that no batch came from: 50.0 to the longest" in advice(cfg | buckets)
+    assert "no batch came from these buckets: 50.0 to the longest" in advice(cfg | buckets)
     with raises(ConfigError, "unknown_key", "'batch_sise'"):
         advice(cfg | {"batch_sise": 2})
 
@@ -50,7 +50,7 @@ def test_the_doctor_knows_parts_epochs_and_padding(corpora, tmp_path):
     cfg = {"input_cfg": [corpora.entry("large")]} | SETTINGS
     assert "canonical: 4 parts" in advice(cfg | {"canonical": 4})
     whole = {"force_map_dataset": True, "force_finite": True}
-    assert "takes one batch in 2" in advice(cfg | whole)
+    assert "takes one of 2 batches" in advice(cfg | whole)
     assert "the epoch of the first rank ends after 6 batches" in advice(cfg | whole)
     # Pairs of n + 1 letters on both sides: a batch of all ten has 110 of 200 tokens.
     pairs = {"type": "txt_pair", "source_paths": str(corpora.pairs[0]), "target_paths": str(corpora.pairs[1])}
@@ -63,24 +63,24 @@ def test_the_doctor_knows_parts_epochs_and_padding(corpora, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "ranks", "status", "said"),
     [
-        ({"num_buckets": 3}, 1, 2, ["error: num_buckets: 3 makes no buckets: set use_bucketing: true"]),
+        ({"num_buckets": 3}, 1, 2, ["error: num_buckets: 3 has no effect without use_bucketing"]),
         (
             {"num_buckets": 30, "bucket_duration_bins": [1.0, 2.0, 3.0]}, 1, 2,
-            ["error: num_buckets: 30 has no effect beside 3 bucket_duration_bins"],
+            ["error: num_buckets: 30 has no effect with 3 bucket_duration_bins"],
         ),
         (
             {"bucket_duration_bins": [1.0, 1.65], "bucket_batch_size": [2, 2], "bucket_buffer_size": 4}, 1, 2,
-            ["error: sharmill DATASET: 12 of 24 examples never come", "DATASET: 12 examples, 167 epochs in 1000 steps"],
+            ["error: sharmill DATASET: 12 of 24 examples are always dropped", "DATASET: 12 examples, 167 epochs in 1000 steps"],
         ),
-        ({"max_duration": 1.05}, 1, 2, ["18 of 24 examples never come", "DATASET: 6 examples, 333 epochs"]),
+        ({"max_duration": 1.05}, 1, 2, ["18 of 24 examples are always dropped", "DATASET: 6 examples, 333 epochs"]),
         (
             {"shuffle_buffer_size": 100}, 2, 0,
-            ["advice: 2 readers hold back up to 200 examples (shuffle_buffer_size each), more than half of 23"],
+            ["advice: 2 readers buffer up to 200 examples (shuffle_buffer_size each), more than half of 23"],
         ),
-        ({}, 16, 0, ["advice: 16 readers (ranks x workers) have 1.4 of 23 examples each, and a batch has 2.0"]),
+        ({}, 16, 0, ["advice: 16 readers (ranks x workers) have 1.4 of 23 examples each, but a batch has 2.0"]),
         ({"force_finite": True, "batch_size": 1}, 5, 2, ["error: the ranks have 4 to 5 batches"]),
         ({"resumable": True}, 1, 0, ["can be resumed exactly"]),
-        ({"perturb_speed": True}, 1, 2, ["error: perturb_speed changes 2 of 3 examples, and codes cannot follow"]),
+        ({"perturb_speed": True}, 1, 2, ["error: perturb_speed changes 2 of 3 examples, but codes cannot"]),
     ],
 )  # fmt: skip
 def test_the_doctor_tells_advice_from_errors(corpora, tmp_path, call, settings, ranks, status, said):
@@ -112,9 +112,9 @@ def _piped(corpora, folder):
     [
         (_relative_paths, {"force_iterable_dataset": True}, "the data cannot be read: .*'gone/0.wav' failed; correct"),
         (_missing_tar, {}, r"the data cannot be read: \[Errno 2\] No such file or directory: '/.*/gone.tar'"),
-        (_piped, {}, "a record of the data has no 'shard_id': give tars one manifest each"),
+        (_piped, {}, "a record of the data has no 'shard_id': give each tar its own manifest"),
         (lambda corpora, _: corpora.entry("small"), {"max_duration": 0.1, "num_workers": 1},
-         "none of 1000 examples in a row passes the filters"),
+         "the filters dropped 1000 examples in a row"),
         (lambda *_: {"type": "sharmill", "dataset": "ftp://host/data"}, {}, "the URL of dataset, .* must begin with"),
     ],
 )  # fmt: skip
@@ -157,7 +157,7 @@ def test_buffers_are_named_where_no_epoch_ends(corpora):
     cfg = {"input_cfg": [corpora.entry("small")]} | SETTINGS | {"shuffle_buffer_size": 9}
     said = list(stop_and_resume(cfg, ranks=1, then=1, num_batches=1, num_stops=1, tokenizer=None))
     assert said[-1].startswith(
-        "entry 0: no epoch ended; 1 readers hold back up to 9 examples (shuffle_buffer_size each)"
+        "entry 0: no epoch was completed; 1 readers buffer up to 9 examples (shuffle_buffer_size each)"
     )
 
 

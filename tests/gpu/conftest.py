@@ -1,8 +1,8 @@
-"""What models and stages do on a GPU, beside the same on the CPU: ``make test-gpu``.
+"""Fixtures for tests of models and stages on a GPU, compared with the CPU: ``make test-gpu``.
 
-Most tests have the parameter ``device``. On ``cuda`` they skip where there is no GPU; on ``cpu`` they are ordinary
-tests, so that none of this code is first run where it counts. Those with ``gpu`` are for GPUs alone, since other tests
-do the same with the same functions on the CPU. With GPU_REPORT=FILE the figures that tests record are written there as
+Most tests have the parameter ``device``. With ``cuda``, they are skipped if there is no GPU; with ``cpu``, they are
+ordinary tests, so all of this code also runs without a GPU. Tests with ``gpu`` only run on GPUs, because other tests
+cover the same functions on the CPU. With GPU_REPORT=FILE, the figures that tests record are written to this file as
 JSON, and printed at the end.
 """
 
@@ -59,13 +59,13 @@ def _skip_without_gpu(device):
 
 @pytest.fixture
 def record(request):
-    """Returns a function that takes figures for the report, by their names."""
+    """Return a function that adds figures to the report by name."""
     return lambda **figures: _figures.setdefault(request.node.nodeid, {}).update(figures)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Names of models, by kind: those that come with sharmill, and small random ones of every other family."""
+    """Names of models by kind: the models that come with sharmill, and small random models of every other family."""
     from support.models import nemo_codec_config, save_dac, save_encodec, save_mimi, save_nemo_codec, save_nemo_speaker
 
     from sharmill.models.nemo_models import quiet_nemo
@@ -88,7 +88,7 @@ def models(tmp_path_factory):
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.skipped or report.failed:
         _outcomes[report.nodeid] = report.outcome
-        # A lack of one, which skips, is that of all.
+        # A missing package skips all of these tests.
         if not report.skipped:
             _figures.setdefault(report.nodeid, {})["seconds"] = round(report.duration, 1)
 

@@ -1,4 +1,4 @@
-"""Every encoder and codec on a device against the CPU, against itself, and fresh against warm."""
+"""Tests of every encoder and codec on a device, compared with the CPU, with itself, and before and after a warm-up."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ LEAST_COSINE = 0.9999
 
 
 def make_batch(rate, seconds=SECONDS, seed=0, *, pinned=False):
-    """Return padded audio (batch, samples) and lengths (batch,) of voices in pairs."""
+    """Return padded audio (batch, samples) and lengths (batch,) of pairs of voices."""
     items = [voice(length, rate, pitch=110 + 35 * (n // 2), seed=seed + n) for n, length in enumerate(seconds)]
     return pad(items, pinned=pinned)
 
@@ -32,14 +32,14 @@ def _as_in_a_rank(device):
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_embeddings_and_the_contexts_that_they_choose_are_those_of_the_cpu(device, kind, models, record):
+def test_embeddings_and_contexts_match_the_cpu(device, kind, models, record):
     found = {}
     for where in ("cpu", device):
         encoder = load_speaker_encoder(models[kind], where)
         found[where] = encoder.embed(*make_batch(encoder.sampling_rate)).cpu()
     lowest = float((found["cpu"] * found[device]).sum(dim=1).min())
     record(lowest_cosine=round(lowest, 7))
-    # As in a stage: on a GPU the choice is made there.
+    # As in a stage, contexts are chosen on the device of the embeddings.
     contexts = [np.asarray(select_context(rows, np.array(SECONDS), min_similarity=-1.0, min_duration=0.0)[0])
                 for rows in (found["cpu"].numpy(), found[device].to(device))]  # fmt: skip
     record(contexts_that_differ=int((contexts[0] != contexts[1]).sum()))
@@ -47,7 +47,7 @@ def test_embeddings_and_the_contexts_that_they_choose_are_those_of_the_cpu(devic
     assert contexts[0].tolist() == contexts[1].tolist()
 
 
-def test_select_context_chooses_among_many_what_it_chooses_on_the_cpu(device, record):
+def test_select_context_among_many_matches_the_cpu(device, record):
     rows = torch.nn.functional.normalize(torch.randn(3000, 192, generator=torch.Generator().manual_seed(0)), dim=1)
     limits = {"min_similarity": 0.1, "min_duration": 3.0}
     durations = np.random.default_rng(0).uniform(1.0, 9.0, len(rows))
@@ -93,13 +93,13 @@ def test_batches_from_pinned_memory_have_the_same_codes(device, kind, models):
 
 
 @pytest.mark.parametrize("kind", ["resemblyzer", "builtin"])
-def test_the_estimate_of_memory_beside_the_peak_of_a_larger_batch(device, kind, models, record):
+def test_the_memory_estimate_against_the_peak_of_a_batch(device, kind, models, record):
     load = load_speaker_encoder if kind in ENCODERS else load_codec
     model = load(models[kind], device)
     estimated = estimate_bytes_per_second(model, device)
     measured = measure_peak(lambda: run_noise(model, device, (6, 5 * model.sampling_rate)), device)
     record(estimated_mib_per_second=round(estimated / 2**20, 2), measured=round(measured / 30 / 2**20, 2))
-    # The audio itself, at least, and no more than half as much again as was estimated, beside workspaces of libraries.
+    # The peak is at least the audio itself, and at most 1.5 times the estimate plus workspaces of libraries.
     assert model.sampling_rate * 4 < estimated
     assert measured < 1.5 * 30 * estimated + (64 << 20)
 
@@ -116,7 +116,7 @@ def test_the_same_bytes_twice_and_from_a_fresh_model(device, kind, models, recor
     run, rate = load()
     fresh = run(*make_batch(rate))
     twice = run(*make_batch(rate))
-    # Other shapes: caches grow, and compilers make up their minds.
+    # Batches of other shapes let caches grow and compilers settle.
     for count in (1, 2, 3):
         run(*make_batch(rate, seconds=[0.3 * count] * count, seed=count))
     warm = run(*make_batch(rate))

@@ -1,4 +1,4 @@
-"""Runs on a device: all stages, ranks that share a GPU, a hidden GPU, broken contexts, lack of memory, training."""
+"""Tests of runs on a device: all stages, shared and hidden GPUs, broken contexts, lack of memory, training."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ REAL_MODELS = {
 
 
 @pytest.mark.slow
-def test_all_stages_and_ranks_that_share_a_gpu_give_the_same_bytes(device, make_config, tmp_path, record):
+def test_ranks_that_share_a_gpu_give_the_same_bytes(device, make_config, tmp_path, record):
     workers = (1,) if device == "cpu" else (1, 2 * len(visible_gpus()))
     models = {} if device == "cpu" else REAL_MODELS
     digests = []
@@ -61,7 +61,7 @@ def test_a_device_side_assert_costs_its_unit_alone(device, tmp_path, monkeypatch
 
 @contextmanager
 def little_memory(device):
-    """Let this process have a thousandth of the memory of its GPU."""
+    """Limit this process to a thousandth of its GPU's memory."""
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(0.001)
     try:
@@ -72,7 +72,7 @@ def little_memory(device):
 
 
 def take_memory(device):
-    """Take more than ``little_memory`` leaves; on the CPU raise what torch would."""
+    """Allocate more than ``little_memory`` allows; on the CPU, raise torch's error instead."""
     if device == "cpu":
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
     return torch.empty(torch.cuda.get_device_properties(device).total_memory // 20, dtype=torch.uint8, device=device)
@@ -83,7 +83,7 @@ def test_after_a_lack_of_memory_the_device_works_on(device, record):
     guard = MemoryGuard("the codec", "encode.batch_seconds")
     messages = []
     for kind in (UnitFailed, FatalError):
-        # The first unit fails alone, the second ends the stage.
+        # The first failure only fails its unit; the second one ends the stage.
         refused = raises(kind, "out_of_memory", "lower encode.batch_seconds below 30")
         with little_memory(device), refused as caught, guard.batch(30.0, 6):
             take_memory(device)

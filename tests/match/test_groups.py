@@ -1,4 +1,4 @@
-"""Speaker groups of a manifest and their division into units."""
+"""Tests of the division of speaker groups into units."""
 
 import numpy as np
 from hypothesis import given, strategies as st
@@ -10,12 +10,12 @@ from sharmill.stages.lines import offsets_of, write_part
 
 
 def number(groups):
-    """The number of the first line of each line's group, by the names of the groups."""
+    """Return the first line of each line's group, given the names of the groups."""
     return np.array([groups.index(group) for group in groups], np.uint32)
 
 
 def spans_of(groups, seconds, unit_seconds, max_group):
-    """The line numbers of each span."""
+    """Return the line numbers of each span."""
     order = np.argsort(number(groups), kind="stable")
     in_order = np.array(seconds, np.float32)[order]
     spans = divide(in_order, number(groups)[order], unit_seconds=unit_seconds, max_group=max_group)
@@ -43,7 +43,7 @@ def test_groups_are_gathered_up_to_the_wanted_length():
     max_group=st.none() | st.integers(2, 10),
     data=st.data(),
 )
-def test_every_line_is_in_one_span_with_its_group_unless_that_is_too_large(groups, unit_seconds, max_group, data):
+def test_lines_of_a_group_share_a_span_unless_it_is_too_large(groups, unit_seconds, max_group, data):
     size = len(groups)
     seconds = data.draw(st.lists(st.floats(0.125, 20, width=32), min_size=size, max_size=size))
     lines = spans_of(groups, seconds, unit_seconds, max_group)

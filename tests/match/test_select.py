@@ -1,4 +1,4 @@
-"""Context selection against the published rule, written out independently."""
+"""Tests of the context selection against an independent implementation of the published rule."""
 
 import math
 import subprocess
@@ -14,7 +14,7 @@ from support.project import TESTS, examples
 
 from sharmill.match.select import select_context
 
-# In a process of its own, whose peak is that of the selection.
+# Runs in a separate process, whose peak memory is that of the selection.
 MEASURE = """
 from bench.rows import with_peak
 from bench.match import LIMITS, large_group, select_context
@@ -22,13 +22,13 @@ from bench.match import LIMITS, large_group, select_context
 data, found = large_group(20_000), []
 print(with_peak(lambda: found.append(select_context(**data, **LIMITS)[0]))["MiB above"], (found[0] >= 0).sum())
 """
-# Squares of similarities (with sign) that small integer vectors reach exactly, and some that they do not.
+# Signed squares of similarities, some of which small integer vectors reach exactly.
 SIGNED_SQUARES = [-1.0, -0.5, 0.0, 0.1, 0.2, 0.25, 0.36, 0.5, 0.64, 0.8, 0.9, 1.0, 1.5]
 
 
 @dataclass
 class Problem:
-    """Small integer vectors and times in tenths of a second, so that the expected result is exact."""
+    """Draw small integer vectors and times in tenths of a second, so that the expected result is exact."""
 
     vectors: np.ndarray  # (N, D) integers
     tenths: np.ndarray  # (N,) durations
@@ -58,7 +58,7 @@ class Problem:
         )
 
     def signed_squares(self) -> np.ndarray:
-        """(N, N) cos * |cos|, one division of integers each: equal ones are equal, others far apart."""
+        """Return cos * |cos|, (N, N), from one division of integers each, so that equal values are exactly equal."""
         dots = self.vectors @ self.vectors.T
         norms = (self.vectors**2).sum(axis=1)
         return dots * abs(dots) / np.maximum(np.outer(norms, norms), 1)
@@ -78,7 +78,7 @@ class Problem:
         return bool(ends[i] <= self.starts[j] or ends[j] <= self.starts[i])
 
     def walk(self, how_many: int) -> list[tuple[list[int], float]]:
-        """For each row: the first survivors of the published walk, and the square of the best eligible."""
+        """Return for each row the first candidates that pass the published rule, and the best eligible square."""
         squares, rows = self.signed_squares(), []
         for i, row in enumerate(squares.tolist()):
             survivors, best = [], -math.inf
@@ -100,8 +100,8 @@ def problems(draw: st.DrawFn, max_rows: int = 300) -> Problem:
     num_voices, dim = draw(st.integers(1, 12)), draw(st.integers(1, 5))
     voices = rng.integers(-2, 3, (num_voices, dim))
     vectors = voices[rng.integers(num_voices, size=num_rows)]
-    vectors = vectors * rng.integers(1, 4, (num_rows, 1))  # cosine similarity does not see the scale
-    span = draw(st.sampled_from([3000, 3000, 200, 60, 5]))  # everything overlaps, some does, hardly anything does
+    vectors = vectors * rng.integers(1, 4, (num_rows, 1))  # cosine similarity ignores the scale
+    span = draw(st.sampled_from([3000, 3000, 200, 60, 5]))  # all, some or hardly any segments overlap
     num_recordings = draw(st.sampled_from([None, 50, 50, 3, 3, 1]))
     num_texts = draw(st.sampled_from([None, 200, 200, 4, 4, 1]))
     num_contents = draw(st.sampled_from([None, None, 200, 20, 3, 1]))
@@ -147,7 +147,7 @@ def test_tensors_give_what_arrays_give(problem, choice):
 
 @settings(max_examples=examples(200), deadline=None)
 @given(problems(max_rows=100), st.integers(1, 7), st.integers(0, 1000))
-def test_a_sample_is_one_of_the_best_survivors_whatever_the_blocks(problem, sample_size, seed):
+def test_a_sample_is_one_of_the_best_for_any_block_size(problem, sample_size, seed):
     options = {"choice": "sample", "sample_size": sample_size, "seed": seed}
     index, similarity = problem.select(**options)
     squares = problem.signed_squares()
@@ -162,7 +162,7 @@ def test_a_sample_is_one_of_the_best_survivors_whatever_the_blocks(problem, samp
 
 
 def choose(embeddings, durations=None, **options):
-    """Index and similarity as lists, with limits that exclude nothing unless given."""
+    """Return index and similarity as lists; by default, the limits exclude nothing."""
     durations = np.full(len(embeddings), 4.0) if durations is None else durations
     options = {"min_similarity": -1.0, "min_duration": 3.0} | options
     index, similarity = select_context(np.asarray(embeddings, dtype=np.float64), durations, **options)
@@ -185,14 +185,14 @@ def test_the_first_duplicate_wins_despite_noise_of_the_product(block_size):
 
 
 def test_the_first_orthogonal_candidate_wins_despite_noise():
-    # A turned orthonormal basis: every product is 0 up to about 1e-17, of either sign.
+    # Products of a rotated orthonormal basis are 0 up to about 1e-17, with either sign.
     basis, _ = np.linalg.qr(np.random.default_rng(4).normal(size=(64, 64)))
     index, similarity = choose(basis)
     assert index == [1] + [0] * 63
     assert [str(value) for value in similarity] == ["0.0"] * 64
 
 
-def test_segments_that_touch_do_not_overlap_though_their_sum_is_not_exact():
+def test_segments_that_touch_do_not_overlap_despite_rounding():
     options = {"recordings": [7, 7], "min_duration": 0.1}
     assert 0.1 + 0.2 > 0.3
     assert choose([[1], [1]], [0.2, 0.5], offsets=[0.1, 0.3], **options)[0] == [1, 0]
@@ -224,7 +224,7 @@ def test_segments_that_touch_do_not_overlap_though_their_sum_is_not_exact():
         ({"block_size": 0}, "block_size must be at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(change, message):
+def test_invalid_arguments_are_refused(change, message):
     arguments = {
         "embeddings": np.ones((3, 2)),
         "durations": [4.0] * 3,
@@ -240,6 +240,6 @@ def test_twenty_thousand_utterances_take_less_than_one_gib():
     command = [sys.executable, "-c", MEASURE]
     printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=TESTS, text=True).stdout
     mebibytes, num_found = printed.split()
-    # The embeddings alone are 31 MB in float64: less than that would mean that nothing was measured.
+    # The embeddings alone take 31 MB in float64; a lower figure would mean that the measurement failed.
     assert 30 < float(mebibytes) < 1024
     assert int(num_found) > 19_000

@@ -1,4 +1,4 @@
-"""Stage 1 as a whole, on voices whose similarity is known: reasons, limits, choices, units, and what it leaves."""
+"""Tests of the whole stage ``match`` on voices with known similarities: rejects, limits, choices, units and files."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from sharmill.match.config import MatchConfig
 
 
 class PitchEncoder:
-    """The voice is the loudest frequency: one of 1000 f Hz has the angle f, and silence has none."""
+    """A toy encoder whose embedding is the loudest frequency: 1000 f Hz has the angle f, and silence has none."""
 
     sampling_rate = 16000
     embedding_size = 2
@@ -37,7 +37,7 @@ class PitchEncoder:
     def _row(self, samples: torch.Tensor) -> list[float]:
         if not bool((samples != 0).any()):
             return [0.0, 0.0]
-        # Of the same number of points for all, so that equal pitches are equal.
+        # All spectra have the same number of points, so that equal pitches give equal embeddings.
         angle = float(torch.fft.rfft(samples, 65536).abs().argmax()) * 16000 / 65536 / 1000
         return [math.cos(angle), math.sin(angle)]
 
@@ -47,7 +47,7 @@ def similarity(pitch, other):
 
 
 def match(project, encoder=None, *, restart=False, speaker_key="speaker", **options):
-    """Runs prepare and match; the records of the matched manifest by file name and, behind it, their offset."""
+    """Run prepare and match; return the records of the matched manifest by file name and offset."""
     config = project.configure(match=options, speaker_key=speaker_key)
     if not (project.run_dir / "prepare").exists():
         project.prepare(config)
@@ -70,7 +70,7 @@ def add(project, name, pitch, seconds=3.5, **keys):
 
 
 def test_audio_over_full_scale_is_no_context(project):
-    """It would be the best context of each utterance that brings none."""
+    """The rejected file would be the best context of every utterance without a given context."""
     for name, pitch, keys in (("a.wav", 200, {}), ("b.wav", 330, {"context_audio_filepath": "huge.wav"})):
         add(project, name, pitch, **keys)
     project.add("huge.wav", voice(3.5, pitch=210) * 32768, subtype="FLOAT")
@@ -95,7 +95,7 @@ def test_the_most_similar_utterance_of_the_group_is_the_context(project):
 
 
 def of(name, pitch=200, seconds=3.5, seed=None, **keys):
-    """An utterance; those of one seed are copies."""
+    """Return an utterance; utterances with the same seed are copies."""
     return name, pitch, seconds, seed, keys
 
 
@@ -107,7 +107,7 @@ WORDS = [
     of("c.wav", 300, text="four five six"), of("d.wav", 500, text="..."),
 ]  # fmt: skip
 COPIES = [of("a.wav", seed=99), of("copy.wav", seed=99)]
-# Utterances, options, contexts, reasons of the others.
+# Each case has utterances, options, expected contexts, and the reject reasons of the other utterances.
 CHOICES = {
     "alone in its group": ([of("a.wav"), of("b.wav", speaker="bob")], {}, {}, ["single_utterance_speaker"] * 2),
     "a speaker of another case": (
@@ -155,7 +155,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("case", CHOICES)
-def test_contexts_and_reasons_are_those_of_the_voices_and_the_limits(project, case):
+def test_contexts_and_reject_reasons_follow_voices_and_limits(project, case):
     utterances, options, expected, rejected = CHOICES[case]
     for number, (name, pitch, seconds, seed, keys) in enumerate(utterances):
         project.add(name, voice(seconds, pitch=pitch, seed=number if seed is None else seed), **keys)
@@ -167,7 +167,7 @@ def test_contexts_and_reasons_are_those_of_the_voices_and_the_limits(project, ca
 
 
 class SmallDevice(PitchEncoder):
-    """An encoder on a device with memory for four seconds at once, that says what torch says where there are more."""
+    """An encoder with memory for four seconds at once, which raises torch's out-of-memory error for more."""
 
     def embed(self, audio, num_samples):
         if audio.numel() > 64000:
@@ -182,7 +182,7 @@ def test_segments_too_long_for_a_batch_are_rejected_alone(project):
     assert reasons(project) == dict.fromkeys(("1.wav", "3.wav"), "too_long_for_device")
 
 
-def test_where_no_batch_fits_the_stage_stops_and_says_what_to_set(project):
+def test_the_stage_names_the_setting_if_no_batch_fits(project):
     for number in range(4):
         add(project, f"{number}.wav", 200, speaker=f"s{number // 2}")
     with raises(FatalError, "out_of_memory", "lower match.batch_seconds below 7"):
@@ -192,7 +192,7 @@ def test_where_no_batch_fits_the_stage_stops_and_says_what_to_set(project):
 @pytest.mark.parametrize(
     ("change", "reason"), [(Path.unlink, "missing_audio"), (partial(os.utime, times=(1, 1)), None)]
 )
-def test_a_file_that_changed_after_prepare_is_rejected_and_nobodys_context(project, change, reason):
+def test_a_file_that_changed_after_prepare_is_never_a_context(project, change, reason):
     for name, pitch in (("a.wav", 200), ("b.wav", 203), ("c.wav", 300)):
         add(project, name, pitch)
     add(project, "left.wav", 200, speaker="bob")
@@ -239,7 +239,7 @@ def test_the_threshold_is_the_encoders_own_by_default():
 
 
 def passes_the_check(project, tmp_path, config):
-    """Writes the dataset, and tells whether the checker finds nothing in it."""
+    """Write the dataset, and return True if the checker has no findings."""
     assert run(stage_of(config, "write")).ok
     return not check_dataset(project.dataset, tmp_path / "check", deep=True).findings
 
@@ -255,14 +255,14 @@ def test_a_run_with_copies_passes_the_check(project, tmp_path, audio_format):
 
 @pytest.fixture
 def pair(project):
-    """Two utterances that are each other's contexts."""
+    """Add two utterances that are each other's contexts."""
     for name in ("a.wav", "b.wav"):
         add(project, name, 200)
     return match(project)
 
 
 def test_times_of_files_are_in_no_identity(project, pair):
-    """Files copied to another disk must not make a run begin anew."""
+    """Files that were copied to another disk must not make a run start over."""
     config = project.configure(match={})
     assert run(stage_of(config, "write")).ok
     for name in ("a.wav", "b.wav"):
@@ -284,7 +284,7 @@ def test_max_group_seeks_contexts_within_the_parts(project):
     assert len(lines(project.run_dir / "match/plan/units.jsonl")) == 2
 
 
-def test_contexts_from_a_dataset_depend_on_no_speaker_without_records(project, tmp_path):
+def test_speakers_without_records_do_not_affect_contexts(project, tmp_path):
     found = []
     for name, speakers in (("some", ["anna"]), ("more", ["zoe", "anna", "zoe"])):
         old = Project(tmp_path / name)
@@ -330,7 +330,7 @@ def test_the_sound_of_targets_and_contexts_is_noted(project):
 
 
 def test_the_result_does_not_depend_on_the_units(tmp_path):
-    """With an encoder whose rows do not depend on their batch, the bytes are the same."""
+    """The bytes are the same with an encoder whose embeddings do not depend on the batch."""
     found = []
     for unit_seconds in (0.1, 9.0, None):
         project = Project(tmp_path / str(unit_seconds))
@@ -343,11 +343,11 @@ def test_the_result_does_not_depend_on_the_units(tmp_path):
 
 
 def given(name, **keys):
-    """The keys by which a record brings a context."""
+    """Return the manifest keys of a given context."""
     return {"context_audio_filepath": name} | {f"context_{key}": value for key, value in keys.items()}
 
 
-def test_the_contexts_that_records_bring_are_kept_checked_and_filled_in(project):
+def test_given_contexts_are_kept_checked_and_filled_in(project):
     add(project, "a.wav", 200, **given("c.wav", audio_offset=0.0, audio_duration=3.5, audio_text="said before"))
     add(project, "b.wav", 205, **given("c.wav", speaker_similarity=0.875))
     add(project, "c.wav", 400)

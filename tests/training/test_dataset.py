@@ -1,4 +1,4 @@
-"""``ContextSpeechDataset``: every entry of a batch with its values, and what is refused; tokenizers by name."""
+"""Tests of ``ContextSpeechDataset``: values of all entries of a batch, refused cuts and options, tokenizers by name."""
 
 import pickle
 import sys
@@ -61,7 +61,7 @@ def test_the_codec_is_named_where_there_are_several(project):
     assert CodecForm.of_dataset(project.dataset, "coarse").samples_per_frame == 640
 
 
-def test_what_describes_the_cuts(cuts, form):
+def test_entries_that_describe_the_cuts(cuts, form):
     batch = batch_of(cuts, form)
     assert {name: batch[name] for name in ("ids", "text", "language", "speaker")} == {
         "ids": [cut.id for cut in cuts],
@@ -77,7 +77,7 @@ def test_what_describes_the_cuts(cuts, form):
 
 def test_text_tokens_have_begin_end_and_padding(coded, form):
     batch = batch_of(coded[:2], form, tokenizer=lambda text: [5] * int(text[-6]), text_bos_id=1, text_eos_id=2)
-    # Of "text of spk/utt0.flac" and "...utt1.flac": no token and one.
+    # The texts "text of spk/utt0.flac" and "...utt1.flac" give no token and one token.
     assert batch["text_tokens"].tolist() == [[1, 2, 0], [1, 5, 2]]
     assert batch["text_lens"].tolist() == [2, 3]
     assert batch["text_tokens"].dtype == batch["text_lens"].dtype == torch.int64
@@ -214,7 +214,7 @@ def test_audio_and_codes_have_the_same_slice(coded, heard, form):
 
 
 def test_without_a_codec_there_is_audio(cuts):
-    """At the rate that it has; a frame is a sample, so that slices end where the limits say."""
+    """Audio keeps its rate, and a frame is one sample, so slices have exactly the limits' lengths."""
     batch = batch_of(cuts, None, context_duration_min=1.0, context_duration_max=1.0)
     assert not [name for name in batch if "codes" in name]
     assert batch["target_audio"].shape == (7, 49600)
@@ -226,8 +226,8 @@ def test_without_a_codec_there_is_audio(cuts):
 
 
 @pytest.mark.parametrize(("seconds", "frames"), [(30.0, 1500), (30.01, 1501)])
-def test_cuts_padded_to_30_seconds_have_their_own_lengths_in_long_tensors(cuts, form, seconds, frames):
-    """As Whisper's encoder takes them: ``pad_min_duration`` of the loader."""
+def test_padded_cuts_have_their_own_lengths_in_long_tensors(cuts, form, seconds, frames):
+    """Cuts are padded with the loader's ``pad_min_duration``, as Whisper's encoder needs them."""
     padded = list(CutSet.from_cuts(cuts).pad(duration=seconds, preserve_id=True))
     plain, whole = batch_of(cuts, form), batch_of(padded, form, code_pad_id=99)
     assert whole["target_codes"].shape == (7, 3, frames + 2)
@@ -239,7 +239,7 @@ def test_cuts_padded_to_30_seconds_have_their_own_lengths_in_long_tensors(cuts, 
         assert (row[:, length:] == 99).all()
 
 
-def test_a_truncated_cut_has_its_frames_only_and_its_whole_context(coded, form):
+def test_a_truncated_cut_has_its_own_frames_and_whole_context(coded, form):
     part = coded[3].truncate(offset=1.0, duration=0.5)
     batch = batch_of([part], form, context_duration_min=0.7, context_duration_max=0.7)
     np.testing.assert_array_equal(batch["target_codes"][0, :, 1:-1], coded[3].target_codes.load()[:, 50:75])
@@ -247,7 +247,7 @@ def test_a_truncated_cut_has_its_frames_only_and_its_whole_context(coded, form):
 
 
 def test_a_short_context_is_repeated_from_its_beginning(coded, form):
-    # The context of cut 5 is cut 6 with 13 frames.
+    # The context of cut 5 is cut 6, which has 13 frames.
     batch = batch_of([coded[5]], form, context_duration_min=0.6, context_duration_max=0.6)
     whole = coded[5].context_codes.load()
     np.testing.assert_array_equal(batch["context_codes"][0, :, 1:-1], np.tile(whole, 3)[:, :30])
@@ -267,7 +267,7 @@ def test_audio_at_16_khz(cuts, form):
 
 @pytest.fixture(scope="module")
 def odd(built, coded, heard):
-    """Cuts of which no batch can be made, by name."""
+    """Cuts that cannot be batched, by name."""
     return {
         "faster": [coded[1].perturb_speed(1.1)],
         "louder": [coded[1].perturb_volume(2.0)],
@@ -308,13 +308,13 @@ SLOW = CodecForm(sampling_rate=16000, samples_per_frame=1280, codebook_size=64)
         ("without targets", {}, "neither target_codes nor target_audio"),
     ],
 )
-def test_what_no_batch_is_made_of_is_named(odd, form, name, options, told):
+def test_cuts_that_cannot_be_batched_are_named(odd, form, name, options, told):
     options = dict(options)
     with pytest.raises(ValueError, match=told):
         batch_of(odd[name], options.pop("codec", form), **options)
 
 
-def test_those_built_in():
+def test_built_in_tokenizers():
     assert load_tokenizer("bytes")("aé") == [97, 195, 169]
     assert load_tokenizer("chars")("aé") == [97, 233]
 

@@ -1,4 +1,4 @@
-"""``parallel_map``: order, bounds, errors in their place, workers that end."""
+"""Tests of ``parallel_map``: order, prefetching limits, errors in order, and the end of workers."""
 
 import itertools
 import multiprocessing
@@ -28,7 +28,7 @@ from sharmill.training import parallel_map
 
 
 def workers():
-    """Threads and processes of maps; and those of other tests, which may still be ending."""
+    """Return the threads and processes of maps, including those of earlier tests that are still ending."""
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("sharmill-")}
     return threads | set(multiprocessing.active_children())
 
@@ -60,7 +60,7 @@ def test_no_more_is_read_than_may_be_ahead():
 
     results = iter(parallel_map(items(), half, 2, prefetch=5))
     assert next(results) == 0.0
-    # One was delivered, and five may follow it.
+    # One result was delivered, and five more may be read ahead.
     for _ in range(6):
         assert room.acquire(timeout=30)
     assert not room.acquire(timeout=0.2)
@@ -117,7 +117,7 @@ def test_a_function_that_no_worker_can_have_is_an_error(function, error, told):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["thread", "process"])
-def test_an_iteration_that_is_left_open_does_not_keep_the_program(program, kind):
+def test_an_unfinished_iteration_does_not_keep_the_program(program, kind):
     with program(f"results = iter(parallel_map(range(99), slow, 2, kind='{kind}'))", "print(next(results))") as running:
         assert running.communicate(timeout=120) == ("0\n", "")
     assert running.returncode == 0
@@ -126,7 +126,7 @@ def test_an_iteration_that_is_left_open_does_not_keep_the_program(program, kind)
 @pytest.mark.slow
 @pytest.mark.parametrize("send", [os.kill, os.killpg])
 def test_an_interrupt_ends_everything_quietly(program, send):
-    """Ctrl-C goes to the whole group of processes, that of a launcher may go to the parent alone."""
+    """Ctrl-C interrupts the whole process group; a launcher's SIGINT may reach only the parent."""
     with program("for n in parallel_map(range(9999), slow, 2, kind='process'):", "    print(n, flush=True)") as running:
         assert running.stdout.readline() == "0\n"
         send(running.pid, signal.SIGINT)
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_everything_quietly(program, send):
 
 @pytest.fixture
 def program(tmp_path):
-    """Starts a program of its own group of processes with these lines."""
+    """Returns a function that starts a program with these lines in its own process group."""
 
     def start(*lines):
         script = tmp_path / "program.py"
@@ -182,7 +182,7 @@ def test_workers_end_where_iteration_is_given_up(kind):
         ({"kind": "fiber"}, "'thread' or 'process'"),
     ],
 )
-def test_what_cannot_be_is_refused(options, what):
+def test_invalid_options_are_refused(options, what):
     with raises(ConfigError, "bad_config_value", what):
         parallel_map([], half, **options)
 
@@ -192,8 +192,8 @@ class Families(torch.utils.data.IterableDataset):
         return iter(parallel_map(range(6), family, 2, kind="process"))
 
 
-def test_processes_work_in_the_workers_of_a_loader_and_end_with_them():
-    """multiprocessing lets the workers, which are daemons, start none."""
+def test_processes_of_loader_workers_end_with_the_workers():
+    """multiprocessing forbids child processes of daemons, such as the workers."""
     families = list(torch.utils.data.DataLoader(Families(), batch_size=None, num_workers=2))
     own, parents = {own for own, _ in families}, {parent for _, parent in families}
     assert len(families) == 12

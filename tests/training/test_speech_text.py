@@ -1,4 +1,4 @@
-"""``SpeechTextDataset``: speech, text and conversations as sequences of tokens and frames, and what is refused."""
+"""Tests of ``SpeechTextDataset``: sequences of speech, text and conversations, and refused examples."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def heard(corpora):
 
 
 def prompted(example):
-    """The example as the loader gives it with ``prompt_format: plain``."""
+    """Return the example as the loader delivers it with ``prompt_format: plain``."""
     from nemo.collections.common.data.lhotse.dataloader import tokenize_with_prompt
 
     own = fastcopy(example, custom=dict(example.custom or {}))
@@ -59,7 +59,7 @@ def batch_of(examples, form, **options):
 
 
 def conversation(*turns, name="c1"):
-    """A conversation of turns, each a role and a text or a cut."""
+    """Return a conversation of turns, each given as a role and a text or a cut."""
     made = [
         TextTurn(content, role) if isinstance(content, str) else AudioTurn(content, role, LOCATOR)
         for role, content in turns
@@ -68,12 +68,12 @@ def conversation(*turns, name="c1"):
 
 
 def text_at(batch, row, where):
-    """The letters of a row's positions where a mask is true."""
+    """Return the letters of a row at the positions where a mask is true."""
     return LETTERS.ids_to_text(batch["text_tokens"][row][where[row]].tolist())
 
 
 def kinds_of(batch, row=0):
-    """The kinds of a row's spans with their lengths."""
+    """Return the kinds and lengths of a row's spans."""
     found = []
     for kind, span in zip(batch["kinds"][row].tolist(), batch["spans"][row].tolist(), strict=True):
         if kind != Kind.PADDING:
@@ -90,7 +90,7 @@ def test_text_is_predicted_and_so_is_the_target_of_a_pair(form):
     batch = batch_of([TextExample("abcdef"), pair, chat], form)
     present = batch["kinds"] == Kind.TEXT
     assert [text_at(batch, row, present) for row in range(3)] == ["abcdef", "Q: why?so", "abc"]
-    # Nothing comes before the first position.
+    # The first position cannot be predicted.
     assert [text_at(batch, row, batch["predicted"]) for row in range(3)] == ["bcdef", "so", "bc"]
     assert batch["lengths"].tolist() == [6, 9, 3]
     assert batch["codes"].shape == (3, 3, 9)
@@ -112,7 +112,7 @@ def test_an_utterance_is_its_text_context_and_target(form, cuts):
         assert torch.equal(codes[:, :context], plain["context_codes"][row, :, :context])
         np.testing.assert_array_equal(codes[:, context + 1 : -1], cut.target_codes.load())
         assert codes[0, [0, context - 1, context, -1]].tolist() == [BOS, EOS, BOS, EOS]
-        # All of the target but its begin, which is given; nothing of the context.
+        # The whole target is predicted except BOS, which is given; the context is not predicted.
         expected = [False] + [True] * 4 + [False] * (context + 1) + [True] * (target - 1)
         assert batch["predicted"][row, : len(expected)].tolist() == expected
         assert not batch["predicted"][row, len(expected) :].any()
@@ -125,8 +125,8 @@ def test_a_context_is_taken_where_an_utterance_has_one(form, cuts):
     assert kinds == [[Kind.TEXT, Kind.CODES, Kind.CODES], [Kind.TEXT, Kind.CODES]]
 
 
-def test_a_conversation_has_its_audio_in_the_place_of_the_locator(form, cuts, heard):
-    """The user's as audio where there are no codes, the assistant's as codes, which are predicted."""
+def test_audio_replaces_the_locator_in_a_conversation(form, cuts, heard):
+    """A user's turn without codes is audio; the assistant's turn is codes, which are predicted."""
     talk = conversation(
         ("user", "Hear"), ("user", heard[0]), ("assistant", "yes"), ("assistant", cuts[1]), ("user", "and"),
         ("assistant", "bye"),
@@ -134,7 +134,7 @@ def test_a_conversation_has_its_audio_in_the_place_of_the_locator(form, cuts, he
     batch = batch_of([talk], form)
     frames = form.num_frames(heard[0].duration)
     codes = cuts[1].target_codes.shape[1] + 2
-    # Turns of one role that follow each other are joined with a space.
+    # Consecutive turns of one role are joined with a space.
     assert kinds_of(batch) == [
         (Kind.TEXT, 5), (Kind.AUDIO, frames), (Kind.TEXT, 4), (Kind.CODES, codes), (Kind.TEXT, 6)
     ]  # fmt: skip
@@ -161,7 +161,7 @@ def test_groups_of_tags_have_their_prompts(corpora, form):
         for row, tags in enumerate(batch["tags"]):
             given = (batch["kinds"] == Kind.TEXT) & ~batch["predicted"]
             found.add((tags["task"], text_at(batch, row, given)))
-    # Of a line of text, the first letter is given.
+    # The first letter of a line of text is given rather than predicted.
     assert found == {("tts", "Say: "), ("clone", "Clone: "), ("lm", "l")}
 
 
@@ -186,14 +186,14 @@ HINT = f"what is {LOCATOR}"
         (lambda cut, audio, bare: None, {}, None, "the batch has no examples"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_made_is_refused(form, cuts, heard, corpora, make, options, code, told):
+def test_examples_without_a_sequence_are_refused(form, cuts, heard, corpora, make, options, code, told):
     example = make(cuts[0], heard[0], next(iter(open_shar(corpora.small, []))))
     with pytest.raises(ValueError if code is None else ConfigError, match=told) as caught:
         batch_of([] if example is None else [example], **({"form": form} | options))
     assert getattr(caught.value, "code", None) == code
 
 
-def test_a_padded_cut_and_a_locator_that_is_not_in_the_tokens_are_named(form, cuts, heard):
+def test_padded_cuts_and_missing_locators_are_named(form, cuts, heard):
     with pytest.raises(ValueError, match="is a MixedCut: sequences are built only from MonoCuts"):
         SpeechTextDataset(form, LETTERS)[CutSet.from_cuts([cuts[0].pad(duration=2.0)])]
     lost = fastcopy(prompted(conversation(("user", heard[0]), ("assistant", "a"))))

@@ -143,7 +143,7 @@ class ContextChooser:
             The index and similarity of the copy, by row; rows without a copy are missing.
         """
         if self.match.max_similarity is None:
-            # Without max_similarity, copies have the same samples as a row, so few utterances need to be searched.
+            # If max_similarity is not set, copies have the same samples as a row, so few utterances are searched.
             repeated = np.bincount(contents) > 1
             rows = rows[repeated[contents[rows]]]
             chosen = np.flatnonzero(np.isin(contents, contents[rows]))

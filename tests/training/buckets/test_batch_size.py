@@ -1,4 +1,4 @@
-"""The largest batch that fits: the search, real limits of memory, and what is an error instead."""
+"""Tests of the search for the largest batch, with real memory limits, and of its errors."""
 
 import itertools
 import signal
@@ -69,7 +69,7 @@ def test_other_errors_end_the_search(step, names):
 
 @pytest.mark.gpu
 def test_a_real_model_on_a_gpu():
-    """The limit is a share of the GPU, errors of its memory are survived, and the results are the largest."""
+    """The search stays within a share of the GPU, survives out-of-memory errors, and finds the largest batches."""
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     budget = make_budget("cuda:0", 0.9, 2**31)
@@ -144,7 +144,7 @@ def test_a_file_without_closed_bins_is_refused(tmp_path, text, code, names):
         (["--step", "mine:step", "--module-name", "a.Model"], ["--step"]),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(tmp_path, monkeypatch, capsys, options, names):
+def test_invalid_options_are_refused_in_one_line(tmp_path, monkeypatch, capsys, options, names):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def step(*_):\n    pass\n")
     usual = {"--step": "mine:step", "--bins": "[1.0]", "--device": "cpu", "--memory": "400MiB"}

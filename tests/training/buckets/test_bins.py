@@ -1,4 +1,4 @@
-"""Bins equal to lhotse's and NeMo's: of datasets, manifests, text, conversations and mixtures; the loader's batches."""
+"""Tests of bins of datasets, manifests, text, conversations and mixtures against lhotse, NeMo and loader batches."""
 
 import json
 import os
@@ -63,13 +63,13 @@ def test_a_shar_of_another_tool_has_bins_too(many, tmp_path):
         ({"prompt_format": "plain", "tokenizer": ()}, "bad_usage", ["--tokenizer"]),
     ],
 )
-def test_what_cannot_be_is_refused(built, options, code, names):
+def test_invalid_options_are_refused(built, options, code, names):
     with raises(ConfigError, code, *names):
         report_of([built.dataset], **{"tokenizer": ["bytes"], "workers": 1} | options)
 
 
 def change_cuts(dataset, change):
-    """Write the cuts of the first shard anew as a function changes them; return its path and its cuts."""
+    """Rewrite the cuts of the first shard with a function; return its path and the original cuts."""
     path = dataset / "cuts/cuts.000000.jsonl.gz"
     cuts = lines(path)
     write_lines(path, change(cuts))
@@ -90,7 +90,7 @@ def test_damaged_cuts_are_named(built, tmp_path):
         read_lengths([dataset], workers=1)
 
 
-def test_limits_leave_cuts_out_and_count_them(built):
+def test_limits_exclude_cuts_and_count_them(built):
     found = read_lengths([built.dataset], min_duration=0.5, max_duration=2.0, workers=1)
     assert sorted(found.lengths) == [0.5, 0.7, 1.0, 1.3]
     assert found.num_discarded == 3
@@ -98,7 +98,7 @@ def test_limits_leave_cuts_out_and_count_them(built):
         read_lengths([built.dataset], min_duration=5.0, workers=1)
 
 
-def test_cuts_without_text_count_no_tokens_and_are_told(built, tmp_path):
+def test_cuts_without_text_have_no_tokens_and_are_counted(built, tmp_path):
     dataset = copy(built.dataset, tmp_path / "copy")
     change_cuts(dataset, lambda cuts: [without_text(cuts[0]), *cuts[1:]])
     found = read_lengths([dataset], tokenizer=["bytes"], workers=1)
@@ -110,7 +110,7 @@ def test_cuts_without_text_count_no_tokens_and_are_told(built, tmp_path):
 
 
 @pytest.mark.parametrize("token_bins", [False, True])
-def test_data_without_text_have_no_tokens_and_no_limits_of_them(built, tmp_path, token_bins):
+def test_data_without_text_have_no_limits_of_tokens(built, tmp_path, token_bins):
     dataset = copy(built.dataset, tmp_path / "untranscribed")
     for path in (dataset / "cuts").iterdir():
         write_lines(path, map(without_text, lines(path)))
@@ -134,7 +134,7 @@ def test_one_dimension_is_that_of_lhotse(many, num_buckets):
 
 
 def formula(name):
-    """Durations and token counts of 2,000 cuts; ``skewed`` has a third at 20 s, and some texts that are too long."""
+    """Return durations and token counts of 2,000 cuts; ``skewed`` has a third at 20 s, and some overlong texts."""
     i = np.arange(2000)
     durations = 1 + ((i * 7919) % 1999) / 100
     if name == "skewed":
@@ -143,7 +143,7 @@ def formula(name):
     return durations, np.where(i % 200 == 7, tokens * 5, tokens) if name == "skewed" else tokens
 
 
-# What NeMo's scripts/speech_recognition/estimate_duration_bins_2d.py gives for these data.
+# Return the bins of NeMo's scripts/speech_recognition/estimate_duration_bins_2d.py for these data.
 BY_NEMO = {
     ("smooth", 4, 2): (
         [(10.54, 77), (10.54, 132), (14.87, 135), (14.87, 185), (18.2, 176), (18.2, 226), (20.98, 209), (20.98, 266)],
@@ -162,9 +162,9 @@ BY_NEMO = {
 def test_two_dimensions_are_those_of_nemo(name, buckets, sub_buckets):
     bins, ratios = BY_NEMO[name, buckets, sub_buckets]
     ours = estimate_bins_2d(*formula(name), buckets, sub_buckets)
-    # NeMo counts what is as long as a bound in the bucket above it, where its loader does not put it.
+    # NeMo's script puts a cut that is as long as a bound into the upper bucket, unlike its loader.
     np.testing.assert_allclose([bound.num_tokens for bound in ours], [tokens for _, tokens in bins], atol=1, rtol=0)
-    # NeMo rounds to the nearest of three decimals, which may be below the longest cut.
+    # NeMo rounds to the nearest value with three decimals, which may be below the longest cut.
     np.testing.assert_allclose([bound.length for bound in ours], [length for length, _ in bins], atol=0.00101, rtol=0)
     np.testing.assert_allclose([bound.max_ratio for bound in ours], ratios, atol=0.0006, rtol=0)
 
@@ -200,7 +200,7 @@ def test_audio_counted_in_frames(built):
     assert texts["measure_total_length"] is True
     half = {"num_buckets": 3, "sub_buckets": 1, "seconds_per_frame": 0.5, "tokenizer": ["bytes"]}
     two = yaml.safe_load(report_of([built.dataset], **half, token_bins=True))
-    # Frames are 1 1 2 2 3 5 7 with 21 tokens each.
+    # The cuts have 1 1 2 2 3 5 7 frames and 21 tokens each.
     assert (two["bucket_duration_bins"], two["max_tpt"]) == ([[5, 21], [7, 21]], [21.0, 3.0])
     assert "max_tps" not in two
 
@@ -221,7 +221,7 @@ def test_the_command_prints_yaml(many, tmp_path):
 
 
 def test_languages_as_the_script_of_nemo_takes_them(many):
-    """In the order and the spelling of its page."""
+    """The options have the order and spelling of NeMo's page."""
     languages = ["--tokenizer", "bytes", "chars", "--langs", "en", "de"]
     further = ["--buckets", "2", "--sub-buckets", "2", "--token_outlier_threshold", "3"]
     result = run_sharmill("bins", *languages, *further, many.dataset)
@@ -234,7 +234,7 @@ def test_languages_without_as_many_tokenizers_are_refused(many):
 
 
 def manifest(path, durations, text="a b", **keys):
-    """A manifest whose audio is not there: nothing but its lines is read."""
+    """A manifest whose audio is missing, since only its lines are read."""
     lines = [
         {"audio_filepath": f"{path.stem}{n}.wav", "duration": seconds, "text": text * (1 + n % 5), "lang": "en",
          "sampling_rate": 16000, **keys}
@@ -334,7 +334,7 @@ PASTED = {
 
 @pytest.mark.parametrize("name", PASTED)
 def test_what_is_printed_can_be_pasted_and_runs(request, tmp_path, name):
-    """Each batch is of one bucket, and nothing that the histogram counted is left out."""
+    """Each batch has one bucket, and all examples that the histogram counted are delivered."""
     data, options, batching = PASTED[name]
     entries = request.getfixturevalue(data)
     options = dict(options)
@@ -373,7 +373,7 @@ def measure(example, printed):
         frame = printed.get("token_equivalent_duration")
         length = example.duration if frame is None else -(-example.duration // frame)
         tokens = len(example.input_ids) if "prompt_format" in printed else len(example.supervisions[0].tokens)
-    # NeMo's batch_tokens passes over prompted text.
+    # NeMo's batch_tokens ignores prompted text.
     if printed.get("measure_total_length") and not hasattr(example, "duration"):
         length += tokens
     return length, tokens
@@ -389,7 +389,7 @@ def bucket_of(length, bins, *, two):
 
 @pytest.fixture(scope="module")
 def canary(tmp_path_factory):
-    """Names of the special tokenizer of Canary, and of one of English."""
+    """Return the names of Canary's special tokenizer and of an English one."""
     folders = save_canary_tokenizers(tmp_path_factory.mktemp("canary"))
     return [f"{language}={folder}/tokenizer.model" for language, folder in folders.items()]
 
@@ -398,7 +398,7 @@ PROMPT = "[{'role':'user','slots':{'source_lang':'en','target_lang':'en','task':
 
 
 def test_special_tokens_of_a_prompt_count(tmp_path, canary):
-    """Five before the text and one after it; as many as the loader counts from the data's own keys."""
+    """There are five tokens before the text and one after it, as the loader counts from the data's keys."""
     path = manifest(tmp_path / "a.json", [1.0, 2.0, 3.0], text="ab")
     texts = read([path], tokenizer=canary).tokens
     prompted = read([path], tokenizer=canary, prompt_format="canary", prompt=PROMPT).tokens
@@ -413,7 +413,7 @@ def test_special_tokens_of_a_prompt_count(tmp_path, canary):
 
 
 def wrong(name, folder):
-    """Sources and options of something that a user may give."""
+    """Return sources with one problem, and their options."""
     good = manifest(folder / "good.json", [1.0, 2.0])
     empty, broken = folder / "empty.json", folder / "broken.json"
     text, config = folder / "a.txt", folder / "input_cfg.yaml"
@@ -499,7 +499,7 @@ PLAIN_PROMPT = {"prompt_format": "plain", "prompt": "[{'role': 'user', 'slots': 
         ("nothing left", {"limits": (5.0, 9.0)}, "too_few_cuts", ["5 to 9 seconds"]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_in_one_line(tmp_path, name, options, code, told):
+def test_wrong_sources_are_refused_in_one_line(tmp_path, name, options, code, told):
     os.mkfifo(tmp_path / "fifo.yaml")
     sources = wrong(name, tmp_path)
     with raises(ConfigError, code, *told):

@@ -1,4 +1,4 @@
-"""The ready step of ``tune-batch``: batches by the schema of a model, real models of NeMo's, profiles and errors."""
+"""Tests of the built-in step of ``tune-batch``: batches by a model's schema, real NeMo models, profiles and errors."""
 
 import math
 from typing import ClassVar
@@ -30,7 +30,7 @@ OF_TIME = ("B", "T")
 
 
 class Recorder(LightningModule):
-    """A model that notes the batches that it gets."""
+    """A model that records its batches."""
 
     batches: ClassVar[list] = []
 
@@ -85,7 +85,7 @@ def test_batches_have_the_lengths_of_the_bucket(config):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Keyword arguments of the step for tiny models of NeMo's real classes."""
+    """Return keyword arguments of the step for tiny models of NeMo's real classes."""
     folder = tmp_path_factory.mktemp("models")
     saved = save_models(folder)
     OmegaConf.save(OmegaConf.create({"model": model_settings(saved)}), folder / "salm.yaml")
@@ -106,7 +106,7 @@ def models(tmp_path_factory):
 def test_models_of_nemo_take_a_whole_step(models, name):
     if name == "salm":
         pytest.importorskip("peft")
-    # A multitask model looks for a part in the file that a process restored last; a step's process makes one model.
+    # A multitask model reads from the file that the process restored last, but a step's process creates one model.
     AppState().model_restore_path = None
     step = NemoStep(**models[name])
     optimizers = []
@@ -161,7 +161,7 @@ def test_the_profile_has_the_limits_that_batches_were_made_for(tmp_path, bins, o
 
 @pytest.mark.gpu
 def test_a_model_of_nemo_on_a_gpu(models):
-    """The largest batch fits in the share of the GPU, and twice as much does not."""
+    """The largest batch fits in the share of the GPU, but twice its size does not."""
     if not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     budget = make_budget("cuda:0", 0.9, 4 * 2**30)

@@ -1,4 +1,4 @@
-"""Chains: each step, the division among readers, exact states, and the budget of errors."""
+"""Tests of chains: each step, the division among readers, exact states, and the limit of errors."""
 
 import io
 import json
@@ -91,7 +91,7 @@ def test_any_source_is_divided_and_read_in_every_epoch(source):
         assert sorted(numbers) == [*range(7)]
 
 
-def test_a_function_is_called_once_to_count_and_once_per_epoch_and_worker(tmp_path):
+def test_a_function_is_called_to_count_and_per_epoch_and_worker(tmp_path):
     def source():
         with (tmp_path / "calls").open("a") as calls:
             calls.write(".")
@@ -108,7 +108,7 @@ def test_a_list_that_a_function_returns_is_shuffled_as_a_list():
 
 @pytest.mark.parametrize("made", [list, generated])
 @pytest.mark.parametrize("later", [3, 8])
-def test_a_function_that_gives_another_number_of_items_is_an_error(made, later):
+def test_a_function_with_a_changing_number_of_items_fails(made, later):
     counts = iter([5, 5, later])
     chain = Chain(lambda: made(range(next(counts))))
     assert list(chain) == [*range(5)]
@@ -171,8 +171,8 @@ def resumable(rank=0, world_size=1, **options):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_each_example_once_per_epoch_on_changing_ranks_and_workers(seed, interleaved):
-    """Through filters, buffers, buckets and threads that hold examples back."""
+def test_each_example_once_per_epoch_on_changing_readers(seed, interleaved):
+    """The chain has filters, buffers, buckets and threads that hold examples back."""
     rng, used, state = random.Random(seed), [], None
     for _ in range(60):
         if state is not None and state["readers"][0]["epoch"] >= 3:
@@ -197,7 +197,7 @@ def test_each_example_once_per_epoch_on_changing_ranks_and_workers(seed, interle
     counts = Counter(used)
     assert set(counts) == left
     assert min(counts.values()) >= 3
-    # Readers may be epochs apart: none gives an example twice in one of them.
+    # Readers may be in different epochs, but none delivers an example twice in an epoch.
     assert all(counts[number] <= 1 + max(map(int, state["readers"][int(number >= 50)]["epochs"])) for number in counts)
 
 
@@ -280,8 +280,8 @@ def test_errors_are_left_out_logged_and_counted(kind, caplog):
     with caplog.at_level(logging.WARNING):
         assert list(chain) == [0.25, 0.5, 1.0]
     assert [record.message for record in caplog.records] == [
-        "an example is left out (1 of at most 2): item 1: ZeroDivisionError: division by zero",
-        "an example is left out (2 of at most 2): item 3: ZeroDivisionError: division by zero",
+        "skipped an example (1 of at most 2): item 1: ZeroDivisionError: division by zero",
+        "skipped an example (2 of at most 2): item 3: ZeroDivisionError: division by zero",
     ]
     assert chain.state_dict()["readers"][0]["num_damaged"] == 2
 
@@ -290,7 +290,7 @@ def test_an_error_behind_interleave_counts_for_its_source(caplog):
     chain = Chain([4, 0], on_error="skip", max_errors=1).interleave(Chain([1, 2]))
     assert list(chain.map(inverse)) == [0.25, 1, 0.5]
     assert [record.message for record in caplog.records] == [
-        "an example is left out (1 of at most 1): item 1: ZeroDivisionError: division by zero",
+        "skipped an example (1 of at most 1): item 1: ZeroDivisionError: division by zero",
     ]
 
 
@@ -344,7 +344,7 @@ def test_errors_of_the_program_are_never_left_out(error):
         (lambda: (lambda chain: chain.zip(chain.map(half)))(Chain([1])), "itself"),
     ],
 )
-def test_what_cannot_be_is_refused(make, what):
+def test_invalid_options_are_refused(make, what):
     with raises(ConfigError, "bad_config_value", what):
         make()
 
@@ -436,13 +436,13 @@ def test_lists_name_urls_and_where_the_call_allows_it_commands(server, tmp_path)
     with raises(DamagedShard, "damaged_shard", "none.tar", "404") as caught:
         list(Chain(source))
     assert "secret" not in str(caught.value)
-    # Below a root nothing else is opened, and no command without the caller's word.
+    # With a root, other places are not opened, and commands need the caller's permission.
     for options in ({"root": tmp_path / "web"}, {"root": None}):
         chain = Chain(shards(tmp_path, [names[1], tmp_path / "web/one.tar"], **options), on_error="skip")
         assert len(list(chain)) == chain.state_dict()["readers"][0]["num_damaged"] == 1
     below = raw(tmp_path, lines[:1], audio_root=server.url, **cache)
     assert [example["wav"] for example in Chain(below)] == [VOICE]
-    # Another process asks the server again, once, and runs commands itself.
+    # Another process checks the server once more, and runs commands itself.
     (tmp_path / "web/a.wav").write_bytes(OTHER)
     asked, again = server.requests["/a.wav"], Chain(raw(tmp_path, lines[:2], allow_pipe=True, **cache), seed=1)
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -459,7 +459,7 @@ def test_members_belong_together_by_the_begin_of_their_names(tmp_path):
     ]
 
 
-def test_audio_that_is_missing_or_none_is_an_error_of_its_example(tmp_path):
+def test_missing_or_invalid_audio_is_an_error_of_its_example(tmp_path):
     (tmp_path / "text.wav").write_text("no audio\n" * 100)
     os.mkfifo(tmp_path / "fifo.wav")
     (tmp_path / "good.wav").write_bytes(VOICE)
@@ -552,7 +552,7 @@ def longer(example):
 
 @pytest.mark.parametrize(("kind", "divide"), [("raw", "line"), ("shard", "line"), ("shard", "file")])
 def test_the_whole_chain_gives_each_utterance_once_on_two_ranks(tmp_path, kind, divide):
-    """WeNet's chain, on 16 utterances in 8 archives, or files; the shortest are left out."""
+    """WeNet's chain runs on 16 utterances in 8 archives or in files; the shortest are filtered out."""
     members, lines = {}, []
     for number in range(16):
         wav = voice_bytes(0.8 + 0.05 * number)

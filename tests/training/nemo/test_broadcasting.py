@@ -1,4 +1,4 @@
-"""NeMo's BroadcastingDataLoader over our datasets, on four processes."""
+"""Tests of NeMo's BroadcastingDataLoader with sharmill's datasets on four processes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class Codes(torch.utils.data.Dataset):
-    """Ids, and the target codes as one padded tensor."""
+    """A dataset of ids, and target codes as one padded tensor."""
 
     def __getitem__(self, cuts):
         codes = [torch.from_numpy(cut.load_target_codes().T.copy()) for cut in cuts]
@@ -26,12 +26,12 @@ class Codes(torch.utils.data.Dataset):
 
 
 def read_on_mesh(folder):
-    """One rank of a 2 x 2 mesh (dp x tp): reads through a BroadcastingDataLoader and writes down what came."""
+    """Read as one rank of a 2 x 2 mesh (dp x tp) through a BroadcastingDataLoader, and record the batches."""
     dist.init_process_group("gloo")
-    # The loader is told of the ranks by its arguments alone.
+    # The loader learns the ranks only from its arguments.
     rank = os.environ.pop("RANK")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    # The same four processes, of which two share their data for context parallelism.
+    # The same four processes with context parallelism, so that two of them share their data.
     context = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     found = {"coordinates": mesh.get_coordinate()}
     for name, settings in json.loads((folder / "settings.json").read_text()).items():
@@ -50,7 +50,7 @@ def read_on_mesh(folder):
             dist.all_gather_object(states, loader.state_dict())
             resumed = make(state=merge_data_states(states))
             found[f"{name}, resumed"] = [batch["ids"] for batch in islice(iter(resumed), 4)]
-        # A source that is left in the middle of its data sends nothing more, so nobody waits for it.
+        # A source that is abandoned early sends no further batches, so no rank may wait for it.
         dist.barrier()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -58,7 +58,7 @@ def read_on_mesh(folder):
 
 @pytest.fixture(scope="module")
 def found(corpora, tmp_path_factory):
-    """The batches that each of the four ranks got, by its coordinates (dp, tp)."""
+    """The batches of the four ranks by their coordinates (dp, tp)."""
     folder = tmp_path_factory.mktemp("mesh")
     random = {"shuffle": True, "shuffle_buffer_size": 20, "num_workers": 1}
     settings = {
@@ -85,13 +85,13 @@ def test_tensor_parallel_ranks_see_equal_batches(found, name):
 
 @pytest.mark.parametrize("name", ["resumable", "resumable, cp"])
 def test_ranks_of_a_mesh_go_on_where_they_were(found, name):
-    """12 batches of three are 36 of 24 cuts, one of which is filtered out: none comes twice in an epoch."""
+    """12 batches of three are 36 cuts. Of 24 cuts, one is filtered out, and none comes twice in an epoch."""
     resumed = f"{name}, resumed"
     for dp in (0, 1):
         assert found[dp, 0][resumed] == found[dp, 1][resumed]
     before = [[one for batch in found[dp, 0][name] for one in batch["ids"]] for dp in (0, 1)]
     after = [[one for batch in found[dp, 0][resumed] for one in batch] for dp in (0, 1)]
-    # Each rank has 11 or 12 cuts of an epoch.
+    # Each rank has 11 or 12 cuts per epoch.
     counts = Counter(before[0] + before[1] + after[0] + after[1])
     assert len(counts) == 23
     assert max(counts.values()) - min(counts.values()) <= 1

@@ -1,4 +1,4 @@
-"""Batching as NeMo's page on ASR datasets prints it: buckets of tarred sets, in turn and upsampled; sorted batches."""
+"""Tests of batching as on NeMo's page on ASR datasets: buckets of tarred sets in turn and upsampled, sorted batches."""
 
 from collections import Counter
 from functools import partial
@@ -19,9 +19,9 @@ MAP_STYLE = {"force_map_dataset": True}
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """Returns a function: what follows the page's manifests and tars of four buckets -> the settings of ``train_ds``.
+    """Return a function from further options to the settings of ``train_ds`` with four buckets, as on the page.
 
-    Each bucket has two tars of four utterances, of up to a quarter of a second more than the bucket before.
+    Each bucket has two tars of four utterances, up to a quarter of a second longer than in the previous bucket.
     """
     folder = tmp_path_factory.mktemp("PATH_TO_TARS")
     for bucket in range(4):
@@ -57,7 +57,7 @@ def texts(batch) -> list[str]:
 
 
 def buckets_of(batches) -> list[str]:
-    """The bucket of each batch; several digits for a batch of several buckets."""
+    """Return the bucket of each batch; a batch of several buckets has several digits."""
     return ["".join(sorted({text[0] for text in texts(batch)})) for batch in batches]
 
 
@@ -68,7 +68,7 @@ def test_batches_of_a_fixed_size_do_not_mix_buckets(page):
     assert {len(batch) for batch in batches} == {3}
 
 
-def test_without_a_longest_duration_a_warning_says_that_buckets_are_mixed(page, caplog):
+def test_a_warning_without_max_duration_that_buckets_are_mixed(page, caplog):
     take(load(page("model.train_ds.batch_size=3")), 1)
     assert [record.message for record in caplog.records if "mix the buckets" in record.message] == [
         "batches mix the buckets of manifest_filepath: set max_duration to keep them separate"
@@ -76,13 +76,13 @@ def test_without_a_longest_duration_a_warning_says_that_buckets_are_mixed(page, 
 
 
 def rounds(batches, length):
-    """The buckets of batches in the order in which they came, in rounds of so many."""
+    """Return the buckets of the batches in order, in rounds of the given length."""
     visited = [bucket for bucket, _ in groupby(buckets_of(batches))]
     return [visited[start : start + length] for start in range(0, len(visited), length)]
 
 
 def test_buckets_come_one_after_the_other_in_a_fixed_order(page):
-    """With batches of [8, 6, 4, 2], as of 2 for the longest: 1, 2, 2 and 4 of them in an epoch."""
+    """Batches of [8, 6, 4, 2], derived from 2 for the longest bucket: 1, 2, 2 and 4 of them per epoch."""
     settings = page("model.train_ds.bucketing_batch_size=2", "model.train_ds.bucketing_strategy=fixed_order")
     batches = take(load(settings, num_workers=1), 27)
     assert buckets_of(batches) == 3 * [*"011223333"]
@@ -105,9 +105,9 @@ def test_buckets_come_in_turn_without_lhotse_keys_alone(page, caplog, keys, mixe
 
 @pytest.mark.parametrize("strategy", ["synced_randomized", "fully_randomized"])
 def test_the_order_of_buckets_is_drawn_for_each_epoch(page, strategy):
-    """On both ranks in step, or on each for itself."""
+    """Both ranks draw the same buckets, or each draws its own."""
     settings = page("model.train_ds.batch_size=4", f"model.train_ds.bucketing_strategy={strategy}")
-    ranks = [take(load(settings, rank, 2), 24) for rank in (0, 1)]  # a batch of each bucket, for 6 epochs
+    ranks = [take(load(settings, rank, 2), 24) for rank in (0, 1)]  # one batch of each bucket per epoch, for 6 epochs
     orders = [[buckets_of(batches)[start : start + 4] for start in range(0, 24, 4)] for batches in ranks]
     assert all(sorted(order) == [*"0123"] for order in orders[0] + orders[1])
     assert len(set(map(tuple, orders[0]))) > 1
@@ -129,7 +129,7 @@ def test_the_order_of_buckets_is_drawn_for_each_epoch(page, strategy):
     ids=["uneven shares", "filtered", "upsampled", "workers"],
 )
 def test_all_readers_are_in_the_same_bucket_at_every_step(page, strategy, size, world_size, keys):
-    """Of 8 utterances of a bucket, three ranks have 3, 3 and 2: of the last one, the batch is given out as two."""
+    """Three ranks have 3, 3 and 2 of the 8 utterances of a bucket, and the last rank splits its batch in two."""
     settings = page(f"model.train_ds.batch_size={size}", f"model.train_ds.bucketing_strategy={strategy}")
     ranks = [take(load(settings, rank, world_size, **keys), 90) for rank in range(world_size)]
     buckets = [buckets_of(batches) for batches in ranks]
@@ -139,7 +139,7 @@ def test_all_readers_are_in_the_same_bucket_at_every_step(page, strategy, size, 
     assert max(map(len, flat(ranks))) == size
 
 
-# Durations of lines of a manifest, and the names and seconds of the files of its tar, in their order.
+# Durations of the lines of a manifest, and names and durations of the files of its tar, in order.
 REVERSED = {f"{n}.wav": 0.3 if n % 10 == 3 or n > 15 else 0.1 for n in range(20)}
 SEGMENTS = {f"long-sub{n}.wav": 0.3 if n % 10 == 3 or n > 15 else 0.1 for n in range(1, 21)}
 
@@ -149,7 +149,7 @@ SEGMENTS = {f"long-sub{n}.wav": 0.3 if n % 10 == 3 or n > 15 else 0.1 for n in r
     [(REVERSED, [*REVERSED.items()][::-1]), (SEGMENTS, [("long.wav", 9.0)])],
     ids=["reversed", "segments, which NeMo reads by their names"],
 )
-def test_durations_are_counted_in_the_order_in_which_tars_are_read(tmp_path, lines, members):
+def test_durations_are_counted_in_the_order_of_the_tars(tmp_path, lines, members):
     keys = {"manifest_filepath": [], "tarred_audio_filepaths": []}
     for bucket in range(2):
         files = [(name, put(tmp_path / "one.wav", voice(seconds)).read_bytes()) for name, seconds in members]
@@ -234,7 +234,7 @@ def test_weighted_buckets_are_as_often_in_an_epoch(page, strategy):
 
 
 def test_instances_of_an_upsampled_bucket_have_its_batch_size(page):
-    """The page's second example, whose batch_size is 1: two visits to the first bucket, three to the last."""
+    """The page's second example with batch_size 1 visits the first bucket twice and the last one three times."""
     sizes = "model.train_ds.bucketing_batch_size=[4,4,4,2]"
     settings = page(WEIGHTS, sizes, "model.train_ds.batch_size=1", "model.train_ds.bucketing_strategy=fixed_order")
     batches = take(load(settings), 40)
@@ -245,7 +245,7 @@ def test_instances_of_an_upsampled_bucket_have_its_batch_size(page):
 
 @pytest.mark.slow
 def test_semi_sorted_batches(tmp_path):
-    """An epoch of 60 utterances, of lengths as alike as the noise lets them be, at each step on both ranks."""
+    """In an epoch of 60 utterances, both ranks have similar lengths at each step, except for the noise."""
     put(tmp_path / "a.wav", voice(0.8))
     records = [
         {"audio_filepath": "a.wav", "offset": 0.0, "duration": round(0.1 + 0.01 * n, 2), "text": str(n)}

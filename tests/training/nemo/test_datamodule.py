@@ -1,4 +1,4 @@
-"""NeMo's trainer continues exactly in our data, by its own script and checkpoints, on other numbers of ranks too."""
+"""Tests that NeMo's trainer resumes exactly from its own checkpoints, also on other numbers of ranks."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def configure(dataset, **keys):
 
 
 def make_data(config):
-    """Return a DataModule whose batches are epochs and ids."""
+    """Return a DataModule whose batches contain epochs and ids."""
     import torch
 
     from sharmill.training.nemo.datamodule import DataModule
@@ -44,7 +44,7 @@ def make_data(config):
 
 
 def fit(data, folder, limit, *, num_steps, fail_at=None, fail_in="training_step", checkpoint=None, **options):
-    """Train in pseudo-epochs of ``limit`` batches; return epochs and ids. A failure writes on_exception.ckpt."""
+    """Train in pseudo-epochs of ``limit`` batches, and return epochs and ids. A failure writes on_exception.ckpt."""
     import torch
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -90,7 +90,7 @@ def fit(data, folder, limit, *, num_steps, fail_at=None, fail_in="training_step"
 
 @pytest.fixture
 def saved(corpora, tmp_path):
-    """The checkpoint of a training with ``resumable: true`` that failed after three steps."""
+    """Checkpoint of a training with ``resumable: true`` that failed after three steps."""
     fit(make_data(configure(corpora.large)), tmp_path, 4, num_steps=99, fail_at=3)
     return shutil.copy(tmp_path / LAST, tmp_path / "saved.ckpt")
 
@@ -100,7 +100,7 @@ def saved(corpora, tmp_path):
     [(4, "training_step"), (None, "training_step"), (None, "transfer_batch_to_device"), (None, "on_train_epoch_end")],
 )
 def test_a_batch_that_was_not_trained_comes_again(corpora, tmp_path, limit, fail_in):
-    """Without a limit Lightning fetches a batch ahead. The last failure is after a batch that the model skips by -1."""
+    """If there is no limit, Lightning fetches a batch ahead. The last failure follows a batch that the model skips."""
     config = configure(corpora.large)
     before = fit(make_data(config), tmp_path, limit, num_steps=99, fail_at=6, fail_in=fail_in)
     after = fit(make_data(config), tmp_path, limit, num_steps=30, checkpoint=tmp_path / LAST)
@@ -177,7 +177,7 @@ def speech(tmp_path_factory):
 
 @pytest.fixture
 def train(speech, models, tmp_path):
-    """Train a SALM by NeMo's script; return what it printed, and its batches."""
+    """Train a SALM with NeMo's script; return its output and its batches."""
     data = "input_cfg.0.input_cfg.0.dataset"
     settings = {
         "model.pretrained_llm": models["pretrained_llm"], "model.pretrained_asr": models["pretrained_asr"],
@@ -216,7 +216,7 @@ def train(speech, models, tmp_path):
 
 @pytest.mark.slow
 def test_every_example_comes_once_per_epoch_after_two_kills(train):
-    """The steps after the newest checkpoint are undone by a kill: 4 is the end of an epoch of Lightning, 9 a third."""
+    """A kill undoes the steps after the newest checkpoint: step 4 ends an epoch of Lightning, and 9 is within one."""
     kept = []
     for ranks, kill_at, last, workers in ((2, 5, 4, 1), (1, 11, 9, 2), (2, -1, 26, 1)):
         printed, batches = train(ranks, 26, kill_at=kill_at, changes={"data.train_ds.num_workers": workers})

@@ -1,4 +1,4 @@
-"""Data divided among all readers, as a stream that is resumed, or in canonical parts: every example once per epoch."""
+"""Tests that divided data, as a resumed stream or in canonical parts, have every example once per epoch."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ PLAIN = {
 
 @pytest.fixture(scope="module")
 def data(corpora, nemo_data, tmp_path_factory):
-    """An entry of each type, and the names of its examples."""
+    """Return an entry of each type, and the names of its examples."""
     lines = [{"text": text, "tts_text": text} for text in ("one", "two", "three")]
     spoken = write_lines(tmp_path_factory.mktemp("tts_text") / "spoken.json", lines)
     texts = str(nemo_data / "text__OP_0..2_CL_.txt")
@@ -99,7 +99,7 @@ def test_a_finite_pass_gives_every_example_once(data, kind):
 
 @pytest.fixture(scope="module")
 def mixed(corpora):
-    """Datasets by weight, one in a group and one as conversations, beside text and conversations."""
+    """Return weighted entries: datasets, one in a group and one as conversations, text and conversations."""
     as_conversation = {"type": "lhotse_as_conversation", "audio_locator_tag": "A", "token_equivalent_duration": 0.1}
     spoken = {"type": "multimodal_conversation", "manifest_filepath": str(corpora.conversations)}
     return [
@@ -111,8 +111,8 @@ def mixed(corpora):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mixed"])
-def test_each_example_once_per_epoch_on_changing_ranks_and_workers(data, mixed, kind):
-    """Of each entry for itself, through filters: 2.15 s let 17 of the cuts of the large dataset pass."""
+def test_each_example_once_per_epoch_on_changing_readers(data, mixed, kind):
+    """Each entry is resumed separately, with filters: 2.15 s lets 17 cuts of the large dataset pass."""
     entries, expected = zip(*(mixed if kind == "mixed" else [data[kind]]), strict=True)
     settings = {"max_duration": 2.15} if kind == "mixed" else {}
     rng, used, state = random.Random(1), [], None
@@ -129,7 +129,7 @@ def test_each_example_once_per_epoch_on_changing_ranks_and_workers(data, mixed, 
 
 
 def lengths_entry(folder, durations):
-    """A manifest of recordings that nobody opens."""
+    """Return a manifest of recordings that are never opened."""
     lines = [
         {"audio_filepath": f"{n}.wav", "duration": seconds, "text": f"{n}", "sampling_rate": 16000}
         for n, seconds in enumerate(durations)
@@ -137,7 +137,7 @@ def lengths_entry(folder, durations):
     return {"type": "nemo", "manifest_filepath": str(write_lines(folder / "manifest.json", lines))}
 
 
-def test_buckets_are_drawn_anew_after_a_stop_and_alike_on_all_ranks(tmp_path):
+def test_buckets_are_redrawn_after_a_stop_alike_on_all_ranks(tmp_path):
     entry = lengths_entry(tmp_path, random.Random(0).choices([1.0, 2.0, 3.0, 4.0], k=800))
     buckets = {"bucket_duration_bins": [1.5, 2.5, 3.5], "bucket_buffer_size": 80, "shuffle_buffer_size": 0}
     settings = {"use_multimodal_sampling": False, "prompt_format": None, "batch_size": 1}
@@ -151,7 +151,7 @@ def test_buckets_are_drawn_anew_after_a_stop_and_alike_on_all_ranks(tmp_path):
 
 
 def test_buckets_hold_nothing_back_over_many_stops(tmp_path):
-    """Three or four readers in turn, whose buckets hold most of 100 examples, stop every 12 batches."""
+    """Three and four readers alternate and stop every 12 batches; their buckets hold most of the 100 examples."""
     lengths = random.Random(0)
     entry = lengths_entry(tmp_path, [lengths.lognormvariate(1.9, 0.6) for _ in range(100)])
     buckets = {"bucket_duration_bins": [4.5, 6.5, 9.0, 13.0], "bucket_buffer_size": 24, "shuffle_buffer_size": 0}
@@ -200,7 +200,7 @@ def test_pipes_and_slices_are_read_but_not_resumed(data):
 
 
 def test_weights_are_kept_over_many_short_jobs(corpora):
-    """The first draws were repeated after each stop: ten of them cannot have the shares of 0.75 and 0.25."""
+    """If the first ten draws were repeated after each stop, the shares could not be 0.75 and 0.25."""
     entries = [corpora.entry("large", weight=3), corpora.entry("small", weight=1)]
     cfg = {"input_cfg": entries} | ORDER | {"batch_size": 5, "shuffle_buffer_size": 1}
     jobs, state = [], None
@@ -213,7 +213,7 @@ def test_weights_are_kept_over_many_short_jobs(corpora):
 
 @pytest.fixture
 def entry(tmp_path):
-    """Twelve lines in two manifests; every third has no normalized text, every fourth its own language."""
+    """Twelve lines in two manifests. Every third has no normalized text, and every fourth its own language."""
     for file in (0, 1):
         lines = []
         for n in range(6 * file, 6 * file + 6):
@@ -264,7 +264,7 @@ IN_PARTS = {"shuffle": True, "shard_seed": "randomized", "seed": 3, "shuffle_buf
         ({"concurrent_bucketing": True}, "resumable=True cannot be combined with concurrent_bucketing"),
     ],
 )
-def test_what_cannot_be_exact_is_refused(corpora, settings, message):
+def test_settings_without_an_exact_state_are_refused(corpora, settings, message):
     cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 3} | IN_PARTS | settings
     with raises(ConfigError, "inexact_state", message):
         get_dataloader(cfg, 0, 1, dataset=AsIs(), resumable=True)
@@ -274,7 +274,7 @@ BUCKETS = {"bucket_duration_bins": [1.5], "batch_duration": 4.0, "bucket_buffer_
 
 
 def global_steps(cfg, world_size, num_workers, count, state=None):
-    """The ids of the batches of each global step, in the order of the parts, and the state after them."""
+    """Return the ids of the batches of each global step, in the order of the parts, and the final state."""
     share = cfg["canonical"] // world_size
     make = partial(get_dataloader, cfg | {"num_workers": num_workers}, dataset=AsIs())
     found, state = stop_ranks(make, [count * share] * world_size, state)
@@ -317,7 +317,7 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(corpora):
 
 @pytest.mark.parametrize("map_style", [False, True])
 def test_row_18_ranks_of_the_environment_do_not_divide_once_more(corpora, monkeypatch, map_style):
-    """The launcher's variables say four ranks, the loader is told of two: the two have every cut, each once."""
+    """The launcher's variables describe four ranks, but the loader's arguments two, which share all cuts."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     found = []
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""``get_dataloader``: the dataset class that it makes itself, epochs, and datasets beside other data."""
+"""Tests of ``get_dataloader``: its default dataset class, epochs, and datasets mixed with other data."""
 
 import json
 from collections import Counter
@@ -56,7 +56,7 @@ def audio_entry(dataset, **options):
     return {"type": "sharmill", "dataset": str(dataset)} | options
 
 
-def test_a_dataset_in_a_store_makes_the_batches_that_it_makes_on_disk(corpora, tmp_path):
+def test_a_dataset_in_a_store_gives_the_same_batches(corpora, tmp_path):
     with AIStoreStandIn() as store:
         store.upload(corpora.large, "large")
         entry = corpora.entry("large") | {"dataset": store.url("large"), "cache_dir": str(tmp_path), "cache_gib": 1}
@@ -95,14 +95,14 @@ ALL = list(range(23))
 
 
 def read(corpora, rank, world_size, batches=None, name="large", **settings):
-    """The numbers of the cuts that one rank gets."""
+    """Return the numbers of the cuts of one rank."""
     cfg = {"input_cfg": [corpora.entry(name)], "batch_size": 4} | settings
     return [number(cut) for cut in flat(take(get_dataloader(cfg, rank, world_size, dataset=AsIs()), batches))]
 
 
 @pytest.mark.parametrize(("name", "world_size", "batch_size", "num_batches"), [("small", 3, 7, 1), ("large", 2, 11, 2)])
 def test_map_style_ranks_have_as_many_batches_each(corpora, name, world_size, batch_size, num_batches):
-    """A rank that would be left without a last batch gets a copy, known by its id, to be left out of scores."""
+    """A rank without a last batch gets a copy, whose id shows that scores must exclude it."""
     cfg = {"input_cfg": [corpora.entry(name)], "batch_size": batch_size, "force_finite": True}
     cfg["force_map_dataset"] = True
     found = [take(get_dataloader(cfg, rank, world_size, dataset=Ids())) for rank in range(world_size)]
@@ -116,7 +116,7 @@ def test_map_style_ranks_have_as_many_batches_each(corpora, name, world_size, ba
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_estimating_buckets_leaves_all_ranks_in_the_first_epoch(corpora, num_workers):
-    """Of 24 cuts, the ranks of five have 4 or 5 each, and read 100 of them before."""
+    """Each of five ranks has 4 or 5 of 24 cuts, and reads 100 of them first."""
     settings = {"use_bucketing": True, "num_buckets": 2, "num_cuts_for_bins_estimate": 100, "bucket_buffer_size": 1}
     settings |= {"shuffle": True, "shuffle_buffer_size": 1, "shard_seed": "randomized", "num_workers": num_workers}
     cfg = {"input_cfg": [corpora.entry("large")], "batch_size": 2, "keep": "fail"} | settings
@@ -139,7 +139,7 @@ def test_finite_epochs_are_whole_and_follow_each_other(corpora, num_workers):
 def test_trng_gives_each_rank_an_order_of_its_own(corpora):
     settings = {"shuffle": True, "shard_seed": "trng", "num_workers": 2, "batch_size": 1, "shuffle_buffer_size": 1}
     found = [read(corpora, rank, 2, batches=24, keep="fail", **settings) for rank in (0, 1, 0)]
-    # All of it, each worker a part.
+    # The rank reads all data, each worker a part of it.
     assert [sorted(one) for one in found] == [list(range(24))] * 3
     assert len(set(map(tuple, found))) == 3
 
@@ -154,14 +154,14 @@ def test_trng_gives_each_rank_an_order_of_its_own(corpora):
     ],
 )
 def test_filters_that_nothing_passes_are_an_error(corpora, settings):
-    """Rather than a search without end."""
-    # torch makes the errors of a worker process anew, from the message alone: without its code.
+    """The loader must fail rather than search endlessly."""
+    # torch recreates errors of worker processes from their messages, so the code is lost.
     with pytest.raises(ConfigError, match="min_duration, max_duration"):
         read(corpora, 0, 1, batches=1, **settings)
 
 
 def test_nemos_own_loader_with_workers(corpora):
-    """As NeMo's training scripts call it: rank and seed reach the workers by their environment."""
+    """Like NeMo's training scripts, pass rank and seed to the workers by the environment."""
     cfg = {"input_cfg": [corpora.entry("large")], "force_finite": True, "batch_size": 2, "num_workers": 2}
     settings = {"shuffle": True, "shard_seed": "randomized", "seed": 4, "concurrent_bucketing": False}
     found = [flat(take(get_lhotse_dataloader_from_config(cfg | settings, rank, 2, AsIs()))) for rank in (0, 1)]
@@ -179,7 +179,7 @@ MULTIMODAL = {
 }
 
 
-def test_tags_are_in_the_batch_of_the_dataset_that_the_loader_makes(corpora):
+def test_tags_are_in_batches_of_the_default_dataset(corpora):
     group = {"type": "group", "tags": {"task": "tts"}, "input_cfg": [corpora.entry("large", tags={"lang": "en"})]}
     cfg = {
         "input_cfg": [group, corpora.entry("small", tags={"task": "german"})],
@@ -216,7 +216,7 @@ def test_damaged_cuts_are_left_out_on_request(corpora, tmp_path):
 
 @pytest.fixture
 def everything(corpora, nemo_data):
-    """An entry of every type."""
+    """Return an entry of every type."""
     cuts = sorted(str(path) for path in (corpora.small / "cuts").iterdir())
     codes = sorted(str(path) for path in (corpora.small / "codes_toy/target_codes").iterdir())
     return [
@@ -257,7 +257,7 @@ def test_all_types_in_one_loader_counted_in_tokens(everything):
     assert set(kinds) == {entry["tags"]["kind"] for entry in everything}
     for batch in batches:
         lengths = [example.num_tokens for example in batch]
-        # Full when one more of the longest would not fit; before the last one it was not.
+        # A batch is full if one more of its longest example would not fit; it was not full before its last example.
         assert (len(batch) + 1) * max(lengths) > 120
         assert len(batch) * max(lengths[:-1], default=0) <= 120
 

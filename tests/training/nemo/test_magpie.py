@@ -1,6 +1,6 @@
-"""NeMo's Magpie-TTS on our datasets: its dataset in our loader, and its recipes on our data by themselves.
+"""Tests of NeMo's Magpie-TTS on sharmill's datasets: its dataset class in sharmill's loader, and its own recipes.
 
-The recipes are the configuration of docs/nemo.md, at a tiny size; sharmill has no part in what reads or trains there.
+The recipes are those of docs/nemo.md at a tiny size; reading and training there is done by NeMo alone.
 """
 
 import math
@@ -44,7 +44,7 @@ def load(entry, dataset, **settings):
 
 
 def find(codes, window):
-    """Return the place of a window of codes (codebooks, frames) in codes."""
+    """Return the position of a window of codes (codebooks, frames) within codes."""
     length = window.shape[1]
     return [i for i in range(codes.shape[1] - length + 1) if torch.equal(codes[:, i : i + length], window)]
 
@@ -77,7 +77,7 @@ def test_audio_where_there_are_no_codes(corpora):
     for row, cut in enumerate(cuts):
         samples = torch.from_numpy(cut.load_audio()[0])
         assert torch.equal(batch["audio"][row, : len(samples)], samples)
-        # NeMo pads to whole frames, and adds one where there is nothing to pad.
+        # NeMo pads to whole frames, and adds a frame if no padding is needed.
         assert batch["audio_lens"][row] == (len(samples) // 320 + 1) * 320
         assert batch["context_audio_lens"][row] % 320 == 0
         assert 3200 <= batch["context_audio_lens"][row] <= 6400
@@ -85,7 +85,7 @@ def test_audio_where_there_are_no_codes(corpora):
 
 
 def test_languages_with_a_region_are_written_as_nemo_reads_them(corpora):
-    """The manifest has Language:de-DE, which NeMo 3.0.0 refuses in a tag; the language itself keeps its form."""
+    """NeMo 3.0.0 refuses the manifest's Language:de-DE in a tag; the language itself stays unchanged."""
     batch = load(corpora.entry("small"), magpie())[0]
     assert (batch["dataset_names"], batch["languages"]) == (["Tests"] * 5, ["de-DE"] * 5)
     (cut, *_) = load(corpora.entry("small"), AsIs())[0]
@@ -98,7 +98,7 @@ STEPS = 20
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory):
-    """An AudioCodecModel: 3 codebooks of 60, 50 frames of 320 samples per second."""
+    """An AudioCodecModel with 3 codebooks of 60 codes, and 50 frames of 320 samples per second."""
     config = nemo_codec_config(samples_per_frame=320)
     config["audio_encoder"]["down_sample_rates"] = [8, 40]
     config["audio_decoder"]["up_sample_rates"] = [40, 8]
@@ -108,7 +108,7 @@ def codec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory, codec):
-    """Eight utterances of 1 s to 1.7 s in two shards; the tag of one of them has a language with a region."""
+    """Eight utterances of 1 s to 1.7 s in two shards; one speaker tag has a language with a region."""
     project = Project(tmp_path_factory.mktemp("magpie"))
     for n in range(8):
         project.add(f"{n}.flac", voice(1 + 0.1 * n, seed=n), text="hello world"[: 4 + n])
@@ -119,7 +119,7 @@ def speech(tmp_path_factory, codec):
 
 
 def shar_path(dataset):
-    """The value that docs/nemo.md gives the key ``shar_path``."""
+    """Return the value of ``shar_path`` as in docs/nemo.md."""
     return {
         "cuts": f"{dataset}/cuts/cuts.{{000000..000001}}.jsonl.gz",
         "target_codes": f"{dataset}/codes_tiny/target_codes/codes.{{000000..000001}}.tar",
@@ -187,7 +187,7 @@ def model_settings(codec, train_ds):
 
 
 def train(codec, train_ds, folder):
-    """Train NeMo's model with Lightning, and return the loss and the batch of each step."""
+    """Train NeMo's model with Lightning; return the loss and the batch of each step."""
     from lightning.pytorch import Callback, Trainer
     from nemo.collections.tts.models import MagpieTTSModel
 
@@ -208,7 +208,7 @@ def train(codec, train_ds, folder):
 
 
 def check(steps, dataset):
-    """The loss falls, and every batch has the codes that the dataset holds for its texts."""
+    """The loss falls, and every batch has the dataset's codes for its texts."""
     losses = [loss for loss, _ in steps]
     assert len(losses) == STEPS
     assert all(map(math.isfinite, losses))

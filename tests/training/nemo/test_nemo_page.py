@@ -1,4 +1,4 @@
-"""Every example of NeMo's page on Lhotse dataloading, a file each in ``page``, and what the page names beside them."""
+"""Tests of every example of NeMo's page on Lhotse dataloading, one file each in ``page``, and of its other claims."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ PAGE = sorted((Path(__file__).parent / "page").glob("*.yaml"))
 
 @pytest.fixture
 def example(nemo_data, corpora, tmp_path):
-    """Returns a function: the name of a file in ``page`` -> its settings, on the data of the tests."""
+    """Return a function from the name of a file in ``page`` to its settings on the data of the tests."""
 
     def read(name):
         text = (Path(__file__).parent / f"page/{name}.yaml").read_text().replace("FOLDER", str(nemo_data))
@@ -40,7 +40,7 @@ def test_an_example_of_the_page_runs(example, name):
 
 
 def test_the_example_of_text_in_python(nemo_data, caplog):
-    """As it is printed, but for the path: it has no prompt_format."""
+    """The example is as printed except for the path, and has no prompt_format."""
     cfg = {
         "input_cfg": [
             {"type": "txt", "paths": f"{nemo_data}/text_{{0..1}}.txt", "language": "en"},
@@ -58,7 +58,7 @@ def test_the_example_of_text_in_python(nemo_data, caplog):
 
 @pytest.mark.parametrize("seed", ["trng", "randomized"])
 def test_seeds_that_the_page_calls_exotic(nemo_data, seed):
-    """A base seed that is drawn; ranks that share one order are told to set a number, as the settings' tests say."""
+    """The base seed is drawn at random; test_settings.py covers ranks that share one order and need a number."""
     tars = {
         "manifest_filepath": str(nemo_data / "manifest__OP_0..2_CL_.json"),
         "tarred_audio_filepaths": str(nemo_data / "audio__OP_0..2_CL_.tar"),
@@ -73,7 +73,7 @@ def load(settings, **further):
 
 
 def test_an_inner_list_of_tars_is_read_as_a_whole(nemo_data):
-    """One manifest of three tars, the last two of which are a range."""
+    """One manifest for three tars, the last two given as a range."""
     tars = [str(nemo_data / "audio_0.tar"), str(nemo_data / "audio__OP_1..2_CL_.tar")]
     cfg = {"manifest_filepath": [[str(nemo_data / "whole.json")]], "tarred_audio_filepaths": [tars]}
     assert sorted(cut.supervisions[0].text for cut in load(cfg)) == list("012345678")
@@ -81,7 +81,7 @@ def test_an_inner_list_of_tars_is_read_as_a_whole(nemo_data):
 
 @pytest.mark.parametrize("skip", [True, 1, "low character-rate"])
 def test_entries_that_are_skipped(nemo_data, tmp_path, skip):
-    """The first line of each shard's manifest is skipped; its audio stays in the tar."""
+    """The first line of each shard's manifest is skipped, but its audio stays in the tar."""
     for n in range(3):
         lines = [json.loads(line) for line in (nemo_data / f"manifest_{n}.json").read_text().splitlines()]
         lines[0]["_skipme"] = skip
@@ -93,7 +93,7 @@ def test_entries_that_are_skipped(nemo_data, tmp_path, skip):
 
 @pytest.mark.parametrize("tarred", [False, True])
 def test_conversations_as_share_gpt_has_them(nemo_data, tmp_path, tarred):
-    """A sound and its question in each of three conversations, divided like the other types."""
+    """Each of three conversations has audio and a question, and is divided like the other types."""
     lines = [
         {"id": str(n), "sound": f"{n}.wav", "duration": 0.5, "conversations": [
             {"from": "human", "value": "Listen: <sound>"}, {"from": "gpt", "value": f"{n}."}]}
@@ -118,7 +118,7 @@ CONFIGS = REPOSITORY / "configs/training"
 
 @pytest.fixture
 def config(corpora, tmp_path, monkeypatch):
-    """Returns a function: name -> the configuration, whose paths lead to the test data; buffers are small."""
+    """Return a function from a name to the configuration with the paths of the test data and small buffers."""
     link_data(corpora, tmp_path / "data")
     monkeypatch.chdir(tmp_path)
 
@@ -137,8 +137,8 @@ def test_tts(config):
     settings = config("tts")
     batches = flat([take(get_dataloader(settings.train_ds, rank, 2, dataset=AsIs()), 15) for rank in (0, 1)])
     found = Counter(number(cut) for cut in flat(batches))
-    # The similarity of 5 is the first that is high enough, the CER of 10 the last that is low enough; 20 to 22 have
-    # none, and 23 failed a check. The small dataset has no CER, and is similar enough.
+    # Similarities suffice from number 5, and CERs up to number 10. Numbers 20 to 22 have neither, and 23 failed a check.
+    # The small dataset has no CER and sufficient similarities.
     assert {n for n in found if n < 100} == {5, 6, 7, 8, 9, 10, 20, 21, 22}
     assert {n for n in found if n >= 100} == set(range(100, 108))
     assert {cut.task for cut in flat(batches)} == {"tts"}

@@ -1,4 +1,4 @@
-"""NeMo's published settings of ``train_ds``, with keys of its page on Lhotse: batches as those of NeMo's own loader."""
+"""Tests that NeMo's published ``train_ds`` settings, with keys of its Lhotse page, give batches like NeMo's loader."""
 
 from itertools import pairwise
 from typing import Any
@@ -26,7 +26,7 @@ SALM = {"sample_rate": 16000, "prompt_format": "llama2", "token_equivalent_durat
         "batch_size": 4}  # fmt: skip
 SALM_BUCKETS = {"use_multimodal_sampling": True, "batch_size": None, "batch_tokens": 400, "use_bucketing": True,
                 "bucket_duration_bins": [57, 60]}  # fmt: skip
-# The data are a hundredth as long, and there are few of them.
+# The data have a hundredth of the length, and are few.
 SMALL = {"seed": 1, "shard_seed": "randomized", "shuffle_buffer_size": 40, "bucket_buffer_size": 60,
          "num_cuts_for_bins_estimate": 60, "concurrent_bucketing": False}  # fmt: skip
 BUCKETS = {"num_buckets": 3, "batch_duration": 3.6, "quadratic_duration": 1.5}
@@ -34,7 +34,7 @@ BUCKETS = {"num_buckets": 3, "batch_duration": 3.6, "quadratic_duration": 1.5}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Returns the paths of two sets, of 24 short utterances and of 8 long ones: manifests and tars, and Shar."""
+    """Return the paths of a set of 24 short utterances and one of 8 long ones, as manifests with tars and as Shar."""
     folder, found = tmp_path_factory.mktemp("published"), {}
     for name, count, shortest in (("a", 24, 0.2), ("b", 8, 0.6)):
         own = folder / name
@@ -62,7 +62,7 @@ def _cut(folder, record):
 
 
 def tarred(data, *weights):
-    """The paths of both sets as a list of lists, with weights if there are any."""
+    """Return the paths of both sets as a list of lists, with weights if given."""
     manifests = [[data[name][0], *weight] for name, weight in zip("ab", weights or ((), ()), strict=True)]
     return {"manifest_filepath": manifests, "tarred_audio_filepaths": [[data[name][1]] for name in "ab"]}
 
@@ -107,7 +107,7 @@ CASES = {
 
 
 def facts(batches: list[list[Any]]) -> dict[str, float]:
-    """Return shares: of ``a``, of neighbours of one set, of batches of one set; and examples and seconds of a batch."""
+    """Return the shares of set ``a``, of neighbors from one set, of batches from one set; and mean batch sizes."""
     cuts = [[cut for example in batch for cut in cuts_of(example)] for batch in batches]
     names = [[cut.recording_id[0] for cut in batch] for batch in cuts]
     row = flat(names)
@@ -136,6 +136,6 @@ def test_shares_order_and_batches_are_those_of_nemo(data, case):
 
 
 def test_a_limit_on_open_streams_leaves_no_dataset_out(data):
-    """NeMo's loader draws a stream by weight and reads it to its end: streams without end would never change."""
+    """NeMo's loader reads a drawn stream to its end, so with infinite streams it would never switch."""
     loader = get_dataloader(CLASSIC | shar(data) | {"max_open_streams": 1}, 0, 1, dataset=AsIs())
     assert facts(take(loader, 120))["a"] == pytest.approx(0.2, abs=0.05)

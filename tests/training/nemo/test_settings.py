@@ -1,4 +1,4 @@
-"""The settings of a loader: taken, read as something else, ignored, or refused in one line."""
+"""Tests of loader settings that are accepted, translated, ignored, or refused in one line."""
 
 import json
 
@@ -26,11 +26,11 @@ MAP_STYLE = {"force_map_dataset": True}
 TARRED = {"type": "nemo_tarred", "manifest_filepath": "m_0.json", "tarred_audio_filepath": "a_0.tar"}
 PAIR = {"type": "txt_pair", "source_path": "s", "target_path": "t"}
 
-# What is set, and what NeMo gets; None for what it does not.
+# Given settings, and the settings that NeMo gets; None for a key that is removed.
 TAKEN = [
     ({}, {"concurrent_bucketing": False, "shard_seed": "trng", "shuffle": False}),
     ({"input_cfg": [GROUP]}, {"input_cfg": [{"input_cfg": [{"shard_seed": 8, "world_size": 2, "rank": 1}]}]}),
-    # Outside worker processes, lhotse takes `randomized` for the same number whatever the seed.
+    # Outside worker processes, lhotse resolves `randomized` to a number that does not depend on the seed.
     (RANDOMIZED | MAP_STYLE | {"num_workers": 2}, {"shard_seed": 6}),
     (RANDOMIZED | MAP_STYLE, {"shard_seed": 6}),
     (RANDOMIZED, {"shard_seed": 100006}),
@@ -44,7 +44,7 @@ TAKEN = [
     ({"multi_config": True, "force_finite": True, "a": SECTION | {"force_finite": True}},
      {"a": {"input_cfg": [{"world_size": 2}]}}),
     ({"input_cfg": [{"type": "lhotse_magpietts_data_as_continuation", "input_cfg": [OURS]}]}, {}),
-    # As classic loaders and the documentation have them.
+    # Settings of classic loaders and of NeMo's documentation.
     ({"trim_silence": True, "max_utts": 0}, {"trim_silence": None, "max_utts": None}),
     ({key: None for key, fate in CLASSIC_KEY_HANDLING.items() if fate.startswith("ignored")}, {"use_dali": None}),
     ({"input_cfg": [TARRED, PAIR], "use_multimodal_dataloading": True, "prompt_format": "plain",
@@ -61,7 +61,7 @@ TAKEN = [
       "batch_size": None}, {"bucket_batch_size": [4, 4, 1]}),
 ]  # fmt: skip
 
-# What is set, the code of the error, and what it names.
+# Given settings, the code of the error, and words of its message.
 REFUSED = [
     ({"input_cfg": [OURS | {"dataset": "???"}]}, "missing_key", ["input_cfg[0].dataset is ???"]),
     ({"input_cfg": "no/such.yaml"}, "missing_input", ["no/such.yaml"]),
@@ -170,7 +170,7 @@ REFUSED = [
 
 
 def part_of(found, expected):
-    """Return the part of settings that is compared."""
+    """Return the part of the found settings that corresponds to the expected ones."""
     if isinstance(expected, dict):
         return {key: part_of(found.get(key), value) for key, value in expected.items()}
     if isinstance(expected, list) and expected and isinstance(expected[0], dict):
@@ -192,7 +192,7 @@ def test_refused(given, code, names):
         prepare_settings(given if "multi_config" in given else SECTION | given, 0, 2)
 
 
-# What is set, and what the one line about it says.
+# Given settings, and words of the single warning about them.
 TOLD = [
     ({"trim_silence": True, "max_utts": 5}, "ignored: trim_silence, max_utts; see docs/training.md"),
     ({"max_open_streams": 2}, "ignored: max_open_streams"),
@@ -216,7 +216,7 @@ TOLD = [
 
 
 @pytest.mark.parametrize(("given", "line"), TOLD)
-def test_a_key_that_is_read_otherwise_says_so_in_a_line(given, line, caplog):
+def test_a_translated_key_has_one_warning(given, line, caplog):
     prepare_settings(SECTION | given, 0, 1)
     assert sum(line in record.message for record in caplog.records) == 1
 
@@ -307,7 +307,7 @@ def test_a_file_that_has_no_settings_is_named_in_one_line(tmp_path, text, code, 
 
 @pytest.fixture
 def manifests(tmp_path):
-    """Manifests of 3 and 1 utterances."""
+    """Manifests with 3 utterances and 1 utterance."""
     for name, count in (("a", 3), ("b", 1)):
         lines = [json.dumps({"audio_filepath": f"{n}.wav", "duration": 1.0, "text": "x"}) for n in range(count)]
         (tmp_path / f"{name}.json").write_text("\n".join(lines) + "\n")
@@ -325,7 +325,7 @@ def test_fractions_of_tokens_per_second(corpora, limit, shortest):
 
 
 def test_fractions_of_tokens_per_token(corpora):
-    """Pair n has n + 1 letters on both sides, so the documentation's values let all of them pass and 1.5 none."""
+    """Pair n has n + 1 letters on both sides, so all pairs pass the documentation's values, but none passes 1.5."""
     pair = {"type": "txt_pair", "source_path": str(corpora.pairs[0]), "target_path": str(corpora.pairs[1])}
     for limit in (0.1, 0.333):
         cfg = {"input_cfg": [pair], "min_tpt": limit, "max_tpt": 10, "batch_size": 10, "force_finite": True} | TOKENS
@@ -349,7 +349,7 @@ def test_lists_of_manifests_with_weights(manifests):
 
 
 def test_strings_and_directories_are_no_buckets(manifests, tmp_path):
-    """Four buckets as ``num_buckets`` says, and not one for each of two manifests."""
+    """There are four buckets, as in ``num_buckets``, rather than one for each of two manifests."""
     keys = {"bucketing_batch_size": 2, "num_buckets": 4, "max_duration": 8.0}
     assert settled(manifest_filepath=[*manifests], **keys)["bucket_batch_size"] == [8, 6, 4, 2]
 

@@ -1,4 +1,4 @@
-"""NeMo's speech language models train on our shards: its models, datasets, DataModule and Lightning's strategy."""
+"""Tests that NeMo's speech language models train on sharmill's shards with NeMo's datasets, DataModule and strategy."""
 
 import json
 import math
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.slow
 
 STEPS = 20
 NUM_CUTS = 8
-# Of the norm of gradients: below that of every step. Adam would hardly notice it.
+# The limit is below the gradient norm of every step. With Adam, clipping would have almost no effect.
 CLIP = 0.1
 SGD = {"optimizer": {"_target_": "torch.optim.SGD", "lr": 1.0}}
 
 
 @pytest.fixture(scope="module")
 def speech(tmp_path_factory):
-    """Eight utterances with contexts, of 1 s to 1.7 s, in two shards."""
+    """Eight utterances of 1 s to 1.7 s with contexts, in two shards."""
     project = Project(tmp_path_factory.mktemp("speechlm2"))
     for number in range(NUM_CUTS):
         project.add(f"{number}.flac", voice(1 + 0.1 * number, seed=number), text="hello world"[: 4 + number])
@@ -63,7 +63,7 @@ def duplex_data(dataset):
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
-    """Eight conversations of which both sides are recorded, as examples/conversations.py writes them."""
+    """Eight conversations with recordings of both sides, as examples/conversations.py writes them."""
     folder = tmp_path_factory.mktemp("conversations")
     manifest = write_conversations(folder, NUM_CUTS)
     runpy.run_path(str(REPOSITORY / "examples" / "conversations.py"))["main"](manifest, folder / "shar")
@@ -98,7 +98,7 @@ def models(tmp_path_factory):
 
 
 def results_of(trainings, num_ranks, folder):
-    """The results of each rank, by the name of the training."""
+    """Return the results of each rank by the name of the training."""
     (folder / "settings.json").write_text(json.dumps(trainings))
     run_ranks(train_all, num_ranks, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
@@ -106,9 +106,9 @@ def results_of(trainings, num_ranks, folder):
 
 @pytest.fixture(scope="module")
 def found(speech, conversations, models, tmp_path_factory):
-    """The results of two ranks: both models, the duplex one on both kinds of data, and those that are tensor-parallel.
+    """The results of two ranks for both models, the duplex model on both kinds of data, and tensor-parallel models.
 
-    An LLM with one head of keys and values cannot be shared, nor one with adapters.
+    An LLM with a single key-value head or with adapters cannot be sharded.
     """
     folder = tmp_path_factory.mktemp("ranks")
     tensor = {
@@ -142,7 +142,7 @@ def test_it_trains(found, kind):
 
 
 def test_conversations_are_divided_among_the_ranks(found):
-    """Of eight cuts each rank has four in an epoch: two batches of two. Nothing but the entry's type says so."""
+    """Each rank has four of eight cuts per epoch, in two batches of two, only because of the entry's type."""
     first = [{one for step in rank["salm"]["steps"][:2] for one in step["examples"]} for rank in found]
     assert [len(ids) for ids in first] == [4, 4]
     assert len(first[0] | first[1]) == NUM_CUTS
@@ -150,7 +150,7 @@ def test_conversations_are_divided_among_the_ranks(found):
 
 @pytest.fixture(scope="module")
 def alone(speech, conversations, models, tmp_path_factory):
-    """The results of one process, whose gradients are clipped, and of one where they are not."""
+    """The results of one process with clipped gradients, and of one without clipping."""
     trainings = {}
     for kind, data in (("salm", salm_data(speech)), ("duplex", sides_data(conversations))):
         for clip in (CLIP, None):
@@ -188,7 +188,7 @@ def test_an_llm_that_cannot_be_shared_is_refused(found, name, words):
 
 @pytest.fixture
 def changes(speech, conversations, models):
-    """What the models of the tests need of the shipped configurations, by their names."""
+    """Options that the test models need in the shipped configurations, by configuration."""
     adapter = "model.perception.modality_adapter"
     datasets = {
         "salm": {"input_cfg.0.input_cfg.0.dataset": speech}, "s2s_duplex": {"input_cfg.0.dataset": conversations}
@@ -215,7 +215,7 @@ def changes(speech, conversations, models):
 
 @pytest.mark.parametrize("name", ["salm", "s2s_duplex"])
 def test_a_training_script_of_nemo_runs_in_jobs_and_goes_on(changes, tmp_path, name):
-    """The batch script with our configuration, on a stand-in for srun that runs the command here."""
+    """Run the batch script with sharmill's configuration and a substitute for srun that runs the command locally."""
     srun = tmp_path / "bin/srun"
     srun.parent.mkdir()
     srun.write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n')

@@ -1,4 +1,4 @@
-"""NeMo's examples of data in stores, as its page on ASR datasets prints them, and what becomes of faults."""
+"""Tests of NeMo's examples of data in object stores, from its page on ASR datasets, and of faults."""
 
 import json
 import os
@@ -38,7 +38,7 @@ mode.validation_ds.manifest_filepath=ais://validation_bucket/validation_manifest
 
 @pytest.fixture(params=[AIStoreStandIn, S3Store], ids=lambda kind: kind.scheme)
 def store(request, nemo_data, tmp_path, monkeypatch, no_waits):
-    """A store with all that the examples name, three tars of each set; and an empty cache."""
+    """An object store with all data of the examples, three tars per set, and an empty cache."""
     monkeypatch.setenv("NEMO_DATA_STORE_CACHE_DIR", str(tmp_path / "cache"))
     with request.param() as store:
         fill(store, nemo_data)
@@ -71,7 +71,7 @@ def fill(store, data):
 
 
 def settings_of(text, store, section=""):
-    """Settings as the page prints them, of a store with one bucket and three tars of each set."""
+    """Return the settings of the page for a store with one bucket and three tars per set."""
     for printed, here in {"{1..64}": "{1..3}", "0..511": "0..2", "ais://bucket/": store.url(""), "\\\n": ""}.items():
         text = text.replace(printed, here)
     pairs = [word.lstrip("+").removeprefix(section).split("=", 1) for word in shlex.split(text) if "=" in word]
@@ -85,7 +85,7 @@ def load(settings, rank=0, world_size=1, **options):
 
 
 def heard(examples):
-    """The texts of examples, and how much audio each has."""
+    """Return the texts of examples and the number of their samples."""
     return sorted((cut.supervisions[0].text, cut.load_audio().shape) for cut in examples)
 
 
@@ -100,12 +100,13 @@ ALL = [(str(n), (1, 8000)) for n in range(9)]
 def test_an_example_of_the_page_runs(text, section, store):
     settings = settings_of(text, store, section)
     assert settings["manifest_filepath"].startswith(store.url(""))
-    finite = {"force_finite": True} if "tarred_audio_filepaths" in settings else {}  # else map style, which ends
+    # Untarred data are read in map style, which ends by itself.
+    finite = {"force_finite": True} if "tarred_audio_filepaths" in settings else {}
     assert heard(flat(take(load(settings | finite)))) == ALL
 
 
 def read_on_a_rank(folder):
-    """A rank of a job, on one node or on its own: notes what it read, and what it is told of a file that is missing."""
+    """Run a rank of a job on a shared node or its own; record its examples, and its error for a missing file."""
     dist.init_process_group("gloo")
     rank, options = dist.get_rank(), json.loads((folder / "options.json").read_text())
     os.environ |= options["environment"]
@@ -190,7 +191,7 @@ def test_a_store_that_fails_for_a_while_gives_the_same_data(fault, store):
     ],
     ids=["tar", "manifest", "audio", "credentials", "503", "truncated"],
 )
-def test_what_a_store_does_not_give_is_said_in_a_line(text, gone, fault, said, store):
+def test_missing_files_of_a_store_are_named_in_one_line(text, gone, fault, said, store):
     if gone is not None:
         del store.objects[gone]
     store.faults += [replace(fault)] if fault else []
@@ -199,7 +200,7 @@ def test_what_a_store_does_not_give_is_said_in_a_line(text, gone, fault, said, s
 
 
 def test_without_an_endpoint_a_line_says_so(store, monkeypatch):
-    """Also of types that NeMo reads itself."""
+    """The message also appears for types that NeMo reads itself."""
     monkeypatch.delenv("AIS_ENDPOINT", raising=False)
     sliced = {"type": "nemo_tarred", "slice_length": 2, "manifest_filepath": "ais://bucket/manifest_{0..2}.json",
               "tarred_audio_filepaths": "ais://bucket/audio_{0..2}.tar"}  # fmt: skip
@@ -209,7 +210,7 @@ def test_without_an_endpoint_a_line_says_so(store, monkeypatch):
 
 
 def test_other_types_are_read_from_a_store(store, corpora):
-    """Manifests of a tar each, and lhotse's Shar by fields; a folder of these is refused, as it is not listed."""
+    """Manifests with one tar each and Shar by fields are read. A folder is refused, because it cannot be listed."""
     store.upload(corpora.small, "small")
     tars = {"type": "nemo_tarred", "tarred_audio_filepaths": store.url("audio_{0..2}.tar"),
             "manifest_filepath": store.url("manifest_{0..2}.json")}  # fmt: skip
@@ -230,7 +231,7 @@ def test_other_types_are_read_from_a_store(store, corpora):
 @pytest.mark.parametrize("kind", ["nemo", "nemo in a store", "share_gpt"])
 @pytest.mark.parametrize("store", [AIStoreStandIn], indirect=True, ids=["ais"])
 def test_a_command_in_a_manifest_is_not_run(kind, store, tmp_path):
-    """It has the form of a URL, for which lhotse would run it."""
+    """The command has the form of a URL, so lhotse would run it."""
     command = {"duration": 0.5, "sampling_rate": 16000, "id": "0"}
     for key in ("audio_filepath", "sound"):
         command[key] = f"pipe://x; touch {tmp_path}/run"

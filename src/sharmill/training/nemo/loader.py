@@ -197,7 +197,7 @@ def get_dataloader(
     if count is not None:
         _check_count(count, world_size, num_workers)
         parts = [(part, count) for part in range(rank * count // world_size, (rank + 1) * count // world_size)]
-        # Without workers of its own, NeMo's random draws depend only on the number of the part.
+        # NeMo's random draws depend only on the number of the part if its loader has no workers.
         settings["num_workers"] = 0
     source, resumable = None, resumable or count is not None
     resumes = 0 if state is None else int(state.get("resumes", 0)) + 1
@@ -315,7 +315,7 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
         (len(asked) > 1 and not coded, "the samplers have different values of sample_rate: pass dataset="),
         code="needs_dataset",
     )  # fmt: skip
-    # Without codes, the rate is taken from the settings, then the datasets, then NeMo's default.
+    # If there are no codes, the rate is taken from the settings, then the datasets, then NeMo's default.
     rates = asked or {record.sampling_rate for record in records}
     rate = (rates.pop() if len(rates) == 1 else None) or loader_schema().sample_rate
     if coded:

@@ -84,18 +84,18 @@ class ContextChooser:
             "embeddings": _stack([segment.embedding for segment in segments]),
             "durations": np.array([utterance.segment.duration for utterance in group]),
             # The same file has the same number, even if it is named through different links or roots.
-            "recordings": _number([self._recording(utterance) for utterance in group]),
+            "recordings": _number_values([self._recording(utterance) for utterance in group]),
             "offsets": np.array([utterance.segment.offset for utterance in group]),
         }
         if match.exclude_same_text:
             # Texts are compared without case and spacing; -1 stands for no text.
-            problem["texts"] = _number((" ".join(said.text.lower().split()) for said in group), {"": -1})
+            problem["texts"] = _number_values((" ".join(said.text.lower().split()) for said in group), {"": -1})
         if match.max_text_overlap is not None:
             problem["words"] = np.fromiter(number_words(said.text for said in group), dtype=object)
             options["max_text_overlap"] = match.max_text_overlap
         if match.max_speaker_items is not None:
             problem["candidates"] = self._draw_pool(group, options["seed"])
-        contents = _number([segment.content for segment in segments])
+        contents = _number_values([segment.content for segment in segments])
         chosen = select_context(**problem, contents=contents, max_similarity=match.max_similarity, **options)
         index, similarity = map(np.asarray, chosen)
         copies = self._find_copies(problem, contents, options, np.flatnonzero(index < 0))
@@ -195,7 +195,7 @@ class ContextChooser:
             utterances: utterances of a unit. If a context is one of them, its texts, ids and location are used. Any
                 other context must be a file below the audio root of its record.
         """
-        known = {_place(one.segment): one for one in utterances}
+        known = {_segment_key(one.segment): one for one in utterances}
         found: dict[int, Context | RejectRecord] = {}
         for one in utterances:
             if one.custom.get("context_audio_filepath") is not None:
@@ -210,9 +210,9 @@ class ContextChooser:
         path = record["context_audio_filepath"]
         if not isinstance(path, str) or not path.strip():
             raise RejectRecord("malformed", f"context_audio_filepath is {str(path)[:40]!r}")
-        offset = _number_of(record, "context_audio_offset", 0.0, _MAX_SECONDS)
-        duration = _number_of(record, "context_audio_duration", 0.0, _MAX_SECONDS)
-        similarity = _number_of(record, "context_speaker_similarity", -1 - _TOLERANCE, 1 + _TOLERANCE)
+        offset = _read_number(record, "context_audio_offset", 0.0, _MAX_SECONDS)
+        duration = _read_number(record, "context_audio_duration", 0.0, _MAX_SECONDS)
+        similarity = _read_number(record, "context_speaker_similarity", -1 - _TOLERANCE, 1 + _TOLERANCE)
         texts = {key: record.get(key) for key in ("context_audio_text", "context_audio_normalized_text")}
         for key, text in texts.items():
             if not isinstance(text, str | None):
@@ -226,7 +226,7 @@ class ContextChooser:
             if seconds <= 0:
                 raise RejectRecord("duration_mismatch", f"it starts at {segment.offset:g} s, after the end of its file")
             segment = replace(segment, duration=seconds)
-        known = others.get(_place(segment))
+        known = others.get(_segment_key(segment))
         if known is not None:
             segment = known.segment
         text, normalized = texts.values()
@@ -291,7 +291,7 @@ def min_similarity(match: MatchConfig) -> float:
     return own
 
 
-def _number(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -> np.ndarray:
+def _number_values(values: Iterable[Hashable], numbers: dict[Any, int] | None = None) -> np.ndarray:
     """Number the values from 0, with equal numbers for equal values; ``numbers`` has the numbers known so far."""
     numbers = {} if numbers is None else numbers
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
@@ -318,12 +318,12 @@ def _bad_context(reject: RejectRecord) -> RejectRecord:
     return RejectRecord("bad_context", f"the context given in the record: {reject.reason}: {reject.detail}")
 
 
-def _place(segment: Segment) -> Hashable:
+def _segment_key(segment: Segment) -> Hashable:
     # Manifests contain rounded times, so times are compared to the millisecond.
     return segment.root, segment.audio_filepath, round(segment.offset, 3), round(segment.duration, 3)
 
 
-def _number_of(record: Mapping[str, Any], key: str, least: float, most: float) -> float | None:
+def _read_number(record: Mapping[str, Any], key: str, least: float, most: float) -> float | None:
     value = record.get(key)
     if value is None:
         return None

@@ -45,7 +45,7 @@ _Loaded = tuple[np.ndarray, int, AudioNotes]
 
 
 @dataclass(frozen=True, slots=True)
-class BegunSegments:
+class PendingSegments:
     """Segments that feeders are decoding.
 
     Attributes:
@@ -62,7 +62,7 @@ class BegunSegments:
 
 
 @dataclass(frozen=True)
-class _AtRate:
+class _ResampledSegment:
     """Conversion of a segment to samples at the rate of an encoder, with their dtype, content hash and notes."""
 
     sampling_rate: int
@@ -96,7 +96,7 @@ class Embedder:
     pinned: bool = False
 
     def __post_init__(self) -> None:
-        make = SegmentMaker(self.reader, _AtRate(self.encoder.sampling_rate, self.resampling))
+        make = SegmentMaker(self.reader, _ResampledSegment(self.encoder.sampling_rate, self.resampling))
         ahead = BATCHES_AHEAD * self.batch_seconds
         self._clock = DeviceClock("cuda" if self.pinned else "cpu")
         self.feeders = Feeders(make, self.num_feeders, weigh=attrgetter("seconds"), ahead=ahead)
@@ -111,7 +111,7 @@ class Embedder:
         """Return the embedding of every segment, or the reason why it has none; see ``finish``."""
         return self.finish(self.begin(segments), advance)
 
-    def begin(self, segments: Sequence[Segment]) -> BegunSegments:
+    def begin(self, segments: Sequence[Segment]) -> PendingSegments:
         """Start decoding segments in the feeders.
 
         A few batches of audio are held in memory. If a recording has several segments, all of them are kept in a spool.
@@ -121,11 +121,11 @@ class Embedder:
             self.reader.roots, (segments[index] for batch in batches for index in batch)
         )
         feed = once.results = self.feeders.feed(once.recordings())
-        return BegunSegments(segments, batches, once, feed)
+        return PendingSegments(segments, batches, once, feed)
 
     def finish(
         self,
-        begun: BegunSegments,
+        begun: PendingSegments,
         advance: Callable[[float], None] = lambda seconds: None,
         when_all_begun: Callable[[], None] = lambda: None,
     ) -> list[EmbeddedSegment | RejectRecord]:

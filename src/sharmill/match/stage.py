@@ -30,7 +30,7 @@ from sharmill.manifest import (
 )
 from sharmill.match.choose import ContextChooser, encoder_family, min_similarity
 from sharmill.match.config import MatchConfig
-from sharmill.match.embed import BegunSegments, EmbeddedSegment, Embedder, sample_voices
+from sharmill.match.embed import EmbeddedSegment, Embedder, PendingSegments, sample_voices
 from sharmill.match.groups import divide, write_candidates
 from sharmill.models import ModelFamily, load_speaker_encoder, make_deterministic
 from sharmill.models.batches import log_padding
@@ -186,7 +186,7 @@ def make_embedder(match: MatchConfig, reader: SegmentReader, device: str, num_fe
     )
 
 
-_Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], BegunSegments]
+_Begun = tuple[list[list[Utterance]], dict[int, Context | RejectRecord], PendingSegments]
 
 
 class MatchProcessor(AheadProcessor[_Begun]):

@@ -164,10 +164,10 @@ class ContextSlice:
         whole = round(self.num_frames * per_frame)
         framed = np.pad(samples[:whole], (0, max(0, whole - len(samples))))
         first = round(self.first * per_frame)
-        return _take(framed, first, round((self.first + self.length) * per_frame) - first)
+        return _slice_wrapped(framed, first, round((self.first + self.length) * per_frame) - first)
 
 
-def _take(values: np.ndarray, first: int, length: int) -> np.ndarray:
+def _slice_wrapped(values: np.ndarray, first: int, length: int) -> np.ndarray:
     """Return ``length`` values along the last axis from ``first``, wrapping around at the end."""
     size = values.shape[-1]
     if first + length <= size:
@@ -286,7 +286,7 @@ class ContextDraws:
         """Draw a slice of a cut's context, and return it with its marked codes, int64 (codebooks, frames)."""
         codes = load_array(cut, CONTEXT_CODES)
         part = self.draw(cut, codes.shape[-1], codec.frame_shift)
-        return part, _mark(_take(codes, part.first, part.length), codec, codec.context_marks, cut)
+        return part, _check_and_mark(_slice_wrapped(codes, part.first, part.length), codec, codec.context_marks, cut)
 
     def draw_audio(self, cut: MonoCut, sampling_rate: int, samples_per_frame: int) -> tuple[ContextSlice, np.ndarray]:
         """Draw a slice of a cut's context in whole frames, and return it with its samples (time,)."""
@@ -311,10 +311,10 @@ def load_target(cut: MonoCut, codec: CodecForm) -> np.ndarray:
              f"the codes of cut {cut.id!r} have a frame every {array.frame_shift:.4g} s, but the codec has one every "
              f"{codec.frame_shift:.4g} s: pass the CodecForm of the codec that open_shar reads"),
         )  # fmt: skip
-    return _mark(load_array(cut, TARGET_CODES), codec, codec.target_marks, cut)
+    return _check_and_mark(load_array(cut, TARGET_CODES), codec, codec.target_marks, cut)
 
 
-def _mark(codes: np.ndarray, codec: CodecForm, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
+def _check_and_mark(codes: np.ndarray, codec: CodecForm, marks: tuple[int, int], cut: MonoCut) -> np.ndarray:
     """Check codes (codebooks, frames), and return them between BOS and EOS if the codec uses these."""
     name, size = f"the codes of cut {cut.id!r}", codec.codebook_size
     refuse_example(

@@ -137,7 +137,7 @@ def test_tts(config):
     settings = config("tts")
     batches = flat([take(get_dataloader(settings.train_ds, rank, 2, dataset=AsIs()), 15) for rank in (0, 1)])
     found = Counter(number(cut) for cut in flat(batches))
-    # Similarities suffice from number 5, and CERs up to number 10. Numbers 20 to 22 have neither, and 23 failed a check.
+    # Similarities suffice from number 5, CERs up to number 10. Numbers 20 to 22 have neither, and 23 failed a check.
     # The small dataset has no CER and sufficient similarities.
     assert {n for n in found if n < 100} == {5, 6, 7, 8, 9, 10, 20, 21, 22}
     assert {n for n in found if n >= 100} == set(range(100, 108))

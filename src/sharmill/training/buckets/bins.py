@@ -63,7 +63,7 @@ def estimate_bins_2d(
     refuse((num_sub_buckets < 1, f"the number of sub-buckets is {num_sub_buckets}; it must be at least 1"))
     order = np.lexsort((tokens, lengths))
     lengths, tokens = lengths[order], tokens[order]
-    begins = _begins(lengths, num_buckets)
+    begins = _part_starts(lengths, num_buckets)
     bounds = [round_up(lengths[index].item(), _DECIMALS) for index in [*begins, -1]]
     # Rounding may add cuts to a bucket. The limits of tokens must be estimated from all cuts that a loader puts there.
     ends = np.searchsorted(lengths, bounds, side="right").tolist()
@@ -76,7 +76,7 @@ def estimate_bins_2d(
         ratios = ratios_of(tokens[begin:end], lengths[begin:end])
         kept = _no_outliers(ratios, outlier_threshold)
         counts = np.sort(tokens[begin:end][kept])
-        most = [*counts[_begins(counts, num_sub_buckets * share)], counts[-1]]
+        most = [*counts[_part_starts(counts, num_sub_buckets * share)], counts[-1]]
         bins += [Bucket(bound, int(num_tokens), float(ratios[kept].max())) for num_tokens in most]
         begin, share = end, 1
     return bins
@@ -92,7 +92,7 @@ def _no_outliers(ratios: np.ndarray, threshold: float) -> np.ndarray:
     return ratios - ratios.mean() <= threshold * ratios.std()
 
 
-def _begins(sizes: np.ndarray, num_parts: int) -> list[int]:
+def _part_starts(sizes: np.ndarray, num_parts: int) -> list[int]:
     """Divide sorted sizes into parts that end when they exceed their share; return all but the first part's start."""
     before = np.concatenate([[0.0], np.cumsum(sizes, dtype=np.float64)])
     share = before[-1] / num_parts

@@ -170,7 +170,7 @@ def read_mixture(sources: Sequence[str], options: BinsOptions) -> tuple[Lengths,
         columns.append(found)
         looked_at += len(found)
         num_all = max(size, len(found)) + num_all if size else math.nan
-    rows = _in_shares(columns, [share for share, _ in leaves], options.samples)
+    rows = _resample_rows(columns, [share for share, _ in leaves], options.samples)
     in_tokens = settings["use_multimodal_sampling"]
     lengths = Lengths.of_counts(
         rows[:, 0], rows[:, 1].astype(np.int64) if in_tokens else rows[:, 1], rows[:, 2].astype(np.int64),
@@ -292,7 +292,7 @@ class _MeasuredExamples:
         return [example.duration, length, tokens, math.nan]
 
 
-def _in_shares(columns: Sequence[np.ndarray], shares: Sequence[float], most: int) -> np.ndarray:
+def _resample_rows(columns: Sequence[np.ndarray], shares: Sequence[float], most: int) -> np.ndarray:
     """Resample the rows of each source evenly to its share of at most about ``most`` rows in total."""
     if len(columns) == 1:
         return columns[0]
@@ -348,7 +348,7 @@ def _settings_of(sources: Sequence[str], section: str | None) -> Settings:
         code="bad_usage",
     )  # fmt: skip
     if listed:
-        return _listed(first)
+        return _parse_list(first)
     if is_yaml:
         entries_alone = isinstance(read_yaml(first), ListConfig)
         settings = resolve_settings({"input_cfg": first}) if entries_alone else read_train_settings(first)
@@ -383,7 +383,7 @@ def _entry_of_dataset(source: str) -> Settings:
     return entry | {"weight": open_shard_source(directory, [], None).num_cuts()}
 
 
-def _listed(text: str) -> Settings:
+def _parse_list(text: str) -> Settings:
     """Parse a list of manifests with weights, such as ``[[a.json,0.7],[b.json,0.3]]``."""
     found: Any = None
     with suppress(yaml.YAMLError):

@@ -77,14 +77,14 @@ def consume(example: Example) -> None:
         origin.source.reader.mark_consumed([origin])
 
 
-def leave_out(example: Example, error: Exception) -> None:
+def skip_example(example: Example, error: Exception) -> None:
     """Count an example as consumed and as an error; raise the error if examples must not be skipped."""
     for origin in example.origins:
         origin.source.count_error(error)
     consume(example)
 
 
-def _names(example: Example) -> str:
+def _origin_names(example: Example) -> str:
     names = [origin.name for origin in example.origins if not isinstance(origin.source, _Turns)]
     return ", ".join(names[:3])
 
@@ -136,12 +136,12 @@ def _results(
                     raise
                 # The message of our own errors names the example; other errors keep their message and get a note.
                 if isinstance(error, SharmillError) and not isinstance(error, _NEVER_SKIPPED):
-                    raise DamagedShard(f"{_names(ahead[0])}: {error}") from error
-                error.add_note(f"at {_names(ahead[0])}")
+                    raise DamagedShard(f"{_origin_names(ahead[0])}: {error}") from error
+                error.add_note(f"at {_origin_names(ahead[0])}")
                 raise
             example = ahead.popleft()
             if isinstance(result, _Failure):
-                leave_out(example, DamagedShard(f"{_names(example)}: {result}"))
+                skip_example(example, DamagedShard(f"{_origin_names(example)}: {result}"))
             else:
                 yield example, result
 
@@ -168,7 +168,7 @@ def sort_examples(before: OpenExamples, size: int | None, key: Callable[[Any], A
 
 
 def batch_examples(before: OpenExamples, size: int) -> Examples:
-    yield from map(_joined, _groups(before, size))
+    yield from map(_join_examples, _groups(before, size))
 
 
 def _groups(before: OpenExamples, size: int | None) -> Iterator[list[Example]]:
@@ -178,7 +178,7 @@ def _groups(before: OpenExamples, size: int | None) -> Iterator[list[Example]]:
         yield group
 
 
-def _joined(batch: Sequence[Example]) -> Example:
+def _join_examples(batch: Sequence[Example]) -> Example:
     return Example([example.value for example in batch], tuple(origin for one in batch for origin in one.origins))
 
 
@@ -188,12 +188,12 @@ def dynamic_batch_examples(before: OpenExamples, max_frames: int, length: Callab
     for example in before():
         own = length(example.value)
         if batch and max(longest, own) * (len(batch) + 1) > max_frames:
-            yield _joined(batch)
+            yield _join_examples(batch)
             batch, longest = [], 0
         batch.append(example)
         longest = max(longest, own)
     if batch:
-        yield _joined(batch)
+        yield _join_examples(batch)
 
 
 def bucket_examples(
@@ -205,14 +205,14 @@ def bucket_examples(
         number = next((n for n, bound in enumerate(bounds) if own < bound), len(bounds))
         buckets[number].append(example)
         if len(buckets[number]) == sizes[number]:
-            yield _joined(buckets[number])
+            yield _join_examples(buckets[number])
             buckets[number] = []
-    yield from (_joined(bucket) for bucket in buckets if bucket)
+    yield from (_join_examples(bucket) for bucket in buckets if bucket)
 
 
 def apply_function(before: OpenExamples, f: Callable[[Iterator[Any]], Iterable[Any]], exact: bool) -> Examples:
     taken: list[Example] = []
-    last = _joined(taken)
+    last = _join_examples(taken)
 
     for value in f(_values(before, taken)):
         refuse(
@@ -221,10 +221,10 @@ def apply_function(before: OpenExamples, f: Callable[[Iterator[Any]], Iterable[A
              "at least one for each that it gives, and otherwise one before the first"),
             code="inexact_state",
         )  # fmt: skip
-        last = _joined(taken) if taken else last
+        last = _join_examples(taken) if taken else last
         taken.clear()
         yield Example(value, last.origins)
-    consume(_joined(taken))
+    consume(_join_examples(taken))
 
 
 def zip_examples(opens: Sequence[OpenExamples]) -> Examples:
@@ -556,7 +556,7 @@ class _Source:
             for origin in example.origins:
                 origin.source = self
             if isinstance(example.value, DamagedShard):
-                leave_out(example, example.value)
+                skip_example(example, example.value)
             else:
                 yield example
         if goes_on and not any_left:

@@ -108,14 +108,14 @@ class Items(ShardSource):
              f"a chain cannot begin with {items!r}: give it an iterable or a function that returns one"),
         )  # fmt: skip
         self._is_function = callable(items) and not isinstance(items, Iterable)
-        self._items: Any = list(_not_too_many(items)) if isinstance(items, Iterator) else items
+        self._items: Any = list(_limit_items(items)) if isinstance(items, Iterator) else items
         found = self._begin()
         self.sequential = not isinstance(found, Sequence)
         # Counted here once rather than in every worker process.
         try:
             self._count = len(found)  # type: ignore[arg-type]  # it may have no length
         except TypeError:
-            self._count = sum(1 for _ in _not_too_many(found))
+            self._count = sum(1 for _ in _limit_items(found))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Items(ShardSource):
         return _Shard("item {}".format, take)
 
 
-def _not_too_many(items: Iterable[Any]) -> Iterator[Any]:
+def _limit_items(items: Iterable[Any]) -> Iterator[Any]:
     """Yield items; raise ConfigError if there are too many, as in an endless iterable."""
     left = iter(items)
     yield from islice(left, _MAX_ITEMS)
@@ -189,7 +189,7 @@ class _Opener(Cache):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Listed(WenetSource):
+class _ListSource(WenetSource):
     """A WeNet list read by a chain; lines may name URLs (without a root) and commands (with ``allow_pipe``)."""
 
     allow_pipe: bool = False
@@ -218,7 +218,7 @@ class _LineFiles(ShardSource):
     @property
     def identity(self) -> dict[str, Any]:
         """A checksum of the names, sizes, first and last blocks of the files; other changes are not detected."""
-        return {"files": checksum_bytes(msgspec.json.encode([_evidence(file) for file in self._files]))}
+        return {"files": checksum_bytes(msgspec.json.encode([_fingerprint(file) for file in self._files]))}
 
     def count(self, shard: int) -> int:
         return len(self._ends_of(shard))
@@ -242,7 +242,7 @@ class _LineFiles(ShardSource):
         return self._ends[shard]
 
 
-def _evidence(path: Location) -> tuple[str, int, str]:
+def _fingerprint(path: Location) -> tuple[str, int, str]:
     """Return the name and size of a file, and a checksum of its first and last blocks."""
     with open_input(path, "list") as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -387,10 +387,12 @@ class ShardList(ShardSource):
         return _Shard(name_of, read_sample)
 
 
-def _wenet(kind: str, files: Paths, root: str | Path | None, allow_pipe: bool, cache: Cache, **options: Any) -> _Listed:
+def _wenet(
+    kind: str, files: Paths, root: str | Path | None, allow_pipe: bool, cache: Cache, **options: Any
+) -> _ListSource:
     """Return the WeNet source that data preparation uses, after checking its lists and archives."""
     audio_root = None if root is None else str(root)
-    listed = _Listed(
+    listed = _ListSource(
         data_list=_as_texts(files),
         data_type=cast("Any", kind),
         audio_root=audio_root,

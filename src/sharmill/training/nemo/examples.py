@@ -99,7 +99,7 @@ def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
     if not together or (dist.get_rank() if is_datastore_cache_shared() else local_rank) == 0:
         try:
             # In metadata-only mode, NeMo uses the names of the files as ids of the cuts.
-            list(_ask_all(copied, (cut.id for entry in untarred for cut in open_examples(entry))))
+            list(_fetch_ahead(copied, (cut.id for entry in untarred for cut in open_examples(entry))))
         except (ConfigError, FatalError) as error:
             problems = [error]
     if together:
@@ -111,7 +111,7 @@ def copy_audio(entries: Sequence[Mapping[str, Any]]) -> None:
         raise problem
 
 
-def _ask_all(ask: Callable[[str], Any], names: Iterable[str]) -> Iterator[Any]:
+def _fetch_ahead(ask: Callable[[str], Any], names: Iterable[str]) -> Iterator[Any]:
     """Yield ``ask(name)`` for each name of a file, with some requests ahead of use."""
     return prefetch(ask, names, threads=FETCHES_AT_ONCE, ahead=2 * FETCHES_AT_ONCE)
 
@@ -132,7 +132,7 @@ class _ExampleSource(ShardSource):
         stored = [name for text in named for name in expand_sharded_filepaths(text) if is_stored(name)]
         tarred = entry.get("tarred_audio_filepaths") is not None
         _check_stored(self._kind, entry, stored, tarred=tarred)
-        self._versions = dict(zip(stored, _ask_all(version_of, stored), strict=True))
+        self._versions = dict(zip(stored, _fetch_ahead(version_of, stored), strict=True))
         if self._kind in ("nemo", "nemo_tarred") and tarred and not entry.get("metadata_only", False):
             check_files(self._kind, entry)
             self._tarred = self._open_tarred()

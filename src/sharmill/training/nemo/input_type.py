@@ -92,7 +92,7 @@ def read_sharmill(entry: DictConfig) -> tuple[CutSet, bool]:
     check_entry(options, {})
     for key, default in {"text_field": "text", "lang_field": "lang"}.items():
         if (field := options.get(key, default)) != default:
-            log.warning("%s: %s has no effect on type sharmill, which keeps text and language of prepare", key, field)
+            log.warning("%s: %s has no effect on type sharmill, which uses text and language of prepare", key, field)
     open_reader = partial(
         _open_dataset,
         options["dataset"],

@@ -30,7 +30,7 @@ from sharmill.shar.reading.state import merge_states
 from sharmill.training.codes import CodecForm
 from sharmill.training.nemo.entries import Settings, entry_directory, is_divided, is_divisible, type_of
 from sharmill.training.nemo.partition import PartitionedCuts, collect_sources, mark_consumed
-from sharmill.training.nemo.samplers import BucketsInTurn, ManifestBucket, SamplerOptions
+from sharmill.training.nemo.samplers import ManifestBucket, SamplerOptions, SequentialBuckets
 from sharmill.training.nemo.settings import (
     check_tokenizer,
     entries_of,
@@ -195,7 +195,7 @@ def get_dataloader(
     num_workers, count = settings.get("num_workers") or 0, settings.pop("canonical", None)
     parts = [(rank, world_size)]
     if count is not None:
-        _check_count(count, world_size, num_workers)
+        _check_canonical(count, world_size, num_workers)
         parts = [(part, count) for part in range(rank * count // world_size, (rank + 1) * count // world_size)]
         # NeMo's random draws depend only on the number of the part if its loader has no workers.
         settings["num_workers"] = 0
@@ -276,7 +276,7 @@ def _make_loader(
              f"bucketing_strategy: {in_turn} with force_finite: true splits batches so that all ranks have the same "
              "number: set batch_size (bucketing_batch_size) to at least 2")
         )  # fmt: skip
-        source.dataset.sampler = BucketsInTurn(buckets, seeds.get(in_turn), finite=finite)
+        source.dataset.sampler = SequentialBuckets(buckets, seeds.get(in_turn), finite=finite)
     if resumable:
         _require_exact(sections, in_turn=in_turn is not None)
         for cuts in ours:
@@ -331,7 +331,7 @@ def _default_dataset(settings: Settings, tokenizer: Any) -> Dataset[Any]:
     )
 
 
-def _check_count(count: Any, world_size: int, num_workers: int) -> None:
+def _check_canonical(count: Any, world_size: int, num_workers: int) -> None:
     """Raise ConfigError if ``count`` parts cannot be divided evenly among the ranks and their workers."""
     refuse((not isinstance(count, int) or count < 1, f"canonical must be a number of parts, not {count!r}"))
     readers = world_size * max(1, num_workers)

@@ -32,7 +32,7 @@ from sharmill.training.nemo.entries import Settings
 from sharmill.training.nemo.partition import PartitionedCuts, marked_parts, parts_of, place_of
 from sharmill.training.nemo.stores import refuse_command
 
-# Numbers of examples that may be dropped in a row: if they include a whole epoch of every dataset, and otherwise.
+# Examples that may be dropped in a row: the first limit applies once they include a whole epoch of every dataset.
 _MIN_DROPPED: Final = 1000
 _MAX_DROPPED: Final = 1_000_000
 
@@ -84,7 +84,7 @@ class SamplerOptions:
             # NeMo has no option for the class of its samplers.
             sampler.__class__, sampler.bucket_seed = _ResumableBuckets, seed
         if self.sort is not None:
-            sampler.__class__, sampler.rank, sampler.world_size, sampler.seed = _SemiSorted, 0, 1, seed
+            sampler.__class__, sampler.rank, sampler.world_size, sampler.seed = _SemiSortedSampler, 0, 1, seed
             sampler.sort = self.sort
 
 
@@ -101,7 +101,7 @@ class _ResumableBuckets(DynamicBucketingSampler):
         super().__iter__()
         seed = self.bucket_seed + getattr(torch.utils.data.get_worker_info(), "id", 0)
         self.cuts_iter = iter(
-            _OldestFirst(
+            _OldestFirstBucketer(
                 zip(*map(iter, self.cuts), strict=True),
                 duration_bins=self.duration_bins,
                 world_size=self.world_size,
@@ -117,7 +117,7 @@ class _ResumableBuckets(DynamicBucketingSampler):
         return self
 
 
-class _OldestFirst(DynamicBucketer):
+class _OldestFirstBucketer(DynamicBucketer):
     """lhotse's buckets, which first deliver the examples of earlier epochs.
 
     A resume reads the examples again that were buffered before. If they were mixed with new examples, some might stay
@@ -180,7 +180,7 @@ class ManifestBucket:
             self._next = next(self._groups, (sys.maxsize, iter(())))
         return self._next
 
-    def count_behind(self, epoch: int) -> int:
+    def count_missing_batches(self, epoch: int) -> int:
         """Return how many batches this reader has fewer in an epoch than the reader with the most.
 
         The number is only known for batches of a fixed size; otherwise it is 0.
@@ -199,7 +199,7 @@ class ManifestBucket:
         yield from examples
 
 
-class BucketsInTurn:
+class SequentialBuckets:
     """Batches of one bucket after the other, an epoch of each, in an order common to all readers or independent.
 
     With a common order, all readers are in the same bucket at every step. A reader with fewer batches than another
@@ -228,7 +228,7 @@ class BucketsInTurn:
                 if bucket.epoch >= (epoch + 1) * bucket.passes:
                     continue
                 is_ours = bucket.find_next()[0] <= bucket.epoch
-                behind += 0 if self._seed else bucket.count_behind(bucket.epoch)
+                behind += 0 if self._seed else bucket.count_missing_batches(bucket.epoch)
                 bucket.epoch += 1
                 bucket.sampler.set_epoch(epoch)
                 for batch in bucket.sampler if is_ours else ():
@@ -241,7 +241,7 @@ class BucketsInTurn:
                 return
 
 
-class _SemiSorted(DynamicCutSampler):
+class _SemiSortedSampler(DynamicCutSampler):
     """NeMo's semi-sorted batches, for which all examples of an epoch are sorted by length with noise.
 
     Attributes:
@@ -250,7 +250,7 @@ class _SemiSorted(DynamicCutSampler):
 
     sort: Callable[..., Any]
 
-    def __iter__(self) -> _SemiSorted:
+    def __iter__(self) -> _SemiSortedSampler:
         examples = list(self.cuts[0])
         sampler = self.sort(
             durations=[self.constraint.measure_length(example) for example in examples],

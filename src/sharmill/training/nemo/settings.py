@@ -303,7 +303,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     drop_ignored(settings)
     _check_keys(settings)
     if in_turn is not None:
-        settings = _take_in_turn(settings, in_turn)
+        settings = _split_into_buckets(settings, in_turn)
     sections = sections_of(settings)
     for section in sections:
         _check_entries(section, {key: section.get(key) for key in ("audio_locator_tag", "token_equivalent_duration")})
@@ -334,7 +334,7 @@ def prepare_settings(cfg: Mapping[str, Any], rank: int, world_size: int) -> Sett
     return settings
 
 
-def _take_in_turn(settings: Settings, strategy: str) -> Settings:
+def _split_into_buckets(settings: Settings, strategy: str) -> Settings:
     """Return settings with one sampler per bucket, and with the strategy at the top level.
 
     Raises:

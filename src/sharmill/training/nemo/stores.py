@@ -30,7 +30,7 @@ def copied(name: str) -> str:
     """Return the local path of a file; a file in an object store is copied to the cache first.
 
     Raises:
-        ConfigError: the file cannot be downloaded, or a package or credentials are missing.
+        ConfigError: the file cannot be downloaded, or a package or an environment variable for it is missing.
     """
     if not is_stored(name):
         return name

@@ -74,7 +74,7 @@ def count_tokens(cut: Cut) -> int:
 
 def _open_loader(settings: Settings, rank: int, world_size: int, tokenizer: str | None, **options: Any) -> Any:
     loaded = None if tokenizer is None else PromptTokenizer(load_tokenizer(tokenizer))
-    return get_dataloader(settings, rank, world_size, loaded, dataset=SeenExamples(settings), **options)
+    return get_dataloader(settings, rank, world_size, loaded, dataset=SeenDataset(settings), **options)
 
 
 def _try_rank(
@@ -113,7 +113,7 @@ def _places(ranks: Sequence[list[list[SeenExample]]]) -> list[Place]:
     return [seen.place for batches in ranks for batch in batches for seen in batch if seen.place is not None]
 
 
-class SeenExamples(torch.utils.data.Dataset):
+class SeenDataset(torch.utils.data.Dataset):
     """A dataset of batches of ``SeenExample``, which loads no audio.
 
     Examples of entries that are not divided have no position and are attributed to the first sampler.
@@ -177,7 +177,7 @@ def _examine(
     yield f"{ranks} ranks with {workers} {'worker' if workers == 1 else 'workers'} each"
     sources = sources_of(prepared)
     for source in sources:
-        yield f"{_name(source)}: {_readers(source, prepared, ranks, workers, map_style=map_style)}"
+        yield f"{_name(source)}: {_describe_readers(source, prepared, ranks, workers, map_style=map_style)}"
     if (count := settings.get("canonical")) is not None:
         yield f"canonical: {count} parts, so global batches are the same on any number of readers that divides {count}"
     if map_style:
@@ -185,7 +185,7 @@ def _examine(
             "advice: map style: the main process of every rank reads all manifests, which takes minutes for millions "
             "of lines; set force_iterable_dataset: true to read them as a stream that can be resumed"
         )
-    yield from _mistaken(prepared)
+    yield from _setting_errors(prepared)
     try:
         loader = _open_loader(settings, 0, ranks, tokenizer, resumable=True)
         yield "the loader can be resumed exactly, also on other numbers of ranks and workers"
@@ -197,7 +197,7 @@ def _examine(
     for sentence in dict.fromkeys(record.getMessage() for record in warnings):
         yield f"advice: {sentence}"
     batches = list(islice(loader, num_batches))
-    yield from _filling(batches)
+    yield from _padding_report(batches)
     if 0 < len(batches) < num_batches:
         yield f"the epoch of the first rank ends after {len(batches)} batches"
     yield from _buckets(prepared, batches)
@@ -243,7 +243,7 @@ def _has_buckets(section: Settings) -> bool:
     return any(section.get(key) for key in ("use_bucketing", "bucket_batch_size", "bucket_duration_bins"))
 
 
-def _mistaken(prepared: Settings) -> Iterator[str]:
+def _setting_errors(prepared: Settings) -> Iterator[str]:
     """Yield an error for each setting that has no effect or fails for coded data."""
     for section in sections_of(prepared):
         number, bins = section.get("num_buckets"), section.get("bucket_duration_bins") or ()
@@ -264,7 +264,7 @@ def _mistaken(prepared: Settings) -> Iterator[str]:
             )
 
 
-def _held_back(prepared: Settings, size: int, readers: int) -> Iterator[str]:
+def _buffer_warnings(prepared: Settings, size: int, readers: int) -> Iterator[str]:
     """Yield a sentence for each sampler whose buffers may hold more than half of the data."""
     for section in sections_of(prepared):
         shuffled = _has_buckets(section) or prepared["shuffle"]
@@ -296,7 +296,7 @@ def _check_division(
             f"a batch has {in_batch:.1f}: use fewer readers"
         )
     if not prepared.get("force_finite", False):
-        yield from (f"advice: {sentence}" for sentence in _held_back(prepared, size, readers))
+        yield from (f"advice: {sentence}" for sentence in _buffer_warnings(prepared, size, readers))
         return
     ends = [sum(1 for _ in _open_loader(settings, rank, ranks, tokenizer)) for rank in range(ranks)]
     if len(set(ends)) > 1:
@@ -311,7 +311,7 @@ def _name(source: Settings) -> str:
     return f"{source.get('of_type', source.get('type'))} {place if isinstance(place, str) else '...'}"
 
 
-def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, map_style: bool) -> str:
+def _describe_readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, map_style: bool) -> str:
     if map_style:
         return f"every rank draws the same order, and takes one of {ranks} batches" if ranks > 1 else "read by one rank"
     if not is_divided(source):
@@ -321,7 +321,7 @@ def _readers(source: Settings, prepared: Settings, ranks: int, workers: int, *, 
     return f"{ranks * workers} readers divide one order among them: every example comes once per epoch"
 
 
-def _filling(batches: list[list[SeenExample]]) -> Iterator[str]:
+def _padding_report(batches: list[list[SeenExample]]) -> Iterator[str]:
     if not batches:
         yield "error: no batch, because the data end before the first batch is full: reduce the batch size"
         return
@@ -403,7 +403,7 @@ def stop_and_resume(
 
         size = sum(map(entry_size, sources_of(prepared)))
     readers = max(ranks, then) * max(1, int(prepared.get("num_workers", 0)))
-    remedy = next(_held_back(prepared, size, readers), "increase --batches or --stops to compare whole epochs")
+    remedy = next(_buffer_warnings(prepared, size, readers), "increase --batches or --stops to compare whole epochs")
     yield from _check_epochs(Counter(place[:2] for place in seen), state, unstopped, remedy)
 
 

@@ -205,7 +205,7 @@ class CodecForm:
 
     @property
     def target_marks(self) -> tuple[int, int]:
-        """BOS and EOS of targets."""
+        """The ids of BOS and EOS of targets."""
         return (
             self.codebook_size if self.bos is None else self.bos,
             self.codebook_size + 1 if self.eos is None else self.eos,
@@ -213,7 +213,7 @@ class CodecForm:
 
     @property
     def context_marks(self) -> tuple[int, int]:
-        """BOS and EOS of contexts."""
+        """The ids of BOS and EOS of contexts."""
         bos, eos = self.target_marks
         return (
             bos if self.context_bos is None else self.context_bos,

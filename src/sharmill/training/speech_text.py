@@ -155,7 +155,7 @@ class ContextSpeechDataset(torch.utils.data.Dataset[Batch]):
         self.codes = codes and codec is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other slices from the next batch on; to be called before a loader begins an epoch."""
+        """Set the epoch that determines the slices of the next batches; call this before a loader begins an epoch."""
         self._draws.epoch.fill_(epoch)
 
     def __getitem__(self, cuts: CutSet) -> Batch:
@@ -411,7 +411,7 @@ class SpeechTextDataset(torch.utils.data.Dataset[Batch]):
         self._draws = ContextDraws(context_duration_min, context_duration_max, seed)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw other slices from the next batch on; to be called before a loader begins an epoch."""
+        """Set the epoch that determines the slices of the next batches; call this before a loader begins an epoch."""
         self._draws.epoch.fill_(epoch)
 
     def __getitem__(self, examples: CutSet) -> Batch:

@@ -403,10 +403,11 @@ def _largest(fits: Callable[[int, Bucket], bool], bucket: Bucket, known: int, li
 
 
 def make_budget(device: str, share: float, memory: int | None) -> Budget:
-    """Return a budget of ``share`` of the memory.
+    """Return a memory budget, which is a share of the memory of a device.
 
     Args:
         device: ``cpu``, ``cuda``, ``cuda:1``, or ``auto`` for the first GPU if there is one.
+        share: fraction of the memory.
         memory: bytes; by default all memory of the GPU, or the memory available to this process on the CPU.
 
     Raises:

@@ -110,7 +110,7 @@ def _check(lengths: np.ndarray, num_buckets: int) -> None:
 
 
 def round_up(value: float, decimals: int) -> float:
-    """Round ``value`` to so many decimals, but never below ``value``.
+    """Round ``value`` up to a number with ``decimals`` decimals.
 
     >>> round_up(1.2341, 3), round_up(1.234, 3)
     (1.235, 1.234)
@@ -286,7 +286,7 @@ def _histogram(lengths: Lengths, bins: Sequence[Bucket], *, closed: bool) -> Ite
 
 
 def _max_ratio(lengths: Lengths, bins: Sequence[Bucket], outlier_threshold: float) -> Iterator[str]:
-    """Yield the limit of the ratio of tokens: per bucket in two dimensions, otherwise one value for NeMo's filter."""
+    """Yield the setting that limits tokens per length: a list by bucket in two dimensions, otherwise one number."""
     key = "max_tpt" if lengths.in_tokens else "max_tps"
     if bins[0].num_tokens is not None:
         if math.isfinite(bins[0].max_ratio):

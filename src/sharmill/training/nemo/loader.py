@@ -145,7 +145,7 @@ class ResumableBatches(torch.utils.data.IterableDataset):
             load_states([source.reader for source in sources], known)
 
     def _own_parts(self) -> Sequence[tuple[IterableDatasetWrapper, list[PartitionedCuts]]]:
-        """Return this worker's parts: every n-th of n workers, so that a loader delivers all parts in order."""
+        """Return the parts of this worker; with n workers, every n-th part, so that a loader delivers all in order."""
         info = torch.utils.data.get_worker_info()
         return self._parts if info is None or len(self._parts) == 1 else self._parts[info.id :: info.num_workers]
 

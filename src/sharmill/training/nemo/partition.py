@@ -177,7 +177,7 @@ def place_of(example: Any) -> tuple[int, ...] | None:
 
 
 def marked_parts(example: Any) -> Iterator[tuple[int, Any]]:
-    """Yield each part of an example that came from a reader, after the number of the reader."""
+    """Yield the number of the reader and the part for each part of an example that came from a reader."""
     for part in parts_of(example):
         reader = (getattr(part, "custom", None) or {}).get(_READER)
         if reader is not None:

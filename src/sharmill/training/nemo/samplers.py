@@ -181,7 +181,7 @@ class ManifestBucket:
         return self._next
 
     def count_missing_batches(self, epoch: int) -> int:
-        """Return how many batches this reader has fewer in an epoch than the reader with the most.
+        """Return how many batches of an epoch this reader lacks, compared with the reader that has the most.
 
         The number is only known for batches of a fixed size; otherwise it is 0.
         """
@@ -200,7 +200,7 @@ class ManifestBucket:
 
 
 class SequentialBuckets:
-    """Batches of one bucket after the other, an epoch of each, in an order common to all readers or independent.
+    """Batches of all buckets in turn, one epoch of each, in an order that readers share or draw independently.
 
     With a common order, all readers are in the same bucket at every step. A reader with fewer batches than another
     splits some of them in halves. The rest of an epoch follows from the states of the readers, so a resume continues

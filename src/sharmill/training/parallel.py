@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 class ChildEnded(Exception):
-    """A child process ended before it sent a message; the text is that of ``describe_exit``."""
+    """Error for a child process that ended before it sent a message; the text is that of ``describe_exit``."""
 
 
 class ChildProcess(SpawnProcess):

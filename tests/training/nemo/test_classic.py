@@ -99,7 +99,7 @@ def test_buckets_come_one_after_the_other_in_a_fixed_order(page):
 def test_buckets_come_in_turn_without_lhotse_keys_alone(page, caplog, keys, mixed):
     batches = take(load(page("model.train_ds.bucketing_strategy=fixed_order"), **keys), 40)
     assert (max(map(len, buckets_of(batches))) > 1) == mixed
-    told = "fixed_order has no effect, and the manifests" if mixed else "fixed_order reads an epoch of one manifest"
+    told = "fixed_order has no effect, and the manifests" if mixed else "fixed_order reads an epoch of each manifest"
     assert sum(told in record.message for record in caplog.records) == 1
 
 

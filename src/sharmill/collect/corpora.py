@@ -1,4 +1,4 @@
-"""Names of corpora, and the recipes that read them as they are published: those of lhotse, or ours."""
+"""Names of corpora, and the recipes that read them as published, by lhotse or sharmill."""
 
 import pkgutil
 import re
@@ -15,7 +15,7 @@ from sharmill.registry import nearest
 _LIBRI_PARTS: Final = (
     "dev-clean", "dev-other", "test-clean", "test-other", "train-clean-100", "train-clean-360", "train-other-500",
 )  # fmt: skip
-# Other names of the same corpora, as NeMo's documentation and people write them, without blanks and signs.
+# Alternative names used by NeMo's documentation and others, without blanks and punctuation.
 _ALIASES: Final = {
     "aishell1": "aishell",
     "fisher": "fisher_english",
@@ -29,10 +29,10 @@ _ALIASES: Final = {
 
 
 def _parts_of_libritts(directory: Path) -> dict[str, Any]:
-    """Return the parts of LibriTTS that are there: by itself the recipe wants them all."""
+    """Return the existing parts of LibriTTS, because by default the recipe requires all of them."""
     found = [name for name in _LIBRI_PARTS if (directory / name).is_dir()]
     if not found:
-        raise ConfigError(f"{directory} has none of the folders {', '.join(_LIBRI_PARTS)}; name the folder that has",
+        raise ConfigError(f"{directory} has none of {', '.join(_LIBRI_PARTS)}; name the folder that contains them",
                           code="missing_input")  # fmt: skip
     return {"dataset_parts": found}
 
@@ -42,13 +42,13 @@ class Corpus:
     """A corpus that a recipe reads.
 
     Attributes:
-        recipe: its name in lhotse, or that of an own one.
-        dataset: its name in speaker tags.
-        language, speaker: of records whose recipe names none.
-        parts: those that lhotse downloads, by the names of splits; none if it knows no parts.
-        folder: below the folder that lhotse says it has downloaded the corpus to.
-        adapt: makes further arguments of the recipe from the folder of the corpus.
-        read: an own recipe, in the place of lhotse's.
+        recipe: name of the recipe, of lhotse's or our own.
+        dataset: name of the corpus in speaker tags.
+        language, speaker: values for records if the recipe provides none.
+        parts: parts that lhotse can download, named like the splits; empty if it cannot download single parts.
+        folder: subfolder of the folder to which lhotse reports the download.
+        adapt: returns further arguments of the recipe for the folder of the corpus.
+        read: our own recipe, which replaces lhotse's.
     """
 
     recipe: str
@@ -62,7 +62,7 @@ class Corpus:
 
 
 _libritts = partial(Corpus, language="en", adapt=_parts_of_libritts, parts=_LIBRI_PARTS)
-# Under the names of lhotse's recipes.
+# Keys are the names of lhotse's recipes.
 CORPORA: Final = {
     corpus.recipe: corpus
     for corpus in (
@@ -74,7 +74,7 @@ CORPORA: Final = {
             recipe="vctk",
             dataset="VCTK",
             language="en",
-            # Version 0.92 is FLAC of two microphones.
+            # Version 0.92 contains FLAC from two microphones.
             adapt=lambda directory: {"use_edinburgh_vctk_url": (directory / "wav48_silence_trimmed").is_dir()},
         ),
         Corpus(recipe="ljspeech", dataset="LJSpeech", language="en", speaker="LJ"),
@@ -88,13 +88,13 @@ CORPORA: Final = {
 
 
 def find_corpus(name: str) -> Corpus:
-    """Return the corpus of a name: one of ``CORPORA``, another name of it, or that of any recipe of lhotse.
+    """Return the corpus with a name: a key of ``CORPORA``, an alternative name, or the name of any lhotse recipe.
 
     >>> find_corpus("lhotse:librispeech").dataset, find_corpus("HUB5").recipe
     ('LibriSpeech', 'eval2000')
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     short = _normalise(name.removeprefix("lhotse:"))
     known = {_normalise(recipe): recipe for recipe in CORPORA} | _ALIASES
@@ -107,7 +107,7 @@ def find_corpus(name: str) -> Corpus:
     recipes_of_lhotse = {_normalise(recipe): recipe for recipe in dict.fromkeys([*functions, *modules])}
     if short not in recipes_of_lhotse:
         raise ConfigError(
-            f"--from {name}: there is no such corpus{nearest(short, [*CORPORA, *recipes_of_lhotse.values()])}",
+            f"--from {name}: unknown corpus{nearest(short, [*CORPORA, *recipes_of_lhotse.values()])}",
             code="unknown_name",
         )
     recipe = recipes_of_lhotse[short]

@@ -1,4 +1,4 @@
-"""``sharmill manifest`` as a stage: records of folders, tables, manifests or a corpus, completed from headers alone."""
+"""The stage behind ``sharmill manifest``: records of folders, tables, manifests or a corpus, completed from headers."""
 
 import itertools
 import os
@@ -35,38 +35,38 @@ from sharmill.sources.nemo import NemoSource
 from sharmill.sources.speakers import UNDETERMINED, find_tag
 from sharmill.sources.table import TableSource, delimiter_of
 
-# A record's own duration may differ by so many seconds from that of its audio.
+# Largest accepted difference in seconds between a record's duration and its audio.
 _TOLERANCE: Final = PrepareConfig().duration_tolerance
-# Segments of one recording follow one another.
+# Consecutive segments usually belong to the same recording.
 _probe = lru_cache(maxsize=16)(probe)
 _TYPES: Final[dict[str, type[Source]]] = {
     ".csv": TableSource, ".tsv": TableSource, ".json": NemoSource, ".jsonl": NemoSource,
 }  # fmt: skip
-# Ends of the names of files beside a manifest: rejects, warnings of the recipe, and the description, written last.
+# Suffixes of files beside a manifest: rejects, warnings of the recipe, and the description, which is written last.
 REJECTS: Final = ".rejects.jsonl"
 LOG: Final = ".recipe.log"
 INFO: Final = ".info.yaml"
-# In the plan: the result of a recipe.
+# File with the result of a recipe, in the folder of the plan.
 _FOUND: Final = "found.json"
-# Counts of the records of a manifest.
+# Kinds of records that are counted.
 _COUNTS: Final = ("with_text", "with_speaker", "of_several_channels")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestOptions:
-    """Options of a manifest.
+    """Options for creating a manifest.
 
     Attributes:
-        audio_root: the folder that paths are relative to; None for that of the sources.
-        keys: keys of the sources, as a configuration has them; a source takes those that it has.
-        corpus: the name of a corpus, or None.
+        audio_root: folder that paths are relative to; None for the common folder of the sources.
+        keys: keys of the sources, as in a configuration; each source uses the keys that it knows.
+        corpus: name of a corpus, or None.
         recipe_options: further arguments of its recipe.
-        splits: names or patterns of its splits, none for all.
-        min_segment: join its utterances until they last so many seconds.
+        splits: names or patterns of its splits; empty for all.
+        min_segment: join its utterances until they last this many seconds.
         download: have lhotse download it into the folder first.
-        vocabulary: where to write the vocabulary of the texts, or None.
-        of_words: it is one of words, not of characters.
-        force: replace a manifest that is there, its companions and the vocabulary.
+        vocabulary: path for the vocabulary of the texts, or None.
+        of_words: True for a vocabulary of words rather than characters.
+        force: replace an existing manifest, its companion files and the vocabulary.
     """
 
     audio_root: str | None = None
@@ -86,9 +86,9 @@ class Destination:
     """The files of a manifest.
 
     Attributes:
-        path: of the manifest; with splits each has its own, ``manifest.train.json`` for ``manifest.json``.
-        root: the folder that all paths in it are relative to.
-        vocabulary: of the vocabulary of the texts, or None.
+        path: path of the manifest. Splits have their own: ``manifest.train.json`` for ``manifest.json``.
+        root: folder that all paths in the manifest are relative to.
+        vocabulary: path of the vocabulary of the texts, or None.
     """
 
     path: Path
@@ -96,15 +96,15 @@ class Destination:
     vocabulary: Path | None = None
 
     def of_split(self, split: str) -> Path:
-        """Return the path of the manifest of a split; "" is the only one."""
+        """Return the path of a split's manifest; "" is the only split."""
         return self.beside(f".{split}{self.path.suffix}") if split else self.path
 
     def beside(self, end: str) -> Path:
-        """Return the path of a companion, whose name has this end."""
+        """Return the path of a companion file with this suffix."""
         return self.path.with_name(self.path.stem + end)
 
     def files(self, splits: Iterable[str] = ("",)) -> list[Path]:
-        """Return the paths of all files, of which some may not be written."""
+        """Return the paths of all files; some of them may not be written."""
         vocabulary = [self.vocabulary] if self.vocabulary else []
         return [*map(self.of_split, splits), *map(self.beside, (INFO, REJECTS, LOG)), *vocabulary]
 
@@ -113,9 +113,9 @@ class Input(NamedTuple):
     """One input of a manifest.
 
     Attributes:
-        source: the reader of its records, with the rules for speakers and channels, and the audio root.
-        split: of a corpus; "" for the only one.
-        defaults: keys of records that have none of their own.
+        source: reader of the records, with the audio root and the rules for speakers and channels.
+        split: split of a corpus; "" if there is only one.
+        defaults: keys and values for records that lack the keys.
     """
 
     source: Source
@@ -127,15 +127,15 @@ def make_manifest(
     sources: Sequence[str], output: str, options: ManifestOptions, *, workers: int | Literal["auto"] = "auto",
     listener: Listener | None = None,
 ) -> tuple[Destination, Totals]:  # fmt: skip
-    """Make a manifest of folders, tables, manifests or a corpus, whose bytes do not depend on ``workers``.
+    """Create a manifest from folders, tables, manifests or a corpus; its bytes do not depend on ``workers``.
 
     Args:
         sources: paths of folders and files.
         output: path of the manifest.
-        workers: processes, a number or ``auto`` for all cores.
+        workers: number of processes, or ``auto`` for all cores.
 
     Raises:
-        ConfigError: the sources, the options or the output cannot be used, or another process makes the manifest.
+        ConfigError: the sources, options or output cannot be used, or another process is creating the manifest.
         FatalError: no record can be used, or the disk fails.
     """
     given = _make_sources(sources, options)
@@ -149,8 +149,7 @@ def make_manifest(
             *(
                 (
                     not Path(inner).is_relative_to(root),
-                    f"{inner} does not lie below --audio-root {options.audio_root}; name a folder that holds all "
-                    "sources",
+                    f"{inner} is not below --audio-root {options.audio_root}; name a folder that contains all sources",
                 )
                 for inner in roots
             ),
@@ -178,7 +177,7 @@ def make_manifest(
 
 
 class ManifestStage(Stage):
-    """The stage that completes records. One unit is some of an input; its run directory lies beside the manifest."""
+    """The stage that completes records. A unit is a part of an input, and the run directory is beside the manifest."""
 
     kind = "manifest"
     cost_unit = "records"
@@ -214,10 +213,10 @@ class ManifestStage(Stage):
                 index += 1
             if index == before:
                 names = ", ".join(path for key, path in entry.source.paths().items() if key in entry.source.file_keys)
-                raise ConfigError(f"{names} has no records; name a file that has some", code="bad_manifest")
+                raise ConfigError(f"{names} has no records; name a file with records", code="bad_manifest")
 
     def inputs(self, folder: Path) -> list[Input]:
-        """Return the inputs as they are read: of a corpus its splits, which ``folder``, that of the plan, has."""
+        """Return the inputs to read; the splits of a corpus are in ``folder``, the folder of the plan."""
         if self.options.corpus is None:
             return [Input(source, "", {}) for source in self.given]
         found = load_record(folder / _FOUND, Found)
@@ -236,17 +235,17 @@ class ManifestStage(Stage):
         return Completion(self.inputs(run.plan_folder), self.options, self.destination.root)
 
     def finalize(self, run: StageRun) -> Totals:
-        """Publish the manifest and what lies beside it, the description last; return the accounts with notes."""
+        """Publish the manifest and its companion files, the description last; return the totals with notes."""
         totals, commits = add_up(run.commits), run.commits
         inputs = self.inputs(run.plan_folder)
         parts: dict[str, list[Commit]] = {entry.split: [] for entry in inputs}
         for unit, commit in zip(run.units, commits, strict=True):
             parts[inputs[unit.params["input"]].split].append(commit)
         destination, log = self.destination, run.plan_folder / RECIPE_LOG
-        # Recipes look at files in the order of the file system.
+        # Sort the warnings, since recipes read files in the order of the file system.
         warnings = sorted(log.read_text("utf-8").splitlines()) if log.exists() else []
         for file in destination.files(parts):
-            # Left by killed processes.
+            # Remove leftovers of killed processes.
             remove_temp_files(file.parent, {file.name})
         _replace(destination.beside(REJECTS), [run.dir.rejects] if totals.rejects else [])
         remove(destination.beside(LOG))
@@ -254,8 +253,8 @@ class ManifestStage(Stage):
             write_atomic(destination.beside(LOG), "".join(f"{line}\n" for line in warnings).encode())
         if not totals.num_out:
             raise FatalError(
-                f"none of the {totals.num_in} records can be used, so {destination.path} is not written; mend the "
-                "input, then run the same command with --force. The commonest reasons (all: "
+                f"none of the {totals.num_in} records can be used, so {destination.path} is not written; correct the "
+                "input, then run the same command with --force. The most frequent reasons (full list: "
                 f"{destination.beside(REJECTS)}):",
                 code="too_many_rejects",
                 details=describe_rejects(run.ranks.rejects, totals.rejects),
@@ -271,9 +270,11 @@ class ManifestStage(Stage):
         }))  # fmt: skip
         total = _add_up_counts(commits)
         lacking = {
-            "have no text: a dataset takes them with prepare.require_text=false": total["records"] - total["with_text"],
-            "have no speaker: --speaker makes one of the path, as {path[0]}": total["records"] - total["with_speaker"],
-            "are audio of several channels: --channel chooses one, or downmix their mean": total["of_several_channels"],
+            "have no text; to keep them in a dataset, set prepare.require_text=false": total["records"]
+            - total["with_text"],
+            "have no speaker; --speaker can take it from the path, such as {path[0]}": total["records"]
+            - total["with_speaker"],
+            "have several channels; --channel selects one, or their mean with downmix": total["of_several_channels"],
         }
         noted = Counter(note for commit in commits for note in Counter(commit.stats["notes"]).elements())
         notes = [
@@ -282,13 +283,16 @@ class ManifestStage(Stage):
         ]
         if warnings:
             notes.append(
-                f"the recipe warns {len(warnings)} times, first: {warnings[0]} (see {destination.beside(LOG)})"
+                f"the recipe gave {len(warnings)} warnings; the first: {warnings[0]} (see {destination.beside(LOG)})"
             )
         return msgspec.structs.replace(totals, rejects=by_reason, notes=notes)
 
 
 def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
-    """Return the vocabulary of the splits for training, or of all if none is; the commonest first, one a line."""
+    """Return the vocabulary of the training splits, or of all splits if there are none.
+
+    It has one entry per line, the most frequent first.
+    """
     counts: Counter[str] = Counter()
     for split in [split for split in parts if "train" in split] or parts:
         for commit in parts[split]:
@@ -298,7 +302,7 @@ def _vocabulary(root: Path, parts: dict[str, list[Commit]]) -> bytes:
 
 
 class Completion(Processor):
-    """The completion of records from headers alone, with paths relative to the root of all inputs, in one rank."""
+    """Completes records from headers alone, with paths relative to the root of all inputs, in one rank."""
 
     def __init__(self, inputs: Sequence[Input], options: ManifestOptions, root: Path) -> None:
         self._inputs = inputs
@@ -310,7 +314,7 @@ class Completion(Processor):
 
     def process(self, unit: Unit, staging: Staging, advance: Advance) -> Output:
         number = unit.params["input"]
-        # A corpus is one source, however many splits it has.
+        # A corpus counts as one source, however many splits it has.
         source = number if self._options.corpus is None else 0
         lines: list[bytes] = []
         rejects: list[Reject] = []
@@ -347,7 +351,7 @@ class Completion(Processor):
         )
 
     def _complete(self, found: dict[str, Any], number: int) -> tuple[dict[str, Any], int]:
-        """Return the completed record of one that was found, and the number of channels of its audio.
+        """Return the completed record, and the number of channels of its audio.
 
         Raises:
             RejectRecord: the record, its file or its header cannot be used.
@@ -372,10 +376,10 @@ class Completion(Processor):
         if tag is not None:
             made["speaker"] = str(tag)
         elif find_tag(record.get("speaker")):
-            # One of no speaker, with all that it says beside that.
+            # A tag without a speaker keeps its other parts.
             made["speaker"] = record["speaker"]
         elif rule.language != UNDETERMINED:
-            # It would stand in the tag.
+            # The language has no other place if there is no tag.
             made["lang"] = rule.language
         made |= {key: value for key, value in record.items() if key not in TYPED_KEYS}
         own = record.get("channel")
@@ -386,7 +390,7 @@ class Completion(Processor):
 
 
 def _replace(path: Path, parts: Sequence[Path]) -> None:
-    """Publish parts as one file; without any there is to be no file."""
+    """Publish parts as one file; remove the file if there are no parts."""
     if parts:
         merge_files(parts, path)
     else:
@@ -394,7 +398,7 @@ def _replace(path: Path, parts: Sequence[Path]) -> None:
 
 
 def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
-    """Return the numbers of a manifest: records, hours, and how many have a text, a speaker, an unchosen channel."""
+    """Return the counts of a manifest: records, hours, and the records of each kind in ``_COUNTS``."""
     counts = Counter[str]()
     for commit in commits:
         counts.update({"records": commit.num_out, **{key: commit.stats[key] for key in ("seconds", *_COUNTS)}})
@@ -405,13 +409,13 @@ def _add_up_counts(commits: Iterable[Commit]) -> dict[str, Any]:
 
 
 def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Source]:
-    """Return the sources, with the keys of the options that they have."""
+    """Return the sources, each with the option keys that it knows."""
     of_corpus = options.corpus is not None
     refuse(
-        (of_corpus and len(sources) > 1, "--from is for one folder, that of the corpus"),
+        (of_corpus and len(sources) > 1, "--from needs exactly one folder, the folder of the corpus"),
         (
             not of_corpus and (options.splits or options.recipe_options or options.download or options.min_segment),
-            "--splits, --recipe-option, --remove-noises, --min-segment and --download are for a corpus, see --from",
+            "--splits, --recipe-option, --remove-noises, --min-segment and --download need a corpus; add --from",
         ),
         code="bad_usage",
     )
@@ -420,9 +424,9 @@ def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Sour
     unused = sorted(options.keys.keys() - known)
     folders = [Path(str(source.audio_root)) for source in made if isinstance(source, FolderSource)]
     refuse(
-        (unused, f"{', '.join(unused)}: none of the sources has such a setting"),
+        (unused, f"none of the sources supports {', '.join(unused)}; leave it out"),
         *(
-            (one.is_relative_to(other), f"{one} lies within {other}; name the outer one only")
+            (one.is_relative_to(other), f"{one} is inside {other}; name only the outer folder")
             for one, other in itertools.permutations(folders, 2)
         ),
         code="bad_usage",
@@ -435,18 +439,18 @@ def _make_sources(sources: Sequence[str], options: ManifestOptions) -> list[Sour
 
 
 def _make_source(source: str, options: ManifestOptions) -> Source:
-    """Return a source; its audio root is a folder itself, the folder of a file, or the one that is given."""
+    """Return the source for a path. Its audio root is the folder itself, the folder of the file, or the given one."""
     path = expand_home(source)
     if options.download and not path.exists():
         make_folder(path)
     if not path.exists() and (options.corpus is not None or not names_several(source)):
-        raise ConfigError(f"there is no file or folder {path}; correct its path", code="missing_input")
+        raise ConfigError(f"{path} does not exist; correct the path", code="missing_input")
     own: dict[str, Any] = {}
     if path.is_dir():
         kind: type[Source] = FolderSource
         root = path
     elif options.corpus is not None:
-        raise ConfigError(f"{path} is not a folder; name that of the corpus", code="bad_usage")
+        raise ConfigError(f"{path} is not a folder; name the folder of the corpus", code="bad_usage")
     else:
         file = Path(str(find_files([source])[0]))
         name = unpacked_name(file.name)
@@ -470,7 +474,7 @@ def _refuse_existing(files: Iterable[Path]) -> None:
     there = sorted(str(file) for file in files if file.exists())
     if there:
         raise ConfigError(
-            f"there is already {', '.join(there)}; name another file, or replace with --force", code="foreign_output"
+            f"{', '.join(there)} already exists; name another file, or add --force to replace it", code="foreign_output"
         )
 
 

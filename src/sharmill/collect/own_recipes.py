@@ -1,6 +1,6 @@
-"""Recipes of our own: AN4, and HiFi-TTS, Fisher and HUB5 where lhotse's recipes do not do what users need.
+"""Our own recipes: AN4, and HiFi-TTS, Fisher and HUB5, for which lhotse's recipes are not sufficient.
 
-Headers of audio are read with sharmill's own reader, so that one file that cannot be read ends no recipe.
+Audio headers are read with sharmill's reader, so a single unreadable file does not stop a recipe.
 """
 
 import logging
@@ -15,20 +15,20 @@ from sharmill.audio.files import probe
 from sharmill.errors import RejectRecord
 from sharmill.sources.files import split_lines
 
-# NeMo's name of a part of Fisher, and LDC's names of its audio and of its texts.
+# NeMo's name for each part of Fisher, and LDC's names for its audio and its texts.
 _FISHER: Final = (
     ("LDC2004S13-Part1", "LDC2004S13", "LDC2004T19"),
     ("LDC2005S13-Part2", "LDC2005S13", "LDC2005T19"),
 )
-# Text of an utterance that is left out, and that no joined utterances go over.
+# Text that marks an utterance to be left out; joined utterances do not span it.
 LEFT_OUT: Final = "(("
-# Splits of Fisher, by tenths of its recordings.
+# Split of each tenth of Fisher's recordings.
 _FISHER_SPLITS: Final = (*["train"] * 8, "validation", "test")
-# In texts of Fisher: tags such as [laughter], and <noise> of its second transcriber; and signs, of which none stays.
+# Parts of Fisher texts that are removed: tags such as [laughter] or, by its second transcriber, <noise>; and
+# punctuation.
 _FISHER_TAG: Final = re.compile(r"\[+[^\]]*\]+|<[^>]*>")
 _FISHER_SIGNS: Final = str.maketrans(dict.fromkeys('()*;:"!&{},.-?'))
-# The texts of HUB5 for scoring: recording, channel, speaker, begin, end, labels, text, with marks of asides and of
-# hesitations.
+# HUB5's scoring texts: recording, channel, speaker, start, end, labels, text with markup for asides and hesitations.
 _HUB5_TEXTS: Final = "hub5e00.english.000405.stm"
 _STM_LINE: Final = re.compile(r"(\S+)\s+([AB])\s+(\S+)\s+([\d.]+)\s+([\d.]+)\s+(?:<[^>]*>)?(.*)")
 _STM_HESITATION: Final = re.compile(r"\(%(?:hesitation|uh|ah)\)")
@@ -37,10 +37,10 @@ _AN4_LINE: Final = re.compile(r"(.*)\(([^()\s]+)\)\s*")
 
 
 def forgive_headers() -> None:
-    """Have lhotse read headers with sharmill's reader; a file that this refuses counts as a long one of two channels.
+    """Make lhotse read headers with sharmill's reader until this process ends.
 
-    So a recipe gets past it, with all of its segments, and they are rejected where all records are checked. SPHERE
-    needs no sph2pipe. It holds until the process ends.
+    A file that the reader rejects is reported as a long file with two channels. Recipes therefore accept it with all
+    its segments, which are rejected later when all records are checked. SPHERE files need no sph2pipe.
     """
     from lhotse.audio import backend
 
@@ -56,7 +56,7 @@ def forgive_headers() -> None:
 
 
 def read_hifitts(directory: Path) -> dict[str, Any]:
-    """Return the partitions of HiFi-TTS, each read by itself: lhotse's recipe may give one the name of another."""
+    """Return the partitions of HiFi-TTS, read one by one, since lhotse's recipe may confuse their names."""
     from lhotse.recipes.hifitts import prepare_single_partition
 
     forgive_headers()
@@ -64,24 +64,24 @@ def read_hifitts(directory: Path) -> dict[str, Any]:
     for path in sorted(directory.glob("*_manifest_*.json")):
         speaker, _, quality, split = path.stem.split("_")
         recordings, supervisions = prepare_single_partition(path, directory, speaker, quality)
-        # As in the names of the partitions: with the quality, which the recordings of a speaker differ in.
+        # Like the partition names, include the quality, because the recordings of a speaker differ in it.
         for supervision in supervisions:
             supervision.custom["speaker_name"] = supervision.speaker
             supervision.speaker = f"{speaker}_{quality}"
         parts[f"{speaker}_{quality}_{split}"] = {"recordings": recordings, "supervisions": supervisions}
     if not parts:
-        raise ValueError("there are no files such as 92_manifest_clean_train.json")
+        raise ValueError("it has no files such as 92_manifest_clean_train.json")
     return parts
 
 
 def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, Any]:
-    """Return the recordings and supervisions of the parts of Fisher that are there, by split.
+    """Return recordings and supervisions of the existing parts of Fisher, by split.
 
-    Of the recordings, in the order of their names, the first 80 % are for training, and the next 10 % for validation.
-    With ``remove_noises`` texts are as NeMo's script leaves them, and those that are uncertain are left out.
+    Sorted by name, the first 80 % of the recordings are for training and the next 10 % for validation. With
+    ``remove_noises``, texts are cleaned as in NeMo's script, and uncertain utterances are left out.
 
-    Either as LDC names them, LDC2004S13 with LDC2004T19 and LDC2005S13 with LDC2005T19, or in the two folders of NeMo's
-    documentation, LDC2004S13-Part1 and LDC2005S13-Part2, which lhotse's recipe does not know: it gets links.
+    The parts may have LDC's names (LDC2004S13 with LDC2004T19, LDC2005S13 with LDC2005T19), or the names in NeMo's
+    documentation (LDC2004S13-Part1 and LDC2005S13-Part2). lhotse's recipe does not know the latter, so it gets links.
     """
     from lhotse.recipes.fisher_english import prepare_fisher_english
 
@@ -90,7 +90,7 @@ def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, An
         corpus = Path(scratch) / "corpus"
         found = [names for part, *names in _FISHER if _link_fisher(directory, part, names, corpus)]
         if not found:
-            raise ValueError(f"there is none of the folders {', '.join(name for row in _FISHER for name in row[:2])}")
+            raise ValueError(f"it has none of the folders {', '.join(name for row in _FISHER for name in row[:2])}")
         audio, texts = map(list, zip(*found, strict=True))
         try:
             made = prepare_fisher_english(corpus, Path(scratch) / "out", audio, texts, absolute_paths=True)
@@ -107,7 +107,7 @@ def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, An
         for utterance in utterances:
             utterance.text = _clean_fisher(utterance.text)
         num_left = sum(utterance.text in ("", LEFT_OUT) for utterance in utterances)
-        logging.warning("%d utterances are left out: noises only, or uncertain, in (( ))", num_left)
+        logging.warning("%d utterances are left out: only noises, or uncertain text in (( ))", num_left)
         utterances = [utterance for utterance in utterances if utterance.text]
     names = sorted(recording.id for recording in recordings)
     splits = {name: _FISHER_SPLITS[10 * number // len(names)] for number, name in enumerate(names)}
@@ -121,7 +121,7 @@ def read_fisher(directory: Path, *, remove_noises: bool = False) -> dict[str, An
 
 
 def _clean_fisher(text: str) -> str:
-    """Return a text without tags, punctuation and capitals, or ``LEFT_OUT`` for an uncertain one.
+    """Return a text without tags, punctuation and capitals, or ``LEFT_OUT`` if it is uncertain.
 
     >>> _clean_fisher("[laughter] I have a 'Mini-van' [uh] on A._B._C.")
     'i have a minivan uh on a b c'
@@ -134,9 +134,10 @@ def _clean_fisher(text: str) -> str:
 
 
 def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, Any]:
-    """Return the recordings and supervisions of HUB5, with the clean texts of its STM; without it lhotse's.
+    """Return recordings and supervisions of HUB5, with the clean texts of its STM file if there is one.
 
-    In the folders of LDC, LDC2002S09 and LDC2002T43, or in those of NeMo's script, hub5e_00 and 2000_hub5_eng_eval_tr.
+    Without this file, the texts come from lhotse's recipe. The folders are named as by LDC (LDC2002S09, LDC2002T43) or
+    by NeMo's script (hub5e_00, 2000_hub5_eng_eval_tr).
     """
     from lhotse import Recording, RecordingSet, SupervisionSegment, SupervisionSet, fix_manifests
     from lhotse.recipes.eval2000 import prepare_eval2000
@@ -148,14 +149,14 @@ def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, 
             return prepare_eval2000(directory, scratch, transcript_path, absolute_paths=True)
     files = sorted(directory.rglob("hub5e_00/english/*.sph"))
     if not files:
-        raise ValueError("there is no hub5e_00/english with .sph files")
+        raise ValueError("it has no hub5e_00/english with .sph files")
     utterances = []
     for number, line in enumerate(split_lines(texts.read_text("utf-8")), start=1):
         if line.startswith(";;") or "inter_segment_gap" in line.lower() or not line.strip():
             continue
         match = _STM_LINE.fullmatch(line.strip())
         if match is None:
-            raise ValueError(f"line {number} of {texts} is no utterance of STM: {line[:80]!r}")
+            raise ValueError(f"line {number} of {texts} is not a valid STM utterance: {line[:80]!r}")
         recording, channel, speaker, start, end, text = match.groups()
         text = _STM_MARK.sub("", _STM_HESITATION.sub("uh", text.lower()))
         text = LEFT_OUT if "ignore_time_segment_" in text else " ".join(text.split())
@@ -177,7 +178,7 @@ def read_hub5(directory: Path, transcript_path: str | None = None) -> dict[str, 
 
 
 def _link_fisher(directory: Path, part: str, names: list[str], corpus: Path) -> bool:
-    """Make links to a part of Fisher under the names that LDC gives it; return False if it is not there."""
+    """Link a part of Fisher under the names that LDC uses; return False if the part does not exist."""
     audio, texts = names
     home = directory / (audio if (directory / audio).is_dir() else part)
     if not home.is_dir():
@@ -192,7 +193,7 @@ def _link_fisher(directory: Path, part: str, names: list[str], corpus: Path) -> 
 
 
 def read_an4(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the records of AN4 by split: ``etc/an4_<split>.transcription`` and ``.fileids``, SPHERE below ``wav``."""
+    """Return the records of AN4 by split: ``etc/an4_<split>.transcription`` and ``.fileids``, SPHERE in ``wav``."""
     directory = directory if (directory / "etc").is_dir() or not (directory / "an4").is_dir() else directory / "an4"
     splits = {}
     for split in ("train", "test"):
@@ -203,16 +204,16 @@ def read_an4(directory: Path) -> dict[str, list[dict[str, Any]]]:
             )
             splits[split] = [_an4_record(directory, file, line) for file, line in zip(files, lines, strict=True)]
     if not splits:
-        raise ValueError(f"there is no {directory / 'etc' / 'an4_train.fileids'}")
+        raise ValueError(f"{directory / 'etc' / 'an4_train.fileids'} does not exist")
     return splits
 
 
 def _an4_record(directory: Path, file: str, line: str) -> dict[str, Any]:
-    """Return the record of a file, and of the line with its text, such as ``<s> R U B OUT </s> (an251-fash-b)``."""
+    """Return the record for a file and its transcription line, such as ``<s> R U B OUT </s> (an251-fash-b)``."""
     path = file.removesuffix(".sph")
     name, match = path.rpartition("/")[2], _AN4_LINE.fullmatch(line)
     if match is None or match[2] != name:
-        raise ValueError(f"the line {line[:80]!r} of a transcription does not end in ({name}), as the fileids do")
+        raise ValueError(f"the transcription line {line[:80]!r} does not end in ({name}) to match the fileids")
     speaker = name.partition("-")[2].partition("-")[0]
     record = {
         "utterance_id": name,

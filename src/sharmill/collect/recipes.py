@@ -1,6 +1,6 @@
-"""Recipes of corpora, run in a process of their own, which may import torch.
+"""Recipes of corpora, run in a separate process, since they may import torch.
 
-Recipes look for files, texts and speakers. lhotse downloads corpora if that is asked for.
+Recipes find files, texts and speakers. lhotse downloads a corpus on request.
 """
 
 import importlib.util
@@ -30,11 +30,11 @@ from sharmill.files.disk import stopping_errors
 from sharmill.files.host import new_process
 from sharmill.registry import nearest
 
-# Errors of recipes about files that are not as they expect them: they have no classes of their own for it.
+# Errors that recipes raise for unexpected files; they have no specific classes for this.
 _RECIPE_ERRORS: Final = (AssertionError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
-# Seconds without a byte after which a server of a corpus is given up.
+# Timeout in seconds for a server of a corpus that sends no data.
 _NETWORK_TIMEOUT: Final = 60.0
-# Name of the file that has the warnings of a recipe.
+# Name of the file with the warnings of a recipe.
 RECIPE_LOG: Final = "recipe.log"
 
 
@@ -43,9 +43,9 @@ class Found:
     """The result of a recipe.
 
     Attributes:
-        dataset: the name of the dataset in speaker tags.
-        defaults: keys of records that have none of their own.
-        splits: by name, the keys of the source that reads the records; files by their names.
+        dataset: name of the dataset in speaker tags.
+        defaults: keys and values for records that lack the keys.
+        splits: by split, the file names by the keys of the source that reads the records.
     """
 
     dataset: str
@@ -57,28 +57,28 @@ def run_recipe(
     name: str, directory: Path, options: dict[str, Any], splits: tuple[str, ...], folder: Path, *,
     min_segment: float | None = None, download: bool = False,
 ) -> Found:  # fmt: skip
-    """Run the recipe of a corpus in a process of its own.
+    """Run the recipe of a corpus in a separate process.
 
     Args:
-        name: of the corpus, as ``find_corpus`` takes it.
-        directory: the folder of the corpus, or the one that it is downloaded into.
+        name: name of the corpus, as accepted by ``find_corpus``.
+        directory: folder of the corpus, or folder to download it to.
         options: further arguments of the recipe.
-        splits: names or patterns of the splits that are wanted; none for all.
-        folder: for manifests of the splits, in the order of paths, and the warnings of the recipe in ``RECIPE_LOG``.
-        min_segment: join utterances until they last so many seconds.
-        download: download the corpus first, or what is missing of it.
+        splits: names or patterns of the wanted splits; empty for all.
+        folder: folder for the manifests of the splits, sorted by path, and for the recipe's warnings in ``RECIPE_LOG``.
+        min_segment: join utterances until they last this many seconds.
+        download: download the corpus first, or the missing part of it.
 
     Raises:
-        ConfigError: the folder has not the form that the recipe expects, there is no such split, or lhotse does not
+        ConfigError: the folder does not have the form that the recipe expects, a split does not exist, or lhotse cannot
             download the corpus.
-        FatalError: the process was killed, or the download has failed.
+        FatalError: the process was killed, or the download failed.
     """
     with new_process("forkserver") as pool:
         try:
             return pool.submit(_run_recipe, name, directory, options, splits, folder, min_segment, download).result()
         except BrokenProcessPool as error:
             raise FatalError(
-                f"the recipe {name} was killed, as the kernel does when memory runs out; run the same command again, "
+                f"the recipe {name} was killed, probably because memory ran out; run the same command again "
                 "with more memory",
                 code="process_ended",
             ) from error
@@ -88,9 +88,9 @@ def _run_recipe(
     name: str, directory: Path, options: dict[str, Any], splits: tuple[str, ...], folder: Path,
     min_segment: float | None, download: bool,
 ) -> Found:  # fmt: skip
-    # Processes that a recipe starts have the reader of headers that is set in this one.
+    # Forked children of a recipe inherit the header reader that is installed in this process.
     multiprocessing.set_start_method("fork", force=True)
-    # Recipes warn of what they leave out; their progress bars are for a terminal only.
+    # Recipes warn about files that they leave out; their progress bars are useful only in a terminal.
     logging.basicConfig(filename=folder / RECIPE_LOG, encoding="utf-8", format="%(message)s", force=True)
     logging.captureWarnings(True)
     with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
@@ -106,15 +106,15 @@ def _run_recipe(
         except ImportError as error:
             package = error.name or str(error)
             raise ConfigError(
-                f"the recipe {corpus.recipe} needs the package {package}, which is not installed: pip install "
-                f"{package}",
+                f"the recipe {corpus.recipe} needs the package {package}, which is not installed; run pip "
+                f"install {package}",
                 code="missing_package",
             ) from error
         except _RECIPE_ERRORS as error:
-            missing = "there is no " if isinstance(error, KeyError) else ""
+            missing = "missing key " if isinstance(error, KeyError) else ""
             raise ConfigError(
-                f"the recipe {corpus.recipe} cannot read {directory}: {missing}{one_line(error)}; name the folder that "
-                "the corpus was unpacked into, as it was published",
+                f"the recipe {corpus.recipe} cannot read {directory}: {missing}{one_line(error)}; name the folder of the "
+                "unpacked corpus, with the layout in which it was published",
                 code="bad_manifest",
             ) from error
     defaults = {"speaker": corpus.speaker, "language": corpus.language}
@@ -146,11 +146,11 @@ def _call_recipe(
     hidden = ("output_dir", "absolute_paths", "num_jobs", "force_download")
     names = [name for name in parameters | of_download if name not in hidden]
     if unknown := [key for key in options if key not in names]:
-        hint = nearest(unknown[0], names) if names else "; it takes none"
-        raise ConfigError(f"{unknown[0]}: the recipe {corpus.recipe} has no such argument{hint}", code="bad_usage")
+        hint = nearest(unknown[0], names) if names else "; it has no arguments"
+        raise ConfigError(f"the recipe {corpus.recipe} has no argument {unknown[0]}{hint}", code="bad_usage")
     if missing := [name for name in needed if name not in given]:
         raise ConfigError(
-            f"the recipe {corpus.recipe} needs {', '.join(missing)}: give it as --recipe-option {missing[0]}=VALUE",
+            f"the recipe {corpus.recipe} needs {', '.join(missing)}; add --recipe-option {missing[0]}=VALUE",
             code="bad_usage",
         )
     if download is not None and downloads is not None:
@@ -170,24 +170,24 @@ def _find_function(kind: str, recipe: str) -> Callable[..., Any]:
             return getattr(module, name)
     if kind == "download":
         raise ConfigError(
-            f"lhotse does not download {recipe}: get the corpus from its publisher, and leave --download out",
+            f"lhotse cannot download {recipe}; get the corpus from its publisher, and leave --download out",
             code="bad_usage",
         )
     raise ConfigError(f"lhotse's recipe {recipe} has no function {name}", code="unknown_name")
 
 
 def _further_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a recipe's function behind the folder."""
+    """Return the parameters of a recipe's function after the first one, the folder."""
     return dict(itertools.islice(inspect.signature(function).parameters.items(), 1, None))
 
 
 def _download(corpus: Corpus, download: Callable[..., Any], directory: Path, options: dict[str, Any]) -> Path:
-    """Download a corpus, or what an earlier call has left of it, and return its folder.
+    """Download a corpus, or resume its download, and return its folder.
 
-    lhotse continues an archive that is there, and marks what is unpacked as ``.completed``.
+    lhotse resumes partial archives, and marks unpacked parts with ``.completed``.
 
     Raises:
-        FatalError: the network or the disk fails, or an archive is damaged.
+        FatalError: the network or disk failed, or an archive is damaged.
     """
     socket.setdefaulttimeout(_NETWORK_TIMEOUT)
     try:
@@ -195,7 +195,7 @@ def _download(corpus: Corpus, download: Callable[..., Any], directory: Path, opt
             return Path(download(directory, **options)) / corpus.folder
     except (OSError, EOFError, HTTPException, TarError, BadZipFile, zlib.error) as error:
         raise FatalError(
-            f"{corpus.recipe} is not downloaded to {directory}: {one_line(error)}; run the same command again, which "
-            "goes on from here, and if an archive is damaged, remove it before",
+            f"the download of {corpus.recipe} to {directory} failed: {one_line(error)}; run the same command again "
+            "to resume it; if an archive is damaged, remove it first",
             code="missing_input",
         ) from error

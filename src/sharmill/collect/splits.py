@@ -1,4 +1,4 @@
-"""Splits of a corpus: what recipes return, chosen by name, and written as files that a source reads."""
+"""Splits of a corpus: finding them in the results of recipes, selecting them by name, and writing them as manifests."""
 
 import itertools
 import logging
@@ -15,7 +15,7 @@ from sharmill.errors import ConfigError, refuse
 from sharmill.manifest import write_lines
 from sharmill.sources.stretches import split_runs
 
-# Names of languages that lhotse's recipes give, and the codes that speaker tags have.
+# Language names used by lhotse's recipes, and the codes for speaker tags.
 _LANGUAGES: Final = {
     "arabic": "ar", "bengali": "bn", "cantonese": "yue", "chinese": "zh", "czech": "cs", "dutch": "nl", "english": "en",
     "french": "fr", "german": "de", "italian": "it", "japanese": "ja", "korean": "ko", "mandarin": "zh", "polish": "pl",
@@ -24,9 +24,9 @@ _LANGUAGES: Final = {
 
 
 def _join_utterances(utterances: list[Any], least: float) -> list[Any]:
-    """Join consecutive utterances of a speaker and channel, with the pauses between, until they last ``least`` seconds.
+    """Join consecutive utterances of a speaker and channel, including pauses, until they last ``least`` seconds.
 
-    What is shorter before another speaker or ``LEFT_OUT``, or at the end, is left out, with a warning.
+    Shorter remainders before another speaker, before ``LEFT_OUT`` or at the end are dropped with a warning.
     """
 
     def turn(utterance: Any) -> tuple[str, str, str, bool]:
@@ -39,23 +39,23 @@ def _join_utterances(utterances: list[Any], least: float) -> list[Any]:
             seconds = max(part.end for part in run) - run[0].start
             if seconds >= least:
                 text = " ".join(part.text for part in run if part.text)
-                # An alignment of the first utterance alone would be taken for that of the whole text.
+                # Drop the alignment of the first utterance, which would be taken for an alignment of the joined text.
                 whole = run[0] if len(run) == 1 else replace(run[0], alignment=None)
                 joined.append(replace(whole, duration=round(seconds, 8), text=text))
                 num_left -= len(run)
     if num_left:
-        logging.warning("%d utterances are left out: joined they last less than %g s", num_left, least)
+        logging.warning("%d utterances are left out: even joined, they last less than %g s", num_left, least)
     return joined
 
 
 def choose_splits(names: Sequence[str], splits: tuple[str, ...]) -> list[str]:
-    """Return the names of the splits that are wanted."""
+    """Return the names of the splits that match any of the patterns ``splits``; all if there are no patterns."""
     there = ", ".join(names) if any(names) else "none"
     refuse(
         *(
             (
                 not any(fnmatchcase(name, pattern) for name in names),
-                f"--splits {pattern}: the corpus has no such split; there are: {there}",
+                f"--splits {pattern}: the corpus has no such split; its splits: {there}",
             )
             for pattern in splits
         ),
@@ -65,14 +65,14 @@ def choose_splits(names: Sequence[str], splits: tuple[str, ...]) -> list[str]:
 
 
 def write_split(part: Any, path: Path, min_segment: float | None) -> dict[str, str]:
-    """Write a split, which is records or recordings and supervisions, in an order that folders do not determine.
+    """Write a split, a list of records or (recordings, supervisions), in an order independent of the file system.
 
-    Return the names of the files by the keys of the source that reads them; none if there are no records.
+    Return the names of the files, by the keys of the source that reads them; none if there are no records.
     """
     files: dict[str, list[Any]] = {}
     if min_segment is not None and (isinstance(part, list) or part[1] is None or len(part[1]) <= len(part[0])):
         raise ConfigError(
-            "--min-segment joins the utterances of long recordings, which the corpus does not have; leave it out",
+            "--min-segment joins utterances of long recordings, but the corpus has none; leave the option out",
             code="bad_usage",
         )
     if isinstance(part, list):
@@ -101,11 +101,11 @@ def _paths(recording: Any) -> list[str]:
 
 
 def find_splits(result: Any, name: str = "") -> dict[str, Any]:
-    """Return the splits of what a recipe returns: mappings of mappings, with recordings and supervisions inside."""
+    """Return the splits in the result of a recipe: nested mappings that end in recordings and supervisions."""
     if isinstance(result, list):
         return {name: result}
     if not isinstance(result, dict):
-        raise ValueError(f"it returned {type(result).__name__}, and no recordings and supervisions")
+        raise ValueError(f"it returned {type(result).__name__} instead of recordings and supervisions")
     if "recordings" in result:
         return {name: (result["recordings"], result.get("supervisions"))}
     parts: dict[str, Any] = {}

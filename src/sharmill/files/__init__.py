@@ -1,1 +1,1 @@
-"""Files on disks that several hosts and users share: atomic writes, staging, locks, and reading what others wrote."""
+"""Files on disks that several hosts and users share: atomic writes, staging, locks, and reading untrusted files."""

@@ -1,4 +1,4 @@
-"""Arrays in files of run directories (``.npy``)."""
+"""Arrays stored in run directories as ``.npy`` files."""
 
 import os
 from collections.abc import Iterable
@@ -10,22 +10,22 @@ import numpy as np
 from sharmill.files.atomic import open_atomic, open_new
 from sharmill.files.stored import damaged_file, open_stored
 
-# Errors of numpy for a file that is not an array.
+# Errors that numpy raises for a file that is not an array.
 _NOT_AN_ARRAY: Final = (ValueError, TypeError, LookupError, EOFError, SyntaxError, RecursionError, MemoryError)
-# Limit of arrays that are read as a whole.
+# Maximum size of an array that is read completely.
 _MAX_ARRAY_BYTES: Final = 1 << 30
 
 
 def load_stored_array(path: Path) -> np.ndarray:
-    """Read an array from a file of a run directory; raises as ``load_array_and_rest``."""
+    """Read an array from a file of a run directory; raises the errors of ``load_array_and_rest``."""
     return load_array_and_rest(path)[0]
 
 
 def load_array_and_rest(path: Path) -> tuple[np.ndarray, bytes]:
-    """Read an array from a file of a run directory, and what comes behind it.
+    """Read an array and the bytes after it from a file of a run directory.
 
     Raises:
-        ConfigError: it is not an array, has pickled objects, or is too large.
+        ConfigError: the content is not an array, has pickled objects, or is too large.
     """
     with open_stored(path) as stream:
         if os.fstat(stream.fileno()).st_size > _MAX_ARRAY_BYTES:
@@ -37,14 +37,14 @@ def load_array_and_rest(path: Path) -> tuple[np.ndarray, bytes]:
 
 
 def map_stored_array(path: Path) -> np.ndarray:
-    """Map an array in a file of a run directory into memory: bytes are read when they are used.
+    """Map an array in a file of a run directory into memory, so that bytes are read when they are used.
 
     Raises:
-        ConfigError: it is not an array of numbers.
+        ConfigError: the content is not an array of numbers.
     """
     with open_stored(path) as stream:
         try:
-            # The descriptor was checked; the path may lead elsewhere by now.
+            # The descriptor has been checked, but the path may lead to another file by now.
             return np.lib.format.open_memmap(f"/proc/self/fd/{stream.fileno()}", mode="r")
         except _NOT_AN_ARRAY as error:
             raise damaged_file(path, str(error)) from error
@@ -54,7 +54,7 @@ def save_array(path: Path, array: np.ndarray, rest: bytes = b"") -> None:
     """Write an array as an ``.npy`` file. Unlike ``np.save``, this raises a clear error if the disk is full.
 
     Args:
-        rest: is written behind the array.
+        rest: bytes to write after the array.
     """
     with open_new(path) as stream:
         write_array(stream, array.dtype, array.shape, [array])

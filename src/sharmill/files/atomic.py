@@ -1,6 +1,6 @@
-"""Files and folders that appear and disappear as a whole, and outlast a power failure.
+"""Files and folders that appear and disappear as a whole, and survive a power failure.
 
-A file is written under a temporary name beside its final one, synced and renamed, so that no reader sees a part of it.
+A file is written under a temporary name in the same folder, synced and renamed, so readers never see a partial file.
 """
 
 import errno
@@ -16,14 +16,14 @@ from uuid import uuid4
 from sharmill.errors import ConfigError
 from sharmill.files.disk import stopping_errors
 
-# Hard links fail with these on another file system, one without links, another user's file, or a file with too many.
+# Errors of creating a hard link: another file system, no support for links, another user's file, or too many links.
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK})
-# Names made by ``temp_path``.
+# Pattern of the names that ``temp_path`` returns.
 _TEMP_NAME = re.compile(r"\.(.+)\.[0-9a-f]{32}\.tmp")
 
 
 def fsync(path: Path) -> None:
-    """Make the contents of a closed file, or the renames inside a directory, durable."""
+    """Make the content of a closed file, or the renames inside a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -32,9 +32,9 @@ def fsync(path: Path) -> None:
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Open a new file for writing, under a name that this process alone writes to.
+    """Open a new file for writing under a name that only this process writes to.
 
-    A file of that name is removed first: it may be a link, or a second name of another file.
+    An existing file is removed first, because it may be a link, or a hard link to another file.
     """
     try:
         return path.open("xb")
@@ -44,21 +44,21 @@ def open_new(path: Path) -> BinaryIO:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a new file, as ``open_new`` opens it."""
+    """Write a new file that is opened by ``open_new``."""
     with open_new(path) as stream:
         stream.write(data)
 
 
 def temp_path(path: Path) -> Path:
-    """Return a temporary path beside ``path``, at which to write what will be published as ``path``."""
+    """Return a temporary path in the same folder, for content that will be published as ``path``."""
     return path.with_name(f".{path.name}.{uuid4().hex}.tmp")
 
 
 @contextmanager
 def open_atomic(path: Path, *, parents: bool = True) -> Iterator[BinaryIO]:
-    """Open a file beside ``path`` for writing and publish it under that name if no error is raised.
+    """Open a temporary file for writing, and publish it as ``path`` if no error is raised.
 
-    ``parents`` makes the folder if it is missing.
+    ``parents`` creates the folder if it is missing.
     """
     with stopping_errors(path):
         if parents:
@@ -93,7 +93,7 @@ def publish_directory(temp: Path, final: Path) -> None:
 
 @contextmanager
 def open_folder_atomic(path: Path) -> Iterator[Path]:
-    """Make a folder beside ``path`` to be filled, and publish it under that name if no error is raised."""
+    """Create a temporary folder to be filled, and publish it as ``path`` if no error is raised."""
     temp = temp_path(path)
     with stopping_errors(path):
         try:
@@ -118,19 +118,19 @@ def _make_folder(path: Path) -> None:
 
 
 def require_writable(directory: Path) -> None:
-    """Make a directory if it is missing, and raise ConfigError unless files can be written there."""
+    """Create a directory if it is missing, and raise ConfigError unless files can be written there."""
     try:
         _make_folder(directory)
         if os.access(directory, os.W_OK | os.X_OK):
             return
-        problem = "it is read-only, or others permit it to nobody"
+        problem = "it is read-only, or its owner allows nobody to write"
     except OSError as error:
         problem = os.strerror(error.errno or 0)
-    raise ConfigError(f"cannot write to {directory}: {problem}; choose a folder that you may write to", code="disk")
+    raise ConfigError(f"cannot write to {directory}: {problem}; choose a folder that is writable for you", code="disk")
 
 
 def remove(*paths: Path) -> None:
-    """Remove files and directories durably, with all that is in them, if they exist. The targets of links stay."""
+    """Remove files and directories with their content durably, if they exist. The targets of links are kept."""
     for path in paths:
         with stopping_errors(path):
             if path.is_dir() and not path.is_symlink():
@@ -152,15 +152,15 @@ def remove_if_empty(*folders: Path) -> None:
 def remove_at_once(folder: Path) -> None:
     """Rename a folder out of the way, then delete it, so that concurrent users never see it half deleted.
 
-    When this returns, nothing in it can be renamed out of it any more. Remains of killed processes that had begun to
-    remove it are deleted too.
+    After this returns, no process can rename a file out of the folder. Remains of killed processes that were removing
+    the same folder are deleted too.
     """
     temp = temp_path(folder)
     with stopping_errors(folder):
         with suppress(FileNotFoundError):
             folder.rename(temp)
             fsync(folder.parent)
-        # Another process may be creating a file in it at this moment.
+        # Another process may be creating a file in the folder at this moment.
         for _ in range(10):
             shutil.rmtree(temp, ignore_errors=True)
             if not temp.exists():
@@ -173,7 +173,8 @@ def remove_at_once(folder: Path) -> None:
 def remove_temp_files(folder: Path, names: Container[str] | None = None) -> None:
     """Remove temporary files of killed processes from a folder (not recursively).
 
-    Only the one process that publishes there may call this; if others publish there too, ``names`` are its own files.
+    Call this only in the process that publishes files there; if others publish there too, pass the ``names`` of its own
+    files.
     """
     for path in folder.glob(".*.tmp"):
         match = _TEMP_NAME.fullmatch(path.name)

@@ -1,14 +1,14 @@
-"""Copies of files behind URLs, in a folder of a limited size.
+"""Copies of files behind URLs, in a folder of limited size.
 
-The processes of a node share a ``Cache``. A marker says that its folder is one, and only files that have the names of
-a cache's own are counted and removed. A copy is written aside and renamed, and a lock of the kernel on it, which ends
-with its process, says that it is in use:
+The processes of a node share a ``Cache``. A marker file identifies its folder, and only files with the cache's naming
+pattern are counted and removed. A copy is written to a temporary file and renamed. A kernel lock on the copy, which is
+released when its process ends, shows that it is in use:
 
 - A process removes a copy only while it holds the exclusive lock of the very file that has this name.
-- A process replaces a copy only while it holds the lock of the folder, and the shared lock of the copy that was there.
+- A process replaces a copy only while it holds the lock of the folder, and the shared lock of the previous copy.
 
-So a name never leads to another file between the look at it and the removal. The file ``about-...`` beside a copy tells
-its size and version, and is written last: a copy without it is fetched again.
+A name therefore cannot lead to another file between the check and the removal. The file ``about-...`` beside a copy
+records its size and version, and is written last; a copy without it is fetched again.
 """
 
 from __future__ import annotations
@@ -40,40 +40,42 @@ from sharmill.files.stored import NOT_JSON, open_stored
 from sharmill.files.trust import require_trusted_owner
 
 _SECONDS_OF_USE: Final = 60.0
-# A file of some bytes that has no lock: a disk may be so busy.
+# Small unlocked files may take this long to be written on a busy disk.
 _SECONDS_TO_WRITE: Final = 3600.0
-# Each process looks at what is there after so much of the limit, and leaves room for what others bring meanwhile.
+# Each process scans the cache after fetching this share of the limit, and evicts down to the kept share to leave room
+# for other processes.
 _SWEPT_AFTER: Final = 1 / 64
 _KEPT_SHARE: Final = 0.75
-_MORE: Final = "more than the cache may hold ({:,.0f}): raise its limit (cache_gib)"
-# Libraries tell archives and packed files by their extensions.
+_MORE: Final = "more than the cache may hold ({:,.0f}); raise its limit (cache_gib)"
+# Copies keep their extensions, by which libraries recognize archives and compressed files.
 _EXTENSIONS: Final = r"(\.[A-Za-z0-9]{1,8}){0,2}"
-# A file of this name says that what has the names of a cache in this folder is the cache's.
+# Name of the file that marks a folder as a cache; only then may files with a cache's naming pattern be removed.
 _MARKER: Final = ".sharmill-cache"
 _COPY: Final = re.compile(rf"[0-9a-f]{{32}}{_EXTENSIONS}")
 _TEMPORARY: Final = re.compile(rf"\.(about-)?{_COPY.pattern}\.[0-9a-f]{{32}}\.tmp")
 
 
 class Copy(PosixPath):
-    """The path of a copy in a cache, which is not evicted as long as this object lives."""
+    """The path of a copy in a cache, which is not evicted as long as this object exists."""
 
     stream: BinaryIO
 
 
-# Bytes that this process has brought into the cache of a folder since it was swept.
+# Bytes that this process has added to each cache folder since it last swept the folder.
 _unswept: Final[dict[Path, float]] = {}
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Copies of remote files in a folder, of a limited size: those unused for longest are evicted, none in use.
+    """Copies of remote files in a folder of limited size. The least recently used copies are evicted, never one in use.
 
     Args:
-        folder: of the copies, which is made.
-        max_bytes: of all copies together.
-        scope: of one run, or empty: without a checksum, the copy that the run has fetched first stands for a URL.
-        origins: URLs to whose hosts a redirect may lead, beside that of the URL.
-        is_of_run: the folder lies in a run directory, and must not be a link; the user may make any other one.
+        folder: folder of the copies; created if it is missing.
+        max_bytes: limit for all copies together.
+        scope: run directory, or empty. Within a scope, the first copy of a URL without a checksum is used for the URL.
+        origins: further URLs whose hosts a redirect may lead to.
+        is_of_run: True if the folder is inside a run directory and must not be a link. The user may make any other
+            cache folder a link.
     """
 
     folder: Path
@@ -84,64 +86,69 @@ class Cache:
 
     @classmethod
     def at(cls, folder: str | Path | None, gib: float = 100.0, *, scope: str = "") -> Cache:
-        """Return the cache in a folder, by default that of this user, with a limit in GiB."""
+        """Return the cache in a folder, by default the user's cache folder, with a limit in GiB."""
         default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/sharmill"
-        # Unlike Path.expanduser, this leaves a user without a home folder alone.
+        # Unlike Path.expanduser, this does not raise for a user without a home folder.
         return cls(Path(os.path.expanduser(folder or default)), gib * (1 << 30), scope)  # noqa: PTH111
 
     @classmethod
     def of_run(cls, run_dir: str, cache_dir: str | None, gib: float) -> Cache:
-        """Return the cache of a run: in ``cache_dir``, which other runs use as well, or in the run directory."""
+        """Return the cache of a run, in ``cache_dir``, which runs may share, or otherwise in the run directory."""
         if cache_dir is None:
             return replace(cls.at(Path(run_dir) / "copies", gib), is_of_run=True)
         return cls.at(cache_dir, gib, scope=os.path.realpath(run_dir))
 
     def get(self, url: str, xxh3: str = "", max_bytes: float = math.inf) -> Copy:
-        """Return the copy of a URL, and fetch it first if there is none.
+        """Return the copy of a URL, fetching it first if there is none.
 
         Args:
-            url: of one of the schemes that ``check_url`` names.
-            xxh3: the checksum that the copy must have; without, the copy that is there stands for the URL.
-            max_bytes: a larger file is refused.
+            url: URL with one of the schemes that ``check_url`` allows.
+            xxh3: checksum that the copy must have; if empty, an existing copy is used for the URL.
+            max_bytes: largest accepted size.
 
         Raises:
-            RejectRecord: as ``request``; also unreadable_audio where the checksum is another one.
+            RejectRecord: as ``request``; also unreadable_audio if the checksum differs.
             OSError: as ``request``.
-            ConfigError: as ``request``; also where the file is larger than the cache may be, or the folder is on a disk
-                without locks, a link, a stranger's, or one of something else.
-            FatalError: the folder cannot be written, or what is in use is more than the cache may hold.
+            ConfigError: as ``request``; also if the file is larger than the cache limit, or the folder is on a disk
+                without locks, is a link, belongs to an untrusted user, or is not a cache.
+            FatalError: the folder cannot be written to, or the files in use exceed the cache limit.
         """
         path = self.path_of(url, xxh3)
         with disk_errors(path.parent, PUT_BACK):
             self._require_trusted_owner(path)
-            # Whoever removes a cache in use removes its marker too.
+            # A user may have removed the cache, with its marker, while it was in use.
             if self.folder not in _unswept or not path.parent.is_dir():
                 self._make_folder(path.parent)
-            # Several threads and processes want a file at once.
+            # Several threads and processes may need the same file at once.
             with open_stored(path.with_name(".lock"), append=True) as lock:
                 _lock(lock, fcntl.LOCK_EX)
                 try:
                     copy = None
-                    # The file is fetched again if something else lies in its place.
+                    # If something other than a file is in its place, the file is fetched again.
                     with suppress(FileNotFoundError, ConfigError):
                         copy = _hold(path, open_stored(path))
                     if copy and os.fstat(copy.stream.fileno()).st_size == _about(path).size:
                         return copy
-                    # An incomplete copy is held until the new one has taken its place.
+                    # The lock on an incomplete copy is held until the new copy has replaced it.
                     with stopping_errors(path):
                         return self._fetch(url, xxh3, path, max_bytes)
                 finally:
-                    # A process forked meanwhile has this file open too, and closing it here would leave it locked.
+                    # Unlock explicitly: a process forked in the meantime may also have this file open, so closing it
+                    # would not unlock it.
                     _lock(lock, fcntl.LOCK_UN)
 
     def refresh(self, url: str) -> Version:
-        """Return the version of a remote file; the copy of another one is fetched again. Raises as ``request``."""
+        """Return the version of a remote file, and have a copy of another version fetched again.
+
+        Raises:
+            RejectRecord, OSError, ConfigError: as ``request``.
+        """
         found: Version = self.ask(url, lambda client: client.version(url))
         path = self.path_of(url)
         with disk_errors(path.parent, PUT_BACK):
             self._require_trusted_owner(path)
             if _about(path).tag not in ("", _tag(found)):
-                # The copy itself may be in use.
+                # Only the version is removed, since the copy itself may be in use.
                 _path_about(path).unlink(missing_ok=True)
         return found
 
@@ -150,17 +157,17 @@ class Cache:
         require_trusted_owner(self.folder.parent, [path.parent], may_be_link=may_be_link)
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder of copies; raise ConfigError where the cache would be among files of something else."""
+        """Create a folder for copies; raise ConfigError if the cache folder contains files of something else."""
         marker = self.folder / _MARKER
-        refuse((str(folder).startswith("~"), f"there is no home folder for {self.folder}: set HOME, or cache_dir"))
+        refuse((str(folder).startswith("~"), f"{self.folder} has no home folder; set HOME or cache_dir"))
         if not marker.is_file():
             make_folder(self.folder)
-            # Another process may have made the marker meanwhile, and a copy.
+            # Another process may have created the marker and a copy in the meantime.
             refuse(
                 (
                     any(self.folder.iterdir()) and not marker.is_file(),
-                    f"{self.folder} is not empty and was not made as a cache, which removes files: set cache_dir to a "
-                    "new folder; if only an earlier sharmill has used it, remove what is in it",
+                    f"{self.folder} is not empty and not a cache, and a cache removes files: set cache_dir to a "
+                    "new folder; if only an earlier sharmill version has used it, remove its content",
                 ),
                 code="foreign_output",
             )
@@ -170,11 +177,11 @@ class Cache:
         _unswept.setdefault(self.folder, self.max_bytes)
 
     def ask(self, url: str, call: Callable[[Client], Any]) -> Any:
-        """Return what a call of the client of a URL gives, as ``request``."""
+        """Return the result of a call of the URL's client, as ``request`` does."""
         return request(url, call, self.origins)
 
     def path_of(self, url: str, xxh3: str = "") -> Path:
-        """Return where the copy of a URL is, or would be."""
+        """Return the path of the copy of a URL, which may not exist."""
         name = xxhash.xxh3_128_hexdigest(f"{url}\n{xxh3 or self.scope}".encode())
         extensions = re.search(rf"{_EXTENSIONS}\Z", url)
         return self.folder / name[:3] / f"{name}{extensions[0] if extensions else ''}"
@@ -184,7 +191,7 @@ class Cache:
         stream = aside.open("x+b")
         try:
             _lock(stream, fcntl.LOCK_SH)
-            # A copy may need the reader's credentials, so only users with access to the folder may read it.
+            # The source may require credentials, so the copy is readable only for users with access to the folder.
             os.fchmod(stream.fileno(), 0o660 if path.parent.stat().st_mode & stat.S_IWGRP else 0o600)
 
             def download(client: Client) -> Version:
@@ -195,7 +202,8 @@ class Cache:
             try:
                 version: Version = self.ask(url, download)
             except TooLarge as reject:
-                # A setting of this machine must not decide what a dataset has.
+                # The cache limit of this machine must not decide which records a dataset contains, so exceeding it is
+                # an error.
                 if self.max_bytes < max_bytes:
                     size = max(self.max_bytes, self.ask(url, lambda client: client.version(url)).size)
                     raise ConfigError(
@@ -208,7 +216,8 @@ class Cache:
                 raise RejectRecord("unreadable_audio", f"{url} does not have the checksum of the dataset's index")
             size = aside.stat().st_size
             self._make_room(size, path)
-            # Fetched once more, here or on another node, the same version has the same time.
+            # The modification time depends only on the version, so fetching the same version elsewhere gives the same
+            # time.
             os.utime(stream.fileno(), ns=(time.time_ns(), int(_tag(version), 16) >> 4))
             aside.replace(path)
             write_atomic(_path_about(path), msgspec.json.encode(Version(size, _tag(version))))
@@ -220,7 +229,7 @@ class Cache:
             aside.unlink(missing_ok=True)
 
     def _make_room(self, size: int, new: Path) -> None:
-        """Evict copies if this process has brought so much that a new one may pass the limit."""
+        """Evict copies if this process has added so much that a new copy may exceed the limit."""
         _unswept[self.folder] += size
         if _unswept[self.folder] < self.max_bytes * _SWEPT_AFTER:
             return
@@ -228,16 +237,17 @@ class Cache:
         refuse(
             (
                 not (self.folder / _MARKER).is_file(),
-                f"{self.folder} is no cache any more: {_MARKER} in it is gone; set cache_dir to a new folder",
+                f"{self.folder} is no longer a cache, its file {_MARKER} is gone; set cache_dir to a new folder",
             ),
             code="foreign_output",
         )
         total, copies = 0, []
         for path, status in self._files():
             if path == new:
-                continue  # it goes when the new one takes its place
+                continue  # the new copy will replace it
             is_copy = _COPY.fullmatch(path.name)
-            # Leftovers of killed processes go first. A process at work holds the lock of its file, or has just made it.
+            # Evict leftovers of killed processes first. A live process holds the lock of its file or has just created
+            # it.
             patience = _SECONDS_TO_WRITE if path.name.startswith(".about-") else _SECONDS_OF_USE
             if not is_copy and time.time() - status.st_mtime > patience and _evict(path):
                 continue
@@ -253,7 +263,7 @@ class Cache:
             )
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield the copies and temporary files: what else lies in the folder is neither counted nor touched."""
+        """Yield the copies and temporary files; other files in the folder are neither counted nor touched."""
         for path in self.folder.glob(f"{'[0-9a-f]' * 3}/*"):
             is_own = _COPY.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)
             with suppress(FileNotFoundError):
@@ -269,7 +279,7 @@ def _lock(stream: BinaryIO, kind: int) -> None:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
         raise ConfigError(
-            f"{stream.name} is on a file system without locks: set cache_dir to a folder on a disk of this machine",
+            f"{stream.name} is on a file system without locks; set cache_dir to a folder on a local disk",
             code="disk",
         ) from error
 
@@ -279,25 +289,25 @@ def _path_about(path: Path) -> Path:
 
 
 def _about(path: Path) -> Version:
-    """Return the size of a copy and the tag of its version, or the version of no file if they cannot be read."""
+    """Return the recorded size and version tag of a copy; if they cannot be read, a version that matches no file."""
     with suppress(OSError, ConfigError, *NOT_JSON), open_stored(_path_about(path)) as stream:
         return msgspec.json.decode(stream.read(1 << 10), type=Version)
     return Version(-1, "")
 
 
 def _tag(version: Version) -> str:
-    """Return a tag of a bounded length, which what a server sends has not."""
+    """Return a version tag of fixed length; the tag from a server may have any length."""
     return f"{hash_text(repr(version)):x}"
 
 
 def _hold(path: Path, stream: BinaryIO) -> Copy:
-    """Return a copy that is not evicted; raise FileNotFoundError if it has just been evicted."""
+    """Return a copy protected from eviction; raise FileNotFoundError if it has just been evicted."""
     _lock(stream, fcntl.LOCK_SH)
     status = os.fstat(stream.fileno())
     if not status.st_nlink:
         raise FileNotFoundError(path)
     if time.time() - status.st_atime > _SECONDS_OF_USE:
-        with suppress(PermissionError):  # another user's
+        with suppress(PermissionError):  # it belongs to another user
             os.utime(stream.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
     copy = Copy(path)
     copy.stream = stream
@@ -305,17 +315,17 @@ def _hold(path: Path, stream: BinaryIO) -> Copy:
 
 
 def _evict(path: Path) -> bool:
-    """Remove a copy or a temporary file unless a process uses it; return True if it is gone."""
+    """Remove a copy or temporary file unless a process uses it; return True if it is gone."""
     try:
         with (
             suppress(FileNotFoundError),
             os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK), "r+b") as stream,
         ):
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another file may have taken its place before it was locked.
+            # Another file may have replaced it before it was locked.
             if os.path.samestat(os.fstat(stream.fileno()), path.lstat()):
                 _path_about(path).unlink(missing_ok=True)
                 path.unlink()
     except OSError:
-        return False  # it is in use, another user's, or no file any more
+        return False  # it is in use, belongs to another user, or is no longer a file
     return True

@@ -1,6 +1,6 @@
-"""Clients of web servers (https), of S3 (s3) and Google Cloud Storage (gs) by fsspec, and of AIStore (ais) by its SDK.
+"""Clients for web servers (https), for S3 (s3) and Google Cloud Storage (gs) through fsspec, and for AIStore (ais).
 
-A client raises the errors of its library, which ``sharmill.files.remote`` translates, or a ``PassingError``.
+A client raises a ``PassingError``, or errors of its library, which ``sharmill.files.remote`` translates.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _REDIRECTS: Final = (301, 302, 303, 307, 308)
 
 
 class Version(NamedTuple):
-    """The size of a remote file in bytes, and what its server tells versions of it apart by, such as an ETag."""
+    """The size of a remote file in bytes, and its server's identifier of the version, such as an ETag."""
 
     size: int
     tag: str
 
 
 class Client(ABC):
-    """A client of the servers of one scheme."""
+    """A client for the servers of one URL scheme."""
 
     @abstractmethod
     def version(self, url: str) -> Version: ...
@@ -52,15 +52,15 @@ class Client(ABC):
 
     @abstractmethod
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
-        """Write a file into a stream, which is that of ``path``, and return its version."""
+        """Write a file into ``stream``, which is the open file ``path``, and return its version."""
 
 
 class PassingError(Exception):
-    """An error that another try may not meet; ``final`` is what is raised where none is left."""
+    """A transient error; ``final`` is raised when no retries are left."""
 
     def __init__(self, final: RejectRecord | OSError) -> None:
         super().__init__(str(final))
-        # A reject hides what must not be shown itself.
+        # A RejectRecord hides secrets itself.
         self.final = final if isinstance(final, RejectRecord) else ConnectionError(hide_secrets(str(final)))
 
 
@@ -71,7 +71,7 @@ def origin(url: str) -> str:
 
 
 class WebClient(Client):
-    """A client of web servers, which follows redirects to ``origins`` only."""
+    """A client for web servers, which follows redirects to ``origins`` only."""
 
     def __init__(self, origins: Collection[str]) -> None:
         self._origins = origins
@@ -92,14 +92,14 @@ class WebClient(Client):
             return version
 
     def _get(self, url: str, headers: dict[str, str] | None = None) -> requests.Response:
-        """Return an answer whose body was not read yet."""
+        """Return a response whose body has not been read."""
         response = self._follow(url, headers)
         code = response.status_code
         if code == 200 or (code == 206 and headers):
             return response
         response.close()
         answer = f"{url}: {code} {response.reason}"
-        if code in (429, 503):  # busy, whatever is asked of it
+        if code in (429, 503):  # the server is busy, whatever the request
             raise PassingError(ConnectionError(answer))
         reject = RejectRecord("missing_audio", answer)
         raise PassingError(reject) if code >= 500 or code == 408 else reject
@@ -117,74 +117,76 @@ class WebClient(Client):
                 place = urljoin(place, response.headers.get("Location", ""))
                 host = origin(place)
             except ValueError:
-                raise RejectRecord("missing_audio", f"{url} redirects to what is no URL") from None
+                raise RejectRecord("missing_audio", f"{url} redirects to an invalid URL") from None
             if host not in self._origins:
                 raise RejectRecord(
                     "outside_root",
-                    f"{url} redirects to {host[:200]}, which is no audio root; make it one if it is to be trusted",
+                    f"{url} redirects to {host[:200]}, which is not an audio root; add it as one if you trust it",
                 )
         raise RejectRecord("missing_audio", f"{url} redirects more than {_MAX_REDIRECTS} times")
 
 
 def _version_of(response: requests.Response) -> Version:
-    """Return the version that a web server names, with -1 bytes if it states no length, or no number."""
+    """Return the version that a web server reports, with a size of -1 if it reports no valid length."""
     length, headers = response.raw.length_remaining, response.headers
     return Version(-1 if length is None else length, headers.get("ETag") or headers.get("Last-Modified", ""))
 
 
 def _copy(answer: BaseHTTPResponse, stream: BinaryIO, pace: AnswerPace) -> None:
-    """Write the body of an answer into a stream, as the server stores it: it may store a file compressed."""
-    # Bytes as they come, since a whole block would be kept in memory.
+    """Write the body of a response into a stream, as stored on the server, which may be compressed."""
+    # Read bytes as they arrive, since a whole block would be kept in memory.
     while block := answer.read1(_BLOCK_BYTES, decode_content=False):
         pace.relative_update(len(block))
         stream.write(block)
 
 
 def _read_part(answer: BaseHTTPResponse, url: str, start: int, stop: int) -> bytes:
-    """Return the bytes of a file from ``start`` to before ``stop`` from an answer that has them, or the whole file."""
+    """Return the bytes from ``start`` to before ``stop`` from a response with this range or the whole file."""
     part = [int(number) for number in re.findall(r"\d{1,18}", answer.headers.get("Content-Range", ""))]
     end = min([stop, *part[2:]]) - 1
-    # The length of the file may be unknown.
+    # The total length may be unknown.
     is_whole = part[1:2] == [end] or (len(part) == 2 and part[1] < end)
     if answer.status == 206 and not (part[:1] == [start] and is_whole):
-        raise RejectRecord("unreadable_audio", f"{url} gives another part than bytes {start} to {stop - 1}")
+        raise RejectRecord(
+            "unreadable_audio", f"the server of {url} sent a different range than bytes {start} to {stop - 1}"
+        )
     skipped = 0 if answer.status == 206 else start
     return answer.read(skipped + stop - start, decode_content=False)[skipped:]
 
 
 @cache
 def _session(process: int) -> requests.Session:
-    """Return the session of a process, whose connections are used again; proxies and ``~/.netrc`` are the user's."""
+    """Return the session of a process, which reuses connections and the user's proxies and ``~/.netrc``."""
     import requests
 
     session = requests.Session()
-    # It would read a redirect's body, however long, and parse its target unchecked.
+    # requests would read a redirect's whole body, and parse its target unchecked.
     session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
     keep_pace(session, FETCHES_AT_ONCE)
-    # It has the whole URL, of which a query may be a signature.
+    # This log message contains the whole URL, whose query may be a signature.
     logging.getLogger("urllib3.connection").addFilter(lambda record: "Failed to parse" not in str(record.msg))
-    # The bytes as they are stored, not packed for the way.
+    # Request the stored bytes without compression for the transfer.
     session.headers["Accept-Encoding"] = "identity"
     return session
 
 
 class StoreClient(Client):
-    """A client of a store, which tells versions of a file apart and takes files as well."""
+    """A client for an object store, which identifies versions of a file and also accepts uploads."""
 
     @abstractmethod
     def upload(self, path: Path, url: str, *, replace: bool) -> None:
-        """Store a local file, which is seen when all of it is there.
+        """Upload a local file, which becomes visible only when it is complete.
 
         Raises:
-            FileExistsError: something is there already, and ``replace`` is not set.
+            FileExistsError: the target exists, and ``replace`` is not set.
         """
 
     @abstractmethod
     def _copy(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> None:
-        """Write a file into a stream, which is that of ``path``, unless it has too many bytes."""
+        """Write a file into ``stream``, which is the open file ``path``, unless it is too large."""
 
     def download(self, url: str, stream: BinaryIO, path: Path, max_bytes: float) -> Version:
-        """Write a file into a stream as ``Client``; another try is made if it was cut off or changed meanwhile."""
+        """Write a file into a stream as in ``Client``; a truncated or changed file raises a PassingError."""
         before = self.version(url)
         check_size(url, before.size, max_bytes)
         self._copy(url, stream, path, max_bytes)
@@ -192,13 +194,13 @@ class StoreClient(Client):
         if before != after:
             raise PassingError(ConnectionError(f"{url} was changed while it was copied"))
         if size != after.size:
-            what = f"{url} was cut off, {TRIES} times: {size:,} of {after.size:,} bytes came"
+            what = f"{url} was cut off {TRIES} times: {size:,} of {after.size:,} bytes arrived"
             raise PassingError(RejectRecord("unreadable_audio", what))
         return after
 
 
 class BucketClient(StoreClient):
-    """A client of S3 and Google Cloud Storage by fsspec, which looks for endpoints and credentials itself."""
+    """A client for S3 and Google Cloud Storage through fsspec, which finds endpoints and credentials itself."""
 
     @staticmethod
     def _files(url: str) -> Any:
@@ -207,13 +209,16 @@ class BucketClient(StoreClient):
         scheme = urlsplit(url).scheme
         options = {"config_kwargs": {"connect_timeout": _CONNECT_SECONDS, "retries": {"max_attempts": 0}}}
         files = fsspec.filesystem(scheme, use_listings_cache=False, **(options if scheme == "s3" else {}))
-        files.retries = 1  # those of this module suffice
+        files.retries = 1  # this module retries itself
         if url != f"{scheme}://{'/'.join(files.split_path(url)[:2])}":
-            raise RejectRecord("missing_audio", f"{url} has a name that the client of {scheme} takes for another one")
+            raise RejectRecord(
+                "missing_audio",
+                f"{url} contains characters that the client of {scheme} would interpret; rename the file",
+            )
         return files
 
     def _wait(self, pace: AnswerPace, files: Any, name: str, *args: Any, **options: Any) -> Any:
-        """Return what a method of fsspec's gives, which must keep a pace."""
+        """Return the result of an fsspec method, which must keep the pace."""
         from fsspec.asyn import sync
 
         return sync(files.loop, in_time, pace, getattr(files, name)(*args, **options))
@@ -240,18 +245,20 @@ class BucketClient(StoreClient):
 
 
 class AIStoreClient(StoreClient):
-    """A client of AIStore by its SDK, at the endpoint that the environment names."""
+    """A client for AIStore through its SDK, with the endpoint from the environment."""
 
     @staticmethod
     def _object(url: str) -> Any:
         if not (endpoint := os.environ.get("AIS_ENDPOINT")):
             raise ConfigError(
-                f"{url} needs the address of AIStore: set AIS_ENDPOINT=http://HOST:PORT", code="missing_input"
+                f"{url} needs the address of AIStore; set AIS_ENDPOINT=http://HOST:PORT", code="missing_input"
             )
-        # As the name stands: the SDK would take what is behind '?' and '#' for no part of it.
+        # Take the name literally: the SDK would cut it off at '?' and '#'.
         name, _, key = url.removeprefix("ais://").partition("/")
         if key.startswith("/") or {".", ".."} & {*key.split("/")}:
-            raise RejectRecord("missing_audio", f"{url} has a name that AIStore takes for another one")
+            raise RejectRecord(
+                "missing_audio", f"{url} contains path components that AIStore would change; rename the object"
+            )
         return _aistore(endpoint, os.getpid()).bucket(name).object(key)
 
     def version(self, url: str) -> Version:
@@ -271,7 +278,7 @@ class AIStoreClient(StoreClient):
         from aistore.sdk.errors import APIRequestError
 
         if not replace:
-            # AIStore has no conditional writes, so that another writer may still come between look and upload.
+            # AIStore has no conditional writes, so another writer may still come between this check and the upload.
             with suppress(APIRequestError):
                 self.version(url)
                 raise FileExistsError(url)

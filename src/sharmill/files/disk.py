@@ -1,6 +1,6 @@
-"""Errors of disks, turned into errors that say what to do.
+"""Disk errors, translated into errors that name a remedy.
 
-Only writing can meet ``WRITE_ERRNOS``: if a stage reads and writes, its other errors may concern one input file.
+Only writing raises ``WRITE_ERRNOS``. If a stage reads and writes, other errors may concern a single input file.
 """
 
 import errno
@@ -12,28 +12,28 @@ from typing import Final
 
 from sharmill.errors import DeviceError, FatalError
 
-# Errors that the next unit would meet as well.
+# Errors that would also occur in the next unit.
 STOPPING_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO})
 WRITE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-# On NFS: another node has replaced the file, or the folder has a file that is removed but still open.
+# On NFS, another node has replaced the file, or the folder contains a removed file that is still open.
 _MOVING_ERRNOS = frozenset({errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY})
-# A file in the place of a folder, a folder in the place of a file, or a link or a FIFO in the place of either.
+# A file in place of a folder, a folder in place of a file, or a link or FIFO in place of either.
 _IN_THE_WAY: Final = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 _REMEDIES: Final = {
-    **dict.fromkeys(_MOVING_ERRNOS, "another process was faster:"),
-    **dict.fromkeys(STOPPING_ERRNOS, "see to the disk, then"),
-    **dict.fromkeys(_IN_THE_WAY, "look at what is in the way there, move it away, and"),
+    **dict.fromkeys(_MOVING_ERRNOS, "another process changed it at the same time;"),
+    **dict.fromkeys(STOPPING_ERRNOS, "check free space, permissions and the disk there, then"),
+    **dict.fromkeys(_IN_THE_WAY, "move away whatever is in the way there, then"),
 }
-# Remedies for a missing file, in a run directory and elsewhere.
-RESTART_STAGE: Final = "put it back, or begin its stage again with --restart, and"
-PUT_BACK: Final = "put it back, and"
+# Remedies for a missing file: in a run directory, and elsewhere.
+RESTART_STAGE: Final = "restore it, or restart its stage with --restart, then"
+PUT_BACK: Final = "restore it, then"
 
 
 @contextmanager
 def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, host: str = "") -> Iterator[None]:
-    """Turn a full disk, a read-only folder and the like into a FatalError that names ``path``.
+    """Turn errors such as a full disk or a read-only folder into a FatalError that names ``path``.
 
-    If ``host`` names the only host that uses the disk, it is a DeviceError.
+    If ``host`` is set, only that host uses the disk, and the error is a DeviceError.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, hos
         if error.errno in errnos:
             message = (
                 f"cannot write {path}{f' on {host}' if host else ''}: {os.strerror(error.errno)}; "
-                "make room or permit writing there, then run the same command again"
+                "free space or allow writing there, then run the same command again"
             )
             if host:
                 raise DeviceError(message, place=host, code="disk") from error
@@ -51,11 +51,11 @@ def stopping_errors(path: Path, errnos: frozenset[int] = STOPPING_ERRNOS, *, hos
 
 @contextmanager
 def disk_errors(folder: Path, if_missing: str = RESTART_STAGE) -> Iterator[None]:
-    """Turn errors of a disk, in reading as in writing, into a FatalError: around a whole command.
+    """Turn disk errors of reading and writing into a FatalError; used around a whole command.
 
     Args:
-        folder: named if the error names no file.
-        if_missing: the remedy for a missing file.
+        folder: named in the message if the error names no file.
+        if_missing: remedy for a missing file.
     """
     try:
         yield

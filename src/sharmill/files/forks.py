@@ -1,8 +1,8 @@
-"""Processes that are forked from a forkserver of multiprocessing which one process has for itself.
+"""Processes that are forked from a private multiprocessing forkserver.
 
-``multiprocessing`` has one forkserver for the whole process, which belongs to the program that runs sharmill: its other
-children depend on it. A supervisor and a rank need their own, since these preload what their children need, and end
-with their makers.
+``multiprocessing`` has one forkserver per process, which belongs to the program that runs sharmill, because its other
+children depend on it. Supervisors and ranks need servers of their own, which preload the modules of their children and
+end with the process that started them.
 """
 
 import io
@@ -26,31 +26,31 @@ from typing import Any, Final
 from sharmill.files.host import end_with_parent, safe_path, variable
 
 PRELOAD: Final = "SHARMILL_PRELOAD"
-# The environment of this process is that of the servers that it starts.
+# Protects the environment of this process, which servers inherit when they start.
 _environment = threading.Lock()
-# Characters in the name of the folder of temporary files; names of sockets below it have thirty more.
+# Maximum length of the name of the folder for temporary files; sockets in it add up to 30 characters.
 _MOST_CHARACTERS: Final = 70
-# Process id of the server that this process was forked from, or is.
+# Process id of the server that forked this process, or of this process if it is the server.
 _server: int | None = None
 
 
 def become_server(parent: int) -> None:
-    """Note that processes will be forked from this one, which ends with its parent."""
+    """Register this process as a server from which others are forked; it ends with its parent."""
     global _server
     _server = os.getpid()
     end_with_parent(parent)
 
 
 def end_with_server() -> None:
-    """Have the kernel kill this process when the server ends that it was forked from, and that with its parent."""
+    """Have the kernel kill this process when its server ends; the server ends with its parent."""
     end_with_parent(_server)
 
 
 def _make_socket_folder() -> None:
-    """Make the folder for the sockets of servers, unless there is one.
+    """Create the folder for the sockets of servers, unless it exists.
 
-    It is one of this process, which ends in order and removes it, and not of those that are forked. The kernel takes
-    paths of 107 characters, so that it is not below a TMPDIR with a long name.
+    It belongs to this process, which removes it at exit, and not to the forked processes. Because the kernel limits
+    socket paths to 107 characters, a TMPDIR with a long name is not used.
     """
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None and len(tempfile.gettempdir()) > _MOST_CHARACTERS:
@@ -61,12 +61,12 @@ def _make_socket_folder() -> None:
 
 
 class ForkServer(_ForkServer):
-    """A process that imports ``modules`` once for all that are forked from it.
+    """A server process that imports ``modules`` once for all processes forked from it.
 
     Args:
-        log: what they print goes to the end of this file; by default to where this process prints.
-        environment: variables that they have beside those of this process.
-        runs_main: they import the main module of this process, which may define what they are to do.
+        log: file to which the output of all of them is appended; by default, they print where this process prints.
+        environment: additional environment variables for them.
+        runs_main: True if they import the main module of this process, which may define their functions.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ForkServer(_ForkServer):
         self.runs_main = runs_main
 
     def ensure_running(self) -> None:
-        """Start the server unless it runs; multiprocessing calls this before it forks a process."""
+        """Start the server unless it is running; multiprocessing calls this before it forks a process."""
         with _environment, ExitStack() as stack:
             for name, value in self._variables.items():
                 stack.enter_context(variable(name, value))
@@ -97,18 +97,18 @@ class ForkServer(_ForkServer):
 
 
 class ForkedProcess(popen_forkserver.Popen):
-    """A process that is forked from a given server; its base takes the server of multiprocessing.
+    """A process forked from a given server, unlike its base class, which uses multiprocessing's server.
 
     Args:
-        target: the function that it calls with ``arguments``; both are pickled.
+        target: function to call with ``arguments``; both are pickled.
 
     Raises:
-        OSError, EOFError: it cannot be started.
+        OSError, EOFError: the process cannot be started.
     """
 
     def __init__(self, server: ForkServer, target: Callable[..., object], arguments: Sequence[Any], name: str) -> None:
         self._server = server
-        # First, since a process has the folder that its parent has when it is made.
+        # This comes first, because a process inherits the folder of its parent when it is created.
         _make_socket_folder()
         super().__init__(ForkServerProcess(target=target, args=arguments, name=name))
 
@@ -125,7 +125,7 @@ class ForkedProcess(popen_forkserver.Popen):
             set_spawning_popen(None)
         fds: list[int] = self._fds  # type: ignore[attr-defined]
         self.sentinel, writer = self._server.connect_to_new_process(fds)
-        # As long as this end is open, the process sees that its parent is alive.
+        # While this end of the pipe is open, the process knows that its parent is alive.
         held = os.dup(writer)
         self.finalizer = util.Finalize(self, util.close_fds, (held, self.sentinel))  # type: ignore[attr-defined]
         with io.BufferedWriter(io.FileIO(writer, "w")) as stream:

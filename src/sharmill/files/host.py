@@ -1,4 +1,4 @@
-"""This host and the processes on it: the user, usable cores, starts and ends of processes, and their signals."""
+"""This host and its processes: the user, usable cores, process starts and ends, and signals."""
 
 import ctypes
 import getpass
@@ -18,25 +18,25 @@ from typing import Any, Final, Self
 
 import msgspec
 
-# Words before the number of the job that a process belongs to.
+# Prefix of the number of the job that a process belongs to.
 SLURM_JOB: Final = "SLURM job "
 _own_cores: int | None = None
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def user_name() -> str:
-    """Return the name of the user of this process; the package itself gives one to a user without."""
+    """Return this process's user name; importing the package ensures that even a user without a name has one."""
     return getpass.getuser()
 
 
 def limit_cores(number: int) -> None:
-    """Have ``usable_cores`` return no more than this in this process, which shares its machine with other ranks."""
+    """Limit the result of ``usable_cores`` in this process, which shares its machine with other ranks."""
     global _own_cores
     _own_cores = number
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many cores this process may use: by its affinity, the quotas of its control groups, and its share."""
+    """Return the number of cores that this process may use: by affinity, cgroup quotas, and its own limit."""
     limits = group_limits("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"], ["cpu.max"], proc, cgroups)
     most = min([len(os.sched_getaffinity(0)), *(quota / period for quota, period in limits if quota > 0)])
     return max(1, int(most if _own_cores is None else min(most, _own_cores)))
@@ -45,20 +45,21 @@ def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 def group_limits(
     controller: str, files1: Sequence[str], files2: Sequence[str], proc: Path, cgroups: Path
 ) -> Iterator[tuple[int, int]]:
-    """Yield the limit in each control group that this process is in, from the inside, and the number that goes with it.
+    """Yield (limit, second number) for each control group of this process, from the innermost outwards.
 
     Args:
-        controller: that of the groups of version 1, such as ``memory``.
-        files1, files2: names of the files that have the two numbers, in groups of version 1 and of version 2.
+        controller: controller of version 1 groups, such as ``memory``.
+        files1, files2: names of the files that contain the two numbers, for groups of version 1 and version 2.
     """
     for line in (proc / "self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         folder = (cgroups / controller if controllers else cgroups) / path.lstrip("/")
-        # In a container the path may be that outside of it; the root, which is last, is always its own.
+        # In a container, the path may be valid only outside of it; the last folder, the root, always belongs to the
+        # container.
         for group in [folder, *folder.parents][: len(Path(path).parts)]:
-            # A group without a limit has other texts, and a group without the controller has no such file.
+            # A group without a limit contains other text, and a group without the controller has no such file.
             with suppress(OSError, ValueError):
                 texts = [(group / name).read_text() for name in (files1 if controllers else files2)]
                 limit, other = map(int, " ".join(texts).split())
@@ -66,10 +67,10 @@ def group_limits(
 
 
 def state_and_start(pid: int) -> tuple[str, int]:
-    """Return the state of a process as one letter, and the time of its start in clock ticks since the machine's.
+    """Return a process's state as one letter, and its start time in clock ticks since boot.
 
     Raises:
-        OSError: there is no such process, or it is hidden from this user.
+        OSError: the process does not exist, or is hidden from this user.
     """
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[19])
@@ -77,7 +78,7 @@ def state_and_start(pid: int) -> tuple[str, int]:
 
 @cache
 def this_kernel() -> str:
-    """Return what tells the place of this process from all others: the boot of its kernel, and its PID namespace."""
+    """Return an identifier of this kernel boot and PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
 
@@ -86,23 +87,24 @@ def is_gone(pid: int, started: int | None = None) -> bool:
     """Return True if a process of this kernel has ended.
 
     Args:
-        started: when it began, as ``state_and_start`` says; else a later process of its number is taken for it.
+        started: its start time from ``state_and_start``; if None, a later process with the same number counts as alive.
     """
     try:
-        with suppress(PermissionError):  # another user's
+        with suppress(PermissionError):  # it belongs to another user
             os.kill(pid, 0)
         state, found = state_and_start(pid)
     except (ProcessLookupError, OverflowError):
-        return True  # or no process can have such a number
+        return True  # or the number is out of range
     except OSError:
-        return False  # hidden from this user, or just ended: the next look tells
+        return False  # hidden from this user, or just ended; the next check will show
     return started is not None and (state in "ZX" or found != started)
 
 
 class Process(msgspec.Struct, kw_only=True):
-    """A process as a file describes it to others.
+    """A process, as recorded in a file for other processes.
 
-    ``kernel`` says where ``pid`` means this process, and ``process_started`` tells it from a later one of that number.
+    ``kernel`` identifies where ``pid`` is valid, and ``process_started`` distinguishes it from a later process with the
+    same number.
     """
 
     host: str = "an unknown host"
@@ -114,7 +116,7 @@ class Process(msgspec.Struct, kw_only=True):
 
     @classmethod
     def this(cls, **values: Any) -> Self:
-        """Return the record of this process, with further values of a subclass."""
+        """Return the record of this process, with additional values for a subclass."""
         pid = os.getpid()
         return cls(
             host=socket.gethostname(),
@@ -128,11 +130,11 @@ class Process(msgspec.Struct, kw_only=True):
 
     @property
     def is_here(self) -> bool:
-        """True for a process under the same kernel as this, which may have ended."""
+        """True if the process runs or ran under the same kernel as this one."""
         return self.kernel == this_kernel()
 
     def is_known_dead(self) -> bool:
-        """Return True if it was a process of this machine, and has ended."""
+        """Return True if the process ran on this machine and has ended."""
         return self.is_here and is_gone(self.pid, self.process_started)
 
     def __str__(self) -> str:
@@ -150,14 +152,14 @@ def _name_job() -> str:
 
 
 def interrupt() -> None:
-    """Interrupt this process as Ctrl-C does; in the background of a shell, where that is ignored, as SIGTERM does."""
+    """Interrupt this process as Ctrl-C does, or by SIGTERM if SIGINT is ignored, as in a shell's background job."""
     is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
 
 
 @contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Have an environment variable for as long as the context lasts."""
+    """Set an environment variable for the duration of the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -170,18 +172,18 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 
 def safe_path() -> AbstractContextManager[None]:
-    """Have new Python processes look for modules in the current folder last, if at all: it may be a stranger's dataset.
+    """Prevent new Python processes from importing modules from the current folder, which may contain untrusted files.
 
-    They, and all processes that they start, have PYTHONSAFEPATH in their environment.
+    They and all their child processes inherit PYTHONSAFEPATH.
     """
     return variable("PYTHONSAFEPATH", "1")
 
 
 @contextmanager
 def new_process(method: str) -> Iterator[ProcessPoolExecutor]:
-    """Have a pool of one process, started by a method of multiprocessing, that ends with this process.
+    """Provide a pool of one process, started by a multiprocessing method, that ends with this process.
 
-    Where an error ends the context, nobody waits for what the process does.
+    If an error ends the context, the process is not waited for.
     """
     with safe_path():
         pool = ProcessPoolExecutor(1, multiprocessing.get_context(method), end_with_parent)
@@ -197,25 +199,25 @@ def end_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends, even in the middle of native code.
 
     Args:
-        parent: its process id where that is known: a parent that has ended by now is not missed.
+        parent: process id of the parent if known, so that a parent that has already ended is noticed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # For a child of a forkserver, this is the process that has started the server.
+    # For a child of a forkserver, this is the process that started the server.
     starter = multiprocessing.parent_process()
-    # The files of a starter with threads may be open for a moment longer than the parent lives.
+    # A starter with threads may keep its files open for a moment after it has ended, so its process id is checked too.
     if (starter is not None and not starter.is_alive()) or parent not in (None, os.getppid()):
         os._exit(1)
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Return how a process ended, as the end of a sentence about it.
+    """Return the end of a sentence about how a process ended.
 
     >>> describe_exit(3), describe_exit(-9)
     ('ended with exit status 3', 'was ended by signal SIGKILL (as the kernel does when memory runs out)')
     """
     if exitcode is None or exitcode >= 0:
         return f"ended with exit status {exitcode}"
-    # A real-time signal has a number alone.
+    # Real-time signals have no name.
     name = {one.value: one.name for one in signal.Signals}.get(-exitcode, -exitcode)
     hint = " (as the kernel does when memory runs out)" if -exitcode == signal.SIGKILL else ""
     return f"was ended by signal {name}{hint}"
@@ -224,19 +226,19 @@ def describe_exit(exitcode: int | None) -> str:
 class Terminated(KeyboardInterrupt):
     """The end of a process by SIGTERM: preemption, the end of its job, or a cancelled run.
 
-    As with Ctrl-C, no attempt at a unit has failed.
+    As with Ctrl-C, this does not count as a failed attempt at a unit.
     """
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Put off SIGINT and SIGTERM until the context ends; processes started in it never see a SIGINT.
+    """Defer SIGINT and SIGTERM until the context ends; processes started inside never receive SIGINT.
 
-    The handlers are exchanged because a signal may arrive in another thread, where no mask of this one holds it back;
-    the mask is set because a started process inherits it.
+    The handlers are replaced because a signal may arrive in another thread, where this thread's mask does not block it.
+    The mask is set because started processes inherit it.
     """
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread is ever interrupted.
+        # Signals only interrupt the main thread.
         yield
         return
     arrived: list[int] = []
@@ -249,7 +251,7 @@ def deferred_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        # Signals that wait behind the mask are delivered here, and remembered.
+        # Signals blocked by the mask are delivered here and recorded.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -261,11 +263,11 @@ def deferred_interrupts() -> Iterator[None]:
 def ended_by_sigterm() -> Iterator[None]:
     """Have SIGTERM raise ``Terminated`` in the main thread, once.
 
-    Submitit takes no notice of the signal, so a cancelled job would go on until SIGKILL.
+    Submitit ignores the signal, so a cancelled job would otherwise run until SIGKILL.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
-        # The way out is not to be interrupted.
+        # The cleanup must not be interrupted.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 

@@ -1,6 +1,6 @@
-"""Locations of files and folders, on a disk or behind a URL, which are read in the same way.
+"""Locations of files and folders, on a disk or behind a URL, with one interface for reading.
 
-A location on a disk is a ``Path``. A file behind a URL is copied into a cache, and its copy is read.
+A location on a disk is a ``Path``. A file behind a URL is copied into a cache, and the copy is read.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_url(path: str) -> bool:
-    """Return True if a path begins with the scheme of a URL, whichever."""
+    """Return True if a path begins with any URL scheme."""
     return _SCHEME.match(path) is not None
 
 
 def check_url(url: str, key: str) -> None:
-    """Raise ValueError if a URL cannot be a value of ``key``: of another scheme, with a password or a query."""
+    """Raise ValueError if a URL must not be used for ``key``: unknown scheme, password, query, or no encryption."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise ValueError(f"{key} {url!r} is no URL: {error}") from error
+        raise ValueError(f"{key} {url!r} is not a valid URL: {error}") from error
     for is_wrong, problem in (
         (parts.scheme not in SCHEMES, f"must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)}"),
         (parts.username is not None or parts.password is not None,
-         "must not have a password, which would be stored; put it into ~/.netrc"),
-        ("?" in url or "#" in url, "must end before '?' and '#'"),
+         "must not contain a password, which would be stored; put it into ~/.netrc"),
+        ("?" in url or "#" in url, "must not contain '?' or '#'"),
         (not parts.hostname, "needs a host"),
-        (is_unencrypted(url), "has no certificates; name https://"),
+        (is_unencrypted(url), "is not encrypted; use https://"),
     ):  # fmt: skip
         if is_wrong:
             raise ValueError(f"the URL of {key}, {url!r}, {problem}")
@@ -52,13 +52,14 @@ def check_url(url: str, key: str) -> None:
 class RemoteLocation:
     """A file or folder behind a URL.
 
-    Its methods have the names and the errors of a ``Path``, except ``local``, which raises what ``Cache.get`` raises.
+    Its methods have the names of ``Path`` methods and raise the same errors, except ``local``, which raises the errors
+    of ``Cache.get``.
 
     Args:
-        url: of the file or folder.
-        cache: the folder of the copies.
-        xxh3: the checksum that the content must have; empty for any content.
-        max_bytes: a larger file is refused.
+        url: URL of the file or folder.
+        cache: cache for the copies.
+        xxh3: checksum that the content must have; empty accepts any content.
+        max_bytes: largest accepted size.
     """
 
     url: str
@@ -70,7 +71,7 @@ class RemoteLocation:
         return self.url
 
     def __truediv__(self, name: str) -> RemoteLocation:
-        # A web server would take '?', '#' and '%2e' in the name of a file for something else.
+        # A web server would interpret '?', '#' and '%2e' in the name of a file.
         quoted = quote(name) if self.url.startswith("http") else name
         return RemoteLocation(f"{self.url.rstrip('/')}/{quoted}", self.cache)
 
@@ -105,17 +106,17 @@ class RemoteLocation:
             return self.cache.ask(self.url, lambda client: client.read(self.url, 0, size))
 
     def version(self) -> Version:
-        """Return the version that the server has; the copy of another version is fetched again."""
+        """Return the server's current version; a copy of another version is fetched again."""
         with self._refused():
             return self.cache.refresh(self.url)
 
     def fetch(self) -> Path:
-        """Return the path of the copy as ``local``, but raise an OSError if the server does not give the file."""
+        """Return the path of the copy, as ``local``, but raise an OSError if the server does not provide the file."""
         with self._refused():
             return self.local()
 
     def local(self) -> Path:
-        """Return the path of the copy, which is not evicted as long as this path object lives."""
+        """Return the path of the copy, which is not evicted as long as this path object exists."""
         return self.cache.get(self.url, self.xxh3, self.max_bytes)
 
     @contextmanager
@@ -131,12 +132,12 @@ Location: TypeAlias = Path | RemoteLocation
 
 
 def is_remote(location: Location) -> bool:
-    """Return True for a location behind a URL: its server takes time to answer, and lists no folders."""
+    """Return True for a location behind a URL, whose server answers slowly and cannot list folders."""
     return isinstance(location, RemoteLocation)
 
 
 def local(location: Location) -> Path:
-    """Return the path of a file on this machine; a copy is not evicted as long as this path object lives.
+    """Return a local path of a file; a copy is not evicted as long as this path object exists.
 
     Raises:
         RejectRecord: as ``Cache.get``.
@@ -145,18 +146,18 @@ def local(location: Location) -> Path:
 
 
 def fetch(location: Location) -> Path:
-    """Return the path of a file as ``local``, but raise an OSError if its server does not give it."""
+    """Return a local path of a file, as ``local``, but raise an OSError if its server does not provide it."""
     return location.fetch() if isinstance(location, RemoteLocation) else location
 
 
 def open_location(location: str | Location, *, buffering: int = -1) -> BinaryIO:
-    """Open a regular file for reading, as ``open_regular``; its copy if it is behind a URL."""
+    """Open a regular file, or the copy of a file behind a URL, for reading, as ``open_regular``."""
     path = location.fetch() if isinstance(location, RemoteLocation) else location
     return open_regular(path, buffering=buffering)
 
 
 def read_head_of(location: Location, size: int) -> bytes:
-    """Return the first bytes of a file, without copying it."""
+    """Return the first bytes of a file without copying it."""
     if isinstance(location, RemoteLocation):
         return location.read_head(size)
     with open_regular(location) as stream:
@@ -164,12 +165,12 @@ def read_head_of(location: Location, size: int) -> bytes:
 
 
 def tell_version(location: Location) -> list[Any]:
-    """Return JSON values that tell versions of a file apart: its size and, behind a URL, its server's name for it.
+    """Return JSON values that identify the version of a file: its size and, behind a URL, the server's version tag.
 
     A copy of another version is fetched again.
 
     Raises:
-        FileNotFoundError: there is no such file, or its name is longer than one can be.
+        FileNotFoundError: the file does not exist, or its name is too long.
     """
     if isinstance(location, RemoteLocation):
         return list(location.version())
@@ -185,7 +186,7 @@ def tell_version(location: Location) -> list[Any]:
 
 
 def with_content(location: Location, xxh3: str, max_bytes: float) -> Location:
-    """Return a location that, behind a URL, refuses content with another checksum or with more bytes."""
+    """Return a location that, if it is behind a URL, refuses content with another checksum or more bytes."""
     return replace(location, xxh3=xxh3, max_bytes=max_bytes) if isinstance(location, RemoteLocation) else location
 
 
@@ -195,4 +196,6 @@ def check_copy(location: Location) -> None:
         copy = location.cache.path_of(location.url, location.xxh3)
         with suppress(FileNotFoundError, ValueError):
             if location.xxh3 and checksum(copy) != location.xxh3:
-                raise DamagedShard(f"{copy}, the copy of {location}, is damaged: remove it, and it is fetched again")
+                raise DamagedShard(
+                    f"{copy}, the copy of {location}, is damaged; remove it, and it will be fetched again"
+                )

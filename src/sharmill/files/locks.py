@@ -1,15 +1,17 @@
-"""Locks on folders that several hosts share; each says who holds it.
+"""Locks on folders that several hosts share; each lock names its owner.
 
-The lock on a folder is the folder ``.sharmill-lock`` in it, with one file of a unique name: the record of its owner. A
-process enters by putting its own record there, and then looking at the others: if one is not known to have ended, it
-takes its own back and comes again. It leaves by removing its file, and so is the file of a dead owner removed: by its
-name, which no later owner's file has.
+The lock on a folder is the subfolder ``.sharmill-lock``, with one uniquely named file: the record of the lock's owner.
+To enter, a process adds its own record and then checks for others. If any other owner is not known to have ended, the
+process removes its own record and retries later. A process leaves by removing its file. The file of a dead owner is
+removed in the same way, which is safe because no later owner uses the same name.
 
-Processes under the same kernel as the owner see whether it has ended. For others it is alive while its file is touched:
-they watch its time for a whole lease, by their own clocks, before they take the lock over. So no wrong clock ends the
-lock of a live process. ``flock`` is not needed: on some file systems it is missing, or holds on one node only.
+Processes under the owner's kernel can see whether it has ended. For all others, the owner is alive as long as it
+touches its file: they watch the file's time for a whole lease, by their own clocks, before they take over the lock. A
+wrong clock therefore never breaks the lock of a live process. ``flock`` is not used, because on some file systems it is
+missing or works on one node only.
 
-The leases of the library filelock are taken over only where two names can be exchanged, which Lustre and NFS cannot.
+The leases of the library filelock can be taken over only if two names can be exchanged, which Lustre and NFS do not
+support.
 """
 
 import logging
@@ -39,35 +41,35 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME = ".sharmill-lock"
 LEASE_SECONDS = 120.0
-# A record that asks for more, or for nothing, is none of ours: nobody waits for it longer than for a torn one.
+# A record with a longer or invalid lease is not ours; it is treated like a torn record.
 _MAX_LEASE_SECONDS = 3600.0
 _POLL_SECONDS = 0.25
-# An interrupted command ends within five seconds, the end of its ranks included.
+# Short, because an interrupted command must end within five seconds, including its ranks.
 _SECONDS_AFTER_ERROR = 1.0
 
 
 class LockOwner(Process, kw_only=True):
-    """The process that holds a lock, or tries to, as its record describes it."""
+    """The process that holds or requests a lock, as described in its record."""
 
     since: str = "an unknown time"
     lease_seconds: Annotated[float, msgspec.Meta(gt=0, le=_MAX_LEASE_SECONDS)] = LEASE_SECONDS
 
     def __str__(self) -> str:
         if not self.pid:
-            return "a process whose record of itself is incomplete"
+            return "a process with an incomplete record"
         return f"{super().__str__()}, since {self.since}"
 
 
 def lock_owner(folder: Path) -> LockOwner | None:
-    """Return who holds the lock on a folder, as far as its record says; None where nobody does."""
+    """Return the owner of the lock on a folder, according to its record; None if the folder is not locked."""
     return next((owner for owner, _ in _read_owners(folder / LOCK_NAME, LEASE_SECONDS).values()), None)
 
 
 def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner, int]]:
-    """Return the records in a lock's folder, and when each was touched, by their files.
+    """Return (owner, time of the last touch in ns) for each file in the folder of a lock.
 
     Args:
-        lease_seconds: of an owner whose record says nothing.
+        lease_seconds: lease of an owner whose record is incomplete.
     """
     found = {}
     try:
@@ -79,14 +81,14 @@ def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner
         raise _foreign(lock) from error
     for file in files:
         try:
-            # Opening makes NFS ask the server for the time too.
+            # Opening the file also makes NFS ask the server for its time.
             with open_regular(file, follow_links=False) as stream:
                 touched, data = os.fstat(stream.fileno()).st_mtime_ns, stream.read(1 << 16)
             owner = msgspec.json.decode(data, type=LockOwner)
         except FileNotFoundError:
             continue
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            owner = LockOwner(lease_seconds=lease_seconds)  # not written yet, or torn by a power cut
+            owner = LockOwner(lease_seconds=lease_seconds)  # not written yet, or torn by a power failure
         except ValueError as error:
             raise _foreign(file) from error
         found[file] = owner, touched
@@ -94,25 +96,28 @@ def _read_owners(lock: Path, lease_seconds: float) -> dict[Path, tuple[LockOwner
 
 
 def _foreign(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is not sharmill's: it is a link, or no regular file; remove it", code="locked")
+    return ConfigError(
+        f"{path} is not a lock of sharmill: it is a link or not a regular file; remove it", code="locked"
+    )
 
 
 class FolderLock:
-    """The lock on a folder, held as long as the context lasts. The folder must exist and be writable.
+    """The lock on a folder, held for the duration of the context. The folder must exist and be writable.
 
     Args:
-        folder: nothing is left in it afterwards.
-        wait_seconds: how long to wait for another process; longer only while it is not known to be alive.
-        lease_seconds: how long others wait for a heartbeat of this process before they take the lock over, and this
-            process for the record of an owner.
+        folder: folder to lock; nothing is left in it afterwards.
+        wait_seconds: time to wait for a process that is known to be alive; other owners are waited for until their
+            lease expires.
+        lease_seconds: time without a heartbeat after which others take over this lock, and time after which an owner
+            with an incomplete record is considered dead.
 
     Attributes:
-        must_end: is asked every few seconds while the lock is held; where it returns True, this process is interrupted.
+        must_end: called every few seconds while the lock is held; this process is interrupted if it returns True.
 
     Raises:
-        ConfigError: another process holds the lock; the message says which one.
-        FatalError: the lock cannot be written; or, at the end, another process has taken it over. That interrupts this
-            process.
+        ConfigError: another process holds the lock; the message names it.
+        FatalError: the lock cannot be written, or another process has taken it over in the meantime, which also
+            interrupts this process.
 
     Example:
         >>> with FolderLock(Path("runs/librispeech"), wait_seconds=60):  # doctest: +SKIP
@@ -132,7 +137,8 @@ class FolderLock:
 
     def _take(self, seconds: float, *, outwaits_silent: bool = True) -> None:
         self._file = self.path / f"owner-{uuid4().hex}.json"
-        # For each other record: when it was touched, since when it has been so, and if it was seen to be touched.
+        # For each other record: time of its last touch, local time when that was first seen, and if the owner is known
+        # to be alive.
         self._seen: dict[Path, tuple[int, float, bool]] = {}
         self._leave = threading.Event()
         self._toucher = threading.Thread(target=self._keep_touching, name="sharmill-lock", daemon=True)
@@ -143,15 +149,15 @@ class FolderLock:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Leave the folder to others as long as the context lasts; then wait for it, however long they hold it.
+        """Release the lock for the duration of the context, then acquire it again, however long that takes.
 
-        If an error ends the context, the lock is taken again only if it is free within a second.
+        If an error ends the context, the lock is acquired again only if it is free within a second.
         """
         self.__exit__(None)
         try:
             yield
         except BaseException:
-            # The error that has ended the work is the one to be raised.
+            # The error that ended the work is raised, not an error of the lock.
             with suppress(ConfigError, FatalError, OSError):
                 self._take(_SECONDS_AFTER_ERROR, outwaits_silent=False)
             raise
@@ -159,14 +165,14 @@ class FolderLock:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if not self._is_held:
-            return  # it was released, and an error came before it was free again
+            return  # it was released, and an error occurred before it was free again
         self._is_held = False
         self._leave.set()
         self._toucher.join()
         if not self._file.exists():
             raise FatalError(
-                f"{self._file} is gone: another process took the lock over, since this one gave no heartbeat for "
-                f"{self._lease_seconds:g} s, or somebody removed it; see that nobody else is at work in "
+                f"{self._file} is gone: another process took over the lock, because this one sent no heartbeat for "
+                f"{self._lease_seconds:g} s, or somebody removed it; make sure that no other process works in "
                 f"{self.path.parent}, then run the same command again",
                 code="locked",
             )
@@ -176,14 +182,14 @@ class FolderLock:
         except (FatalError, OSError) as error:
             if kind is None:
                 raise
-            log.info("%s", error)  # what has ended the work is to be raised
+            log.info("%s", error)  # the error that ended the work is raised instead
 
     def _wait_and_enter(self, seconds: float, *, outwaits_silent: bool) -> None:
-        """Enter once no other process is inside.
+        """Enter as soon as no other process holds the lock.
 
         Args:
-            seconds: how long to wait for a process that is known to be alive.
-            outwaits_silent: wait for one that is not known to be alive until its lease is over, if that is longer.
+            seconds: time to wait for a process that is known to be alive.
+            outwaits_silent: wait for other processes until their lease expires, if that takes longer.
         """
         began, is_said = time.monotonic(), False
         while True:
@@ -194,20 +200,20 @@ class FolderLock:
             file, (owner, is_alive) = next(iter(others.items()), (self._file, (None, False)))
             if waited >= seconds and (is_alive or (others and not outwaits_silent)):
                 raise ConfigError(
-                    f"another sharmill process is at work in {self.path.parent}: {owner} (lock: {file}); "
-                    "wait for it or end it first",
+                    f"another sharmill process works in {self.path.parent}: {owner} (lock: {file}); "
+                    "wait for it, or end it first",
                     code="locked",
                 )
             if owner is not None and not is_said and waited > 5.0:
                 is_said = True
-                log.warning("waiting for %s to leave %s", owner, self.path.parent)
-            # Processes that come at once, and give way to each other, come back at different times.
+                log.warning("waiting for %s to release its lock on %s", owner, self.path.parent)
+            # Random delays separate processes that arrive together and give way to each other.
             time.sleep(_POLL_SECONDS * random.uniform(0.5, 1.5))
 
     def _find_others(self) -> dict[Path, tuple[LockOwner, bool]]:
-        """Return the records of others that have not ended, and if each is known to be alive; remove those of the dead.
+        """Return the records of other live processes, and if each is known to be alive; remove records of dead ones.
 
-        One of another kernel has ended if its file was not touched for its lease.
+        A process of another kernel is considered dead if its file was not touched during its lease.
         """
         others, now = {}, time.monotonic()
         for file, (owner, touched) in _read_owners(self.path, self._lease_seconds).items():
@@ -225,15 +231,16 @@ class FolderLock:
         return others
 
     def _enter(self) -> bool:
-        """Put the record of this process into the folder; take it back and return False if another one is there.
+        """Add the record of this process; remove it and return False if another record exists.
 
-        Making it has NFS list the folder anew. So of two that come at once one at least sees the other.
+        Creating the record makes NFS list the folder again. If two processes arrive together, at least one therefore
+        sees the other.
         """
         mode = self.path.parent.stat().st_mode
         since = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         record = msgspec.json.encode(LockOwner.this(since=since, lease_seconds=self._lease_seconds))
         try:
-            # Whoever may write in the folder may remove a dead owner's file, whatever this process's umask.
+            # Everyone who may write to the folder may remove a dead owner's file, regardless of this process's umask.
             with suppress(FileExistsError):
                 self.path.mkdir()
                 self.path.chmod(mode & 0o777)
@@ -251,7 +258,7 @@ class FolderLock:
         return False
 
     def _keep_touching(self) -> None:
-        # Six times in a lease, or more often, since ``must_end`` is asked as well.
+        # At least six times per lease, and at least every five seconds for ``must_end``.
         while not self._leave.wait(min(5.0, self._lease_seconds / 6)):
             try:
                 os.utime(self._file, follow_symlinks=False)
@@ -260,15 +267,15 @@ class FolderLock:
                     return
             except FileNotFoundError:
                 if not self._leave.is_set():
-                    log.error("%s is gone: this process ends, since another one may be at work", self._file)
+                    log.error("%s is gone; ending this process, since another one may hold the lock", self._file)
                     interrupt()
                 return
             except (OSError, SharmillError) as error:
-                log.warning("cannot touch %s: %s; trying again", self._file, error)
+                log.warning("cannot touch %s: %s; retrying", self._file, error)
 
     @retry(retry=retry_if_exception_type(OSError), stop=stop_after_attempt(3), wait=wait_fixed(0.2), reraise=True)
     def _remove(self) -> None:
         self._file.unlink(missing_ok=True)
-        # Others may be in it.
+        # Other processes may have records in it.
         with suppress(OSError):
             self.path.rmdir()

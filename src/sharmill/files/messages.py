@@ -1,7 +1,7 @@
-"""Messages between two processes: objects through a pipe, and the arrays in them through anonymous files.
+"""Messages between two processes: objects through a pipe, with their arrays in anonymous files.
 
-The pipe itself holds little, so that neither end waits for the other to read before some dozen messages are in it. The
-files lie in memory, and not in /dev/shm, which containers keep small; a large one is a temporary file (TMPDIR).
+The pipe itself carries little data, so neither end blocks until dozens of messages are unread. The files are in memory,
+but not in /dev/shm, which containers keep small. Large files are temporary files on disk (TMPDIR).
 """
 
 import ctypes
@@ -22,17 +22,17 @@ from typing import Any, Final
 
 import numpy as np
 
-# A message of no more bytes is in the pipe.
+# Messages up to this size in bytes are sent through the pipe itself.
 _MOST_IN_PIPE: Final = 4096
 _MOST_IN_MEMORY: Final = 64 << 20
-# No more files are kept, and no larger one, for the next message; what is beyond that goes to the disk. Their sizes are
-# multiples of the last number.
+# Limits on the number and size of files that are reused; larger messages go to the disk. Sizes of reused files are
+# multiples of the step.
 _MOST_FILES: Final = 32
 _MOST_KEPT: Final = 16 << 20
 _KEPT_STEP: Final = 1 << 20
-# Arrays begin at multiples of this, so that any element is at an address of its size.
+# Arrays start at multiples of this, so that all elements are aligned.
 _ALIGNMENT: Final = 64
-# Number of a file that is not kept.
+# Number that marks a file that is not reused.
 _ONCE: Final = -1
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -45,25 +45,24 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 class Line:
     """One end of a pipe.
 
-    What arrives are views of files that both ends keep, since the kernel takes longer to make and to map the pages of a
-    new one than to copy what is in it. An array may not be written to. When the last of a message is gone, its file is
-    free for another message.
+    Received arrays are read-only views of files that both ends keep and reuse, since creating and mapping the pages of
+    a new file takes longer than copying its content. When the last array of a message is gone, its file is free for
+    another message.
 
     Args:
-        in_use: memory that both ends share, a byte for each of the files from there to here: it is not 0 as long as the
-            file is in use.
+        in_use: memory shared by both ends, with one byte per reusable file; it is nonzero while the file is in use.
     """
 
     def __init__(self, pipe: Connection, in_use: memoryview) -> None:
         self.pipe = pipe
-        # A second descriptor, so that a file can be sent and taken whatever else this process opens.
+        # A second descriptor, so that files can be sent and received regardless of what else this process opens.
         self._socket = socket.socket(fileno=os.dup(pipe.fileno()))
         self._in_use = in_use
         self._written: list[tuple[int, int]] = []
         self._read: dict[int, ctypes.Array[ctypes.c_ubyte]] = {}
 
     def close(self) -> None:
-        """Close this end. Arrays that have arrived stay what they are."""
+        """Close this end. Received arrays stay valid."""
         self.pipe.close()
         self._socket.close()
         while self._written:
@@ -75,11 +74,11 @@ class Line:
         """Send an object.
 
         Args:
-            keep: put its arrays into a file that is kept; only one end may do so.
-            wait: is called, again and again, as long as too many files are on their way to processes of this user.
+            keep: store its arrays in a reusable file; only one end may do so.
+            wait: called repeatedly while too many files are in transit to processes of this user.
 
         Raises:
-            OSError: the other process has ended, or the message fits on no disk.
+            OSError: the other process has ended, or no disk has room for the message.
             Exception: the object cannot be pickled; nothing was sent.
         """
         arrays: list[pickle.PickleBuffer] = []
@@ -111,12 +110,13 @@ class Line:
         """Return the next object from the other end.
 
         Raises:
-            EOFError, OSError: there is none, and the process has ended; or this one has too many files open.
+            EOFError, OSError: the other process has ended and sent nothing more, or this process has too many open
+                files.
         """
         sizes, parts, number, is_new = pickle.loads(self.pipe.recv_bytes())
         if parts is None:
             mapped = self._map_file() if is_new else self._read[number]
-            # A new array each time, which all others of this message are views of: it lives as long as they do.
+            # All arrays of this message are views of a new array, which therefore lives exactly as long as they do.
             whole = np.frombuffer(memoryview(mapped), np.uint8)
             whole.flags.writeable = False
             if number != _ONCE:
@@ -126,7 +126,7 @@ class Line:
         return pickle.loads(parts[0], buffers=parts[1:])
 
     def _find_file(self, size: int, keep: bool) -> tuple[int, int, bool]:
-        """Return a file of a size at least, its number, and whether the other end does not have it."""
+        """Return a file of at least ``size`` bytes, its number, and True if the other end does not have it yet."""
         number = _ONCE
         if keep and size <= _MOST_KEPT:
             number = self._in_use[:_MOST_FILES].tobytes().find(0)
@@ -143,12 +143,15 @@ class Line:
         return self._written[number][0], number, is_new
 
     def _forget_file(self, number: int) -> None:
-        """Make a new file at the next use of the number of one that the other end may not have."""
+        """Have the next use of this number create a new file, since the other end may not have the present one."""
         self._written[number] = self._written[number][0], 0
         self._in_use[number] = 0
 
     def _map_file(self) -> "ctypes.Array[ctypes.c_ubyte]":
-        """Return the bytes of a file that comes. They need no descriptor, of which there would be too many."""
+        """Return the mapped content of a file that is being received.
+
+        The mapping needs no open descriptor, of which there would otherwise be too many.
+        """
         try:
             (file,) = reduction.recvfds(self._socket, 1)
         except RuntimeError as error:
@@ -170,19 +173,19 @@ class Line:
                 reduction.sendfds(self._socket, [file])
                 return
             except OSError as error:
-                # As many as a process may have open are on their way to processes of this user.
+                # The limit of files in transit to processes of this user is reached.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
                 wait()
 
 
 def anonymous_file(size: int, *, on_disk: bool = False) -> int:
-    """Open a file without a name, of a size: in memory, or of a large one, or where there can be none, on the disk."""
+    """Open an unnamed file of the given size, in memory or, if it is large or memory files are unavailable, on disk."""
     try:
         if on_disk or size > _MOST_IN_MEMORY:
             raise OSError
         file = os.memfd_create("sharmill", os.MFD_CLOEXEC)
-    except OSError:  # some sandboxes have no such files
+    except OSError:  # some sandboxes do not support memory files
         with tempfile.TemporaryFile(prefix="sharmill-") as stream:
             file = os.dup(stream.fileno())
     os.truncate(file, size)
@@ -190,21 +193,21 @@ def anonymous_file(size: int, *, on_disk: bool = False) -> int:
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an error in another process, shown as the cause of the error here."""
+    """The traceback of an error in another process, shown as the cause of the local error."""
 
 
 def portable(error: Exception) -> tuple[Exception, str]:
-    """Return an exception that can be pickled, which it is itself if it can be, and its traceback."""
+    """Return a picklable exception, which is ``error`` itself if possible, and its traceback."""
     trace = "\n" + "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  many exceptions cannot be made again from their arguments
+    except Exception:  # noqa: BLE001  many exceptions cannot be recreated from their arguments
         return RuntimeError(f"{type(error).__name__}: {error}"), trace
     return error, trace
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return where parts of these sizes begin in a file."""
+    """Return the start positions of parts with these sizes in a file."""
     return [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes[:-1])]
 
 

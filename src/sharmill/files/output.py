@@ -1,4 +1,4 @@
-"""Logs of a process, and what it prints."""
+"""The log of a process and redirection of its output."""
 
 import faulthandler
 import os
@@ -13,24 +13,24 @@ from sharmill.files.stored import open_stored
 
 
 def redirect_output(path: Path) -> None:
-    """Send all that this process prints to the end of ``path``, and its stacks if it crashes or gets SIGUSR1."""
+    """Append all output of this process to ``path``, including its stacks if it crashes or receives SIGUSR1."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = open_log(path)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    # A process that is killed does not flush: what it printed last is what one looks for.
+    # A killed process does not flush, but its last output is the most important.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # It keeps the log open, for the standard error may go elsewhere while a C library is at work.
+    # Pass the log itself, since a C library may redirect standard error temporarily.
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log)
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a log for appending; its folder is made if need be.
+    """Open a log for appending, creating its folder if needed.
 
     Raises:
-        FatalError: the disk or what is in the way there does not allow it.
+        FatalError: the disk or an obstacle at the path prevents it.
     """
     with stopping_errors(path):
         with suppress(FileNotFoundError):

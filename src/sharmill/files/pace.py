@@ -1,7 +1,7 @@
-"""Limits on the time and the size of what servers send, by requests and by fsspec.
+"""Limits on the time and size of server responses, for requests and fsspec.
 
-Both libraries limit the time between two bytes alone, so that a server that sends one byte a minute is waited for
-without end. Here bytes are counted as they come from the network: those of lines of chunks like all others.
+Both libraries only limit the time between two bytes, so a server that sends one byte per minute could block them
+forever. Here, bytes are counted as they arrive from the network, including the framing of chunked responses.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     import requests
 
 SECONDS: Final = 60.0
-# A server that sends less than 1 KiB a second is as good as one that is silent.
+# A server that sends less than 1 KiB per second is treated like a silent one.
 _BLOCK_BYTES: Final = 60 << 10
 
 
 class TooLarge(RejectRecord):
-    """A file that has more bytes than it may."""
+    """A file that is larger than allowed."""
 
 
 def check_size(url: str, num_bytes: int, max_bytes: float) -> None:
@@ -35,14 +35,15 @@ def check_size(url: str, num_bytes: int, max_bytes: float) -> None:
 
 
 class AnswerPace:
-    """The time by which the next block of an answer must have come, and the bytes that its body may have.
+    """The deadline for the next block of a response, and the size limit of its body.
 
-    Its head, however long, and the first block have one deadline. fsspec takes it as a callback.
+    The response's head, of any length, and the first block share one deadline. fsspec accepts this object as a
+    callback.
 
     Args:
-        url: of the file, for errors.
-        max_bytes: of the body.
-        together: bytes that are waited for together, where it is not seen how many have come.
+        url: URL of the file, for messages.
+        max_bytes: size limit of the body.
+        together: bytes transferred without visible progress, which extend the deadline.
     """
 
     def __init__(self, url: str = "", max_bytes: float = math.inf, together: int = 0) -> None:
@@ -51,27 +52,27 @@ class AnswerPace:
         self.set_size(None)
 
     def set_size(self, _: int | None) -> None:
-        """Count from the begin, as where fsspec makes another try."""
+        """Restart the count, as fsspec does for a retry."""
         self._size = self._end_of_block = 0
         self.relative_update(0)
 
     def relative_update(self, num_bytes: int) -> None:
-        """Count bytes of the body; raise TooLarge where they are too many."""
+        """Count bytes of the body; raise TooLarge if there are too many."""
         self._size += num_bytes
         check_size(self._url, self._size, self._max_bytes)
         if self._size >= self._end_of_block:
             self._end_of_block, self._deadline = self._size + _BLOCK_BYTES, time.monotonic() + self._seconds
 
     def seconds_left(self) -> float:
-        """Return how long the block may be waited for; raise TimeoutError if that time is over."""
+        """Return the time left for the block in seconds; raise TimeoutError if none is left."""
         left = self._deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it comes too slowly")
+            raise TimeoutError("the response is too slow")
         return left
 
     @contextmanager
     def waiting(self) -> Iterator[float]:
-        """Give the seconds that are left; time outside this context, in which a disk may be slow, does not count."""
+        """Provide the seconds left; time outside this context, such as for slow disks, does not count."""
         self._deadline += time.monotonic() - self._left
         try:
             yield self.seconds_left()
@@ -80,7 +81,7 @@ class AnswerPace:
 
 
 async def in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return what a coroutine of fsspec's gives; end it by a TimeoutError where it does not keep the pace."""
+    """Return the result of an fsspec coroutine; cancel it with a TimeoutError if it does not keep the pace."""
     task = asyncio.ensure_future(coroutine)
     try:
         while not task.done():
@@ -91,7 +92,7 @@ async def in_time(pace: AnswerPace, coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class _Response(HTTPResponse):
-    """An answer of which each read from the connection has what is left of the time."""
+    """A response that limits each read from the connection to the time left."""
 
     def __init__(self, connection: Any, *args: Any, **options: Any) -> None:
         super().__init__(connection, *args, **options)
@@ -110,7 +111,7 @@ class _Response(HTTPResponse):
 
 
 def keep_pace(session: requests.Session, connections: int) -> None:
-    """Have all answers to a session, by proxies too, come in time; it keeps so many connections open."""
+    """Limit the time of all responses to a session, also through proxies; keep ``connections`` open for reuse."""
     from requests.adapters import HTTPAdapter
 
     class Adapter(HTTPAdapter):

@@ -1,6 +1,6 @@
-"""Imports that forked processes share, made by the server that they are forked from when it starts.
+"""Imports for a server that shares them with the processes forked from it.
 
-A module that cannot be imported is left out, so that the process which needs it meets the error and reports it.
+A module that cannot be imported is skipped; the process that needs it will report the error.
 """
 
 import importlib
@@ -20,13 +20,13 @@ try:
     if log is not None:
         redirect_output(Path(log))
 except SharmillError:
-    # The forked processes meet the same, and it is told; a terminal gets one line.
+    # The forked processes meet and report the same error, so discard the output here to show it only once.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-# Otherwise torch asks CUDA itself whether there are GPUs, after which no forked process can use them.
+# Otherwise torch initializes CUDA to look for GPUs, and then no forked process can use them.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-# The server begins without the places that the process which starts it has added.
+# The server starts without the search paths that the starting process has added.
 sys.path += [entry for entry in path if entry not in sys.path]
 for name in modules:
     with suppress(Exception, SystemExit):

@@ -1,4 +1,4 @@
-"""Records that one process appends to a file of its own while others read them (``.jsonl``)."""
+"""Records that one process appends to its own file while others read them (``.jsonl``)."""
 
 import logging
 import os
@@ -19,14 +19,14 @@ Decoded = TypeVar("Decoded")
 
 
 class RecordLog:
-    """Appends records, a line of JSON each, to a ``.jsonl`` file that no other process writes to.
+    """Appends records as JSON lines to a file that no other process writes to.
 
     Args:
-        path: its folder exists as long as the plan is the present one.
-        is_torn: it may end in half a line, of a process that was killed.
+        path: path of the file; its folder exists as long as the plan is current.
+        is_torn: True if the file may end with a partial line from a killed process.
 
     Attributes:
-        size: that of the file in bytes, as far as this process has written it.
+        size: size of the file in bytes after the last write of this process.
     """
 
     def __init__(self, path: Path, *, is_torn: bool = False) -> None:
@@ -35,12 +35,12 @@ class RecordLog:
         self._is_torn = is_torn
 
     def append(self, record: msgspec.Struct, *, synced: bool = False) -> None:
-        """Append a record; when this returns, it is in the file, and with ``synced`` on disk.
+        """Append a record. On return it is in the file and, with ``synced``, on disk.
 
         Raises:
-            FatalError: it cannot be written.
+            FatalError: the record cannot be written.
         """
-        # After a failed write, the file may end in half a line.
+        # A failed write may leave a partial line.
         line = (b"\n" if self._is_torn else b"") + msgspec.json.encode(record) + b"\n"
         self._is_torn = True
         with stopping_errors(self.path), open_stored(self.path, append=True) as stream:
@@ -58,7 +58,7 @@ class Tail(Generic[Decoded]):
     """Reads the records that processes append to the ``.jsonl`` files of a folder, each byte once.
 
     Args:
-        kind: the type of the records, or a union of types.
+        kind: type of the records, or a union of types.
     """
 
     def __init__(self, folder: Path, kind: Any) -> None:
@@ -67,24 +67,24 @@ class Tail(Generic[Decoded]):
         self._offsets: dict[str, int] = {}
 
     def offset(self, name: str) -> int:
-        """Return how many bytes of a file have been read."""
+        """Return the number of bytes that have been read from a file."""
         return self._offsets.get(name, 0)
 
     def records(self, names: Iterable[str] | None = None) -> Iterator[Decoded]:
-        """Yield the records of complete lines that were added since the last call.
+        """Yield the records in complete lines that were added since the last call.
 
         Args:
-            names: of the files to look at; by default all that there are.
+            names: names of the files to read; by default, all files.
         """
         if names is None:
             names = sorted(path.name for path in self._folder.glob("*.jsonl"))
         for name in names:
-            # A name may be seen before the file that it stands for.
+            # A name may be visible before its file.
             with suppress(FileNotFoundError):
                 yield from self._read(self._folder / name)
 
     def _read(self, path: Path) -> Iterator[Decoded]:
-        # Opening makes NFS ask the server for the current size.
+        # Opening the file makes NFS ask the server for its current size.
         with open_stored(path) as stream:
             stream.seek(self.offset(path.name))
             for line in iter(partial(stream.readline, MAX_BYTES), b""):
@@ -96,7 +96,7 @@ class Tail(Generic[Decoded]):
                 try:
                     record = self._decoder.decode(line)
                 except NOT_JSON as error:
-                    # A power failure may leave such lines; their work is done again.
-                    log.warning("a line of %s is no record: %s", path, error)
+                    # A power failure may leave such lines; the work is then repeated.
+                    log.warning("skipping an invalid line of %s: %s", path, error)
                 else:
                     yield record

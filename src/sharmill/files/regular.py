@@ -1,4 +1,4 @@
-"""Opening of regular files: nothing waits for the writer of a FIFO, and links need not be followed."""
+"""Opening regular files without waiting for the writer of a FIFO, and optionally without following links."""
 
 import errno
 import os
@@ -10,7 +10,7 @@ _NOT_REGULAR = "it is not a regular file"
 
 
 class NotRegularError(ValueError):
-    """A folder, a FIFO, a socket or a device in the place of a file."""
+    """A folder, FIFO, socket or device in place of a file."""
 
 
 def open_regular(
@@ -22,8 +22,8 @@ def open_regular(
         append: open for appending, creating the file if needed; otherwise open for reading.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: it is not a regular file, or a link that is not to be followed, or its name is too long.
+        FileNotFoundError: the file does not exist.
+        ValueError: the path is not a regular file, is a link that must not be followed, or is too long.
     """
     flags = os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND if append else os.O_RDONLY
@@ -33,14 +33,15 @@ def open_regular(
         except BlockingIOError:
             if not stat.S_ISREG(Path(path).stat(follow_symlinks=follow_links).st_mode):
                 raise
-            # Another process has a lease of it, or an NFS client a delegation; it is given back to those who wait.
+            # Another process holds a lease on the file, or an NFS client a delegation; a blocking open waits for its
+            # release.
             descriptor = os.open(path, flags & ~os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ValueError("it is a link" if Path(path).is_symlink() else "links lead in a circle") from error
+            raise ValueError("it is a link" if Path(path).is_symlink() else "its links form a circle") from error
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError(f"it cannot be opened: {error.strerror}") from error
-        # A socket, a missing device, or a folder to be written to.
+        # The path is a socket, a missing device, or a folder to be written to.
         if error.errno in (errno.ENXIO, errno.ENODEV, errno.EISDIR):
             raise NotRegularError(_NOT_REGULAR) from error
         raise

@@ -1,7 +1,8 @@
-"""Requests for files behind URLs, which are tried again if that may help, with errors that say whose fault it is.
+"""Requests for files behind URLs, with retries, and with errors that show who can solve the problem.
 
-What a server says of one file is a ``RejectRecord``; what it says of itself, or no answer at all, is an ``OSError``
-after some tries; what is missing on this machine (a package, an endpoint, credentials) is a ``ConfigError``.
+A server's response about one file is a ``RejectRecord``. A response about the server itself, or no response after some
+retries, is an ``OSError``. Something missing on this machine (a package, an endpoint, credentials) is a
+``ConfigError``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from sharmill.files.clients import TRIES, AIStoreClient, BucketClient, Client, P
 
 SCHEMES: Final = ("https", "http", "s3", "gs", "ais")
 _wait = wait_exponential(multiplier=0.5, max=10)
-# Anybody on the way could read or change what comes by http from another machine.
+# Data over http from another machine could be read or changed on the way.
 _UNENCRYPTED: Final = re.compile(
     r"http://(?!([^/?#@]*@)?(localhost|127(\.\d+){3}|\[::1\])(:\d+)?(/|\Z))", re.IGNORECASE
 )
 _PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "ais": "aistore"}
-# Classes of errors of the clients' libraries.
+# Error classes of the clients' libraries.
 _ERRORS: Final = {
     "ais": ["aistore.sdk.errors:APIRequestError"],
     "s3": ["aiohttp:ClientError", "botocore.exceptions:BotoCoreError"],
@@ -37,14 +38,14 @@ _ERRORS: Final = {
 
 
 def is_unencrypted(url: str) -> bool:
-    """Return True for http to another machine."""
+    """Return True if a URL uses http to another machine."""
     return _UNENCRYPTED.match(url) is not None
 
 
 def _make_client(scheme: str, origins: Collection[str]) -> Client:
     package = _PACKAGES.get(scheme)
     if package is not None and find_spec(package) is None:
-        what = f"{scheme}:// needs the package {package}: run pip install 'sharmill[stores]'"
+        what = f"{scheme}:// needs the package {package}; run pip install 'sharmill[stores]'"
         raise ConfigError(what, code="missing_package")
     if scheme == "ais":
         return AIStoreClient()
@@ -52,26 +53,26 @@ def _make_client(scheme: str, origins: Collection[str]) -> Client:
 
 
 def request(url: str, call: Callable[[Any], Any], origins: Collection[str] = ()) -> Any:
-    """Return what a call of the client of a URL gives, which is made several times where it may succeed then.
+    """Return the result of a call of the URL's client, retrying it after transient errors.
 
     Args:
-        url: of one of the schemes that ``check_url`` names.
-        call: what is asked of the client of the scheme.
-        origins: URLs to whose hosts a redirect may lead, beside that of the URL.
+        url: URL with one of the schemes that ``check_url`` allows.
+        call: function that is called with the client of the scheme.
+        origins: further URLs whose hosts a redirect may lead to.
 
     Raises:
-        RejectRecord: missing_audio where the server does not give the file, unreadable_audio where it cuts it off or it
-            is too large, outside_root where it redirects elsewhere.
-        OSError: the server cannot be reached, or is busy; FileExistsError as ``Client.upload``.
+        RejectRecord: missing_audio if the server does not provide the file, unreadable_audio if the file is truncated
+            or too large, outside_root if the server redirects to an unknown host.
+        OSError: the server is unreachable or busy; FileExistsError as in ``StoreClient.upload``.
         ConfigError: a package, an endpoint or credentials are missing.
     """
     scheme = urlsplit(url).scheme
     if scheme not in SCHEMES:
-        raise RejectRecord("outside_root", f"the URL {url[:200]!r} is not of {', '.join(SCHEMES)}")
+        raise RejectRecord("outside_root", f"the URL {url[:200]!r} has an unknown scheme; use {', '.join(SCHEMES)}")
     if is_unencrypted(url):
-        raise RejectRecord("outside_root", f"{url} has no certificates; name https://")
+        raise RejectRecord("outside_root", f"{url} is not encrypted; use https://")
     client = _make_client(scheme, {origin(one) for one in (url, *origins)})
-    # The client of Google's makes six tries itself, within a minute.
+    # Google's client makes six attempts itself, within a minute.
     stop = stop_after_attempt(2 if scheme == "gs" else TRIES)
     tries = Retrying(retry=retry_if_exception_type(PassingError), stop=stop, wait=_wait, reraise=True)
 
@@ -87,9 +88,9 @@ def request(url: str, call: Callable[[Any], Any], origins: Collection[str] = ())
 
 @contextmanager
 def _translated(url: str) -> Iterator[None]:
-    """Turn the errors of the clients' libraries into those that ``request`` raises, or tries again after.
+    """Translate errors of the clients' libraries into the errors of ``request``, or into a PassingError.
 
-    Their causes are not shown: they have the whole URL, of which a password or a query may be a secret.
+    Causes are not shown, because they contain the whole URL, whose password or query may be secret.
     """
     import requests
     from urllib3.exceptions import DecodeError, HTTPError, ProtocolError
@@ -97,11 +98,11 @@ def _translated(url: str) -> Iterator[None]:
     try:
         yield
     except (ProtocolError, DecodeError, requests.exceptions.ChunkedEncodingError) as error:
-        raise PassingError(RejectRecord("unreadable_audio", f"{url} was cut off, {TRIES} times: {error}")) from None
+        raise PassingError(RejectRecord("unreadable_audio", f"{url} was cut off {TRIES} times: {error}")) from None
     except (requests.exceptions.ConnectionError, requests.exceptions.Timeout, HTTPError) as error:
         causes = [cause for one in error.args for cause in getattr(one, "args", ())]
         if any(isinstance(one, HTTPException) and not isinstance(one, RemoteDisconnected) for one in causes):
-            what = f"{url} is answered by what is no HTTP: {error}"
+            what = f"the server of {url} does not answer in HTTP: {error}"
             raise PassingError(RejectRecord("unreadable_audio", what)) from None
         raise PassingError(ConnectionError(f"cannot fetch {url}: {error}")) from None
     except requests.exceptions.RequestException as error:
@@ -113,21 +114,23 @@ def _translated(url: str) -> Iterator[None]:
 
 
 def _explained(url: str, error: Exception) -> Exception:
-    """Return what an error of a store's client means, by its class and status."""
+    """Return the translation of an error of an object store's client, by its class and status."""
     kind = type(error).__name__
     codes = [getattr(error, name, None) for name in ("status_code", "status", "code")]
-    if isinstance(answer := getattr(error.__cause__, "response", None), dict):  # botocore's
+    if isinstance(answer := getattr(error.__cause__, "response", None), dict):  # from botocore
         codes = [answer["ResponseMetadata"].get("HTTPStatusCode")]
     status = next((code for code in codes if isinstance(code, int)), None)
     if "Credentials" in kind:
-        return ConfigError(f"{url} needs credentials ({error}); set them where the client looks", code="missing_input")
+        return ConfigError(
+            f"{url} needs credentials ({error}); set them where its client looks for them", code="missing_input"
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return error
     if isinstance(error, FileNotFoundError) or kind in ("ErrObjNotFound", "ErrBckNotFound") or status == 404:
-        return RejectRecord("missing_audio", f"{url} is not there")
+        return RejectRecord("missing_audio", f"{url} does not exist")
     if isinstance(error, PermissionError) or status in (401, 403):
-        return RejectRecord("unreadable_audio", f"{url} may not be read or written by these credentials: {error}")
-    # An answer that is cut off, or is no HTTP, for which botocore has no class of its own.
+        return RejectRecord("unreadable_audio", f"the credentials do not allow access to {url}: {error}")
+    # A truncated or invalid response, for which botocore has no error class.
     is_odd = kind in ("ClientPayloadError", "HTTPClientError") or isinstance(error, (ValueError, LookupError))
     what = f"cannot fetch {url}: {error or kind}"
     if is_odd or (status is not None and status >= 400 and status not in (408, 429, 503)):

@@ -1,9 +1,10 @@
-"""Shared disks (NFS): what other nodes wrote is visible here only after a while, and clocks differ.
+"""Shared disks (NFS), on which files of other nodes become visible with a delay, and clocks differ.
 
-An NFS client keeps names, listings and attributes for up to a minute (acregmin, acdirmin), and takes new files for
-missing meanwhile. So a missing name does not mean that the file is missing, if another process is known to have made
-it: ``VisibilityTimeout`` waits for it, at most for ``executor.seconds_until_seen``. A process goes on seeing all that
-it has seen once, or made. The server decides at once if a name may be made, whatever this node sees.
+An NFS client caches names, listings and attributes for up to a minute (acregmin, acdirmin), during which it takes new
+files for missing. If another process is known to have created a file, a missing name therefore does not mean that the
+file is missing: ``VisibilityTimeout`` waits for it, for at most ``executor.seconds_until_seen``. Everything that a
+process has seen or created stays visible to it. The server decides immediately if a name can be created, regardless of
+what this node sees.
 """
 
 import errno
@@ -20,19 +21,19 @@ from tenacity import Retrying, retry_if_exception, wait_exponential
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Errors of files that another node has made or replaced, and that this node does not see yet.
+# Errors for files that another node has created or replaced and that this node does not see yet.
 _NOT_YET_VISIBLE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 
 
 class VisibilityTimeout:
-    """Waits until this node sees what others had written when this was made; ``seconds`` in all, over all calls."""
+    """Waits until this node sees files written before this object was created; all waits share ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
 
     def retry_until_visible(self, work: Callable[[], Result]) -> Result:
-        """Call a function again while it raises errors of files that may not be visible yet; return its result."""
+        """Call a function, and again while it fails on files that may not be visible yet; return its result."""
         retrying = Retrying(
             retry=retry_if_exception(lambda error: getattr(error, "errno", None) in _NOT_YET_VISIBLE_ERRNOS),
             stop=lambda state: time.monotonic() >= self._deadline,
@@ -53,16 +54,16 @@ class VisibilityTimeout:
         except OSError as error:
             if error.errno not in _NOT_YET_VISIBLE_ERRNOS:
                 raise
-            log.warning("%s cannot be seen here, after %g s of waiting for a shared disk", what, self._seconds)
+            log.warning("%s is still not visible here after waiting %g s for a shared disk", what, self._seconds)
             return False
         return True
 
 
 def time_of_folder(folder: Path) -> float:
-    """Return the time of the file system that a folder is on, in Unix seconds, as it stands at files written now.
+    """Return the time of a folder's file system in Unix seconds, as it appears on files written now.
 
-    Nodes' clocks may be minutes apart. Where this user cannot write there, it is the time of this machine. On NFS this
-    also brings the node's view of the names in the folder up to date, since it makes a file there.
+    The clocks of nodes may be minutes apart. If this user cannot write to the folder, this is the time of this machine.
+    On NFS, creating a file also updates this node's view of the names in the folder.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:

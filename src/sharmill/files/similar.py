@@ -1,4 +1,4 @@
-"""Names that are alike to the eye: they differ in the Unicode form, as on macOS, in capitals or in kinds of blanks."""
+"""Names that look alike: they differ in Unicode form, as on macOS, in case, or in the kind of whitespace."""
 
 import os
 import re
@@ -11,14 +11,14 @@ from typing import Final
 import numpy as np
 
 _DIFFERENCES: Final = ("Unicode form (NFC or NFD)", "upper and lower case", "kind of blanks")
-# A process lists no more folders than these, no names beyond these in one, and no folder once it has so many names in
-# all: each missing file may be in another folder, and on a shared disk a listing of many names takes many requests.
+# Limits of a process on the folders listed, the names per folder, and the names in total. Every missing file may be in
+# another folder, and listing many names on a shared disk takes many requests.
 _MOST_FOLDERS: Final = 64
 _MOST_NAMES: Final = 200_000
 
 
 class Names:
-    """A set of names, of which it keeps 24 bytes each."""
+    """A set of names that stores 24 bytes for each."""
 
     def __init__(self, names: Iterable[str]) -> None:
         hashes = np.fromiter((hash(form) for name in names for form in _fold(name)), np.int64)
@@ -28,29 +28,29 @@ class Names:
         return len(self._hashes)
 
     def describe(self, wanted: str) -> str:
-        """Return the end of a sentence about a missing name, if another name is alike; else an empty text.
+        """Return the end of a sentence about a missing name if a similar name exists, otherwise an empty text.
 
         >>> Names(["One.wav"]).describe("one.wav")
-        "; there is one that differs from 'one.wav' in upper and lower case: rename it, or correct the path"
+        "; a similar name differs from 'one.wav' in upper and lower case: rename it, or correct the path"
         """
         for hashes, form, what in zip(self._hashes.T, _fold(wanted), _DIFFERENCES, strict=True):
             if np.searchsorted(hashes, hash(form)) < np.searchsorted(hashes, hash(form), "right"):
-                return f"; there is one that differs from {wanted!r} in {what}: rename it, or correct the path"
+                return f"; a similar name differs from {wanted!r} in {what}: rename it, or correct the path"
         return ""
 
 
 def _fold(name: str) -> tuple[str, str, str]:
-    """Return forms of a name, each without one difference more."""
+    """Return increasingly normalized forms of a name, one for each of ``_DIFFERENCES``."""
     composed = unicodedata.normalize("NFC", name)
     return composed, composed.casefold(), re.sub(r"[\s\u200b\ufeff]+", " ", composed.casefold())
 
 
-# The folders that this process has listed; a large one has no names.
+# Folders that this process has listed; a large folder is stored without names.
 listed: Final[dict[Path, Names]] = {}
 
 
 def _list(folder: Path) -> Names:
-    """Return the names in a folder; none if listing it would take too many requests."""
+    """Return the names in a folder; none if listing it would exceed the limits."""
     if folder not in listed and len(listed) < _MOST_FOLDERS and sum(map(len, listed.values())) <= _MOST_NAMES:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in islice(entries, _MOST_NAMES + 1)]
@@ -59,9 +59,9 @@ def _list(folder: Path) -> Names:
 
 
 def describe_similar(path: str | Path) -> str:
-    """Return the end of a sentence about a missing file, if it or a folder of its path has another spelling there.
+    """Return the end of a sentence about a missing file if its path exists in another spelling.
 
-    Also if one of them is a link to what is missing.
+    This also covers a link on the path whose target is missing.
     """
     missing = Path(path)
     try:
@@ -71,5 +71,5 @@ def describe_similar(path: str | Path) -> str:
             return _list(missing.parent).describe(missing.name)
         target = os.path.realpath(missing)
         return "" if os.path.lexists(target) else f"; {missing} is a link to {target}, which is missing"
-    except OSError:  # it may not be listed
+    except OSError:  # the folder cannot be listed
         return ""

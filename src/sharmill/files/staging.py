@@ -1,4 +1,4 @@
-"""Staging of a unit's files: they are written in a folder of one process, and published together by renames."""
+"""Staging of a unit's files: one process writes them in its own folder, then publishes them together by renames."""
 
 import os
 import re
@@ -21,7 +21,7 @@ _SCRATCH_PREFIX = "sharmill-"
 
 
 def token_staging(root: Path, token: str) -> Path:
-    """Return the folder below which all ranks of a plan write files before they publish them below ``root``."""
+    """Return the folder in which all ranks of a plan write files before publishing them below ``root``."""
     return root / STAGING_NAME / token
 
 
@@ -38,16 +38,16 @@ class PublishedFile:
 
 
 class Staging:
-    """A folder in which one process writes the files of its units, one unit at a time, before it publishes them.
+    """A folder in which one process writes the files of its units, one unit at a time, before publishing them.
 
-    The folder is on the file system of ``root``, so that publishing is a rename. Two attempts at one unit do not meet
-    before the rename, and then both bring the same bytes. Parents are never made: the folder of the plan's token, and
-    the folders of the final files, exist as long as the plan is valid; after that, writing and publishing raise
-    FileNotFoundError. There is one flat folder for a process rather than a tree for each attempt, since making and
-    removing trees would be most of what a unit asks of the file system.
+    The folder is on the file system of ``root``, so publishing is a rename. Two attempts at the same unit do not
+    collide before the rename, and then both produce the same bytes. Parent folders are never created: the folder of the
+    plan's token, and the folders of the final files, exist as long as the plan is valid; after that, writing and
+    publishing raise FileNotFoundError. Each process uses one flat folder instead of a tree per attempt, because
+    creating and removing trees would dominate a unit's file system requests.
 
-    With ``scratch``, a folder on a disk of this machine, files are written there, and copied to the shared disk when
-    all files of a unit are complete, in few large writes.
+    With ``scratch``, a folder on a local disk, files are written there. When all files of a unit are complete, they are
+    copied to the shared disk in few large writes.
     """
 
     def __init__(self, root: Path, token: str, scratch: Path | None = None) -> None:
@@ -56,7 +56,7 @@ class Staging:
         self.folder = token_staging(root, token) / name
         self.written_in = self.folder if scratch is None else scratch / f"{_SCRATCH_PREFIX}{name}"
         self._has_scratch = scratch is not None
-        # Those of the present attempt: to list the folder would be one more request for each unit.
+        # Paths of the current attempt; listing the folder would cost another request per unit.
         self._paths: set[Path] = set()
 
     def __enter__(self) -> "Staging":
@@ -66,7 +66,7 @@ class Staging:
         if self._has_scratch:
             remove_dead_attempts(self.written_in.parent)
             with self.write_errors():
-                # Others may look into the folders of a machine.
+                # Other users may have access to the scratch folder.
                 self.written_in.mkdir(mode=0o700)
         return self
 
@@ -75,7 +75,7 @@ class Staging:
             shutil.rmtree(folder, ignore_errors=True)
 
     def write_errors(self, errnos: frozenset[int] = STOPPING_ERRNOS) -> AbstractContextManager[None]:
-        """Turn errors of writing there into a FatalError, or into a DeviceError if it is a disk of this machine."""
+        """Turn write errors into a FatalError, or into a DeviceError if the disk is local."""
         host = socket.gethostname() if self._has_scratch else ""
         return stopping_errors(self.written_in, errnos, host=host)
 
@@ -86,9 +86,9 @@ class Staging:
         return path
 
     def publish(self, names: list[str]) -> list[PublishedFile]:
-        """Publish the files in the order given.
+        """Publish the files in the given order.
 
-        If the last file has a folder of its own, its presence tells readers that all files are there.
+        If the last file has a folder of its own, its presence shows readers that all files are complete.
         """
         if not names:
             return []
@@ -98,7 +98,7 @@ class Staging:
                 self._paths.add(self._staged(name))
                 shutil.copyfile(self.path(name), self._staged(name), follow_symlinks=False)
             streams = [stack.enter_context(open_regular(self._staged(name), buffering=0)) for name in names]
-            # The disk gets all files at once, and writes while their checksums are computed.
+            # All files are flushed in parallel while their checksums are computed.
             with ThreadPoolExecutor(len(names), "fsync") as pool:
                 flushed = [pool.submit(os.fsync, stream.fileno()) for stream in streams]
                 published = [
@@ -119,7 +119,7 @@ class Staging:
         return published
 
     def clear(self) -> None:
-        """Remove the files that an attempt has not published."""
+        """Remove the unpublished files of an attempt."""
         with suppress(OSError):
             while self._paths:
                 self._paths.pop().unlink(missing_ok=True)
@@ -129,10 +129,10 @@ class Staging:
         return self.folder / name.replace("/", "+")
 
     def _open_folder(self, folder: Path, stack: ExitStack) -> int:
-        """Open a folder of final files, to be synced, until ``stack`` is left.
+        """Open a folder of final files for syncing, until ``stack`` is closed.
 
         Raises:
-            ConfigError: it was replaced by a link or an untrusted user's folder since the plan was made.
+            ConfigError: the folder was replaced by a link or an untrusted user's folder after the plan was made.
         """
         require_trusted_owner(self.root, [folder])
         flags = os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if folder != self.root else 0)
@@ -144,18 +144,18 @@ class Staging:
 
 
 def _names_here() -> str:
-    """Return the beginning of folder names of processes that can be seen from here.
+    """Return the prefix of staging folders of processes that are visible from here.
 
-    It has the kernel as well as the host: containers of one machine may share its name, but not process numbers.
+    It contains the kernel as well as the host, since containers of one machine may share its name but not process ids.
     """
     return f"rank-{socket.gethostname()}-{checksum_bytes(this_kernel().encode())[:8]}-"
 
 
 def remove_dead_attempts(parent: Path) -> None:
-    """Remove this user's folders of processes that have ended on this machine.
+    """Remove this user's staging folders of processes that have ended on this machine.
 
     Args:
-        parent: the staging folder of a plan or a scratch folder; other processes may be at work in it.
+        parent: staging folder of a plan or a scratch folder; other processes may be working in it.
     """
     name = re.compile(rf"({_SCRATCH_PREFIX})?{re.escape(_names_here())}([0-9]{{1,9}})-[0-9a-f]+")
     for folder in parent.glob("*rank-*"):

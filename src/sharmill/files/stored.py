@@ -1,7 +1,7 @@
-"""Files of run directories: sharmill wrote them, and others may have replaced them since.
+"""Files of run directories, which sharmill wrote and others may have replaced since.
 
-Only regular files of a bounded size are read, their content is decoded to a known type, and links are not followed.
-Folders above them are checked by ``sharmill.engine.fence``.
+Only regular files of limited size are read, their content is decoded to a known type, and links are not followed.
+``sharmill.engine.fence`` checks the folders above them.
 """
 
 import errno
@@ -22,7 +22,7 @@ from sharmill.files.trust import anybody_may_write_to, owned_by_other_user
 
 Decoded = TypeVar("Decoded")
 
-# msgspec raises RecursionError for JSON that is nested too deeply.
+# msgspec raises RecursionError for deeply nested JSON.
 NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_BYTES: Final = 64 << 20
 
@@ -34,15 +34,15 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
         append: open for appending, creating the file if needed; otherwise open for reading.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        ConfigError: it is a link, not a regular file, or an untrusted user's; with ``append`` also if it has a second
-            name (a hard link), which may be a file elsewhere.
+        FileNotFoundError: the file does not exist.
+        ConfigError: the file is a link, not a regular file, or an untrusted user's; with ``append``, also if it has a
+            hard link, which may be a file elsewhere.
     """
     try:
         stream = open_regular(path, follow_links=False, append=append, buffering=buffering)
         problem = ""
         if append and os.fstat(stream.fileno()).st_nlink > 1:
-            problem = "it has a second name (a hard link), and what is appended would be in both"
+            problem = "it has a hard link, which appending would change as well"
         elif anybody_may_write_to(path.parent) and owned_by_other_user(os.fstat(stream.fileno()), path.parent):
             problem = "it belongs to another user, and anybody may write to its folder"
         if problem:
@@ -54,10 +54,10 @@ def open_stored(path: Path, *, append: bool = False, buffering: int = -1) -> Bin
 
 
 def damaged_file(path: Path, what: str) -> ConfigError:
-    """Return the error of a file of a run directory whose content sharmill has not written."""
+    """Return the error for a file of a run directory with content that sharmill has not written."""
     return ConfigError(
-        f"{path} is damaged or not sharmill's: {what}; begin this stage anew with --restart, or restore the file; in a "
-        "cache of copies, remove it",
+        f"{path} is damaged or not sharmill's: {what}; restart this stage with --restart, or restore the file; in a "
+        "cache of copies, remove the file",
         code="damaged_run_dir",
     )
 
@@ -79,7 +79,7 @@ def read_stored(path: Path) -> bytes:
 
 
 def read_stored_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file of a run directory with their line ends; a line that is too long comes in parts."""
+    """Yield the lines of a file of a run directory with their line ends; overlong lines are split."""
     with open_stored(path) as stream:
         yield from iter(partial(stream.readline, MAX_BYTES), b"")
 
@@ -88,7 +88,7 @@ def decode_stored(path: Path, data: bytes, kind: type[Decoded]) -> Decoded:
     """Decode JSON from a file of a run directory.
 
     Raises:
-        ConfigError: it is not of this type.
+        ConfigError: the JSON is invalid or has another type.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -110,12 +110,12 @@ def read_record(path: Path, kind: type[Decoded]) -> Decoded | None:
 
 
 def read_records(path: Path, kind: type[Decoded]) -> Iterator[Decoded]:
-    """Decode the lines of a JSON lines file of a run directory; raises as ``load_record``."""
+    """Decode the lines of a JSON lines file of a run directory; raises the errors of ``load_record``."""
     return (decode_stored(path, line, kind) for line in read_stored_lines(path))
 
 
 def create_once(folder: Path, data: bytes) -> bytes:
-    """Make a folder with data in it, unless it exists, and return its data: one of several processes makes it."""
+    """Create a folder with data unless it exists, and return its data; only one of several processes succeeds."""
     with suppress(FileNotFoundError):
         return read_stored(folder / "data")
     try:

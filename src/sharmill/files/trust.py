@@ -1,7 +1,7 @@
-"""Owners, links and permissions of the files and folders that a process relies on.
+"""Checks of owners, links and permissions of files and folders that a process relies on.
 
-``require_trusted_owner`` checks paths below a directory that this user named, ``require_private`` a folder whose files
-decide what this process runs.
+``require_trusted_owner`` checks paths below a directory that the user named; ``require_private`` checks a folder whose
+files decide which code this process runs.
 """
 
 import os
@@ -17,19 +17,20 @@ from sharmill.files.disk import stopping_errors
 
 @lru_cache(maxsize=1024)
 def anybody_may_write_to(folder: Path) -> bool:
-    """Return True if anybody may write to a folder, as this process found it when it first asked."""
+    """Return True if anybody may write to a folder; the first result in this process is cached."""
     return bool(folder.stat().st_mode & stat.S_IWOTH)
 
 
 def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
-    """Return True if a file or folder belongs to another user who is not trusted with the folder that it lies in.
+    """Return True if a file or folder belongs to another user who is not trusted with its parent folder.
 
-    Users who may write to a folder by its group are trusted, so that several can work on one run, and so is its owner.
-    In a folder of this user to which nobody else may write, another user's file is trusted, since it was put there when
-    others could write, but not another user's folder, to which links may be added.
+    The owner of the parent folder and users who may write to it through its group are trusted, so that several users
+    can work on one run. In a folder of this user to which nobody else may write, another user's file is trusted, since
+    it was created when others could write. Another user's folder is not, since its owner may add links.
 
     Args:
-        status: of the file or folder.
+        status: status of the file or folder.
+        folder: its parent folder.
     """
     if status.st_uid in (os.geteuid(), 0):
         return False
@@ -41,10 +42,10 @@ def owned_by_other_user(status: os.stat_result, folder: Path) -> bool:
 def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Path | None = None) -> None:
     """Raise ConfigError if a path below ``root``, or a folder on the way to it, is a link or an untrusted user's.
 
-    FIFOs, sockets and devices are refused too.
+    FIFOs, sockets and devices are rejected too.
 
     Args:
-        may_be_link: a path that may be a link.
+        may_be_link: a path that is allowed to be a link.
     """
     seen: set[Path] = set()
     for path in paths:
@@ -59,17 +60,17 @@ def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Pat
             refuse(
                 (
                     stat.S_ISLNK(status.st_mode) and part != may_be_link,
-                    f"{part} is a link, and links inside {root} are not followed: put what it leads to there itself, "
-                    "or let the directory as a whole be a link",
+                    f"{part} is a link, and links inside {root} are not followed: replace it by its target, "
+                    "or make the whole directory a link",
                 ),
                 (
                     owned_by_other_user(status, part.parent),
-                    f"{part} belongs to another user, whom {part.parent} does not let in by its group, or anybody may "
-                    "write there (chmod o-w): look at what is there, and remove it or make it yours (chown)",
+                    f"{part} belongs to an untrusted user: {part.parent} does not let its group write, or lets anybody "
+                    "write (chmod o-w); inspect what is there, then remove it or change its owner (chown)",
                 ),
                 (
                     stat.S_IFMT(status.st_mode) not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK),
-                    f"{part} is neither a file nor a folder: remove it",
+                    f"{part} is neither a file nor a folder; remove it",
                 ),
                 code="foreign_output",
             )
@@ -78,7 +79,7 @@ def require_trusted_owner(root: Path, paths: Iterable[Path], *, may_be_link: Pat
 def require_private(folder: Path) -> None:
     """Raise ConfigError unless a folder and its files belong to this user, and nobody else can add files.
 
-    The files decide what this process runs: a configuration may name code of other packages.
+    The files decide which code this process runs, since a configuration may name code of other packages.
     """
     for path in (folder, *folder.parents):
         status = path.lstat()
@@ -88,22 +89,22 @@ def require_private(folder: Path) -> None:
             is_shared, owners = _is_shared(status, writers), {os.geteuid(), 0}
         if is_shared or status.st_uid not in owners:
             raise ConfigError(
-                f"{folder} is not for this user alone: others may write to {path}, or it is theirs (chmod go-w, chown)",
+                f"{folder} is not private: other users may write to {path}, or own it; run chmod go-w or chown on it",
                 code="foreign_output",
             )
     for path in folder.iterdir():
         status = path.lstat()
         if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode):
-            raise ConfigError(f"{path} is a link or another user's: {folder} is not worked on", code="foreign_output")
+            raise ConfigError(f"{path} is a link or another user's; remove it from {folder}", code="foreign_output")
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may look into, or restrict an existing one.
+    """Create a folder that only its owner can access, or restrict an existing one.
 
-    It may hold files to be unpickled, so nobody else may add files, or put another folder in its place.
+    It may contain files to be unpickled, so nobody else may add files or replace the folder.
 
     Raises:
-        ConfigError: it is a link or another user's, or anybody may write to a folder above it.
+        ConfigError: the path is a link or another user's, or anybody may write to a folder above it.
     """
     make_folder(path.parent)
     require_trusted_owner(path.parent, [path])
@@ -112,20 +113,20 @@ def make_private_folder(path: Path) -> None:
         is_own = path.stat().st_uid == os.geteuid()
         shared = [str(one) for one in path.absolute().parents if _is_shared(one.stat(), stat.S_IWOTH)]
         refuse(
-            (not is_own, f"{path} belongs to another user: choose another run_dir, or remove it if it is not needed"),
-            (shared, f"anybody may write to {', '.join(shared)}: take that permission away (chmod o-w)"),
+            (not is_own, f"{path} belongs to another user; choose another run_dir, or remove it if it is not needed"),
+            (shared, f"anybody may write to {', '.join(shared)}; remove that permission (chmod o-w)"),
             code="foreign_output",
         )
         path.chmod(0o700)
 
 
 def _is_shared(status: os.stat_result, writers: int) -> bool:
-    """Return True if ``writers`` may replace any file of a folder; in /tmp they may replace only their own."""
+    """Return True if ``writers`` may replace any file of a folder; in /tmp, users can replace only their own files."""
     return bool(status.st_mode & writers) and not status.st_mode & stat.S_ISVTX
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError unless a name, as a file of a run directory has it, stays below a folder."""
+    """Raise ValueError unless a file name read from a run directory stays below its folder."""
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or not name.isprintable():
-        raise ValueError(f"{name!r} is no name below a folder")
+        raise ValueError(f"{name!r} is not a relative path without '..'")

@@ -1,4 +1,4 @@
-"""The checks of one record: fields, types, speaker, text, filters, file, header, duration; and their keys."""
+"""The checks of one record: fields, types, speaker, text, filters, file, header and duration."""
 
 import math
 import operator
@@ -44,11 +44,11 @@ from sharmill.sources.nemo import skip_mark
 from sharmill.sources.speakers import NO_SPEAKER, SpeakerRule, is_missing, names_no_language
 from sharmill.stages.speaker_key import SpeakerKey, needs_speaker
 
-# The share that an earlier dataset has clipped is not the share that this one clips.
+# Keys not copied to ``custom``. CLIPPED_KEYS are among them because they describe the clipping of an earlier dataset.
 _NOT_CUSTOM = {*TYPED_KEYS, *OWN_KEYS, *PLACE_KEYS, *CLIPPED_KEYS.values(), SOURCE_CUT_ID, "_skipme"}
-# The interpreter's own limit depends on the caller, so it would not be the same in every executor.
+# A fixed limit, because the interpreter's own limit depends on the caller and could differ between executors.
 _MAX_DEPTH = 100
-# 31 years: what claims to be longer is no duration, and must not swamp the sums.
+# Longer durations (31 years) are invalid, and must not distort the sums.
 MAX_SECONDS = 1e9
 _TYPES: dict[str, tuple[type, ...]] = {
     "audio_filepath": (str,),
@@ -73,21 +73,22 @@ _COMPARISON = re.compile(r"\s*(<=|>=|==|!=|<|>)\s*([+-]?(?:(?:\d[\d_]*\.?\d*|\.\
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig(StageSection):
-    """Conditions that a record must meet. Records that do not are rejected with a reason."""
+    """Conditions that a record must meet. Other records are rejected with a reason."""
 
     presence: ClassVar[Presence] = "always"
 
     min_duration: NotNegative = 0.1
     """Shortest utterance, in seconds."""
     max_duration: float | None = 600.0
-    """Longest utterance, in seconds; ``null`` is no limit. A codec takes an utterance at once, and one of three hours
-    needs more than 20 GB of memory."""
+    """Longest utterance, in seconds; ``null`` means no limit. A codec processes an utterance at once, and an utterance
+    of three hours needs more than 20 GB of memory."""
     duration_tolerance: NotNegative = 0.1
-    """Largest difference between the durations in the manifest and in the audio header, in seconds."""
+    """Largest accepted difference between the duration in the manifest and in the audio header, in seconds."""
     require_text: bool = True
     """Reject records without text. ``false`` keeps untranscribed speech."""
     filters: dict[str, str] = field(default_factory=dict)
-    """Comparisons of manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``."""
+    """Comparisons of manifest keys with numbers, such as ``{cer: "<= 0.03", bandwidth: ">= 8000"}``. Other records are
+    rejected."""
     unit_records: Positive = 2000
     """Number of records in one unit of work."""
 
@@ -98,21 +99,21 @@ class PrepareConfig(StageSection):
 
 @dataclass(frozen=True)
 class Filter:
-    """A condition that holds where the record's ``key`` compares to ``limit`` as asked."""
+    """A condition that holds if the record's value of ``key`` compares to ``limit`` as ``symbol`` says."""
 
     key: str
     symbol: str
     limit: float
 
     def check(self, record: Mapping[str, Any]) -> None:
-        """Raise RejectRecord ``filtered`` where the value is absent, not a number, or on the wrong side."""
+        """Raise RejectRecord ``filtered`` if the value is missing, not a finite number, or fails the comparison."""
         value = record.get(self.key)
         is_finite = not isinstance(value, float) or math.isfinite(value)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite:
             raise RejectRecord("filtered", f"{self.key} is {str(value)[:40]!r}, not a number")
         if not _OPERATORS[self.symbol](value, self.limit):
             raise RejectRecord(
-                "filtered", f"{self.key} is {str(value)[:40]}, and the filter asks for {self.symbol} {self.limit:g}"
+                "filtered", f"{self.key} is {str(value)[:40]}, but the filter requires {self.symbol} {self.limit:g}"
             )
 
 
@@ -127,7 +128,7 @@ def parse_filters(filters: Mapping[str, str]) -> list[Filter]:
         match = _COMPARISON.fullmatch(text)
         if match is None:
             raise ConfigError(
-                f"prepare.filters.{key}: {text!r} is not a comparison with a number; write one such as '<= 0.03'",
+                f"prepare.filters.{key}: {text!r} is not a comparison with a number; write for example '<= 0.03'",
                 code="bad_config_value",
             )
         parsed.append(Filter(key, match[1], float(match[2])))
@@ -136,9 +137,9 @@ def parse_filters(filters: Mapping[str, str]) -> list[Filter]:
 
 @dataclass(frozen=True)
 class RecordCheck:
-    """Turns a raw record of source number ``source`` into an Utterance, or rejects it.
+    """Turns a record of source number ``source`` into an Utterance, or rejects it.
 
-    ``speakers`` are the rules of the sources for speaker tags.
+    ``speakers`` has the rule for speaker tags of each source.
     """
 
     config: PrepareConfig
@@ -152,7 +153,7 @@ class RecordCheck:
         """Return the utterance of a record, whose audio is a file or a member of a container.
 
         Raises:
-            RejectRecord: with the first reason found, cheap checks first.
+            RejectRecord: with the first reason found; cheap checks come first.
         """
         if mark := skip_mark(record):
             reason = f": {mark[:200]}" if isinstance(mark, str) else ""
@@ -165,7 +166,7 @@ class RecordCheck:
         if not text and self.config.require_text:
             if record.get("text") is None:
                 raise RejectRecord("missing_field", "the record has neither text nor normalized_text")
-            raise RejectRecord("empty_text", "text is empty, and so is normalized_text")
+            raise RejectRecord("empty_text", "text and normalized_text are empty")
         for condition in self.filters:
             condition.check(record)
         no_duration = record.get("duration") is None
@@ -174,7 +175,7 @@ class RecordCheck:
         file = self.roots.obtain(root, path if member is None else member.container, is_container=member is not None)
         with open_recording(file, member, path) as opened:
             info = opened.info
-        # For mono audio, the key ``channel`` of a record is a key like any other.
+        # For mono audio, ``channel`` of a record has no special meaning.
         own = record.get("channel") if info.channels > 1 else None
         channel = choose_channel(self.sources[source].channel if own is None else own, info.channels)
         offset, duration = map(float, segment_times(record, info, self.config.duration_tolerance))
@@ -186,7 +187,7 @@ class RecordCheck:
             seconds = min(duration, info.num_samples / info.sampling_rate - offset)
             if (alignments := fit_alignments(custom[ALIGNMENT], 0.0, 0.0, seconds)) is None:
                 form = '{"word": [[symbol, start, duration], ...]}'
-                raise RejectRecord("malformed", f"{ALIGNMENT} is not of the form {form} within the segment")
+                raise RejectRecord("malformed", f"{ALIGNMENT} must have the form {form}, with times within the segment")
             custom[ALIGNMENT] = alignments
         if self.sources[source].keeps_ids:
             custom[SOURCE_CUT_ID] = record[SOURCE_CUT_ID]
@@ -201,23 +202,23 @@ class RecordCheck:
         )
 
     def group(self, record: dict[str, Any], source: int, member: Member | None = None) -> str:
-        """Return the key of the speaker group of a record, without a look at its audio.
+        """Return the key of a record's speaker group, without reading its audio.
 
         Raises:
-            RejectRecord: it has none.
+            RejectRecord: the record has no valid key.
         """
         check_fields(record)
         _, path, _ = self._place(record["audio_filepath"], source, member)
         return self.group_key(path, self._tag(record, path, source).speaker)
 
     def _place(self, audio_filepath: str, source: int, member: Member | None) -> tuple[int, str, Member | None]:
-        """Return the root and the normalised path of a record's audio, and its member with that of its container."""
+        """Return (root, normalised path, member) of a record's audio; the member's container is normalised too."""
         if member is None:
             return *self.roots.place(source, audio_filepath), None
         root, container = self.roots.place(source, member.container)
         path = normalise_path(audio_filepath)
         if not path.startswith((f"{container}/", f"{container}#")):
-            raise RejectRecord("outside_root", "the name of the audio in its container leads out of that")
+            raise RejectRecord("outside_root", "the name of the audio leads out of its container")
         return root, path, member._replace(container=container)
 
     def _tag(self, record: dict[str, Any], path: str, source: int) -> SpeakerTag:
@@ -225,8 +226,7 @@ class RecordCheck:
         if tag is None:
             raise RejectRecord(
                 "bad_speaker",
-                f"speaker is {str(record.get('speaker'))[:80]!r}, which names nobody, and speaker_key makes groups of "
-                "speakers",
+                f"speaker is {str(record.get('speaker'))[:80]!r}, which is not a name, but speaker_key groups by speaker",
             )
         return tag
 
@@ -239,11 +239,11 @@ class RecordCheck:
 
 
 def segment_times(record: dict[str, Any], info: AudioInfo, tolerance: float) -> tuple[float, float]:
-    """Return the offset and duration of a record in seconds, as it has them, the duration else from the header.
+    """Return offset and duration of a record in seconds; the header provides a missing duration.
 
     Raises:
-        RejectRecord: ``duration_mismatch`` where a record without offset has not the duration of its file, or a segment
-            does not lie inside it, by more than ``tolerance`` seconds.
+        RejectRecord: ``duration_mismatch`` if a record without offset differs from the duration of its file, or a
+            segment extends beyond its file, by more than ``tolerance`` seconds.
     """
     seconds = info.num_samples / info.sampling_rate
     offset = record.get("offset") or 0.0
@@ -251,40 +251,44 @@ def segment_times(record: dict[str, Any], info: AudioInfo, tolerance: float) -> 
     duration = seconds - offset if duration is None else duration
     if record.get("offset") is None:
         if abs(duration - seconds) > tolerance:
-            raise RejectRecord("duration_mismatch", f"the manifest says {duration:g} s, the audio has {seconds:g} s")
+            raise RejectRecord(
+                "duration_mismatch", f"the duration is {duration:g} s in the manifest, but {seconds:g} s in the audio"
+            )
     elif offset >= seconds:
-        raise RejectRecord("duration_mismatch", f"the segment begins at {offset:g} s, the audio has {seconds:g} s")
+        raise RejectRecord(
+            "duration_mismatch", f"the segment starts at {offset:g} s, but the audio has only {seconds:g} s"
+        )
     elif offset + duration > seconds + tolerance:
         raise RejectRecord(
-            "duration_mismatch", f"the segment ends at {offset + duration:g} s, the audio at {seconds:g} s"
+            "duration_mismatch", f"the segment ends at {offset + duration:g} s, but the audio has only {seconds:g} s"
         )
     return offset, duration
 
 
 @lru_cache(maxsize=1 << 12)
 def _written(tag: SpeakerTag) -> tuple[str, str | None]:
-    """Return a tag as the dataset has it, and as the record had it where that is another."""
+    """Return a tag as written in the dataset, and the record's original tag if it differs, otherwise None."""
     written = replace(tag, language=nemo_language(tag.language))
     return str(written), None if written == tag else str(tag)
 
 
 def _further_keys(record: dict[str, Any], channel: Channel, no_duration: bool) -> dict[str, Any]:
-    """Return the keys of a record that have no attribute, with the channel that was chosen and the note on duration."""
-    # Training code takes these keys for the language: a placeholder must not stand beside that of the tag.
+    """Return the keys of a record that become ``custom``, with the chosen channel and the note on duration."""
+    # Training code reads the language from these keys, so a placeholder must not contradict the tag.
     custom = {
         key: value
         for key, value in record.items()
         if key not in _NOT_CUSTOM and not (key in ("language", "lang") and names_no_language(value))
     }
     if not (custom.get("normalized_text") or "").strip():
-        # Training code takes it for the text wherever it is there at all.
+        # Training code uses normalized_text as the text whenever the key exists.
         custom.pop("normalized_text", None)
     stored = {key: plain_value(value) if isinstance(value, dict) else value for key, value in custom.items()}
-    # Keys side by side may make up a forbidden thing, too.
+    # Several keys together may also be forbidden.
     if forbidden := find_forbidden(stored):
         by_key = ((repr(key[:40]), found) for key, value in stored.items() if (found := find_forbidden(value)))
         subject, forbidden = next(by_key, ("the record", forbidden))
-        raise RejectRecord("malformed", f"{subject} has {forbidden[:100]}, which no dataset may have")
+        raise RejectRecord("malformed", f"{subject} has {forbidden[:100]}, which is not allowed in a dataset")
     if channel is not None:
         custom["channel"] = channel
     if no_duration:
@@ -296,7 +300,7 @@ def parse_record(raw: RawRecord) -> dict[str, Any]:
     """Decode the JSON object of a record.
 
     Raises:
-        RejectRecord: ``malformed``, or what its source says of one that cannot be read.
+        RejectRecord: ``malformed``, or the source's reason if it could not read the record.
     """
     if isinstance(raw, Unreadable):
         raise RejectRecord(raw.reason, raw.detail)
@@ -322,12 +326,12 @@ def _is_deeper(value: Any, limit: int) -> bool:
 
 
 def check_fields(record: dict[str, Any]) -> None:
-    """Raise RejectRecord where ``audio_filepath`` is not there, or a key has a value of another type than it must."""
+    """Raise RejectRecord if ``audio_filepath`` is missing, or a key has a value of the wrong type."""
     if "audio_filepath" not in record:
         raise RejectRecord("missing_field", "the record has no audio_filepath")
     for key, types in _TYPES.items():
         value = record.get(key)
-        # pandas writes NaN for a speaker that is not there.
+        # pandas writes NaN for a missing speaker.
         if (value is None and key != "audio_filepath") or (key == "speaker" and is_missing(value)):
             continue
         if isinstance(value, bool) or not isinstance(value, types):
@@ -341,7 +345,7 @@ def check_fields(record: dict[str, Any]) -> None:
 
 
 def _seconds(record: dict[str, Any], key: str) -> float:
-    """Return a number of the record, 0 where it is absent; infinite where it is too large for a float."""
+    """Return a number of the record: 0 if it is missing, infinity if it is too large for a float."""
     try:
         return float(record.get(key) or 0.0)
     except OverflowError:

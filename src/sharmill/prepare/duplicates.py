@@ -1,6 +1,6 @@
-"""Duplicates and ambiguous ids over a whole input, and records that a finished dataset has already.
+"""Detection of duplicates and ambiguous ids in the whole input, and of records that a finished dataset already has.
 
-They are found by hashes: 40 bytes for a record of the input, 16 bytes for a cut of the dataset.
+This uses hashes, with 40 bytes per record of the input and 16 bytes per cut of the dataset.
 """
 
 from dataclasses import dataclass
@@ -17,32 +17,32 @@ from sharmill.shar.dataset import ShardedDataset
 from sharmill.shar.fields import CUTS
 from sharmill.shar.manifests import read_utterances
 
-# A segment is known by 128 bits, which do not meet by chance.
+# A segment is identified by 128 bits, for which collisions are negligible.
 HASH_FIELDS: Final = np.dtype([("segment", "u8", 2), ("file", "u8"), ("recording", "u8"), ("cut", "u8")])
 
 
 def hash_utterance(utterance: Utterance) -> tuple[tuple[int, int], int, int, int]:
-    """Return hashes of the exact segment, of its file and channel, and of the two ids: a row of ``HASH_FIELDS``."""
+    """Return hashes of the exact segment, of its file and channel, and of both ids: a row of ``HASH_FIELDS``."""
     file = _file_text(utterance)
     segment = xxhash.xxh3_128_intdigest(_segment_text(utterance).encode())
     return (
         (segment >> 64, segment & (1 << 64) - 1),
         hash_text(file),
         hash_text(utterance.recording_id),
-        # An id that was kept says nothing about the file.
+        # A kept id is independent of the file.
         hash_text(f"{'' if SOURCE_CUT_ID in utterance.custom else file}\n{utterance.cut_id}"),
     )
 
 
 @dataclass(frozen=True)
 class Ids:
-    """The duplicates and the ambiguous ids of an input.
+    """The duplicates and ambiguous ids of an input.
 
     Attributes:
-        duplicates: (N,) bool, by the number of the record: those whose segment was there before.
-        ambiguous: (N,) bool, those with an id that stands for something else too.
-        recordings: the hashes of recording ids that stand for more than one file.
-        cuts: the hashes of cut ids that stand for more than one segment, of those made of paths within a file.
+        duplicates: (N,) bool by record number; True if the same segment occurred before.
+        ambiguous: (N,) bool; True if an id of the record also stands for something else.
+        recordings: hashes of recording ids that stand for more than one file.
+        cuts: hashes of cut ids that stand for more than one segment; for ids derived from paths, within one file.
     """
 
     duplicates: np.ndarray
@@ -52,7 +52,7 @@ class Ids:
 
     @classmethod
     def of(cls, hashes: np.ndarray) -> "Ids":
-        """Return those of an input, from rows (N,) of ``HASH_FIELDS``."""
+        """Find duplicates and ambiguous ids in rows (N,) of ``HASH_FIELDS``."""
         segment = find_first(*hashes["segment"].T)
         recordings = _has_several(hashes["recording"], hashes["file"])
         cuts = _has_several(hashes["cut"], segment)
@@ -64,10 +64,9 @@ class Ids:
         )
 
     def make_unique(self, utterance: Utterance) -> None:
-        """Give an utterance ids that no other one has.
+        """Give an utterance unique ids.
 
-        An ambiguous id gets a suffix made from what it stands for, so that it does not depend on the order of the
-        input.
+        An ambiguous id gets a suffix derived from the file or segment, so it does not depend on the order of the input.
         """
         _, file, recording, cut = hash_utterance(utterance)
         if recording in self.recordings:
@@ -98,20 +97,20 @@ def _has_several(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 class KnownRecords:
-    """The cuts of a dataset, by what they were made of (path, channel, offset, duration) and by their ids.
+    """The cuts of a dataset, by their origin (path, channel, offset, duration) and by their ids.
 
     Args:
-        directory: a finished dataset of sharmill's own.
+        directory: a finished dataset written by sharmill.
 
     Raises:
-        ConfigError: there is no finished dataset.
-        DamagedShard: a file of cuts cannot be read, or a cut does not say what it was made of.
+        ConfigError: the dataset does not exist or is not finished.
+        DamagedShard: a file of cuts is unreadable, or a cut does not name its origin.
     """
 
     def __init__(self, directory: Path) -> None:
         files = [directory / shard.fields[CUTS].file for shard in ShardedDataset(directory).shards()]
         hashes = (number for file in files for _, one in read_utterances(file) for number in _known_by(one))
-        # The last one is for what would stand behind all others.
+        # The last entry is a sentinel for values beyond all others.
         self._hashes = np.append(np.unique(np.fromiter(hashes, np.uint64)), np.uint64(0))
 
     def __contains__(self, utterance: Utterance) -> bool:

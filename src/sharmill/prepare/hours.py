@@ -1,4 +1,4 @@
-"""Counts of records and hours by dataset, language and speaker: the content of ``stats.json``."""
+"""Counts of records and hours by dataset, language and speaker, which are the content of ``stats.json``."""
 
 import math
 from collections import Counter
@@ -18,17 +18,17 @@ _DIMENSIONS: Final = ("dataset", "language", "speaker")
 
 
 class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
-    """Counts of records and seconds, and of what speaker tags and durations were made of; tables of parts add up.
+    """Counts of records and seconds, and of the origins of speaker tags and durations; tables of parts can be added.
 
     Attributes:
-        sums: by dimension and value, of records that came in and that went on, and of their seconds; of origins, of the
-            records alone.
+        sums: by dimension and value: records in, records out, seconds in, seconds out; for origins, only a number of
+            records.
     """
 
     sums: dict[str, dict[str, list[float]]] = {}
 
     def count_kept(self, utterance: Utterance, tag_from: str) -> None:
-        """Count a record that passed the checks; ``tag_from`` is what its speaker tag was made of."""
+        """Count a record that passed the checks; ``tag_from`` is the origin of its speaker tag."""
         self._add("tag", tag_from, 1)
         self._add("duration", "header" if utterance.custom.get(DURATION_FROM_HEADER) else "record", 1)
         for key in filter(lambda key: _is_lost(utterance.custom[key]), utterance.custom):
@@ -36,7 +36,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         self._count(utterance.speaker, 1, 1, utterance.segment.duration, utterance.segment.duration)
 
     def count_rejected(self, record: Any) -> None:
-        """Count a record that is rejected: a mapping, or the text of a line that is not JSON."""
+        """Count a rejected record, which is a mapping or the text of an invalid line."""
         found = record if isinstance(record, dict) else {}
         duration, speaker = found.get("duration"), found.get("speaker")
         if isinstance(duration, bool) or not isinstance(duration, (int, float)) or not 0 < duration <= MAX_SECONDS:
@@ -44,12 +44,12 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
         self._count(speaker if isinstance(speaker, str) else "", 1, 0, float(duration), 0.0)
 
     def count_notes(self, notes: Mapping[str, int]) -> None:
-        """Count the notes that the source of a record makes with it."""
+        """Count the notes of a source about a record."""
         for note, count in notes.items():
             self._add("noted", note, count)
 
     def move_to_rejected(self, utterance: Utterance) -> None:
-        """Move a record that was counted as kept, and is a duplicate, to the rejected ones."""
+        """Count a kept record as rejected, because it is a duplicate."""
         self._count(utterance.speaker, 0, -1, 0.0, -utterance.segment.duration)
 
     def add(self, other: "HoursTable") -> None:
@@ -58,12 +58,12 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
                 self._add(dimension, value, *numbers)
 
     def doubts(self, num_recordings: int) -> list[str]:
-        """Return a sentence about a speaker with most of the records that were kept, if there is one."""
+        """Return a warning if one speaker has a suspiciously large share of the kept records."""
         kept = Counter({name: int(row[1]) for name, row in self.sums.get("speaker", {}).items()})
         total = kept.total()
         return [
             f"{count / total:.0%} of {total:,} utterances from {num_recordings:,} recordings have the speaker "
-            f"{name[:80]!r}: check that this is one person, and not a name that stands for many"
+            f"{name[:80]!r}: check that this is one person and not a name shared by many"
             for name, count in kept.most_common(1)
             if not is_missing(name) and is_doubtful(count / max(1, total), num_recordings)
         ]
@@ -99,7 +99,7 @@ class HoursTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _is_lost(value: Any) -> bool:
-    """Return True if a value of a record is or holds NaN or an infinite number, which is stored as null."""
+    """Return True if a value is or contains NaN or infinity, which is stored as null."""
     if isinstance(value, (dict, list)):
         return any(map(_is_lost, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float) and not math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Stage ``prepare``: one clean manifest and the rejects, from manifests as they come, and the hours of both."""
+"""The stage ``prepare``: it turns the input manifests into one clean manifest, rejects and statistics."""
 
 import math
 import os
@@ -40,7 +40,7 @@ from sharmill.stages.speaker_key import SpeakerKey, key_of, make_speaker_key
 
 
 class PrepareStage(Stage):
-    """The stage that checks every record; it writes ``manifests/<stem>_prepared.json`` and ``stats.json``."""
+    """The stage that checks every record and writes ``manifests/<stem>_prepared.json`` and ``stats.json``."""
 
     kind = "prepare"
     section = PrepareConfig
@@ -58,7 +58,7 @@ class PrepareStage(Stage):
         make_check(config).roots.check()
         roots = [identify_roots(AudioRoots.of([source.audio_root]), run.run_dir.path) for source in config.sources]
         append_to = config.append_to
-        # The place of the dataset, not its content: it has more once the new shards are appended.
+        # Identify the dataset by its location, because its content changes once the new shards are appended.
         grows = {} if append_to is None else {"append_to": identify_folder(Path(append_to), run.run_dir.path)}
         return grows | {
             "prepare": asdict(run.settings),
@@ -82,7 +82,7 @@ class PrepareStage(Stage):
         return max(1, math.ceil(num_records / run.settings.unit_records))
 
     def open(self, run: StageRun, device: str) -> Processor:
-        # Without contexts, a dataset may still be ordered by speaker.
+        # A dataset without contexts may still be ordered by speaker.
         key = make_speaker_key(run.config.speaker_key if run.config.has_contexts else "speaker")
         return PrepareProcessor(make_check(run.config), key)
 
@@ -110,10 +110,10 @@ class PrepareStage(Stage):
         return finish_manifest(run, manifest, columns, result, duration_tolerance=run.settings.duration_tolerance)
 
     def _merge(self, run: StageRun, manifest: Path, hours: HoursTable) -> "Merged":
-        """Write the prepared manifest, and append the rejects of records that are elsewhere already to the others.
+        """Write the prepared manifest, and append rejects for duplicates and for records that the dataset already has.
 
         Args:
-            hours: gets those of all parts.
+            hours: table to which the tables of all parts are added.
         """
         parts = [np.empty(0, HASH_FIELDS)]
         for commit in run.commits:
@@ -125,7 +125,7 @@ class PrepareStage(Stage):
         append_to = run.config.append_to
         known = KnownRecords(Path(append_to)) if append_to is not None else None
         done = Merged(np.ones(len(hashes), bool), len(np.unique(hashes["file"])))
-        # The rejects of the units are merged anew before a stage is finalized once more.
+        # Appending is safe: when a stage is finalized again, the rejects of its units are first merged again.
         with (
             open_atomic(manifest) as stream,
             open_stored(run.dir.rejects, append=True) as rejects,
@@ -141,7 +141,7 @@ class PrepareStage(Stage):
                     if known is None or utterance not in known:
                         done.lengths.append(stream.write(utterance.to_json() + b"\n"))
                         continue
-                    reason, why = "already_there", "is in the dataset that is appended to"
+                    reason, why = "already_there", "is already in the dataset that is appended to"
                 reject = Reject(self.kind, reason, f"{utterance.cut_id} {why}", utterance.public_record())
                 rejects.write(reject.to_json() + b"\n")
                 hours.move_to_rejected(utterance)
@@ -158,11 +158,11 @@ class Merged:
     """The outcome of merging the parts of a manifest.
 
     Attributes:
-        kept: True for each record of the parts that is in the manifest.
-        num_recordings: recordings that all records are from.
-        lengths: bytes of the lines of the manifest.
-        rejects: counts of the records that were left out, by reason.
-        seconds: audio of these records.
+        kept: (N,) bool; True for each record of the parts that is in the manifest.
+        num_recordings: number of recordings in the parts.
+        lengths: length of each line of the manifest in bytes.
+        rejects: number of dropped records by reason.
+        seconds: audio of the dropped records in seconds.
     """
 
     kept: np.ndarray
@@ -179,18 +179,18 @@ def _lines(run: StageRun) -> Iterator[bytes]:
 
 
 def _require_sources(sources: Sequence[Source]) -> None:
-    refuse((not sources, "prepare needs sources: name at least one manifest or other input"), code="missing_key")
+    refuse((not sources, "prepare needs sources; name at least one manifest or other input"), code="missing_key")
 
 
 def pieces_of(config: Config) -> Iterator[tuple[int, Piece]]:
-    """Yield the pieces of all sources, each with the number of its source; raise ConfigError if there are none."""
+    """Yield (source number, piece) for all sources; raise ConfigError if there are none."""
     _require_sources(config.sources)
     for number, source in enumerate(config.sources):
         yield from ((number, piece) for piece in source.pieces(config.section(PrepareConfig).unit_records))
 
 
 def make_check(config: Config) -> RecordCheck:
-    """Return the checks of a record, by the configuration."""
+    """Build the checks of a record from the configuration."""
     prepare = config.section(PrepareConfig)
     return RecordCheck(
         config=prepare,
@@ -208,7 +208,7 @@ def make_check(config: Config) -> RecordCheck:
 
 @dataclass(frozen=True)
 class PrepareInput:
-    """The sources of a dataset, and the folders of their audio."""
+    """The sources of a dataset and the folders with their audio."""
 
     sources: Sequence[Source]
     roots: AudioRoots
@@ -216,7 +216,7 @@ class PrepareInput:
     def check(self) -> None:
         _require_sources(self.sources)
         for source in self.sources:
-            # A source knows its own keys, of which audio_root may be another name.
+            # The source comes first, since its messages name its own keys, one of which may set audio_root.
             source.check()
             AudioRoots.of([source.audio_root]).check()
             source.check_keys()
@@ -227,7 +227,7 @@ class PrepareInput:
 
 @dataclass(frozen=True)
 class PrepareProcessor(Processor):
-    """The checks of the records of pieces of the sources, in one rank."""
+    """The checks of the records of pieces, in one rank."""
 
     check: RecordCheck
     speaker_key: SpeakerKey
@@ -240,7 +240,7 @@ class PrepareProcessor(Processor):
         check, lines = partial(self._outcome, number), self.check.sources[number].read(unit.params["piece"])
         outcomes: Iterator[tuple[Mapping[str, int], Any, Utterance | RejectRecord]] = map(check, lines)
         if any(map(is_url, self.check.sources[number].named("audio_root"))):
-            # Audio is fetched of several at once.
+            # Fetch the audio of several records at once.
             outcomes = prefetch(check, lines, threads=FETCHES_AT_ONCE, ahead=4 * FETCHES_AT_ONCE)
         for notes, record, found in outcomes:
             hours.count_notes(notes)
@@ -267,7 +267,7 @@ class PrepareProcessor(Processor):
         )
 
     def _outcome(self, source: int, line: RawRecord) -> tuple[Mapping[str, int], Any, Utterance | RejectRecord]:
-        """Return the notes of a record, the record or its text, and what the checks make of it."""
+        """Return the notes of a record, the record or its text, and the outcome of the checks."""
         record: Any = record_text(line).decode("utf-8", "replace")
         try:
             record = parse_record(line)

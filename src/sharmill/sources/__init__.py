@@ -1,7 +1,8 @@
-"""Input formats: each module turns one kind of manifest into raw records, in pieces that can be read in parallel.
+"""Input formats. Each module turns one kind of manifest into raw records, in pieces that can be read in parallel.
 
-A source is a dataclass whose fields are the keys of its entry under ``sources`` in a configuration. A package adds one
-by an entry point in the group ``sharmill.sources``, or a configuration names it: ``type: python:package.module:Class``.
+A source is a dataclass whose fields are the keys of an entry under ``sources`` in a configuration. Other packages add
+sources through the entry point group ``sharmill.sources``, or a configuration names a class: ``type:
+python:package.module:Class``.
 
 >>> import json
 >>> from dataclasses import dataclass
@@ -62,13 +63,13 @@ from sharmill.sources.files import (
 )
 from sharmill.sources.speakers import UNDETERMINED, SpeakerRule, Template
 
-# So many records are looked at before any work to see which keys there are.
+# Number of records that are read before a run to find out which keys the input has.
 _FIRST_RECORDS: Final = 1000
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of records that one unit of ``prepare`` reads; ``params`` is JSON-encodable, for its source alone."""
+    """Consecutive records for one unit of ``prepare``; ``params`` is JSON-encodable and private to the source."""
 
     num_records: int
     params: dict[str, Any]
@@ -76,7 +77,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A record that a source cannot read: the reason and the sentence of its reject, and what there is of it."""
+    """A record that a source cannot read, with the reason and message of its reject and the text that could be read."""
 
     reason: str
     detail: str
@@ -85,14 +86,14 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Described:
-    """A raw record with facts about it: the place of its audio in a container file, such as a tar archive, or notes.
+    """A raw record with the location of its audio in a container file, such as a tar archive, or with notes.
 
     Attributes:
-        record: one JSON text, as of any record. If its audio lies in a container, ``audio_filepath`` is the name of
-            the audio: the path of the container relative to the audio root, and behind it the name in the container:
-            ``shard.tar/member.wav`` or ``table.parquet#7``. Ids follow from it.
-        member: where the audio is to be found; None if ``audio_filepath`` names a file.
-        notes: sentences without their subject's number, such as "captions are left out", and these numbers.
+        record: the record as JSON text. If the audio is in a container, ``audio_filepath`` is the path of the container
+            relative to the audio root, followed by the name in the container: ``shard.tar/member.wav`` or
+            ``table.parquet#7``. Ids are derived from it.
+        member: location of the audio in its container; None if ``audio_filepath`` names a file.
+        notes: count of each note. A note is a message that follows its count, such as "captions are left out".
     """
 
     record: bytes
@@ -100,12 +101,12 @@ class Described:
     notes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-# A raw record as a source yields it.
+# The types of raw records that a source yields.
 RawRecord = bytes | Described | Unreadable
 
 
 def record_text(raw: RawRecord) -> bytes:
-    """Return the JSON text of a raw record, or what there is of one that cannot be read."""
+    """Return the JSON text of a raw record; for an unreadable record, return the text that could be read."""
     return raw if isinstance(raw, bytes) else raw.record if isinstance(raw, Described) else raw.record.encode()
 
 
@@ -116,39 +117,40 @@ def notes_of(raw: RawRecord) -> Mapping[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Source(ABC):
-    """One input of a dataset, with the keys that every source has.
+    """One input of a dataset, with the keys that all sources share.
 
-    A subclass is such a dataclass with further keys.
+    A subclass is a dataclass that adds its own keys.
 
     Attributes:
-        file_keys: the keys that name files or folders of records. Manifests are called after the first that is given.
+        file_keys: keys that name files or folders with records. The manifests of a run are named after the first key
+            that is set.
         folder_keys: further keys that name folders.
-        cache: where what URLs name is copied to; that of the run where a configuration has the source.
+        cache: cache for files behind URLs. A source from a configuration uses the cache of the run.
     """
 
     file_keys: ClassVar[tuple[str, ...]] = ()
     folder_keys: ClassVar[tuple[str, ...]] = ()
     cache: ClassVar[Cache] = Cache.at(None)
     type: str
-    """Kind of the source: ``nemo``, one that another package declares, or ``python:package.module:Class``."""
+    """Kind of the source: ``nemo``, a kind from another package, or ``python:package.module:Class``."""
     audio_root: str | list[str] | None
-    """Folder that ``audio_filepath`` is relative to, or a list of them. Audio outside is rejected. ``null`` takes
-    absolute paths anywhere, so a manifest can then name any audio file. Audio below a URL (``https://``, ``s3://``,
-    ``gs://``, ``ais://``) is copied."""
+    """Folder that ``audio_filepath`` is relative to, or a list of folders. Audio outside of them is rejected. ``null``
+    accepts absolute paths anywhere, so a manifest can then name any audio file. Audio below a URL (``https://``,
+    ``s3://``, ``gs://``, ``ais://``) is copied."""
     speaker: str | None = None
-    """Template that makes the name of the speaker of keys and of parts of the path, such as ``{spk}``, ``{path[0]}``,
-    ``{utt:prefix}`` (up to the first ``-`` or ``_``), ``{utt[1]}``. ``null`` takes the record's ``speaker``: a tag, or
-    a name."""
+    """Template for the speaker's name, with keys of the record and parts of the path, such as ``{spk}``, ``{path[0]}``,
+    ``{utt:prefix}`` (up to the first ``-`` or ``_``), ``{utt[1]}``. ``null`` uses the record's ``speaker``, which is a
+    tag or a name."""
     language: str | None = None
-    """Language of records that have neither a speaker tag nor ``language`` or ``lang``; ``null`` is ``und``."""
+    """Language of records that have no speaker tag, ``language``, or ``lang``; ``null`` is ``und``."""
     dataset: str | None = None
-    """Name for the speaker tags of records that have none; ``null`` is the name of the dataset."""
+    """Dataset name in the speaker tags of records that have no tag; ``null`` is the name of the dataset."""
     channel: Channel = None
-    """Channel of audio that has several, from 0, or ``downmix`` for their mean. A record's own ``channel`` comes first.
-    ``null`` rejects such audio where the record has none."""
+    """Channel to use if audio has several: a number from 0, or ``downmix`` for their mean. A record's own ``channel``
+    takes precedence. ``null`` rejects multi-channel audio if the record has no ``channel``."""
     float_scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """Full scale of audio files that hold floats: 32768 if these are the values of 16-bit integers, 8388608 of 24 bits,
-    2147483648 of 32 bits. The samples of such files are divided by it; other files are not changed."""
+    """Full scale of audio files that contain floats: 32768 if the values are 16-bit integers, 8388608 for 24 bits,
+    2147483648 for 32 bits. The samples of such files are divided by it; other files are not changed."""
 
     def __post_init__(self) -> None:
         for key in ("audio_root", *self.file_keys):
@@ -164,18 +166,19 @@ class Source(ABC):
         self.template()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without cached properties, such as open files, which each process has for itself."""
+        """Return the state without cached properties, such as open files, which every process must open itself."""
         members = {name: member for kind in reversed(type(self).__mro__) for name, member in vars(kind).items()}
         return {key: v for key, v in self.__dict__.items() if not isinstance(members.get(key), cached_property)}
 
     def check(self) -> None:  # noqa: B027 (some sources can be checked only by reading them)
-        """Raise ConfigError where the input as a whole cannot be used; read little of it."""
+        """Raise ConfigError if the input as a whole cannot be used; this reads only a little of the input."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return files with their sizes and checksums, for the plan's identity.
+        """Return the files with their sizes and checksums, for the plan's identity.
 
-        A run goes on only where it is the same, names included: names relative to the source let a project be moved.
+        A run can be resumed only if its identity, including file names, is unchanged. Keep names relative to the source
+        so that a project can be moved.
         """
 
     @abstractmethod
@@ -188,7 +191,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, piece: dict[str, Any]) -> Iterator[RawRecord]:
-        """Yield the raw records of a piece, one JSON text each; ``piece`` is the piece's ``params``."""
+        """Yield the raw records of a piece, each one JSON text; ``piece`` is the ``params`` of the piece."""
 
     def records(self) -> Iterator[RawRecord]:
         """Yield the raw records of all pieces."""
@@ -196,7 +199,7 @@ class Source(ABC):
             yield from self.read(piece.params)
 
     def with_cache(self, cache: Cache) -> Self:
-        """Return a copy of the source that copies what URLs name into a cache."""
+        """Return a copy of the source that stores copies of files behind URLs in ``cache``."""
         source = copy.copy(self)
         object.__setattr__(source, "cache", cache)
         return source
@@ -206,13 +209,13 @@ class Source(ABC):
         return RemoteLocation(name, self.cache) if is_url(name) else expand_home(name)
 
     def named(self, key: str) -> list[str]:
-        """Return the paths, patterns or URLs under a key; none where it is not given."""
+        """Return the paths, patterns or URLs under a key; the list is empty if the key is not set."""
         value = getattr(self, key)
         return [] if value is None else value if isinstance(value, list) else [value]
 
     @property
     def stem(self) -> str | None:
-        """The name of the manifests made from this source alone; None for the name of the dataset."""
+        """The name of the manifests built from this source alone; None if they are named after the dataset."""
         named = next((value for key in self.file_keys if (value := getattr(self, key)) is not None), None)
         if not isinstance(named, str) or names_several(named):
             return None
@@ -220,14 +223,14 @@ class Source(ABC):
 
     @property
     def keeps_ids(self) -> bool:
-        """True if records have the ids of their cuts under ``SOURCE_CUT_ID``, to be those of the dataset.
+        """True if records carry cut ids under ``SOURCE_CUT_ID`` that the dataset keeps.
 
-        A source whose records can have them has a key ``keep_ids``.
+        Sources that support this have a key ``keep_ids``.
         """
         return getattr(self, "keep_ids", False)
 
     def paths(self) -> dict[str, str]:
-        """Return the paths that keys name, those of a list under ``key[number]``, without URLs."""
+        """Return the local paths that keys name, by key; items of a list get the name ``key[number]``."""
         found: dict[str, str] = {}
         for key in (*self.file_keys, *self.folder_keys, "audio_root"):
             value = getattr(self, key)
@@ -236,7 +239,7 @@ class Source(ABC):
         return found
 
     def settings(self) -> dict[str, Any]:
-        """Return the keys but those of folders, for the plan's identity; of files their names only."""
+        """Return the keys without folders, for the plan's identity; files are reduced to their names."""
         found = dataclasses.asdict(self)
         for key in ("audio_root", *self.folder_keys):
             del found[key]
@@ -246,12 +249,15 @@ class Source(ABC):
         return found
 
     def refuse_url_roots(self) -> None:
-        """Raise ValueError where an audio root is a URL, as a source does that looks into the folder itself."""
+        """Raise ValueError if an audio root is a URL, for sources that list the files of the folder."""
         is_local = not any(map(is_url, self.named("audio_root")))
-        require(is_local, f"audio_root of {self.type} is a folder to look into, and cannot be a URL")
+        require(
+            is_local,
+            f"audio_root of {self.type} cannot be a URL, since its files have to be listed; name a local folder",
+        )
 
     def template(self) -> Template | None:
-        """Return the template of ``speaker``; raise ValueError where it is none."""
+        """Return the template of ``speaker``; raise ValueError if it is not a valid template."""
         return None if self.speaker is None else Template(self.speaker)
 
     def speaker_rule(self, dataset: str) -> SpeakerRule:
@@ -259,13 +265,13 @@ class Source(ABC):
         return SpeakerRule(self.template(), self.language or UNDETERMINED, self.dataset or dataset)
 
     def needed_keys(self) -> dict[str, tuple[str, str]]:
-        """Return keys that some record must have, each with its name in the input and with what takes that."""
+        """Return keys that at least one record must have, with their names in the input and the setting using them."""
         template = self.template()
         keys = [] if template is None else template.keys
-        return {key: (key, f"the speaker template {self.speaker!r} takes the key {key!r}") for key in keys}
+        return {key: (key, f"the speaker template {self.speaker!r} uses the key {key!r}") for key in keys}
 
     def check_keys(self) -> None:
-        """Raise ConfigError if a key that the configuration names is in none of the first records."""
+        """Raise ConfigError if none of the first records has a key that the configuration names."""
         needed = self.needed_keys()
         if not needed:
             return
@@ -288,10 +294,10 @@ class Source(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource(Source):
-    """A source of files that paths and patterns under ``file_keys`` name.
+    """A source that reads files named by paths and patterns under ``file_keys``.
 
     Attributes:
-        digests: what of the files of a key is read for the identity, where that is not all of them.
+        digests: by key, the part of its files that is read for the identity; files of other keys are read completely.
     """
 
     digests: ClassVar[dict[str, Digest]] = {}
@@ -302,16 +308,16 @@ class FileSource(Source):
 
     @property
     def file_key(self) -> str:
-        """The first key that is given; its files have the records."""
+        """The first key that is set; its files contain the records."""
         return next(filter(self.named, self.file_keys))
 
     @cached_property
     def files(self) -> list[Location]:
-        """The files of the first key that is given."""
+        """The files of the first key that is set."""
         return self.find(self.file_key)
 
     def identity(self) -> dict[str, Any]:
-        """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
+        """Return size and checksum of every file by key, number and name; also prove that all files are readable."""
         self.check()
         keys = [key for key in self.file_keys if self.named(key)]
         return {key: identify_files(self.find(key), self.digests.get(key, "whole")) for key in keys}
@@ -319,7 +325,7 @@ class FileSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedSource(Source):
-    """A source of texts in an encoding of its own."""
+    """A source whose text files may have an encoding other than UTF-8."""
 
     encoding: str = "utf-8"
     """Encoding of the texts, such as ``latin-1``."""
@@ -329,38 +335,39 @@ class EncodedSource(Source):
         try:
             newline = "\n".encode(self.encoding)
         except LookupError as error:
-            raise ValueError(f"there is no encoding {self.encoding!r} of texts") from error
-        require(newline == b"\n", f"texts in {self.encoding} cannot be read: save them as UTF-8")
+            raise ValueError(f"unknown text encoding {self.encoding!r}; use a name such as utf-8 or latin-1") from error
+        require(newline == b"\n", f"texts in {self.encoding} are not supported; save them as UTF-8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSource(Source):
-    """A source whose records have the values of named columns.
+    """A source whose records consist of named columns.
 
     Attributes:
-        checks_columns: True if ``check`` finds out which columns there are, of which the first records may have none.
+        checks_columns: True if ``check`` finds all columns, including columns that the first records leave empty.
     """
 
     checks_columns: ClassVar[bool] = False
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of records and the columns they come from: ``{text: sentence}``, ``{text: texts.0}``. Others keep theirs."""
+    """Keys of records and the columns that they are read from: ``{text: sentence}``, ``{text: texts.0}``. Other columns
+    keep their names."""
 
     @property
     def mapped(self) -> set[str]:
-        """The names that are keys of records or columns for other keys."""
+        """All names in ``columns``, both keys of records and columns."""
         return {*self.columns, *self.columns.values()}
 
     def name_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of columns by the keys of a record."""
+        """Return the values of the columns, renamed to the keys of a record."""
         mapped = self.mapped
         kept = {column: value for column, value in values.items() if column not in mapped}
         found = {key: find_value(values, column) for key, column in self.columns.items()}
         return kept | {key: value for key, value in found.items() if value is not ...}
 
     def needed_keys(self) -> dict[str, tuple[str, str]]:
-        """Return keys that some record must have, each with its name in the input and with what takes that."""
+        """Return keys that at least one record must have, with their names in the input and the setting using them."""
         columns = {} if self.checks_columns else self.columns
-        taken = {key: (column, f"columns.{key} takes {column!r}") for key, column in columns.items()}
+        taken = {key: (column, f"columns.{key} uses the column {column!r}") for key, column in columns.items()}
         return taken | super().needed_keys()
 
 
@@ -382,14 +389,16 @@ def find_value(values: Any, path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSource(Source):
-    """A source whose input is a list of runs of entries, such as lines of a file or files of a folder.
+    """A source that divides its input into runs of entries, such as the lines of a file or the files of a folder.
 
-    Pieces are made of whole runs, and of parts of a run that is larger than a piece. An entry has one record.
+    A piece consists of whole runs, or of parts of a run that is larger than a piece. Each entry has one record.
     """
 
     @abstractmethod
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the place of each run, as JSON values, and its number of entries: about ``size`` where that is free.
+        """Yield (location, number of entries) for each run; the location consists of JSON values.
+
+        Runs have about ``size`` entries if the source can choose.
 
         Raises:
             ConfigError: the input as a whole cannot be used.
@@ -397,18 +406,18 @@ class RunSource(Source):
 
     @abstractmethod
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the entries ``begin`` to ``end`` of a run; an Unreadable stands for one that cannot be read."""
+        """Yield the entries ``begin`` to ``end`` of a run, with an Unreadable for each entry that cannot be read."""
 
     def record(self, entry: Any) -> RawRecord:
-        """Return the record of an entry, by default the entry itself; raise RejectRecord where it has none."""
+        """Return the record of an entry, by default the entry itself; raise RejectRecord if it has none."""
         return entry
 
     def shown(self, entry: Any) -> str:
-        """Return the text of an entry that its reject shows."""
+        """Return the text that represents an entry in its reject."""
         return entry.decode("utf-8", "replace")
 
     def pieces(self, records_per_piece: int) -> Iterator[Piece]:
-        """Yield runs of entries, each found again by its place."""
+        """Yield pieces of runs; each run can be found again by its location."""
         spans: list[Any] = []
         total = 0
         for place, count in self.runs(records_per_piece):
@@ -437,11 +446,11 @@ class RunSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class LineSource(RunSource, FileSource):
-    """A source of files of lines, plain or compressed. Lines that are blank have no records."""
+    """A source of line-based files, plain or compressed; blank lines are ignored."""
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield runs of lines, each found again by its file and the place of its first line."""
-        # Files by their numbers: they may have been moved, with their project, when they are read.
+        """Yield runs of lines; each run can be found again by its file and the position of its first line."""
+        # Files are identified by number, because they may have been moved with the project before they are read.
         for number in range(len(self.files)):
             begin = end = count = 0
             for behind, line in self.lines(number):
@@ -454,58 +463,58 @@ class LineSource(RunSource, FileSource):
                 yield [number, begin], count
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield what the lines of a run have."""
+        """Yield the entries of the lines of a run."""
         lines = itertools.chain.from_iterable(self.split_line(line) for _, line in self.lines(*place))
         return itertools.islice(lines, begin, end)
 
     def split_line(self, line: Any) -> Sequence[Any]:
-        """Return the entries of a line; by default it is one itself."""
+        """Return the entries of a line; by default the line is the only entry."""
         return (line,)
 
     def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield the lines of a file from a place on, each with the place behind it; ConfigError where it is damaged."""
-        # Pieces may be read while further ones are looked for, which begins at the first line.
+        """Yield (end position, line) for the lines of a file from ``begin`` on; raise ConfigError if it is damaged."""
+        # Open a separate stream to scan from the first line, since other pieces may be read in the meantime.
         stream = self._open(self.files[number]) if begin else open_lines(self.files[number])
         stream.seek(begin)
         return iterate_stream(stream, self.files[number], self.file_key, begin)
 
     @cached_property
     def _open(self) -> Callable[[Location], BinaryIO]:
-        """The last file stays open: if it is compressed, only an earlier place unpacks it from its begin again."""
+        """The function that opens a file. The last file stays open, so that reading on does not unpack it again."""
         return lru_cache(maxsize=1)(open_lines)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerSource(FileSource):
-    """A source of files that hold the audio itself, such as tar archives; the last of ``file_keys`` names them."""
+    """A source of files that contain the audio itself, such as tar archives; the last of ``file_keys`` names them."""
 
     audio_root: str | None = None
-    """Folder below which names and ids begin; ``null`` is the one that all files lie in."""
+    """Folder that names and ids are relative to; ``null`` is the common folder of all files."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.audio_root is None:
             folders = []
-            # However many files the patterns find.
+            # The first and last file are enough, however many files a pattern matches.
             for pattern in self.named(self.file_keys[-1]):
                 names = expand_shards(re.split(r"[*?]", str(self.path_of(pattern)))[0])
                 folders += [os.path.dirname(name) or "." for name in (names[0], names[-1])]  # noqa: PTH120
-            # commonpath takes the double slash of a URL away.
+            # commonpath removes the double slash of a URL.
             common = re.sub(r"^([a-z0-9]+):/", r"\1://", os.path.commonpath(folders))
             object.__setattr__(self, "audio_root", common or ".")
 
     def container(self, file: Location) -> str:
-        """Return the path of a file relative to the audio root, as ``Member.container`` and names of audio have it.
+        """Return the path of a file relative to the audio root, as in ``Member.container`` and in names of audio.
 
         Raises:
-            ConfigError: it lies elsewhere.
+            ConfigError: the file is outside the audio root.
         """
         root = AudioRoot.of(self.audio_root)
         try:
             return normalise_path(str(file.absolute()), root.names)
         except RejectRecord as error:
             raise ConfigError(
-                f"{file} does not lie below the audio root {self.audio_root}; leave audio_root out, or name a folder "
-                "above all files",
+                f"{file} is not below the audio root {self.audio_root}; leave audio_root out, or name a folder "
+                "that contains all files",
                 code="bad_config_value",
             ) from error

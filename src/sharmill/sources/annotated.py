@@ -1,4 +1,4 @@
-"""Long recordings with annotations beside them, each segment of which is a record."""
+"""Long recordings with separate annotation files; each annotated segment becomes a record."""
 
 import itertools
 import os
@@ -28,73 +28,75 @@ from sharmill.sources.textgrid import choose_tier, parse_textgrid, parse_tiers, 
 
 _SHOWN: Final = 1000
 
-# The ends of the names of files in each form.
+# Suffix of the annotation files by format.
 _SUFFIXES: Final = {
     "rttm": ".rttm", "ctm": ".ctm", "textgrid": ".TextGrid", "audacity": ".txt", "srt": ".srt", "ami": ".words.xml",
 }  # fmt: skip
-# The forms whose stretches are words, to be joined.
+# Formats that annotate single words, which are joined into segments.
 _OF_WORDS: Final = ("ctm", "ami")
-# Files are read as a whole; these are some hours of annotations each, or a corpus in one RTTM.
+# Annotation files are read completely. This limit allows hours of annotations per file, or a whole corpus in one RTTM.
 _MAX_ANNOTATION_BYTES: Final = 64 << 20
-# Words with longer pauses between them, in seconds, are of two segments.
+# Pause in seconds; words with a longer pause between them belong to different segments.
 _MAX_GAP: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotatedSource(WalkedSource):
-    """Records of segments of long recordings, from annotations beside the audio or in another folder."""
+    """Records for segments of long recordings, from annotations beside the audio or in another folder."""
 
     folder_keys: ClassVar[tuple[str, ...]] = ("annotation_root",)
     type: str = "annotated"
     annotations: Literal["rttm", "ctm", "textgrid", "audacity", "srt", "ami"]
-    """Form of the annotations: ``textgrid`` is Praat's, ``audacity`` labels, ``ami`` words in NXT format, a file for
-    each speaker. A file in UTF-16 with its mark is read as such."""
+    """Format of the annotations: ``textgrid`` is Praat's, ``audacity`` means label tracks, ``ami`` is words in NXT
+    format with one file per speaker. UTF-16 files with a byte order mark are recognized."""
     annotation_root: str | None = None
-    """Folder of the annotations, with all folders in it; ``null`` is ``audio_root``."""
+    """Folder of the annotations, searched recursively; ``null`` is ``audio_root``."""
     annotation_suffix: str | None = None
-    """End of the names of annotations; ``null`` is ``.rttm``, ``.ctm``, ``.TextGrid``, ``.txt``, ``.srt`` or
+    """Suffix of annotation files; ``null`` is ``.rttm``, ``.ctm``, ``.TextGrid``, ``.txt``, ``.srt`` or
     ``.words.xml``."""
     audio: str | None = None
-    """Template of ``audio_filepath``, such as ``audio/{recording}.wav``: ``{recording}`` is the recording's name in the
-    annotation, or the file's own name, ``{path[0]}`` a part of the annotation's path. ``null`` is a file of this name
-    at the place of the annotation."""
+    """Template for ``audio_filepath``, such as ``audio/{recording}.wav``. ``{recording}`` is the name of the recording
+    in the annotation, or the name of the annotation file; ``{path[0]}`` is a part of its path. ``null`` looks for a
+    file with the recording's name beside the annotation."""
     tier: str | None = None
-    """Tier of a TextGrid. A ``*`` in it stands for the speaker: ``"* - words"``; ``"*"`` is all tiers, ``null`` the
-    only one."""
+    """Tier of a TextGrid. A ``*`` in it matches the speaker's name: ``"* - words"``. ``"*"`` selects all tiers,
+    ``null`` the only tier."""
     overlap: Literal["keep", "drop"] = "keep"
-    """``drop`` rejects segments during which another speaker speaks, as ``overlapped_speech``."""
+    """``drop`` rejects segments that overlap with another speaker, as ``overlapped_speech``."""
     max_gap: float | None = None
-    """Stretches of one speaker are joined where the pause is no longer than so many seconds. ``null``: the words of
-    ``ctm`` and ``ami`` are joined at 0.5, others not."""
+    """Join segments of one speaker if the pause between them is at most this many seconds. ``null`` joins the words of
+    ``ctm`` and ``ami`` at 0.5 seconds, and nothing in other formats."""
     max_duration: float = 20.0
-    """Seconds that no segment becomes longer than by joining."""
+    """Longest segment that joining may create, in seconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_tier = self.tier is None or (self.annotations == "textgrid" and self.tier.count("*") < 2)
-        require(is_tier, "tier is for textgrid, and may have one *")
+        require(is_tier, "tier applies only to textgrid, and may contain at most one *")
         are_times = self.max_duration > 0 and (self.max_gap is None or self.max_gap >= 0)
-        require(are_times, "max_duration must be above 0, max_gap not below 0")
+        require(are_times, "max_duration must be greater than 0, and max_gap must not be negative")
         if self.annotation_root is None or self.audio is None:
             self.refuse_url_roots()
-        self._audio  # noqa: B018 (raises where it is no template)
+        self._audio  # noqa: B018 (raises if the template is not valid)
 
     @cached_property
     def _audio(self) -> Template | None:
         template = None if self.audio is None else Template(self.audio)
         if template and (unknown := [key for key in template.keys if key != "recording"]):
-            raise ValueError(f"audio takes {{{unknown[0]}}}, and there are only {{recording}} and parts of the path")
+            raise ValueError(
+                f"audio uses {{{unknown[0]}}}; use only {{recording}} and parts of the path such as {{path[0]}}"
+            )
         return template
 
     def check(self) -> None:
-        """Raise ConfigError where there are no annotations, or none of the first ones has the tier."""
+        """Raise ConfigError if there are no annotations, or if none of the first files has the tier."""
         is_there = self._annotations.is_dir()
         first = list(itertools.islice(self._groups(), 20)) if is_there else []
         refuse(
-            (not is_there, f"there is no folder {self._annotations}; correct annotation_root in sources"),
+            (not is_there, f"the folder {self._annotations} does not exist; correct annotation_root in sources"),
             (
                 not first,
-                f"there is no file below {self._annotations} whose name ends in {self._suffix}; correct "
+                f"no file name below {self._annotations} ends in {self._suffix}; correct "
                 "annotation_root or annotation_suffix in sources",
             ),
             code="missing_input",
@@ -102,34 +104,34 @@ class AnnotatedSource(WalkedSource):
         names: dict[str, None] = {}
         files = [self._annotations / folder / name for folder, group in first for name in group]
         for file in files if self.annotations == "textgrid" else ():
-            with suppress(ValueError, RejectRecord):  # its segments are rejects
+            with suppress(ValueError, RejectRecord):  # its segments will be rejected
                 tiers = [name for name, _ in parse_textgrid(self._text(file))]
                 refuse((self.tier is None and len(tiers) > 1, f"{file.name} {choose_tier(tiers)}"), code="missing_key")
                 names |= dict.fromkeys(tiers)
         if names and not any(map(tier_pattern(self.tier).fullmatch, names)):
             raise ConfigError(
-                f"the tier {self.tier!r} is in none of the first {len(files)} TextGrids"
+                f"none of the first {len(files)} TextGrids has the tier {self.tier!r}"
                 f"{nearest(str(self.tier), list(names))}",
                 code="unknown_key",
             )
 
     def described(self) -> Iterator[list[Any]]:
-        """Yield the path and the checksum of each file of annotations."""
+        """Yield the path and checksum of each annotation file."""
         for folder, names in self._groups():
             for name in names:
                 try:
                     found = checksum(self._annotations / folder / name)
-                except PermissionError:  # a reject
+                except PermissionError:  # the file will be rejected
                     found = ""
                 yield [os.fsencode(f"{folder}/{name}"), found]
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the annotations that belong together and their numbers of segments."""
+        """Yield groups of annotation files that belong together, with their numbers of segments."""
         for folder, names in self._groups():
             yield [path_to_text(folder), list(map(path_to_text, names))], len(self._items(folder, tuple(names)))
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the records of segments."""
+        """Yield the records of segments ``begin`` to ``end`` in a group of annotation files."""
         folder, names = place
         return iter(self._items(path_from_text(folder), tuple(map(path_from_text, names)))[begin:end])
 
@@ -142,19 +144,19 @@ class AnnotatedSource(WalkedSource):
         return self.annotation_suffix or _SUFFIXES[self.annotations]
 
     def _groups(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the files of annotations that belong together, as (folder, names)."""
+        """Yield groups of annotation files that belong together, as (folder, names)."""
         for folder, names in walk_files(self._annotations, [self._suffix]):
-            if names is None:  # cannot be read, which rejects it
+            if names is None:  # reading it later yields a reject
                 yield folder, [""]
             elif self.annotations != "ami":
                 yield from ((folder, [name]) for name in names)
-            else:  # the speakers of a meeting
+            else:  # all speakers of a meeting belong together
                 groups = itertools.groupby(names, lambda name: name.partition(".")[0])
                 yield from ((folder, list(group)) for _, group in groups)
 
     @cached_property
     def _items(self) -> Callable[[str, tuple[str, ...]], list[RawRecord]]:
-        """The records of files that belong together, by folder and names; those of the last ones are kept."""
+        """The function that returns the records of a group of annotation files; its last result is cached."""
         return lru_cache(maxsize=1)(self._make_items)
 
     def _make_items(self, folder: str, names: tuple[str, ...]) -> list[RawRecord]:
@@ -193,14 +195,14 @@ class AnnotatedSource(WalkedSource):
         return items
 
     def _parse(self, text: str, name: str) -> Iterator[Stretch | Unreadable | str]:
-        """Yield the stretches of a file, what cannot be read of it, and as texts notes about what is left out.
+        """Yield the segments of a file, unreadable entries, and notes (as str) about entries that are left out.
 
         Args:
-            text: of the file.
-            name: of the file, without its suffix.
+            text: content of the file.
+            name: name of the file without its suffix.
 
         Raises:
-            ValueError: the file as a whole is not in this form.
+            ValueError: the file as a whole does not have the configured format.
         """
         parsers: dict[str, Callable[[str], Iterator[Stretch | Unreadable | str]]] = {
             "textgrid": partial(parse_tiers, tier=self.tier),
@@ -214,26 +216,26 @@ class AnnotatedSource(WalkedSource):
         return decode_text(data, "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else self.encoding, file.name)
 
     def _path(self, folder: str, name: str, recording: str) -> str | RejectRecord:
-        """Return the path of the audio of a recording, or why there is none."""
+        """Return the path of a recording's audio, or the reject if there is none."""
         place = os.path.join(folder, "")  # noqa: PTH118
         if self._audio is None:
             paths = [f"{place}{recording}{suffix}" for suffix in self.audio_suffixes]
-            # The check of the records says what is wrong with a path.
+            # A missing file is reported later, when the record is checked.
             path = next((path for path in paths if os.path.exists(os.path.join(self._root, path))), paths[0])  # noqa: PTH110, PTH118
         else:
             try:
                 path = self._audio.fill({"recording": recording}, place + name[: -len(self._suffix)])
             except ValueError as error:
-                return RejectRecord("malformed", f"audio of the source: {error}")
+                return RejectRecord("malformed", f"the template audio of the source cannot be filled: {error}")
         if os.fsencode(path).decode("utf-8", "replace") != path:
-            return RejectRecord("malformed", "the name of the file is not UTF-8")
+            return RejectRecord("malformed", "the file name is not valid UTF-8; rename the file")
         return path
 
 
 def _item(
     stretch: Stretch, path: str | RejectRecord, channels: dict[str, int | None] | None, dropped: bool
 ) -> bytes | Unreadable:
-    """Return the record of a segment, or why there is none."""
+    """Return the record of a segment, or an Unreadable if it cannot become one."""
     shown = f"{stretch.recording} {stretch.start:g} {stretch.end:g} {stretch.speaker or ''} {stretch.text or ''}"
     shown = shown[:_SHOWN].encode("utf-8", "replace").decode()
     if isinstance(path, RejectRecord):
@@ -241,7 +243,11 @@ def _item(
     if dropped:
         return Unreadable("overlapped_speech", "another speaker speaks during the segment", shown)
     if channels is None:
-        return Unreadable("malformed", f"the recording has channels that are no numbers, as {stretch.channel!r}", shown)
+        return Unreadable(
+            "malformed",
+            f"the channels of the recording must all be numbers, or A and B; one is {stretch.channel!r}",
+            shown,
+        )
     record = {
         "audio_filepath": path,
         "offset": round(stretch.start, TIME_DIGITS),
@@ -252,15 +258,15 @@ def _item(
 
 
 def _number_channels(names: list[str]) -> dict[str, int | None] | None:
-    """Return the number from 0 of each channel of a recording; None for the names of channels that have none.
+    """Return the number of each channel of a recording, from 0; None if the names of the channels are not recognized.
 
-    A only channel that is the first one needs no number: there is nothing to choose, or the source chooses.
+    A single channel with a default name gets no number, so that the setting ``channel`` of the source decides.
     """
     if len(names) == 1 and names[0] in ("", "0", "1", "A", "<NA>"):
         return {names[0]: None}
     if all(name in ("A", "B") for name in names):
         return {name: "AB".index(name) for name in names}
-    # They are counted from 1, where none is called 0.
+    # Numbers start at 1 unless a channel is called 0.
     if all(name.isascii() and name.isdigit() and len(name) < 4 for name in names):
         return {name: int(name) - ("0" not in names) for name in names}
     return None

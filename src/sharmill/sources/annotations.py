@@ -1,4 +1,4 @@
-"""Annotations of a stretch each: lines of RTTM, CTM and Audacity's labels, and words of AMI."""
+"""Parsers for annotations of single segments: RTTM, CTM, Audacity's label tracks, and AMI's words."""
 
 import html
 import math
@@ -10,35 +10,35 @@ from sharmill.sources import Unreadable
 from sharmill.sources.files import split_lines
 from sharmill.sources.stretches import Stretch
 
-# Blanks and words of a line. Blanks of Unicode do not count, since a word or a name may have them.
+# Whitespace and words of a line. Unicode whitespace does not separate words, since a word or name may contain it.
 _GAP: Final = r"[ \t\v\f]++"
 _WORD: Final = r"[^ \t\v\f]++"
-# The end of a line behind a word or the name of a speaker; anything else is a further part of that.
+# Optional end of a line after a word or speaker name. Any other trailing text is part of the word or name.
 _CONFIDENCE: Final = rf"(?:{_GAP}(?:<?NA>?|[-+.\deE]+)(?:{_GAP}.*)?)?\s*"
 _PLACE: Final = (
     rf"(?P<recording>{_WORD}){_GAP}(?P<channel>{_WORD}){_GAP}(?P<start>{_WORD}){_GAP}(?P<duration>{_WORD}){_GAP}"
 )
-# The forms with a stretch in each line: lines that are passed over, all others, and the detail of other rejects.
+# Formats with one segment per line: a pattern of lines to ignore, a pattern of valid lines, and the message for others.
 _LINES: Final = {
-    # Further lines of RTTM are about speakers, words and noises.
+    # Other lines of RTTM describe speakers, words and noises.
     "rttm": (
         re.compile(rf"(?!\s*SPEAKER(?:{_GAP}|$))"),
         re.compile(
             rf"\s*SPEAKER{_GAP}{_PLACE}(?:<NA>|(?P<text>{_WORD})){_GAP}{_WORD}{_GAP}(?:<NA>|(?P<speaker>{_WORD}))"
             rf"{_CONFIDENCE}"
         ),
-        "the line is no SPEAKER of RTTM, with numbers as times",
+        "the line is not a SPEAKER line of RTTM with numeric times",
     ),
     "ctm": (
         re.compile(";;"),
         re.compile(rf"\s*{_PLACE}(?P<text>{_WORD}){_CONFIDENCE}"),
-        "the line is no word of CTM: recording, channel, begin, duration, word",
+        "the line is not a CTM entry: recording, channel, start, duration, word",
     ),
-    # A line that begins with a backslash has the frequencies of the label before.
+    # A line that begins with a backslash contains the frequencies of the previous label.
     "audacity": (
         re.compile(r"\\"),
         re.compile(r"(?P<start>[^\t]*)\t(?P<end>[^\t]*)(?P<text>.*)"),
-        "the line is no label: begin, end and text with tabs between",
+        "the line is not a label: start, end and text separated by tabs",
     ),
 }
 _AMI_WORD: Final = re.compile(r"<w\b([^<>]*)>([^<]*)</w>")
@@ -46,7 +46,7 @@ _ATTRIBUTE: Final = re.compile(r'\b(\w+)\s*=\s*"([^"]*)"')
 
 
 def parse_lines(form: str, text: str) -> Iterator[Stretch | Unreadable]:
-    """Yield the stretches of a form that has one in a line."""
+    """Yield the segments of a format that has one segment per line."""
     passed_over, whole, mistake = _LINES[form]
     for line in filter(str.strip, split_lines(text)):
         if passed_over.match(line):
@@ -65,19 +65,19 @@ def parse_lines(form: str, text: str) -> Iterator[Stretch | Unreadable]:
 
 
 def parse_ami_words(text: str, name: str) -> Iterator[Stretch | Unreadable]:
-    """Yield the words of a file in NXT format, whose ``name`` is that of the meeting and the speaker."""
+    """Yield the words of an NXT file; ``name`` is the file name, made of the meeting and the speaker."""
     if "<nite:root" not in text[:4096]:
-        raise ValueError("the file has no words of AMI in NXT format")
+        raise ValueError("the file is not an AMI words file in NXT format")
     recording, _, speaker = name.partition(".")
     last = 0.0
     for match in _AMI_WORD.finditer(text):
         attributes = dict(_ATTRIBUTE.findall(match[1]))
         try:
-            # Marks and a few words have no times of their own.
+            # Punctuation and a few words have no times; they take the end of the previous word.
             start = _number(attributes.get("starttime") or str(last))
             end = _number(attributes.get("endtime") or str(start))
         except ValueError:
-            yield Unreadable("malformed", "the times of the word are no numbers", match[0])
+            yield Unreadable("malformed", "the times of the word are not numbers", match[0])
             continue
         said = html.unescape(match[2]).strip()
         last = end

@@ -1,4 +1,4 @@
-"""Captions in SRT and WebVTT, with the lines that rolling captions repeat left out."""
+"""Parser for SRT and WebVTT captions, which drops the lines that rolling captions repeat."""
 
 import html
 import itertools
@@ -14,18 +14,18 @@ from sharmill.sources.stretches import Stretch
 
 _CLOCK: Final = r"(?:(\d{1,4}):)?(\d{1,2}):(\d\d)(?:[,.](\d{1,9}))?"
 _SRT_TIMES: Final = re.compile(rf"\s*{_CLOCK}\s*-->\s*{_CLOCK}")
-# A tag ends before the next one begins, or each of many that never end would be looked for to the end of the file.
+# Tags must not contain "<", otherwise every unclosed tag would be searched for up to the end of the file.
 _SRT_STYLE: Final = re.compile(r"</?(?:[bciu]|font|lang|rt|ruby)\b[^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
-# Blocks of WebVTT that are no captions.
+# WebVTT blocks that are not captions.
 _VTT_BLOCKS: Final = ("WEBVTT", "NOTE", "STYLE", "REGION")
-# A rolling caption has no more lines.
+# Maximum number of repeated lines that are looked for in a rolling caption.
 _MOST_LINES: Final = 10
-# In seconds. Nothing is said in a shorter time, and no longer pause is between rolling captions.
+# Seconds. Shorter captions contain no speech of their own, and pauses between rolling captions are not longer.
 _SHORT_CAPTION: Final = 0.1
 
 
 def parse_captions(text: str) -> Iterator[Stretch | Unreadable | str]:
-    """Yield the stretches of SRT or WebVTT, blocks that cannot be read, and notes about lines that are left out."""
+    """Yield the segments of SRT or WebVTT, unreadable blocks, and notes about lines that are left out."""
     is_vtt = text.startswith("WEBVTT")
     blocks = _split_captions(text, is_vtt=is_vtt)
     captions: list[tuple[float, float, list[str]]] = []
@@ -36,15 +36,16 @@ def parse_captions(text: str) -> Iterator[Stretch | Unreadable | str]:
             captions.append((_clock(times.groups()[:4]), _clock(times.groups()[4:]), list(filter(None, said))))
         elif lines and not (is_vtt and lines[0].startswith(_VTT_BLOCKS) and len(blocks) > 1):
             yield Unreadable(
-                "malformed", "the block has no line of times, 00:00:01,000 --> 00:00:02,000", "\n".join(lines)
+                "malformed", "the block has no times such as 00:00:01,000 --> 00:00:02,000", "\n".join(lines)
             )
     yield from _drop_repeats(captions)
 
 
 def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | None, list[str]]]:
-    """Return the times of each block, if it has some, and its further lines that are not blank, without its number.
+    """Return (times, lines) for each block, with its nonblank lines except the number; times may be None.
 
-    A caption may have blank lines: one ends it only if a number, times or, in WebVTT, a name or a comment follows.
+    A caption may contain blank lines. A blank line ends it only if a number, times or, in WebVTT, a name or comment
+    follows.
     """
     lines = ["", *map(str.strip, split_lines(text))]
     rows = [(line, not before) for before, line in itertools.pairwise(lines) if line]
@@ -62,10 +63,10 @@ def _split_captions(text: str, *, is_vtt: bool) -> list[tuple[re.Match[str] | No
 
 
 def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[Stretch | str]:
-    """Yield the stretches of captions, (start, end, lines), with each line of rolling ones once, and notes.
+    """Yield segments for captions (start, end, lines), with each line of rolling captions only once, and notes.
 
-    A rolling caption repeats the last lines of the one before, and goes on, or lasts for a hundredth of a second only.
-    Speakers repeat themselves too, so lines are left out only if half of the captions of a file are rolling.
+    A rolling caption repeats the last lines of the previous caption, and either adds lines or is very short. Speakers
+    may also repeat themselves, so lines are dropped only if at least half of the captions in a file are rolling.
     """
     rows: list[tuple[float, float, list[str], int, bool]] = []
     before: list[str] = []
@@ -80,10 +81,10 @@ def _drop_repeats(captions: list[tuple[float, float, list[str]]]) -> Iterator[St
     for start, end, lines, repeated, is_short in rows:
         dropped = repeated if 2 * num_rolling >= len(rows) - 1 or (is_short and repeated == len(lines)) else 0
         if dropped < len(lines) or not lines:
-            yield from ["lines of captions that only repeat the one before are left out"] * dropped
+            yield from ["caption lines that only repeat the previous caption are left out"] * dropped
             yield Stretch("", start, end, " ".join(lines[dropped:]))
         else:
-            yield "captions that only repeat the one before are left out"
+            yield "captions that only repeat the previous one are left out"
 
 
 def _clock(parts: Sequence[str | None]) -> float:

@@ -1,6 +1,6 @@
-"""Files of sources: paths that stand for several of them, checks that a file can be read at all, lines and their keys.
+"""Files of sources: patterns that name several files, checks that a file is readable, and lines with their keys.
 
-In a path, ranges name numbered shards, ``*`` and ``?`` find files, and ``~`` is the home folder.
+In a path, ranges name numbered shards, ``*`` and ``?`` match files, and ``~`` is the home folder.
 """
 
 import bz2
@@ -48,24 +48,24 @@ from sharmill.prefetch import prefetch
 from sharmill.registry import require_package
 
 T = TypeVar("T")
-# The part of a file that is read to tell it from another one.
+# The part of a file whose content identifies it.
 Digest = Literal["whole", "ends", "size"]
-# NeMo's brackets, which hold a range of numbers or a list.
+# NeMo's brackets around a range of numbers or a list.
 _BRACKETS: Final = (r"\{", r"\}"), (r"\(", r"\)"), (r"\[", r"\]"), ("<", ">"), ("_OP_", "_CL_")
-# An item has no brackets of letters: two lists in them would be one.
+# An item must not contain brackets made of letters, otherwise two lists would be read as one.
 _ITEM: Final = r"(?:(?!_OP_|_CL_)[\w.-])+"
 _RANGE: Final = re.compile(
     "|".join(rf"{opening}(\d+\.\.\d+|{_ITEM}(?:,{_ITEM})+){closing}" for opening, closing in _BRACKETS)
 )
-# Texts, as which they stay, and the constants of Python's json that JSON does not have.
+# JSON strings, which are kept, and the constants that Python's json writes although JSON does not have them.
 _CONSTANT: Final = re.compile(rb'("(?:[^"\\]|\\.)*+"?)|(?<!-)NaN|-?Infinity', re.DOTALL)
 _KEY_OF_CONSTANT: Final = re.compile(rb'"([^"]*)"\s*:\s*(-?(?:NaN|Infinity))')
 _objects: Final = msgspec.json.Decoder(dict[str, Any])
 _MAX_FILES: Final = 1_000_000
 _MAX_DIGITS: Final = 18
-# A file with a longer line is none of lines, and would be read into memory as a whole.
+# A file with a longer line is not line-based, and such a line would be read into memory completely.
 _MAX_LINE_BYTES: Final = 64 << 20
-# The begin of a file, which tells if it can have records.
+# Bytes from the start of a file that show whether it can contain records.
 _HEAD_BYTES: Final = 1 << 16
 _BOMS: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
@@ -79,19 +79,19 @@ _COMPRESSED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
-# The compressed files that are read as texts, and the ends of their names.
+# The compression formats that are unpacked while reading, and their file name suffixes.
 _TEXTS: Final = ("gzip", "bzip2", "xz", "zstd")
 _PACKED_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
 
 
 def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[str, Any]:
-    """Return the size of every file, and a checksum of all of it or of its ends, by its number and name.
+    """Return the size and the checksum of every file, or of its ends, by its number and name.
 
-    Without folders: the files may be moved, with the project or alone.
+    Folders are left out, so that the files may be moved.
     """
 
     def identify(file: Location) -> list[Any]:
-        # Asked first, since a copy may be of an earlier version.
+        # Ask for the version first: it replaces a copy of an earlier version.
         version = tell_version(file)
         if digest == "size":
             return version
@@ -105,31 +105,29 @@ def identify_files(files: Iterable[Location], digest: Digest = "whole") -> dict[
 
 
 def expand_home(path: str) -> Path:
-    """Return a path with ``~`` as the home folder; as it is where there is no such user, for which Path raises."""
+    """Expand ``~`` in a path; the path of an unknown user stays unchanged, for which Path would raise."""
     return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 def find_files(patterns: Iterable[str], cache: Cache | None = None) -> list[Location]:
-    """Return the files that patterns stand for: in their order, those found by ``*`` and ``?`` sorted by name.
+    """Return the files that patterns name, in the order of the patterns; matches of ``*`` and ``?`` are sorted by name.
 
     Files behind URLs are copied into ``cache``, by default the user's cache, when they are opened.
 
     Raises:
-        ConfigError: a range runs backwards, there are too many files, or ``*`` and ``?`` find none.
+        ConfigError: a range is descending, there are too many files, or ``*`` and ``?`` match no file.
     """
     files: list[Location] = []
     for pattern in patterns:
         if is_url(pattern):
-            problem = (
-                f"{pattern} has *, and files behind URLs are not looked for; name them by a range such as {{0..63}}"
-            )
+            problem = f"{pattern} contains *, but files behind URLs cannot be listed; use a range such as {{0..63}}"
             refuse(("*" in pattern, problem))
             files += [RemoteLocation(name, cache or Cache.at(None)) for name in expand_shards(pattern)]
             continue
         path = str(expand_home(pattern))
         for name in expand_shards(path):
             found = sorted(_on_disk(name)) if "*" in name or "?" in name else [name]
-            problem = f"{name} finds no files from {Path.cwd()}; correct the path, or put files there"
+            problem = f"{name} matches no files (current folder: {Path.cwd()}); correct the path, or add the files"
             refuse((not found, problem), code="missing_input")
             files += map(Path, found)
         refuse((len(files) > _MAX_FILES, f"the patterns up to {pattern} name more than {_MAX_FILES:,} files"))
@@ -142,14 +140,14 @@ def names_several(pattern: str) -> bool:
 
 
 def _on_disk(name: str) -> Iterable[str]:
-    """Return what is called so, else what ``*`` and ``?`` in the name find."""
+    """Return the path with exactly this name if it exists, otherwise the matches of ``*`` and ``?``."""
     is_there = os.path.lexists(name)
     return [name] if is_there else glob.iglob(name.replace("[", "[[]"), recursive=True)  # noqa: PTH207
 
 
 def _find_ranges(pattern: str) -> Iterator[re.Match[str]]:
-    """Yield the ranges and lists in a pattern, without those in names of files and folders that there are."""
-    begin, position = "", 0  # begin: that of the first name
+    """Yield the ranges and lists in a pattern, except brackets in the name of an existing file or folder."""
+    begin, position = "", 0  # begin: start of the first name
     for match in _RANGE.finditer(pattern):
         part = pattern[position : match.end()] + pattern[match.end() :].partition("/")[0]
         if not any(_on_disk(begin + part)):
@@ -159,15 +157,15 @@ def _find_ranges(pattern: str) -> Iterator[re.Match[str]]:
 
 
 def expand_shards(pattern: str) -> list[str]:
-    """Return the names of ranges ``{1..3}`` and lists ``{1,3}`` in a pattern, in the brackets that NeMo has.
+    """Expand ranges ``{1..3}`` and lists ``{1,3}`` in a pattern, in any of NeMo's kinds of brackets.
 
-    Brackets in the name of a file or folder that is there are letters of that name.
+    Brackets in the name of an existing file or folder are kept.
 
     >>> expand_shards("m__OP_8..10_CL_.json"), expand_shards("{dev,test}.json")
     (['m_8.json', 'm_9.json', 'm_10.json'], ['dev.json', 'test.json'])
 
     Raises:
-        ConfigError: a range runs backwards or is in a list, or together they name too many files.
+        ConfigError: a range is descending or inside a list, or there are too many files.
     """
     names: list[tuple[Iterable[str], int]] = []
     texts, position = [], 0
@@ -176,14 +174,14 @@ def expand_shards(pattern: str) -> list[str]:
         position = match.end()
         body = match[match.lastindex or 0]
         if "," in body:
-            refuse((".." in body, f"the list {match[0]} in {pattern} has a range in it; name each number"))
+            refuse((".." in body, f"the list {match[0]} in {pattern} contains a range; list each number instead"))
             names.append((body.split(","), body.count(",") + 1))
             continue
         first, last = body.split("..")
         is_long = max(len(first), len(last)) > _MAX_DIGITS
         refuse((is_long, f"the numbers of a range in {pattern[:100]} have more than {_MAX_DIGITS} digits"))
         is_backwards = int(last) < int(first)
-        refuse((is_backwards, f"the range {match[0]} in {pattern} runs backwards; write the lower number first"))
+        refuse((is_backwards, f"the range {match[0]} in {pattern} is descending; write the lower number first"))
         numbers = map(f"{{:0{len(first)}d}}".format, range(int(first), int(last) + 1))
         names.append((numbers, int(last) + 1 - int(first)))
     count = math.prod(number for _, number in names)
@@ -193,10 +191,10 @@ def expand_shards(pattern: str) -> list[str]:
 
 
 def open_input(path: Location, kind: str) -> BinaryIO:
-    """Open a file that a source names; ``kind`` is the key of the source.
+    """Open a file that a source names; ``kind`` is the source's key, for messages.
 
     Raises:
-        ConfigError: it is missing, or no regular file.
+        ConfigError: the file is missing or not a regular file.
     """
     with _refused(path, kind):
         return open_location(path)
@@ -204,11 +202,11 @@ def open_input(path: Location, kind: str) -> BinaryIO:
 
 @contextmanager
 def _refused(path: Location, kind: str) -> Iterator[None]:
-    """Turn the errors of opening a file into the ConfigError of ``open_input``."""
+    """Turn errors of opening a file into the ConfigError of ``open_input``."""
     try:
         yield
     except NotRegularError as error:
-        sentence = "is not a regular file; copy its content into one"
+        sentence = "is not a regular file; copy its content into a regular file"
         if isinstance(path, Path) and path.is_dir():
             sentence = f"is a folder; name the {kind} file in it"
         raise bad_file(path, kind, sentence) from error
@@ -216,23 +214,23 @@ def _refused(path: Location, kind: str) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         remedy = "correct its path"
         if is_remote(path):
-            remedy = "correct its URL, or run again when the server gives it"
+            remedy = "correct its URL, or run again when the server provides it"
         elif path != path.absolute():
-            remedy = f"the path is relative to {Path.cwd()}; run from its folder, or {remedy}"
+            remedy = f"the path is relative to {Path.cwd()}; run the command from the right folder, or {remedy}"
         if re.search(r"[,({<[]|_OP_", path.name):
-            remedy += "; several files are named by a list of paths, or as {0..63}, {1,3}, * or ? in one path"
+            remedy += "; to name several files, use a list of paths, or {0..63}, {1,3}, * or ? in a path"
         remedy += describe_similar(path) if isinstance(path, Path) else ""
         raise ConfigError(f"cannot read the {kind} {path}: {reason}; {remedy}", code="missing_input") from error
 
 
 def read_head(path: Location, kind: str, size: int) -> bytes:
-    """Return the first bytes of a file, without copying it; raises as ``open_input``."""
+    """Return the first bytes of a file without copying it; raises the errors of ``open_input``."""
     with _refused(path, kind):
         return read_head_of(path, size)
 
 
 def unpacked_name(name: str) -> str:
-    """Return the name of a file without the end that says how it is compressed.
+    """Return the name of a file without the suffix of its compression.
 
     >>> unpacked_name("train.jsonl.zst"), unpacked_name("train.json")
     ('train.jsonl', 'train.json')
@@ -241,10 +239,11 @@ def unpacked_name(name: str) -> str:
 
 
 def read_ends(path: Location, kind: str, compressed: Collection[str] = ()) -> tuple[bytes, bytes]:
-    """Return the first 64 KiB and the last MiB of a file; ``kind`` is the key of the source that names it.
+    """Return the first 64 KiB and the last MiB of a file; ``kind`` is the source's key that names it.
 
     Raises:
-        ConfigError: it is missing, no regular file, empty, or compressed by another program than ``compressed`` names.
+        ConfigError: the file is missing, not a regular file, empty, or compressed in a format that is not in
+            ``compressed``.
     """
     with open_input(path, kind) as stream:
         head = stream.read(_HEAD_BYTES)
@@ -256,73 +255,75 @@ def read_ends(path: Location, kind: str, compressed: Collection[str] = ()) -> tu
 
 
 def refuse_compressed(path: Location, kind: str, head: bytes, compressed: Collection[str] = ()) -> None:
-    """Raise ConfigError where a file that begins with ``head`` is compressed, but not as ``compressed`` names."""
+    """Raise ConfigError if a file that begins with ``head`` is compressed in a format that is not in ``compressed``."""
     found = _compression(head)
     is_other = found is not None and found not in compressed
     refuse_file(path, kind, (is_other, f"is compressed ({found}); unpack it, and name the unpacked file"))
 
 
 def bad_file(path: Location, kind: str, sentence: str) -> ConfigError:
-    """Return the error about a file that cannot be what its source takes it for."""
+    """Return the error for a file that its source cannot use."""
     return ConfigError(f"the {kind} {path} {sentence}", code="bad_manifest")
 
 
 def refuse_file(path: Location, kind: str, *problems: tuple[object, str]) -> None:
-    """Raise ``bad_file`` for the first problem, a condition and a sentence, of which the condition is true."""
+    """Raise ``bad_file`` with the sentence of the first problem (condition, sentence) whose condition is true."""
     refuse(*((is_there, f"the {kind} {path} {sentence}") for is_there, sentence in problems), code="bad_manifest")
 
 
 def read_small(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a file that is read as a whole.
+    """Return the content of a file of limited size.
 
-    What is wrong with the machine or the network stays an OSError, so that the unit is tried again.
+    Errors of the machine or the network stay OSErrors, so that the unit is retried.
 
     Raises:
-        RejectRecord: ``malformed`` where this user may not read it, or it is no regular file or too large.
+        RejectRecord: ``malformed`` if the user may not read the file, or if it is too large or not a regular file.
     """
     try:
         with open_regular(path) as stream:
-            # No more than there is: a large buffer takes longer to make than a text to read.
+            # Limit the buffer to the file size, since allocating a large buffer takes longer than reading a text.
             data = stream.read(min(os.fstat(stream.fileno()).st_size, max_bytes) + 1)
     except (PermissionError, IsADirectoryError) as error:
-        raise RejectRecord("malformed", f"this user may not read {path.name}: {error.strerror}") from error
+        raise RejectRecord("malformed", f"{path.name} is not readable by this user: {error.strerror}") from error
     except NotRegularError as error:
         raise RejectRecord("malformed", f"{path.name} is not a regular file") from error
     if len(data) > max_bytes:
-        raise RejectRecord("malformed", f"{path.name} has more than {max_bytes >> 20} MiB; divide it")
+        raise RejectRecord("malformed", f"{path.name} is larger than {max_bytes >> 20} MiB; split it")
     return data
 
 
 def decode_text(data: bytes, encoding: str, name: str) -> str:
-    """Return the text that bytes are; raise RejectRecord ``malformed``, which calls them ``name``."""
+    """Decode bytes; raise RejectRecord ``malformed`` with a message about ``name`` if they are not valid."""
     try:
         return data.decode(encoding).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise RejectRecord("malformed", f"{name} is not {encoding}; set encoding of the source") from error
+        raise RejectRecord(
+            "malformed", f"{name} is not valid {encoding}; set the key encoding of the source"
+        ) from error
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text, which end at a newline, a carriage return or both.
+    """Split a text into lines, which end with a newline, a carriage return or both.
 
-    ``str.splitlines`` also ends them at characters that a cell, a word or a name may have, such as U+0085 or U+2028.
+    ``str.splitlines`` also splits at characters that cells, words or names may contain, such as U+0085 or U+2028.
     """
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
 def decode_json(data: bytes, decoder: msgspec.json.Decoder[T], problem: str) -> T:
-    """Return the value of a JSON text; raise RejectRecord ``malformed``, whose sentence begins with ``problem``."""
+    """Decode a JSON text; raise RejectRecord ``malformed`` with a message that begins with ``problem``."""
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         key = _KEY_OF_CONSTANT.search(data)
         reason = (
-            f"{key[1].decode('utf-8', 'replace')[:40]} is {key[2].decode()}, which JSON does not have" if key else error
+            f"{key[1].decode('utf-8', 'replace')[:40]} is {key[2].decode()}, which is not valid JSON" if key else error
         )
         raise RejectRecord("malformed", f"{problem}: {reason}") from error
 
 
 def decode_object(data: bytes, problem: str) -> dict[str, Any]:
-    """Return a JSON object, in which NaN and Infinity, as Python's json writes them, are such floats.
+    """Decode a JSON object; NaN and Infinity, which Python's json writes, become floats.
 
     Raises:
         RejectRecord: as ``decode_json``.
@@ -334,24 +335,24 @@ def decode_object(data: bytes, problem: str) -> dict[str, Any]:
     try:
         return record if strict == data else json.loads(data, parse_constant=float)
     except RecursionError as error:
-        raise RejectRecord("malformed", f"{problem}: it is nested too deeply") from error
+        raise RejectRecord("malformed", f"{problem}: the nesting is too deep") from error
 
 
 def encode_record(record: dict[str, Any], source: bytes) -> bytes:
-    """Encode a record; NaN and Infinity in the JSON that it was made of stay, since prepare counts them."""
+    """Encode a record. NaN and Infinity stay if they are in its JSON ``source``, since ``prepare`` counts them."""
     is_strict = b"NaN" not in source and b"Infinity" not in source
     return msgspec.json.encode(record) if is_strict else json.dumps(record).encode()
 
 
 def check_text(path: Location, kind: str) -> bytes:
-    """Return the begin of a file of texts, unpacked; raise ConfigError as ``read_ends``, and if it is binary."""
+    """Return the unpacked start of a text file; raise the ConfigError of ``read_ends``, also if it is binary."""
     head, _, _ = _read_text_ends(path, kind)
-    refuse_file(path, kind, (b"\0" in head, "is binary or UTF-16; save it as UTF-8"))
+    refuse_file(path, kind, (b"\0" in head, "is binary or UTF-16 instead of text; save it as UTF-8"))
     return head
 
 
 def _read_text_ends(path: Location, kind: str) -> tuple[bytes, bytes, bool]:
-    """Return the ends of a file as ``read_ends``, or the unpacked begin of a compressed one; and True for that."""
+    """Return (head, tail, is_compressed); of a compressed file, only the unpacked head and an empty tail."""
     head, tail = read_ends(path, kind, _TEXTS)
     if _compression(head) is None:
         return head, tail, False
@@ -366,7 +367,7 @@ def _compression(head: bytes) -> str | None:
 
 
 class _Packed(io.BufferedReader):
-    """A packed file that knows if it was read to its end."""
+    """A compressed file that knows whether it was read to its end."""
 
     has_ended = False
 
@@ -377,7 +378,7 @@ class _Packed(io.BufferedReader):
 
 
 class _Streams(io.BufferedIOBase):
-    """Base in front of BZ2File or LZMAFile, which take bytes that follow a stream and begin no other for its end."""
+    """Mixin for BZ2File and LZMAFile, which take trailing bytes that begin no other stream for the end of the file."""
 
     def __init__(self, stream: Any) -> None:
         self._packed = _Packed(stream)
@@ -386,7 +387,7 @@ class _Streams(io.BufferedIOBase):
     def readinto(self, buffer: Any, /) -> int:
         size = super().readinto(buffer)
         if not size and not self._packed.has_ended:
-            raise OSError("other bytes follow the end of the compressed ones")
+            raise OSError("the compressed data is followed by other bytes")
         return size
 
 
@@ -399,7 +400,7 @@ class _Xz(_Streams, lzma.LZMAFile):
 
 
 class _Unpacked(io.BufferedReader):
-    """A compressed file as it is read, with a buffer, since reading lines of a GzipFile is slow."""
+    """An unpacked view of a compressed file; its buffer is needed because reading lines of a GzipFile is slow."""
 
     def __init__(self, packed: Any, stream: BinaryIO) -> None:
         super().__init__(packed, 1 << 20)
@@ -411,7 +412,7 @@ class _Unpacked(io.BufferedReader):
 
 
 def _open_unpacked(path: Location, kind: str) -> BinaryIO:
-    """Open a file of texts, plain or compressed, to be read once: pyarrow's stream of zstd has no positions."""
+    """Open a text file, plain or compressed, for one sequential read, since pyarrow's zstd stream cannot seek."""
     stream = open_input(path, kind)
     name = _compression(cast("io.BufferedReader", stream).peek(8))
     openers: dict[str | None, Callable[[Any], Any]] = {
@@ -428,12 +429,12 @@ def _open_zstd(stream: BinaryIO) -> Any:
 
 
 def open_lines(path: Location, kind: str = "file") -> BinaryIO:
-    """Open a file of texts, plain or compressed; positions are those of the unpacked bytes.
+    """Open a text file, plain or compressed; positions count unpacked bytes.
 
-    A file in zstd is unpacked into a temporary one.
+    A zstd file is unpacked into a temporary file.
 
     Raises:
-        FatalError: there is no room for that.
+        FatalError: the disk has no room for the temporary file.
     """
     stream = _open_unpacked(path, kind)
     if stream.seekable():
@@ -443,17 +444,17 @@ def open_lines(path: Location, kind: str = "file") -> BinaryIO:
 
 
 def _store(parts: Iterable[bytes], path: Location) -> BinaryIO:
-    """Return a temporary file, without a name and below TMPDIR, of what a file unpacks to."""
+    """Store the unpacked content of a file in an unnamed temporary file below TMPDIR."""
     try:
         stored = cast("BinaryIO", tempfile.TemporaryFile())  # noqa: SIM115 - the caller closes it
         stored.writelines(parts)
         stored.seek(0)
     except OSError as error:
-        if error.errno not in {*WRITE_ERRNOS, errno.EFBIG}:  # what only writing can meet
+        if error.errno not in {*WRITE_ERRNOS, errno.EFBIG}:  # only writing raises these
             raise
         raise FatalError(
-            f"no room to unpack {path} in {tempfile.gettempdir()}: {error.strerror}; free some there, or set TMPDIR to "
-            "a folder with more, and run the same command again",
+            f"no room to unpack {path} in {tempfile.gettempdir()}: {error.strerror}; free space "
+            "there, or set TMPDIR to a folder with more space, and run the same command again",
             code="disk",
         ) from error
     return stored
@@ -465,13 +466,13 @@ def refusing_damage(path: Location, kind: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of the machine
+        if getattr(error, "errno", None) is not None:  # an error of the machine
             raise
-        raise bad_file(path, kind, f"is damaged or cut off ({error}); copy it again") from error
+        raise bad_file(path, kind, f"is damaged or truncated ({error}); copy it again") from error
 
 
 def iterate_lines(path: Location, kind: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (end, line) of all lines that are not blank; ``kind`` is the key of the source that names the file.
+    """Yield (end position, line) for all nonblank lines; ``kind`` is the source's key that names the file.
 
     Raises:
         ConfigError: the file cannot be read, or as ``iterate_stream``.
@@ -481,15 +482,15 @@ def iterate_lines(path: Location, kind: str) -> Iterator[tuple[int, bytes]]:
 
 
 def iterate_stream(stream: BinaryIO, path: Location, kind: str, position: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (end, line) of the lines of an open file that are not blank, from its ``position`` on.
+    """Yield (end position, line) for the nonblank lines of an open file from ``position`` on.
 
     Raises:
-        ConfigError: the file is damaged or cut off, or has a line of more than 64 MiB.
+        ConfigError: the file is damaged or truncated, or has a line of more than 64 MiB.
     """
     with refusing_damage(path, kind):
         while line := stream.readline(_MAX_LINE_BYTES + 1):
             if len(line) > _MAX_LINE_BYTES:
-                raise bad_file(path, kind, "has a line of more than 64 MiB; write each record on a line of its own")
+                raise bad_file(path, kind, "has a line of more than 64 MiB; write each record on its own line")
             position += len(line)
             if stripped := line.strip():
                 yield position, stripped
@@ -501,29 +502,29 @@ def check_json_lines(
     remedy: str,
     check: Callable[[dict[str, Any]], str | None] = lambda first: None,
 ) -> None:
-    """Prove that a file can be read as JSON lines at all.
+    """Check that a file can contain JSON lines.
 
     Args:
         path: the file.
-        kind: the key of the source that names it.
-        remedy: the end of the sentence where it has no records on lines of their own.
-        check: returns what is wrong with the first object, or None.
+        kind: the source's key that names it.
+        remedy: end of the message if the file does not have one record per line.
+        check: returns a message about what is wrong with the first object, or None.
 
     Raises:
-        ConfigError: it is missing, empty, binary, a zip, in another encoding, one JSON array, no JSON or other records,
-            or cut off in its last line.
+        ConfigError: the file is missing, empty, binary, a zip, one JSON array, not JSON, or in another encoding; its
+            records are of another kind; or its last line is truncated.
     """
     head, tail, is_packed = _read_text_ends(path, kind)
     _check_head(path, kind, head, remedy)
     objects = (found for line in head.splitlines() if isinstance(found := _parse(line), dict))
     wrong = check(next(objects, {}))
     is_whole = is_packed or tail.endswith(b"\n") or _parse(tail.rsplit(b"\n", 1)[-1]) is not ...
-    cut_off = "seems to be cut off: its last line is not complete JSON; copy it again, or remove that line"
+    cut_off = "seems to be truncated: its last line is not complete JSON; copy the file again, or remove that line"
     refuse_file(path, kind, (wrong, str(wrong)), (not is_whole, cut_off))
 
 
 def _parse(line: bytes) -> Any:
-    """Return the JSON value of a line; an ellipsis where it is none."""
+    """Return the JSON value of a line; an ellipsis if it is not JSON."""
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -531,35 +532,35 @@ def _parse(line: bytes) -> Any:
 
 
 def _check_head(path: Location, kind: str, head: bytes, remedy: str) -> None:
-    """Raise ConfigError unless a file that begins with ``head`` may be JSON lines in UTF-8."""
+    """Raise ConfigError unless a file that begins with ``head`` may contain JSON lines in UTF-8."""
     lines = [line.strip() for line in head.splitlines() if line.strip()]
     first = lines[0] if lines else b""
     is_table = any(mark in first for mark in (b",", b"\t", b";", b"|"))
     looks_like = "a table (CSV or TSV)" if is_table else "plain text"
-    # A bad line is a reject; if no line at all begins like a record, the file is of another kind.
+    # Single bad lines become rejects, but if no line looks like a record, the file is of another kind.
     has_objects = any(line.startswith(b"{") for line in lines)
     refuse_file(
         path,
         kind,
         *((head.startswith(mark), f"is {encoding}; save it as plain UTF-8") for mark, encoding in _BOMS.items()),
-        (b"\0" in head, "is binary or UTF-16, not lines of JSON in UTF-8"),
+        (b"\0" in head, "is binary or UTF-16; save it as JSON lines in UTF-8"),
         (not lines, "is empty"),
         (first.startswith(b"["), f"is one JSON array; {remedy}"),
-        (first == b"{", f"is JSON of which a record takes several lines; {remedy}"),
-        (not has_objects, f"is {looks_like}, not lines of JSON; {remedy}"),
+        (first == b"{", f"has records that span several lines; {remedy}"),
+        (not has_objects, f"is {looks_like}, not JSON lines; {remedy}"),
     )
 
 
 class KeyedLines:
-    """An index over the lines of files, made when a key is first asked for.
+    """An index of the lines of files by key, built at the first lookup.
 
-    It takes 16 bytes of memory for each line. Lines of plain files are read where they are; a compressed file has no
-    random access, and is unpacked into a temporary file without a name (TMPDIR).
+    It needs 16 bytes of memory per line. Lines of plain files are read from their place; compressed files, which have
+    no random access, are unpacked into an unnamed temporary file below TMPDIR.
 
     Args:
-        files: plain or compressed.
-        kind: the key of the source that names them.
-        key_of: returns the key of a line, or None for a line that has none and cannot be found.
+        files: plain or compressed files.
+        kind: the source's key that names them.
+        key_of: returns the key of a line, or None for a line that cannot be looked up.
     """
 
     def __init__(self, files: Sequence[Location], kind: str, key_of: Callable[[bytes], bytes | None]) -> None:
@@ -568,7 +569,7 @@ class KeyedLines:
         self._key_of = key_of
 
     def find(self, key: bytes) -> list[bytes]:
-        """Return the lines that have a key, in their order."""
+        """Return the lines with a key, in their order."""
         wanted = np.uint64(xxhash.xxh3_64_intdigest(key))
         begin, end = (np.searchsorted(self._index["key"], wanted, side) for side in ("left", "right"))
         lines = [self._line(int(place)) for place in self._index["place"][begin:end]]
@@ -580,7 +581,7 @@ class KeyedLines:
 
     @cached_property
     def _index(self) -> np.ndarray:
-        """The hash of the key and the place of each line, sorted by hash: the number of the file lies above 2**48."""
+        """(hash of the key, location) of each line, sorted by hash; a location is file number << 48 | position."""
         index = np.fromiter(self._rows(), [("key", np.uint64), ("place", np.uint64)])
         return index[np.argsort(index["key"], kind="stable")]
 

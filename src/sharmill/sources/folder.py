@@ -1,4 +1,4 @@
-"""Audio files of a folder, each a record, with texts of the same names; and the walk that annotations share."""
+"""A folder of audio files with optional texts of the same names, and the folder walk that annotations share."""
 
 import os
 from abc import abstractmethod
@@ -15,7 +15,7 @@ from sharmill.errors import ConfigError, RejectRecord, refuse
 from sharmill.sources import EncodedSource, RunSource, Unreadable
 from sharmill.sources.files import decode_text, expand_home, read_small
 
-# A text is read as a whole; a larger one is none of an utterance.
+# Texts are read completely; a larger file is not the text of an utterance.
 _MAX_TEXT_BYTES: Final = 1 << 20
 _AUDIO_SUFFIXES: Final = (
     *(".wav", ".flac", ".mp3", ".ogg", ".opus", ".aiff", ".aif", ".sph", ".au"),
@@ -25,24 +25,24 @@ _AUDIO_SUFFIXES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class WalkedSource(RunSource, EncodedSource):
-    """A source of one folder, whose files are found by walking it."""
+    """A source that finds its files by walking one folder."""
 
     audio_suffixes: list[str] = field(default_factory=lambda: list(_AUDIO_SUFFIXES))
-    """Ends of the names of audio files, as ``_mic1.flac``. A folder takes off the longest that fits, in any case;
-    beside annotations the first file that is there counts."""
+    """Suffixes of audio files, such as ``_mic1.flac``. A folder source strips the longest that matches, ignoring case;
+    annotations use the first one for which a file exists."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_one = isinstance(self.audio_root, str)
-        require(is_one, f"audio_root of {self.type} must be one folder; name several as sources of their own")
+        require(is_one, f"audio_root of {self.type} must be one folder; add a source for each further folder")
         require(all(self.audio_suffixes or [""]), "audio_suffixes must not be empty")
 
     @abstractmethod
     def described(self) -> Iterator[list[Any]]:
-        """Yield what identifies each file: its path, and its size or checksum."""
+        """Yield the path of each file with its size or checksum, for the identity."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the number of files, and a checksum of what identifies each."""
+        """Return the number of files and a checksum over the entries of ``described``."""
         self.check()
         digest, count = xxhash.xxh3_64(), 0
         for told in self.described():
@@ -57,36 +57,36 @@ class WalkedSource(RunSource, EncodedSource):
 
 @dataclass(frozen=True, kw_only=True)
 class FolderSource(WalkedSource):
-    """Records of a folder of audio, with texts in files beside it or at the same place below another folder."""
+    """Records for the audio files of a folder, with texts beside the audio or in a parallel folder."""
 
     folder_keys: ClassVar[tuple[str, ...]] = ("text_root",)
     type: str = "folder"
     text_suffixes: list[str] = field(default_factory=lambda: [".txt", ".lab", ".normalized.txt"])
-    """Ends of the names of texts, in the place of that of the audio; the first file that is there counts."""
+    """Suffixes of text files, which replace the audio suffix; the first existing file is used."""
     text_root: str | None = None
-    """Folder of the texts, where they do not lie beside the audio; ``null`` is ``audio_root``."""
+    """Folder of the texts if they are not beside the audio; ``null`` is ``audio_root``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.refuse_url_roots()
 
     def check(self) -> None:
-        """Raise ConfigError where the folder of texts is not there, or there is no audio."""
+        """Raise ConfigError if the folder of texts does not exist, or there is no audio."""
         refuse(
             (
                 self.text_root is not None and not self._texts.is_dir(),
-                f"there is no folder {self._texts}; correct text_root in sources",
+                f"the folder {self._texts} does not exist; correct text_root in sources",
             ),
             (
                 self._root.is_dir() and not any(names for _, names in self._walk()),
-                f"there is no audio below {self._root} whose name ends in {', '.join(self.audio_suffixes)}; name "
-                "another folder (audio_root), or the ends of its names (audio_suffixes, --audio-suffix)",
+                f"no file name below {self._root} ends in {', '.join(self.audio_suffixes)}; name "
+                "another folder (audio_root) or other suffixes (audio_suffixes, --audio-suffix)",
             ),
             code="missing_input",
         )
 
     def described(self) -> Iterator[list[Any]]:
-        """Yield the path and size of each audio file, with the end of the name and the size of its text."""
+        """Yield path and size of each audio file, and suffix and size of its text."""
         for folder, names in self._walk():
             for name in names or ():
                 text = self._text_of(folder, name)
@@ -94,18 +94,18 @@ class FolderSource(WalkedSource):
                 yield told + ([text.suffix, text.stat().st_size] if text else [])
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the folders and their numbers of files; one that cannot be listed has a reject."""
+        """Yield the folders with their numbers of audio files; a folder that cannot be listed counts as one reject."""
         for folder, names in self._walk():
             yield [path_to_text(folder)], 1 if names is None else len(names)
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the folder and the name of each file."""
+        """Yield (folder, file name) for the audio files of a folder."""
         folder = path_from_text(place[0])
         try:
             names = list_files(self._root / folder, self.audio_suffixes)[0]
         except PermissionError:
             shown = os.fsencode(f"{folder}/").decode("utf-8", "replace")
-            yield Unreadable("unreadable_audio", "this user may not list the folder", shown)
+            yield Unreadable("unreadable_audio", "the folder cannot be listed: permission denied", shown)
         else:
             yield from ((folder, name) for name in names[begin:end])
 
@@ -117,17 +117,17 @@ class FolderSource(WalkedSource):
         return walk_files(self._root, self.audio_suffixes)
 
     def _text_of(self, folder: str, name: str) -> Path | None:
-        """Return the file of the text of an audio file; None where there is none."""
+        """Return the text file of an audio file, or None."""
         ends = [suffix for suffix in self.audio_suffixes if name.lower().endswith(suffix.lower())]
         stem = name[: -len(max(ends, key=len))]
         paths = (self._texts / folder / f"{stem}{suffix}" for suffix in self.text_suffixes)
         return next((path for path in paths if path.is_file()), None)
 
     def record(self, entry: tuple[str, str]) -> bytes:
-        """Return the record of an audio file in a folder below the root."""
+        """Return the record of an audio file; ``entry`` is its folder, relative to the root, and its name."""
         path = os.path.join(*entry)  # noqa: PTH118
         if self.shown(entry) != path:
-            raise RejectRecord("malformed", "the name of the file is not UTF-8")
+            raise RejectRecord("malformed", "the file name is not valid UTF-8; rename the file")
         record = {"audio_filepath": path}
         text = self._text_of(*entry)
         if text is not None:
@@ -140,20 +140,20 @@ class FolderSource(WalkedSource):
 
 
 def path_to_text(path: str) -> str:
-    """Return a path as a text that JSON can have, also one that is not UTF-8."""
+    """Encode any path, even one that is not UTF-8, as text for JSON."""
     return os.fsencode(path).decode("latin-1")
 
 
 def path_from_text(text: str) -> str:
-    """Return the path of which ``path_to_text`` made a text."""
+    """Decode the result of ``path_to_text``."""
     return os.fsdecode(text.encode("latin-1"))
 
 
 def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[str] | None]]:
     """Yield each folder below a root with the names of its files that have one of the suffixes, both sorted.
 
-    Folders are relative to the root, "" for itself, and only those with such files, or, with None, that this user may
-    not list; one folder is in memory.
+    Folders are relative to the root, which is "" itself, and folders without such files are left out. A folder that
+    this user may not list has None in place of the names. Memory use is limited to one folder at a time.
 
     Raises:
         ConfigError: this user may not list the root.
@@ -166,7 +166,7 @@ def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[
         except PermissionError as error:
             if not folder:
                 raise ConfigError(
-                    f"this user may not list {root}; permit it, or name another folder", code="missing_input"
+                    f"cannot list {root}: permission denied; allow it, or name another folder", code="missing_input"
                 ) from error
             yield folder, None
             continue
@@ -176,9 +176,9 @@ def walk_files(root: Path, suffixes: Iterable[str]) -> Iterator[tuple[str, list[
 
 
 def list_files(folder: Path, suffixes: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the names of the files with one of the suffixes, in any case, and of the folders in a folder, sorted.
+    """Return the names of files with one of the suffixes (any case) and of folders in a folder, both sorted.
 
-    Hidden ones are left out.
+    Hidden files and folders are left out.
     """
     ends = tuple(suffix.lower() for suffix in suffixes)
     names, folders = [], []

@@ -1,6 +1,6 @@
-"""Kaldi data directories: ``wav.scp``, and, where they are there, ``segments``, ``text``, ``utt2spk`` and others.
+"""Kaldi data directories: ``wav.scp`` and optionally ``segments``, ``text``, ``utt2spk`` and others.
 
-The files are read here and not by lhotse, which runs the commands of ``wav.scp`` and reads all audio before any work.
+They are read here because lhotse would run the commands in ``wav.scp`` and read all audio in advance.
 """
 
 import math
@@ -19,12 +19,12 @@ from sharmill.sources.files import KeyedLines, check_text, decode_text, identify
 
 _AUDIO: Final = "wav.scp"
 _SEGMENTS: Final = "segments"
-# Files of one value for each utterance, and the key of records that has it.
+# Files with one value per utterance, and the record key for the value.
 _VALUES: Final = {"text": "text", "utt2spk": "speaker", "utt2lang": "language"}
 _GENDERS: Final = "spk2gender"
 _FILE: Final = r" (?P<file>(?!-)\S+)"
 _FLAC_OPTIONS: Final = r"(?: -[cds]+| --decode| --stdout| --silent)*+"
-# The arguments of programs that only decode a file; channels are counted from 1.
+# Arguments of programs that only decode a file; their channels are counted from 1.
 _ARGUMENTS: Final = {
     "sph2pipe": rf"(?: -p| -f (?:wav|rif)| -c (?P<channel>[12]))*+{_FILE}",
     "flac": rf"(?=.* (?:-[cs]*d[cs]*|--decode)(?: |$)){_FLAC_OPTIONS}{_FILE}{_FLAC_OPTIONS}",
@@ -35,20 +35,20 @@ _ARGUMENTS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class KaldiSource(LineSource, EncodedSource):
-    """Records of a Kaldi data directory: its segments, or its recordings where it has none."""
+    """Records of a Kaldi data directory: its segments, or its recordings if there is no ``segments`` file."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("data_dir",)
     type: str = "kaldi"
     data_dir: str
-    """The data directory. It has ``wav.scp``, and may have ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
+    """The data directory. It contains ``wav.scp`` and optionally ``segments``, ``text``, ``utt2spk``, ``utt2lang`` and
     ``spk2gender``; the order of their lines does not matter."""
 
     def check(self) -> None:
-        """Raise ConfigError where there is no such directory, or a file of it is none of Kaldi's."""
+        """Raise ConfigError if the directory does not exist, or one of its files is not a text file."""
         refuse(
             (
                 isinstance(self._folder, Path) and not self._folder.is_dir(),
-                f"the data directory {self._folder} is not there; correct data_dir in sources",
+                f"the data directory {self._folder} does not exist; correct data_dir in sources",
             ),
             (
                 not (self._folder / _AUDIO).exists(),
@@ -69,10 +69,10 @@ class KaldiSource(LineSource, EncodedSource):
         return entry.decode(self.encoding, "replace")
 
     def record(self, entry: bytes) -> bytes:
-        """Return the record of a line of ``segments`` or, without such a file, of ``wav.scp``."""
+        """Return the record of a line of ``segments``, or of ``wav.scp`` if there is no such file."""
         utterance, *rest = _without_bom(entry).split()
         lines_of = self.files[0].name
-        # If there are several lines, nobody knows which one the text belongs to.
+        # This raises an error if an utterance has several lines, since its text could belong to any of them.
         self._value(lines_of, utterance)
         record: dict[str, Any] = {"utterance_id": self._decode(utterance)}
         for name, key in _VALUES.items():
@@ -84,34 +84,38 @@ class KaldiSource(LineSource, EncodedSource):
             return msgspec.json.encode(record | self._audio(utterance))
         is_segment = len(rest) in (3, 4)
         refuse_record(
-            (not is_segment, "malformed", "a line of segments is an utterance, a recording, a begin and an end")
+            (not is_segment, "malformed", "a line of segments must contain utterance, recording, start and end")
         )
         audio, times = self._audio(rest[0]), _times(rest[1:])
         is_other = "channel" in audio and times.get("channel", 0)
-        problem = "the command in wav.scp leaves one channel, the segment names another"
+        problem = "the command in wav.scp selects one channel, but the segment names another"
         refuse_record((is_other, "unsupported_channels", problem))
         return msgspec.json.encode(record | times | audio)
 
     def _audio(self, recording: bytes) -> dict[str, Any]:
-        """Return the keys of a record that name the file of a recording, and perhaps its channel."""
+        """Return ``audio_filepath`` and possibly ``channel`` for a recording."""
         path = self._value(_AUDIO, recording)
         if not path:
-            found = "has no path of" if path == "" else "has no recording"
+            found = "has no path for" if path == "" else "has no recording"
             raise RejectRecord("missing_audio", f"wav.scp {found} {self._decode(recording)[:80]!r}")
         if path.rstrip().endswith("|"):
             return read_command(path)
         is_archive = re.search(r"\.ark(\.gz)?:\d+(\[[^][]*\])?$", path)
         refuse_record(
-            (is_archive, "unreadable_audio", "the audio is in an archive of Kaldi: extract it into files first")
+            (
+                is_archive,
+                "unreadable_audio",
+                "the audio is in a Kaldi archive, which is not supported; extract it into audio files",
+            )
         )
         return {"audio_filepath": path}
 
     def _value(self, name: str, key: bytes) -> str | None:
-        """Return the rest of the line of a file that begins with a key; None without such a line or file."""
+        """Return the rest of the line that begins with ``key`` in a file; None if the line or file does not exist."""
         index = self._indices.get(name)
         lines = set(index.find(key)) if index is not None else set()
         if len(lines) > 1:
-            raise RejectRecord("malformed", f"{name} has {len(lines)} different lines of {self._decode(key)[:80]!r}")
+            raise RejectRecord("malformed", f"{name} has {len(lines)} different lines for {self._decode(key)[:80]!r}")
         return next((self._decode(b"".join(_without_bom(line).split(None, 1)[1:])) for line in lines), None)
 
     def _decode(self, text: bytes) -> str:
@@ -128,7 +132,7 @@ class KaldiSource(LineSource, EncodedSource):
 
     @cached_property
     def files(self) -> list[Location]:
-        """The file whose lines are the records."""
+        """The file whose lines become records."""
         segments = self._folder / _SEGMENTS
         return [segments if segments.exists() else self._folder / _AUDIO]
 
@@ -138,20 +142,20 @@ class KaldiSource(LineSource, EncodedSource):
 
 
 def _times(words: list[bytes]) -> dict[str, Any]:
-    """Return the keys of begin, end and perhaps channel of a segment; an end of -1 is that of the recording."""
+    """Return offset, duration and possibly channel of a segment; an end of -1 is the end of the recording."""
     try:
         begin, end = (float(word) for word in words[:2])
         channel = {"channel": int(words[2])} if len(words) == 3 else {}
     except ValueError as error:
-        raise RejectRecord("malformed", "the times of the segment are no numbers") from error
+        raise RejectRecord("malformed", "the times of the segment are not numbers") from error
     is_finite = math.isfinite(begin) and math.isfinite(end)
     refuse_record((not is_finite, "malformed", "the times of the segment are not finite"))
-    duration = {} if end == -1 else {"duration": round(end - begin, 8)}  # as lhotse rounds times
+    duration = {} if end == -1 else {"duration": round(end - begin, 8)}  # rounded as lhotse does
     return {"offset": begin} | duration | channel
 
 
 def _first_word(line: bytes) -> bytes:
-    # A line of nothing but the mark has no word.
+    # A line that consists only of a byte order mark has no word.
     return next(iter(_without_bom(line).split(None, 1)), b"")
 
 
@@ -160,26 +164,26 @@ def _without_bom(line: bytes) -> bytes:
 
 
 def read_command(command: str) -> dict[str, Any]:
-    """Return ``audio_filepath`` and perhaps ``channel`` of a command that ends in ``|`` and only decodes a file.
+    """Return ``audio_filepath`` and possibly ``channel`` for a command that ends in ``|`` and only decodes a file.
 
-    None is ever run.
+    The command is never run.
 
     >>> read_command("sph2pipe -f wav -p -c 2 calls/en_4156.sph |")
     {'audio_filepath': 'calls/en_4156.sph', 'channel': 1}
 
     Raises:
-        RejectRecord: ``outside_root`` where it is another command.
+        RejectRecord: ``outside_root`` for any other command.
     """
     text = command.rstrip().removesuffix("|")
     program, *words = text.split() or [""]
     found = re.fullmatch(_ARGUMENTS.get(program.rpartition("/")[2], "$."), "".join(f" {word}" for word in words))
-    # With a letter that a shell gives a meaning to, a file has to be renamed.
+    # File names with characters that are special in a shell are not accepted.
     if found is None or re.search(r"[|&;<>()$`\\\"'*?\[\]#~!{}\n]", text):
         raise RejectRecord(
             "outside_root",
-            f"wav.scp has the command {command[:100]!r}; commands are never run. Of those that only decode a file, "
+            f"wav.scp has the command {command[:100]!r}; commands are never run, and only commands like "
             "`sph2pipe -f wav -p -c 1 a.sph |`, `flac -c -d -s a.flac |`, `sox a.wav -t wav - |` and `cat a.wav |` are "
-            "understood; store what others make as files, and name these",
+            "understood; save the output of other commands as audio files, and name the files in wav.scp",
         )
     channel = found.groupdict().get("channel")
     return {"audio_filepath": found["file"]} | ({} if channel is None else {"channel": int(channel) - 1})

@@ -1,4 +1,4 @@
-"""lhotse's manifests, JSON lines, plain or in gzip: a CutSet, or a RecordingSet with or without its SupervisionSet."""
+"""lhotse's manifests as JSON lines, plain or gzip: a CutSet, or a RecordingSet with an optional SupervisionSet."""
 
 import functools
 import math
@@ -36,13 +36,13 @@ from sharmill.sources.lhotse_lines import (
     speech_record,
 )
 
-# Types of sources of a recording that are no files, and the reason and the sentence of the reject.
+# Types of a recording's sources that are not files, with the reason and message of the reject.
 _NO_FILES: Final = {
     "command": ("outside_root", "the audio is the output of a command, which is never run"),
-    "shar": ("unsupported_cut", "the audio is in the tars of a Shar, and these are its cuts only"),
-    "memory": ("unsupported_cut", "the audio is in memory only"),
+    "shar": ("unsupported_cut", "the audio is in the tar files of a Shar; use the source type lhotse_shar for it"),
+    "memory": ("unsupported_cut", "the audio is stored inside the manifest; save it as a file"),
 }
-# Keys of a line that tell of which manifest it is.
+# Keys that show which kind of manifest a line belongs to.
 _OWN_KEYS: Final = {
     "sources": "recordings", "tracks": "cuts", "supervisions": "cuts", "recording_id": "supervisions",
 }  # fmt: skip
@@ -50,61 +50,62 @@ _OWN_KEYS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class LhotseSource(LineSource, ColumnSource):
-    """Records of lhotse manifests: cuts, supervisions with the recordings that they belong to, or recordings."""
+    """Records of lhotse manifests: cuts, supervisions with their recordings, or recordings alone."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("cuts", "supervisions", "recordings")
     type: str = "lhotse"
     cuts: str | list[str] | None = None
-    """Path of a CutSet, ``.jsonl`` or ``.jsonl.gz``, or a list of them, as ``manifest`` of ``nemo``."""
+    """Path of a CutSet, ``.jsonl`` or ``.jsonl.gz``, or a list of paths, as for ``manifest`` of ``nemo``."""
     recordings: str | list[str] | None = None
-    """Path of a RecordingSet, or a list of them; instead of ``cuts``. Without ``supervisions`` each is a record."""
+    """Path of a RecordingSet, or a list of paths; used instead of ``cuts``. Without ``supervisions``, each recording
+    becomes a record."""
     supervisions: str | list[str] | None = None
-    """Path of a SupervisionSet, or a list of them: each supervision is a record, in this order."""
+    """Path of a SupervisionSet, or a list of paths. Each supervision becomes a record, in this order."""
     split: bool = False
-    """Every supervision of a cut is a record. ``false``: the cut is one, with the texts of its supervisions joined; a
-    cut with several speakers is then rejected."""
+    """``true`` makes each supervision of a cut a record. ``false`` makes each cut a record with the joined texts of its
+    supervisions, and rejects cuts with several speakers."""
     keep_ids: bool = False
-    """The ids of the cuts are those of the dataset: of cuts with ``split: true`` and of supervisions their ids, of
-    recordings alone theirs. All sources of a dataset keep ids, or none."""
+    """Keep ids: supervision ids for cuts with ``split: true`` and for supervisions, otherwise the ids of the cuts or
+    recordings. Set this for all sources of a dataset, or for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         named = [key for key in self.file_keys if getattr(self, key) is not None]
         is_manifest = named in (["cuts"], ["recordings"], ["supervisions", "recordings"])
-        require(is_manifest, "give either cuts, or recordings, or recordings and supervisions")
+        require(is_manifest, "set either cuts, or recordings, or recordings and supervisions")
         is_usable = not self.split or self.cuts is not None
-        require(is_usable, "split is for cuts; of supervisions each one is a record anyway")
+        require(is_usable, "split applies only to cuts; each supervision of a SupervisionSet is a record anyway")
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be the manifest that it is named as."""
+        """Raise ConfigError if a file cannot be the kind of manifest that its key names."""
         for key in self.file_keys:
             for file in self.find(key):
                 check_json_lines(
                     file,
                     key,
-                    "write it by lhotse as .jsonl or .jsonl.gz, such as by lhotse copy",
+                    "convert it to .jsonl or .jsonl.gz, for example with lhotse copy",
                     functools.partial(_mistaken, key),
                 )
 
     def identity(self) -> dict[str, Any]:
-        """Return the size and checksum of every file, by its key, number and name; also prove that each can be read."""
+        """Return size and checksum of every file by key, number and name; also prove that all files are readable."""
         found = super().identity()
         for file in self.find("recordings"):
-            # The pieces prove that the records can be read.
+            # Reading the pieces only checks the files whose lines become records.
             for _ in iterate_lines(file, "recordings"):
                 pass
         return found
 
     def split_line(self, line: bytes) -> list[Any]:
-        """Return a line and, with ``split``, its cut with one of the supervisions."""
+        """Return the entries of a line: with ``split``, one for each supervision of its cut, otherwise one."""
         if self.split:
-            with suppress(RejectRecord):  # of which ``record`` tells
+            with suppress(RejectRecord):  # ``record`` reports the error
                 cut = decode_lhotse_line(line, Cut)
                 return [(line, cut, [supervision]) for supervision in cut.supervisions] or [(line, cut, [])]
         return [(line, None, [])]
 
     def record(self, entry: Any) -> RawRecord:
-        """Return the record of a cut, of a supervision or of a recording."""
+        """Return the record of a cut, a supervision, or a recording."""
         line, cut, supervisions = entry
         lost: set[str] = set()
         if self.cuts is not None:
@@ -117,10 +118,10 @@ class LhotseSource(LineSource, ColumnSource):
             cut = Cut(recording.id, duration=recording.seconds, channel=channels, recording=recording)
         else:
             one = decode_lhotse_line(line, Supervision)
-            # A set may have a recording twice, as it is where parts of a corpus were put together.
+            # A set may contain a recording twice if it was concatenated from parts of a corpus.
             found = sorted(set(self._recordings.find(one.recording_id.encode())))
-            number = "several recordings have" if found else "no recording has"
-            detail = f"{number} the id {one.recording_id[:80]!r} of the supervision"
+            number = "several different recordings have" if found else "no recording has"
+            detail = f"{number} the supervision's recording_id {one.recording_id[:80]!r}"
             refuse_record((len(found) != 1, "malformed", detail))
             supervisions = [one]
             cut = Cut(one.id, duration=math.inf, recording=decode_lhotse_line(found[0], RecordingLine))
@@ -131,7 +132,7 @@ class LhotseSource(LineSource, ColumnSource):
         return describe(encode_record(record, line), lost) if lost else encode_record(record, line)
 
     def shown(self, entry: Any) -> str:
-        """Return the begin of a line."""
+        """Return the start of a line."""
         return entry[0][:4096].decode("utf-8", "replace")
 
     @cached_property
@@ -150,18 +151,18 @@ def _recording_id(line: bytes) -> bytes | None:
 
 
 def _mistaken(key: str, first: dict[str, Any]) -> str | None:
-    """Return what is wrong with a file whose first object is of another manifest than its key says."""
+    """Return a message if the first object of a file belongs to another manifest than ``key``, otherwise None."""
     if "audio_filepath" in first:
-        return "has the records of a NeMo manifest; read it by type: nemo"
+        return "has the records of a NeMo manifest; use type: nemo"
     is_cut = str(first.get("type")).endswith("Cut")
     found = next((kind for own, kind in _OWN_KEYS.items() if own in first), "cuts" if is_cut else key)
-    return None if found == key else f"has {found}, not {key}; name it as {found}"
+    return None if found == key else f"has {found}, not {key}; set the key {found} instead of {key}"
 
 
 def _cut_record(
     cut: Cut, supervisions: list[Supervision], split: bool, chosen: Channel, lost: set[str]
 ) -> dict[str, Any]:
-    """Return the record of some supervisions of a cut, with ``split`` that of the only one; see ``speech_record``."""
+    """Return the record for supervisions of a cut, with ``split`` for exactly one; see ``speech_record``."""
     if not split:
         supervisions = find_heard(cut, chosen, lost)
     start, end, channels = 0.0, cut.duration, listed(cut.channel)
@@ -175,13 +176,13 @@ def _cut_record(
         raise RejectRecord("missing_field", "the cut has no recording")
     for supervision in supervisions:
         beyond = max(-supervision.start, supervision.start + supervision.duration - cut.duration)
-        # The supervision of a window of a recording may go far beyond it.
+        # If the cut is a window of a recording, its supervision may extend far beyond it.
         refuse_record(
             (
                 beyond > MAX_BEYOND,
                 "duration_mismatch",
-                f"the supervision {supervision.id[:80]} goes {beyond:.3g} s beyond its cut, so that its text would not "
-                "fit the audio",
+                f"the supervision {supervision.id[:80]} extends {beyond:.3g} s beyond its cut, so its text would not "
+                "match the audio",
             )
         )
     record |= _audio(cut.recording, cut.start + start, end - start, channels, chosen)
@@ -191,8 +192,8 @@ def _cut_record(
 def _audio(
     recording: RecordingLine, start: float, duration: float, channels: list[int], chosen: Channel
 ) -> dict[str, Any]:
-    """Return the keys of a record that say where its audio is; without ``offset`` where that is the whole file."""
-    # Another sampling rate is the same speech at the same times; write.sampling_rate is what is stored.
+    """Return the keys of a record that locate its audio; without ``offset`` if it is the whole file."""
+    # Resampling does not change speech or times, and write.sampling_rate decides what is stored.
     changes = [str(transform.get("name"))[:40] for transform in recording.transforms or []]
     other_changes = [name for name in changes if name != "Resample"]
     channel = channels[0] if len(channels) == 1 else chosen
@@ -200,17 +201,17 @@ def _audio(
         (
             other_changes,
             "unsupported_cut",
-            f"its recording is changed by {''.join(other_changes[:1])!r}, which sharmill does not apply: "
-            "store the changed audio (lhotse: CutSet.save_audios), and name the new cuts",
+            f"its recording has the transform {''.join(other_changes[:1])!r}, which sharmill does not apply; "
+            "save the transformed audio (lhotse: CutSet.save_audios), and use the new cuts",
         ),
         (
             channel != "downmix" and channel not in channels,
             "unsupported_channels",
-            f"the channels are {', '.join(map(str, channels[:20]))}; set channel of the source to one of them",
+            f"the channels are {', '.join(map(str, channels[:20]))}; set the key channel of the source to one of them",
         ),
     )
     part, index = _part(recording, channels, channel)
-    other_type = "malformed", f"the audio is of the type {part.type[:40]!r}, and no path of a file or URL"
+    other_type = "malformed", f"the audio has the type {part.type[:40]!r}, not the path of a file or a URL"
     is_named = part.type in ("file", "url") and isinstance(part.source, str)
     refuse_record((not is_named, *_NO_FILES.get(part.type, other_type)))
     record: dict[str, Any] = {"audio_filepath": part.source}
@@ -225,14 +226,14 @@ def _audio(
 
 
 def _part(recording: RecordingLine, channels: list[int], channel: Channel) -> tuple[AudioPart, Channel]:
-    """Return the file that has a channel, and the channel's place in the file."""
+    """Return the file that contains a channel, and the channel's index in the file."""
     if channel == "downmix":
         whole = [part for part in recording.sources if sorted(part.channels) == sorted(channels)]
         refuse_record(
-            (not whole, "unsupported_channels", "downmix is the mean of a file, and these channels are not a file")
+            (not whole, "unsupported_channels", "downmix needs all channels in one file, and these are in several")
         )
         return whole[0], channel
     for part in recording.sources:
         if channel in part.channels:
             return part, part.channels.index(channel)
-    raise RejectRecord("malformed", f"no source of the recording has the channel {channel}")
+    raise RejectRecord("malformed", f"no source of the recording has channel {channel}")

@@ -1,4 +1,4 @@
-"""Lines of lhotse's manifests, and the keys that they give to records, except those about the audio."""
+"""Lines of lhotse's manifests, and the keys that they contribute to records, except keys about the audio."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -23,18 +23,18 @@ from sharmill.sources.files import (
 from sharmill.sources.nemo import skip_mark
 
 T = TypeVar("T")
-# Finite: a custom key alone may be NaN.
+# Only finite values; NaN is accepted only in custom keys.
 _Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-# A float holds it exactly.
+# Range of integers that a float represents exactly.
 _Number = Annotated[int, msgspec.Meta(ge=-1 << 53, le=1 << 53)]
-# Custom keys with these names do not describe the audio of the record, or are sharmill's own.
+# Custom keys that are not copied to the record: they describe other audio, or are sharmill's own.
 _OF_AUDIO: Final = frozenset({"audio_filepath", "offset", "duration", "channel", ALIGNMENT})
 _SEVERAL_VALUES: Final = "several values of {}"
 _decoder: Final[Callable[[Any], msgspec.json.Decoder[Any]]] = functools.cache(msgspec.json.Decoder)
 
 
 class AudioPart(msgspec.Struct):
-    """A file of a recording, or what stands for one; ``channels`` are those of the recording that it has."""
+    """A file of a recording or a substitute for one; ``channels`` are the recording's channels that it contains."""
 
     type: str
     source: Any
@@ -43,7 +43,7 @@ class AudioPart(msgspec.Struct):
 
 
 class RecordingLine(msgspec.Struct):
-    """A line of a RecordingSet, or the Recording beside an audio file in a tar: facts about that file."""
+    """A line of a RecordingSet, or the Recording that describes an audio file in a tar."""
 
     id: str
     sources: list[AudioPart]
@@ -54,14 +54,15 @@ class RecordingLine(msgspec.Struct):
 
     @property
     def seconds(self) -> float:
-        """The length of the audio."""
+        """The duration of the audio in seconds."""
         return self.num_samples / max(1, self.sampling_rate)
 
 
 class Supervision(msgspec.Struct):
-    """A line of a SupervisionSet, or a supervision of a cut; ``start`` in seconds of the recording, or of the cut.
+    """A line of a SupervisionSet, or a supervision of a cut.
 
-    The times of ``alignment`` are those of the recording in both.
+    ``start`` is in seconds, relative to the recording in a SupervisionSet and to the cut in a cut. The times of
+    ``alignment`` are always relative to the recording.
     """
 
     id: str
@@ -78,7 +79,7 @@ class Supervision(msgspec.Struct):
 
 
 class Cut(msgspec.Struct):
-    """A line of a CutSet: a MonoCut or a MultiCut, or of another kind, of which no record can be made."""
+    """A line of a CutSet: a MonoCut, a MultiCut, or a cut of another type, which cannot become a record."""
 
     id: str
     type: str = "MonoCut"
@@ -92,12 +93,12 @@ class Cut(msgspec.Struct):
 
 
 def decode_lhotse_line(line: bytes, kind: type[T]) -> T:
-    """Decode a Cut, a Supervision or a Recording; NaN and Infinity, which Python and lhotse write, stay as they are.
+    """Decode a Cut, Supervision or Recording; NaN and Infinity, which lhotse may write, are kept.
 
     Raises:
         RejectRecord: ``malformed``.
     """
-    problem = f"it is no {kind.__name__.lower()} of lhotse"
+    problem = f"the line is not a lhotse {kind.__name__.lower()}"
     try:
         return decode_json(line, _decoder(kind), problem)
     except RejectRecord:
@@ -107,14 +108,17 @@ def decode_lhotse_line(line: bytes, kind: type[T]) -> T:
 
 
 def describe(encoded: bytes, lost: Iterable[str], member: Member | None = None) -> Described:
-    """Return a record with the place of its audio, and notes of what it does not carry."""
+    """Return a record with the location of its audio and a note for each name in ``lost``."""
     return Described(
-        encoded, member, {f"records have {name[:80]}, which the dataset does not take": 1 for name in lost}
+        encoded, member, {f"records have {name[:80]}, which the dataset does not store": 1 for name in lost}
     )
 
 
 def find_heard(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
-    """Return the supervisions of a cut, of a MultiCut those in the channel that is chosen; name others in ``lost``."""
+    """Return the supervisions of a cut in the chosen channel; report dropped supervisions in ``lost``.
+
+    A cut with one channel keeps all supervisions, as does any cut if ``chosen`` is not a number.
+    """
     if not isinstance(chosen, int) or not isinstance(cut.channel, list) or len(cut.channel) == 1:
         return cut.supervisions
     heard = [supervision for supervision in cut.supervisions if chosen in listed(supervision.channel)]
@@ -124,7 +128,7 @@ def find_heard(cut: Cut, chosen: Channel, lost: set[str]) -> list[Supervision]:
 
 
 def _check_speech(cut: Cut, supervisions: Sequence[Supervision]) -> None:
-    """Raise RejectRecord where a cut is not of one recording and speaker, or is marked as records of NeMo are."""
+    """Raise RejectRecord if a cut cannot become one record, or is marked to be skipped."""
     speakers = {supervision.speaker for supervision in supervisions}
     customs = [cut.custom, *(supervision.custom for supervision in supervisions)]
     is_marked = any(skip_mark(custom or {}) for custom in customs)
@@ -132,15 +136,15 @@ def _check_speech(cut: Cut, supervisions: Sequence[Supervision]) -> None:
         (
             cut.type not in ("MonoCut", "MultiCut", "Cut"),
             "unsupported_cut",
-            f"the cut is a {cut.type[:40]}, not audio as it is in one recording",
+            f"the cut is a {cut.type[:40]}; only cuts of one unmodified recording are supported",
         ),
         (
             len(speakers) > 1,
             "unsupported_cut",
-            f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; split: true of the source "
-            "makes a record of each, and lhotse's CutSet.trim_to_supervisions, before a Shar is written, a cut",
+            f"the cut has {len(supervisions)} supervisions of {len(speakers)} speakers; set split: true to make a "
+            "record of each, or call lhotse's CutSet.trim_to_supervisions before writing a Shar",
         ),
-        (is_marked, "skipped", "the cut, or a supervision of it, is marked with _skipme"),
+        (is_marked, "skipped", "the cut or one of its supervisions is marked with _skipme"),
     )
 
 
@@ -149,17 +153,18 @@ def speech_record(
 ) -> dict[str, Any]:
     """Return the keys of a record that do not concern its audio.
 
-    Keys of the supervisions' ``custom`` replace those of the cut's, and their attributes replace both.
+    Keys in ``custom`` of the supervisions override keys in ``custom`` of the cut, and the supervisions' attributes
+    override both.
 
     Args:
-        cut: gives the record.
-        supervisions: those of the record.
+        cut: the cut of the record.
+        supervisions: supervisions of the record.
         own: id of the record.
-        start: seconds of the recording at which the record begins.
-        lost: names of what the record does not carry, to which this function adds.
+        start: start of the record in seconds of the recording.
+        lost: names of things that the record does not carry; this function adds to it.
 
     Raises:
-        RejectRecord: the supervisions do not make one record.
+        RejectRecord: the supervisions cannot be combined into one record.
     """
     _check_speech(cut, supervisions)
     sources = cut.recording.sources if cut.recording else []
@@ -183,8 +188,8 @@ def speech_record(
         lost |= layer.keys() - kept.keys() - _OF_AUDIO
         lost |= {_SEVERAL_VALUES.format(key) for key in kept.keys() & record.keys() if kept[key] != record[key]}
         record |= kept
-    # The audio that a segment was once taken from, which is another file if it was stored since. Of a Shar made of a
-    # Shar, what is known of the first one stays.
+    # Keep the origin of a segment that was stored as another file since. If a Shar was built from a Shar, the first
+    # origin is kept.
     custom = layers[1] | layers[0]
     taken_from = {f"source_{key}": custom[key] for key in ("audio_filepath", "offset", "channel") if key in custom}
     record |= {key: value for key, value in taken_from.items() if key not in record}
@@ -194,24 +199,24 @@ def speech_record(
 def _make_alignments(
     supervisions: Iterable[Supervision], cut_start: float, start: float, lost: set[str]
 ) -> dict[str, dict[str, list[Any]]]:
-    """Return the key of a record with the alignments of its supervisions, in seconds from its start, if it has some.
+    """Return the key for alignments of the supervisions, in seconds from the record's start, if there are any.
 
-    lhotse counts their times from the start of the recording, also in cuts, and does not shift them when it stores cuts
-    as new recordings. So the alignment of a supervision is taken only if all of it lies within the supervision.
+    lhotse counts alignment times from the start of the recording, even in cuts, and does not shift them when it stores
+    cuts as new recordings. An alignment is therefore used only if all of it lies within its supervision.
     """
     made: dict[str, list[Any]] = {}
     for supervision in supervisions:
         begin = cut_start + supervision.start
         alignments = fit_alignments(supervision.alignment or {}, start, begin, begin + supervision.duration)
         if alignments is None:
-            lost.add("an alignment that lies outside of its segment or is not in lhotse's form")
+            lost.add("an alignment outside its segment or in an unknown format")
         for kind, items in (alignments or {}).items():
             made.setdefault(kind, []).extend(items)
     return {ALIGNMENT: made} if any(made.values()) else {}
 
 
 def _common_keys(mappings: list[dict[str, Any]], lost: set[str]) -> dict[str, Any]:
-    """Return the keys that all mappings have with one value; add the names of the others to ``lost``."""
+    """Return the keys that have the same value in all mappings; report the others in ``lost``."""
     first, *others = mappings or [{}]
     common = {key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}
     lost |= {_SEVERAL_VALUES.format(key) for key in set(chain(*mappings)) - common.keys() - _OF_AUDIO}
@@ -219,7 +224,7 @@ def _common_keys(mappings: list[dict[str, Any]], lost: set[str]) -> dict[str, An
 
 
 def _is_data(value: Any) -> bool:
-    """Return True if a value is a manifest of lhotse about data elsewhere: an array, features, a recording."""
+    """Return True if a value is a lhotse manifest of data stored elsewhere: an array, features, or a recording."""
     return isinstance(value, dict) and (
         "storage_type" in value
         or _is_data(value.get("array"))

@@ -1,4 +1,4 @@
-"""Shars, sharmill's own or of any other tool: each cut is a record, and its audio stays in the tar that it is in."""
+"""Shars, written by sharmill or any other tool. Each cut becomes a record, and its audio stays in its tar."""
 
 import math
 from collections.abc import Iterator
@@ -39,29 +39,29 @@ from sharmill.sources.lhotse_lines import (
     speech_record,
 )
 
-# Fields of a Shar that usually have the audio.
+# Fields that usually contain the audio.
 _USUAL_FIELDS: Final = (TARGET_AUDIO, RECORDING)
-# Stored audio is the segment that the cut stands for if they are equally long, but for the delay of a codec.
+# Seconds. Stored audio is exactly the cut's segment if their durations differ by no more than a codec's delay.
 _SAME_SECONDS: Final = 0.025
-# Keys of cuts that a record does not carry.
+# Keys of cuts that are not copied to the record.
 _DROPPED: Final = (*CONTEXT_KEYS, DURATION_FROM_HEADER, CONTEXT_UNALIGNED, SOURCE_CUT_ID)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
-    """Records of a Shar: a dataset by sharmill, or shards that lhotse or another tool wrote."""
+    """Records of a Shar: a sharmill dataset, or shards written by lhotse or another tool."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("shar",)
     type: str = "lhotse_shar"
     audio_root: str | None = None
-    """Folder below which names and ids begin; ``null`` is ``shar``."""
+    """Folder that names and ids are relative to; ``null`` is ``shar``."""
     shar: str
-    """Folder of the Shar: a finished dataset directory, lhotse's own layout, or a folder for each field."""
+    """Folder of the Shar: a finished dataset directory, lhotse's layout, or a folder per field."""
     audio: str | None = None
-    """Field that has the audio, such as ``target_audio``; ``null`` takes ``target_audio`` or ``recording``, whichever
-    there is."""
+    """Field with the audio, such as ``target_audio``; ``null`` uses ``target_audio`` or ``recording``, whichever
+    exists."""
     keep_ids: bool = False
-    """The ids of the cuts are those of the dataset. All sources of a dataset keep ids, or none."""
+    """Keep the ids of the cuts in the dataset. Set this for all sources of a dataset, or for none."""
 
     def __post_init__(self) -> None:
         if self.audio_root is None:
@@ -75,7 +75,7 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
         return expand_home(self.shar)
 
     def check(self) -> None:
-        """Raise ConfigError where the folder is no finished Shar, or has not the field of the audio."""
+        """Raise ConfigError if the folder is not a finished Shar, or lacks the field of the audio."""
         field = self._field
         self.container(self.folder / DATASET_FILE)
         lacking = [
@@ -90,15 +90,18 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
                 decode_lhotse_line(table.member(number), RecordingLine)
                 break
             except (DamagedShard, StopIteration):
-                continue  # it has no item that would tell
+                continue  # this shard has no item to check
             except RejectRecord as reject:
                 raise ConfigError(
-                    f"the field {field} of {self.folder} is not audio; name the one that is with audio",
+                    f"the field {field} of {self.folder} is not audio; set the key audio to a field with audio",
                     code="bad_config_value",
                 ) from reject
 
     def identity(self) -> dict[str, Any]:
-        """Return the number of shards, and a checksum of names, sizes and the checksums of the index or of the cuts."""
+        """Return the number of shards, and a checksum over file names, sizes and known checksums.
+
+        If the Shar has no index, the checksums of the cut files are computed.
+        """
         self.check()
         told = []
         for shard in self._shards:
@@ -111,21 +114,21 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
         return {"shards": [len(self._shards), checksum_bytes(msgspec.json.encode(told))]}
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the shards and their numbers of cuts, which are counted where there is no index."""
+        """Yield the shards with their numbers of cuts; cuts are counted if there is no index."""
         for number, shard in enumerate(self._shards):
             count = shard.count
             if count < 0:
                 lines, damage = salvage_lines(self.folder / shard.files[CUTS])
-                # The cuts that a damage cuts off count as one.
+                # All cuts lost behind a damaged place count as one.
                 count = len(lines) + (damage is not None)
             yield [number, count], count
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the lines of the cuts of a shard, with the audio."""
+        """Yield (audio of the shard, line) for the cuts of a shard."""
         shard, count = self._shards[place[0]], place[1]
         lines, damage = salvage_lines(self.folder / shard.files[CUTS])
         if damage is None and len(lines) != count:
-            damage = DamagedShard(f"{shard.files[CUTS]} has {len(lines)} cuts, and there should be {count}")
+            damage = DamagedShard(f"{shard.files[CUTS]} has {len(lines)} cuts instead of {count}")
             lines = []
         path = self.folder / shard.files[self._field]
         audio = _ShardAudio(path, self.container(path), shard.files.keys() - {CUTS, self._field})
@@ -153,7 +156,10 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
     @cached_property
     def _shards(self) -> list[ShardRecord]:
         is_there = self.folder.is_dir()
-        refuse((not is_there, f"the Shar {self.folder} is not a folder; correct shar in sources"), code="missing_input")
+        refuse(
+            (not is_there, f"{self.folder} is not a folder; set shar in sources to the folder of a Shar"),
+            code="missing_input",
+        )
         try:
             if is_indexed(self.folder):
                 return list(read_shards(self.folder, read_dataset(self.folder).num_shards))
@@ -163,7 +169,7 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
 
     @cached_property
     def _field(self) -> str:
-        """The field that has the audio."""
+        """The field with the audio."""
         fields = sorted({field for shard in self._shards for field in shard.files} - {CUTS})
         wanted = _USUAL_FIELDS if self.audio is None else (self.audio,)
         found = [field for field in wanted if field in fields]
@@ -175,7 +181,7 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
             ),
             (
                 len(found) != 1,
-                f"{self.folder} {has}; name the field of the audio with audio: one of {', '.join(fields) or 'none'}",
+                f"{self.folder} {has}; set audio to the field with the audio (fields: {', '.join(fields) or 'none'})",
             ),
             code="unknown_field",
         )
@@ -183,11 +189,12 @@ class LhotseSharSource(ContainerSource, RunSource, ColumnSource):
 
 
 class _ShardAudio:
-    """The audio of one shard by the ids of its cuts: of a damaged archive, what comes before the damage.
+    """The audio of one shard by cut id; for a damaged archive, only the audio before the damaged place.
 
     Args:
-        container: the path of the archive below the audio root.
-        other_fields: names of the shard's fields that have neither the cuts nor the audio.
+        path: the archive.
+        container: path of the archive relative to the audio root.
+        other_fields: fields of the shard other than cuts and audio.
     """
 
     def __init__(self, path: Path, container: str, other_fields: set[str]) -> None:
@@ -206,10 +213,10 @@ class _ShardAudio:
                 self._of_cut.setdefault(stem, []).append(number)
 
     def find(self, cut_id: str) -> tuple[str, RecordingLine, tuple[int, int]]:
-        """Return the name of the member that has the audio of a cut, the Recording behind it, and its place.
+        """Return the name of the member with a cut's audio, the Recording stored after it, and the member's location.
 
         Raises:
-            RejectRecord: there is none, or not one.
+            RejectRecord: the cut has no such member, or more than one.
         """
         if isinstance(self._table, RejectRecord):
             raise self._table
@@ -218,13 +225,17 @@ class _ShardAudio:
         audio = [number for number in found if not names[number].endswith(f".{NO_DATA}")]
         behind = [name for number in audio for name in names[number + 1 : number + 2]]
         refuse_record(
-            (len(found) > 1, "malformed", f"{self._name} has {len(found)} members of this cut"),
-            (not found and damage, "unreadable_audio", f"no member of this cut comes before the damage: {damage}"),
-            (not audio, "missing_audio", f"{self._name} has no audio of this cut"),
+            (len(found) > 1, "malformed", f"{self._name} has {len(found)} members for this cut"),
+            (
+                not found and damage,
+                "unreadable_audio",
+                f"the archive is damaged before any member of this cut: {damage}",
+            ),
+            (not audio, "missing_audio", f"{self._name} has no audio for this cut"),
             (
                 behind != [f"{cut_id}.json"],
                 "unreadable_audio" if damage else "malformed",
-                f"{self._name} has no {cut_id}.json behind the audio of this cut",
+                f"{self._name} has no {cut_id}.json after the audio of this cut",
             ),
         )
         recording = decode_lhotse_line(self._table.member(audio[0] + 1), RecordingLine)
@@ -232,31 +243,31 @@ class _ShardAudio:
 
 
 def _describe_cut(cut: Cut, chosen: Channel, lost: set[str]) -> dict[str, Any]:
-    """Return the keys of a cut's record but those of the stored audio; ``lost`` has names of what it does not carry.
+    """Return the keys of a cut's record, except keys of the stored audio; add to ``lost`` what it does not carry.
 
-    Where the audio was taken from is in ``source_audio_filepath``, ``source_offset`` and ``source_channel``.
+    The origin of the audio is in ``source_audio_filepath``, ``source_offset`` and ``source_channel``.
 
     Raises:
-        RejectRecord: its supervisions do not make one record.
+        RejectRecord: the supervisions cannot be combined into one record.
     """
     channels = listed(cut.channel)
-    # A number of the source counts the channels that are stored.
+    # The setting ``channel`` of the source counts stored channels.
     channel = channels[chosen] if isinstance(chosen, int) and chosen < len(channels) else None
     supervisions = find_heard(cut, channel, lost)
     record = speech_record(cut, supervisions, cut.id, cut.start, lost)
     sources = cut.recording.sources if cut.recording else []
     path = sources[0].source if len(sources) == 1 and sources[0].type == "file" else None
-    # An absolute path says something about a machine, and nothing about the data.
+    # An absolute path describes a machine rather than the data.
     if isinstance(path, str) and path and not PurePosixPath(path).is_absolute():
         record.setdefault("source_audio_filepath", path)
     return {key: value for key, value in record.items() if key not in _DROPPED}
 
 
 def _place_cut(cut: Cut, recording: RecordingLine) -> dict[str, Any]:
-    """Return the keys of a cut's record that say which part of the stored audio it is, and of which channel.
+    """Return the keys of a cut's record that select a part and channel of the stored audio.
 
     Raises:
-        RejectRecord: the cut does not lie within the audio, or the audio would have to be changed.
+        RejectRecord: the cut extends beyond the audio, or the audio would have to be modified.
     """
     end = cut.start + cut.duration
     is_whole = math.isclose(recording.seconds, cut.duration, rel_tol=0.0, abs_tol=_SAME_SECONDS)
@@ -264,19 +275,19 @@ def _place_cut(cut: Cut, recording: RecordingLine) -> dict[str, Any]:
         (
             recording.transforms,
             "unsupported_cut",
-            "its audio is changed by transforms while it is loaded; store the changed audio in the Shar",
+            "its audio has transforms, which sharmill does not apply; store the transformed audio in the Shar",
         ),
         (
             not is_whole and not end <= recording.seconds + _SAME_SECONDS,
             "duration_mismatch",
-            f"the cut is {cut.start:g} to {end:g} s of its audio, which has {recording.seconds:g} s",
+            f"the cut spans {cut.start:g} to {end:g} s, but its audio has {recording.seconds:g} s",
         ),
     )
     place: dict[str, Any] = {"duration": cut.duration}
     if not is_whole:
         place["offset"] = cut.start
     elif cut.start:
-        # Other tools leave in ``start`` the place of the segment in the recording that it was taken from.
+        # Other tools keep in ``start`` the position of the segment in its original recording.
         place["source_offset"] = cut.start
     channels = recording.channel_ids or []
     if len(channels) > 1 and cut.channel in channels:

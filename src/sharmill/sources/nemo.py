@@ -1,4 +1,4 @@
-"""NeMo manifests: JSON lines, in one file or in numbered shards."""
+"""NeMo manifests: JSON lines in one file or in numbered shards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,35 +10,34 @@ from sharmill.sources.files import check_json_lines, decode_object, encode_recor
 
 @dataclass(frozen=True, kw_only=True)
 class NemoSource(LineSource, ColumnSource):
-    """Records of NeMo manifests: JSON lines, one utterance a line."""
+    """Records of NeMo manifests: JSON lines with one utterance per line."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("manifest",)
     type: str = "nemo"
     manifest: str | list[str]
-    """Path of the manifest, or a list of them. A path may name shards, ``manifest__OP_0..63_CL_.json`` or
-    ``manifest_{0..63}.json``, also with ``()``, ``[]`` or ``<>``, or have ``*`` and ``?``, which find files."""
+    """Path of the manifest, or a list of paths. A path may name shards, ``manifest__OP_0..63_CL_.json`` or
+    ``manifest_{0..63}.json``, also with ``()``, ``[]`` or ``<>``, or contain the wildcards ``*`` and ``?``."""
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be a manifest.
+        """Raise ConfigError if a file cannot be a manifest.
 
-        It may be missing, empty, binary, a zip, in another encoding, one JSON array, a table, or cut off.
+        It may be missing, empty, binary, a zip, one JSON array, a table, truncated, or in another encoding.
         """
         for file in self.files:
             check_json_lines(
                 file,
                 "manifest",
-                "write each record on a line of its own, as a JSON object with audio_filepath, duration, speaker and "
-                "text",
+                "write each record on its own line, as a JSON object with audio_filepath, duration, speaker and text",
             )
 
     def record(self, entry: Any) -> RawRecord:
-        """Return a line, with the values of ``columns`` under their keys."""
+        """Return a line, with its columns renamed as in ``columns``."""
         if not self.columns or not isinstance(entry, bytes):
             return entry
         return encode_record(self.name_keys(decode_object(entry, "the line is not a JSON object")), entry)
 
 
 def skip_mark(record: Mapping[str, Any]) -> Any:
-    """Return what marks a record to be left out, in the record or in its ``custom``, where NeMo looks; else None."""
+    """Return ``_skipme`` of a record or of its ``custom``, where NeMo looks for it; None if it is not set."""
     custom = record.get("custom")
     return record.get("_skipme") or (custom.get("_skipme") if isinstance(custom, dict) else None)

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files of speech, as Hugging Face datasets are: the audio of a row is bytes in it, or a path."""
+"""Parquet and Arrow files of speech, such as Hugging Face datasets: each row contains its audio as bytes, or a path."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from sharmill.sources.files import Digest, bad_file, read_ends, refuse_file
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Every rank that reads a row of a group has the audio of all of its rows in memory.
+# A rank that reads any row of a group keeps the audio of the whole group in memory.
 _MAX_GROUP_BYTES: Final = 2 << 30
-# Stands for the path of a row's audio beside the keys of its record, which can have any name but this.
+# Key for the path of a row's audio; no column can have this name.
 _NAME: Final = ""
 _UNREADABLE: Final = object()
-# Keys that a record is understood by: a column of another type under one of these must not be left out.
+# Keys that affect how a record is read. A column with one of these names must not be dropped because of its type.
 _USED_KEYS: Final = (
     "text", "normalized_text", "speaker", "language", "lang", "offset", "duration", "channel", "_skipme", "custom",
 )  # fmt: skip
-# Names of Arrow's types.
+# Arrow type names.
 _TEXTS: Final = ("string", "large_string", "string_view")
 _BYTES: Final = ("binary", "large_binary", "binary_view")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(ContainerSource, RunSource, ColumnSource):
-    """Records of parquet or Arrow files, such as those of Hugging Face audio datasets: one utterance a row."""
+    """Records of parquet or Arrow files, such as Hugging Face audio datasets: one utterance per row."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("parquet",)
-    # Parquet has all but the rows at its end.
+    # The end of a parquet file describes everything except the rows.
     digests: ClassVar[dict[str, Digest]] = {"parquet": "ends"}
     checks_columns: ClassVar[bool] = True
     type: str = "parquet"
     parquet: str | list[str]
-    """Path of a parquet or Arrow file, or a list of them, as ``manifest`` of ``nemo``."""
+    """Path of a parquet or Arrow file, or a list of paths, as for ``manifest`` of ``nemo``."""
     audio: str = "audio"
-    """Column of the audio: a struct of ``bytes`` and ``path``, bytes, or paths relative to ``audio_root``."""
+    """Column with the audio: a struct of ``bytes`` and ``path``, bytes, or paths relative to ``audio_root``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problem = "audio names the column of the audio, be it of paths; leave audio_filepath out of columns"
+        problem = "audio_filepath must not be in columns; name the column with audio or paths in the key audio"
         require("audio_filepath" not in self.columns, problem)
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be read, or lacks a column that the configuration names."""
+        """Raise ConfigError if a file cannot be read, or lacks a column that the configuration names."""
         require_package("pyarrow")
         named = {f"columns.{key}": column for key, column in self.columns.items()}
         mapped = self.mapped | {self.audio}
@@ -64,7 +64,9 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
             rows = _open(file)
             names = rows.schema.names
             wanted = named | {key: key for key in _USED_KEYS if key in names and key not in mapped}
-            refuse_file(file, "parquet", (len(set(names)) < len(names), "has two columns of one name"))
+            refuse_file(
+                file, "parquet", (len(set(names)) < len(names), "has two columns with the same name; rename one")
+            )
             refuse(
                 *(
                     (column not in names, f"{where}: {file} has no column {column!r}{nearest(column, names)}")
@@ -78,8 +80,8 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
                 *(
                     (
                         not _is_kept(column),
-                        f"{where}: the column {column.name!r} of {file} is {column.type}, not texts, numbers or dates; "
-                        "name another one under columns",
+                        f"{where}: the column {column.name!r} of {file} has the type {column.type}, not text, "
+                        "numbers or dates; choose another column",
                     )
                     for where, column in fields.items()
                 ),
@@ -89,29 +91,29 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
                 self.container(file)
             largest = max((rows.num_bytes(group, self.audio) for group in range(len(rows.group_sizes))), default=0)
             problem = (
-                f"has a row group with {largest / (1 << 30):.1f} GiB of audio, which every rank would have in memory; "
-                "write it again with smaller row groups"
+                f"has a row group with {largest / (1 << 30):.1f} GiB of audio, which every rank would keep in memory; "
+                "rewrite it with smaller row groups"
             )
             refuse_file(file, "parquet", (largest > _MAX_GROUP_BYTES, problem))
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield the groups of rows."""
+        """Yield the row groups."""
         for number, file in enumerate(self.files):
             yield from (([number, group], rows) for group, rows in enumerate(_open(file).group_sizes))
 
     def records(self) -> Iterator[RawRecord]:
-        """Yield the texts of all records; audio is read only where nothing else tells if there is any."""
+        """Yield all records without their audio; audio is read only if nothing else shows whether a row has any."""
         for piece in self.pieces(1000):
             for span in piece.params["spans"]:
                 yield from self.entries(*span, with_audio=False)
 
     def entries(self, place: list[Any], begin: int, end: int, *, with_audio: bool = True) -> Iterator[RawRecord]:
-        """Yield the records of rows of a group; without ``with_audio`` only their texts."""
+        """Yield the records of rows in a row group; without ``with_audio`` only their text."""
         number, group = place
         file = self.files[number]
         path, container = local(file), None
         rows = open_rows(path)
-        with suppress(ConfigError):  # it lies elsewhere, as files of paths may
+        with suppress(ConfigError):  # files with paths instead of audio may be anywhere
             container = self.container(file)
         texts = self._texts(file, rows, group, slice(begin, end))
         sizes, problem = self._sizes(path, rows, group, slice(begin, end), with_audio)
@@ -133,7 +135,9 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
             elif size is None:
                 yield Unreadable("missing_audio", "the row has neither bytes of audio nor a path", text.decode())
             elif container is None:
-                detail = "its file does not lie below audio_root; leave that out, or name a folder above all files"
+                detail = (
+                    "its file is not below audio_root; leave audio_root out, or name a folder that contains all files"
+                )
                 yield Unreadable("outside_root", detail, text.decode())
             elif with_audio:
                 yield Described(text, Member(container, f"row:{self.audio}", row, size))
@@ -141,7 +145,7 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
                 yield text
 
     def _texts(self, file: Location, rows: RowFile, group: int, part: slice) -> list[dict[str, Any] | str]:
-        """Return the keys of rows of a group without their audio, or the reason why a row cannot be read."""
+        """Return the keys of rows in a row group without their audio; a str is the reason why a row cannot be read."""
         mapped = self.mapped | {self.audio}
         schema, labels = rows.schema, _label_names(rows.schema)
         kept = [column.name for column in schema if _is_kept(column) and column.name not in mapped]
@@ -165,15 +169,17 @@ class ParquetSource(ContainerSource, RunSource, ColumnSource):
         for values in zip(*columns.values(), strict=True):
             record = {key: value for key, value in zip(columns, values, strict=True) if value is not None}
             bad = next((key for key, value in record.items() if value is _UNREADABLE), None)
-            found.append(record if bad is None else f"the column {keys[bad]!r} is not UTF-8, or a label without a name")
+            found.append(
+                record if bad is None else f"the column {keys[bad]!r} is not valid UTF-8, or is a label without a name"
+            )
         return found
 
     def _sizes(
         self, path: Path, rows: RowFile, group: int, part: slice, with_audio: bool
     ) -> tuple[list[int | None], str | None]:
-        """Return how many bytes of audio rows have, None for those without any; and why they cannot be read.
+        """Return the number of audio bytes of each row, None for rows without audio, and why they cannot be read.
 
-        Without ``with_audio`` other sizes than None mean nothing.
+        Without ``with_audio``, only None is meaningful.
         """
         import pyarrow.compute
 
@@ -196,15 +202,15 @@ def _open(file: Location) -> RowFile:
         rows = open_rows(path)
         _label_names(rows.schema)
     except UnreadableRows as error:
-        # Users know a file by its URL, not by its copy.
+        # Users know the file by its URL, not by its copy.
         raise ConfigError(str(error).replace(str(path), str(file)), code="bad_manifest") from error
     except msgspec.MsgspecError as error:
-        raise bad_file(file, "parquet", "has metadata under 'huggingface' that cannot be read; remove it") from error
+        raise bad_file(file, "parquet", "has unreadable metadata under 'huggingface'; remove that entry") from error
     return rows
 
 
 def _begins_with_bytes(file: Location, rows: RowFile, audio: str) -> bool:
-    """Return True if any of the first rows has audio in it."""
+    """Return True if any row of the first row group contains audio."""
     name = rows.audio_bytes(audio)
     if name is None or not rows.group_sizes:
         return False
@@ -218,10 +224,10 @@ def _begins_with_bytes(file: Location, rows: RowFile, audio: str) -> bool:
 
 
 def _label_names(schema: pa.Schema) -> dict[str, list[str]]:
-    """Return the names of labels by column, as Hugging Face's datasets note them in the metadata of a file.
+    """Return the label names by column, from the metadata that Hugging Face's datasets store in a file.
 
     Raises:
-        msgspec.MsgspecError: the metadata is none of theirs.
+        msgspec.MsgspecError: the metadata has another format.
     """
     noted = msgspec.json.decode((schema.metadata or {}).get(b"huggingface", b"{}"), type=dict[str, Any])
     info = msgspec.convert(noted.get("info") or {}, dict[str, Any])
@@ -234,7 +240,7 @@ def _label_names(schema: pa.Schema) -> dict[str, list[str]]:
 
 
 def _values(column: pa.ChunkedArray, names: list[str] | None = None) -> list[Any]:
-    """Return the values of a column as JSON has them, those of labels by their ``names``.
+    """Return the values of a column as JSON values, with label numbers replaced by ``names``.
 
     ``_UNREADABLE`` stands for a text that is not UTF-8, and for a label that has no name.
     """
@@ -262,12 +268,12 @@ def _value(scalar: pa.Scalar) -> Any:
 
 
 def _problem(kind: pa.DataType) -> str | None:
-    """Return what is wrong with a column as one of audio."""
+    """Return a message about a column type that cannot be audio, otherwise None."""
     fields = _fields(kind)
     wanted = {"bytes": _BYTES, "path": _TEXTS}
     if "array" in fields or str(kind).startswith(("list<", "large_list<", "fixed_size_list<")):
         return (
-            "has decoded samples, and only audio files are read; let Hugging Face's datasets write it with the feature "
+            "has decoded samples, but only encoded audio is supported; write it with Hugging Face's feature "
             "Audio, or save the samples as files"
         )
     usable = [str(fields[name]) in types for name, types in wanted.items() if name in fields]
@@ -275,7 +281,7 @@ def _problem(kind: pa.DataType) -> str | None:
         return None
     if not fields and str(kind) in (*_BYTES, *_TEXTS):
         return None
-    return f"is {kind}; audio is bytes, paths, or a struct of bytes and path"
+    return f"has the type {kind}; audio must be bytes, paths, or a struct of bytes and path"
 
 
 def _field(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
@@ -285,14 +291,14 @@ def _field(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
 
 
 def _fields(kind: pa.DataType) -> dict[str, pa.DataType]:
-    """Return the types of the fields of a struct; of any other type nothing."""
+    """Return the types of a struct's fields; empty for any other type."""
     import pyarrow
 
     return {field.name: field.type for field in kind} if pyarrow.types.is_struct(kind) else {}
 
 
 def _is_kept(column: pa.Field) -> bool:
-    """Return True for texts, numbers, dates and times, and for ``custom``, in which NeMo looks for ``_skipme``."""
+    """Return True for text, numbers, dates and times, and for ``custom``, where NeMo looks for ``_skipme``."""
     from pyarrow import types
 
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type

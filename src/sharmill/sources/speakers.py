@@ -1,7 +1,7 @@
-"""Speaker tags of records: the tag that a record has, or one made of a plain name or of a template.
+"""Speaker tags: a record's own tag, or one built from a plain name or a template.
 
-A template is a text with fields that stand for keys of a record and for parts of its path. Placeholders, such as
-``N/A``, are no values, whatever the source.
+A template is a text with fields for keys of the record and parts of its path. Placeholders such as ``N/A`` count as
+missing values in every source.
 """
 
 import math
@@ -18,25 +18,25 @@ from sharmill.config import require
 from sharmill.errors import RejectRecord, refuse_record
 from sharmill.manifest import SpeakerTag, parse_speaker_tag
 
-# The language of ISO 639 for speech of which it is not known, and the speaker of a record that has none.
+# ISO 639 code for an undetermined language, and the speaker name of a record without a speaker.
 UNDETERMINED: Final = "und"
 NO_SPEAKER: Final = "unknown"
-# Words for a value that is not known, as pandas, R, SQL, Python and corpora write it, in any case and among any marks;
-# and, of words with a blank between them, their form as a canonical name.
+# Placeholders for an unknown value, as written by pandas, R, SQL, Python and corpora, in any case and with any
+# punctuation around them. Placeholders of several words are also recognized in their canonical form.
 _PLACEHOLDER: Final = re.compile(
     r"n[/.]?a|nan|nil|null|(?:(?:speaker|spkr?)[\W_]*)?"
     r"(?:none|unk|unknown|undefined|unspecified|unidentified|anonymous)(?:[\W_]*(?:speaker|spkr?))?(?:-[0-9a-f]{16})?|",
     re.IGNORECASE,
 )
 _MARKS: Final = string.punctuation + string.whitespace + "\u2013\u2014\u2026"
-# The shortest placeholders are such codes, too: of Nauruan and Min Nan.
+# Language codes look like the shortest placeholders: "na" is Nauruan, "nan" is Min Nan.
 _LANGUAGE_CODE: Final = re.compile(r"\s*[a-z]{2,3}\s*")
 _TAG: Final = re.compile(r"\s*\|(.*)\|\s*", re.DOTALL)
 _FIELD: Final = re.compile(r"\{(?P<key>[^{}\[\]:]+)(?:\[(?P<index>-?\d+)\])?(?P<prefix>:prefix)?\}")
 
 
 def is_missing(value: Any) -> bool:
-    """Return True if a value is none, or a placeholder that stands for none.
+    """Return True if a value is None or a placeholder for a missing value.
 
     >>> [is_missing(value) for value in ("N/A", "<unk>", "-", "", -1, math.nan, None)]
     [True, True, True, True, True, True, True]
@@ -45,24 +45,24 @@ def is_missing(value: Any) -> bool:
     """
     if isinstance(value, str):
         text = value.strip()
-        # With these letters the words are names of people.
+        # Capitalized like this, the words are names of people.
         is_name = text in ("Na", "Nan", "Nil", "Null")
-        # Hugging Face's number for no label, and NULL in dumps of SQL.
+        # -1 is Hugging Face's number for a missing label, and \N stands for NULL in SQL dumps.
         is_mark = text in ("-1", "-1.0", r"\N")
         return is_mark or (not is_name and _PLACEHOLDER.fullmatch(text.strip(_MARKS)) is not None)
     return value is None or value == -1 or (isinstance(value, float) and math.isnan(value))
 
 
 def names_no_language(value: Any) -> bool:
-    """Return True if a value is missing, and no code of ISO 639 such as ``nan`` either."""
+    """Return True if a value is missing and is not an ISO 639 code such as ``nan``."""
     return is_missing(value) and not (isinstance(value, str) and _LANGUAGE_CODE.fullmatch(value))
 
 
 @dataclass(frozen=True)
 class Template:
-    """A text made of keys of a record, parts of them between - and _, and parts of its path.
+    """A text with keys of a record, parts of keys between - and _, and parts of its path.
 
-    ``:prefix`` takes what is before the first - or _.
+    ``:prefix`` takes the part before the first - or _.
 
     >>> Template("{path[0]}_{session}").fill({"session": 3}, "anna/one.wav")
     'anna_3'
@@ -72,7 +72,7 @@ class Template:
     '1688'
 
     Raises:
-        ValueError: the text is no template.
+        ValueError: the text is not a valid template.
     """
 
     text: str
@@ -80,19 +80,19 @@ class Template:
     def __post_init__(self) -> None:
         for field in _FIELD.finditer(self.text):
             is_field = field["key"] != "path" or field["index"] is not None
-            require(is_field, f"{field[0]} of the template {self.text!r} is no field: write {{key}}, or {{path[0]}}")
+            require(is_field, f"{field[0]} in the template {self.text!r} is not a field; write {{key}} or {{path[0]}}")
         is_whole = not set("{}") & set(_FIELD.sub("", self.text))
-        fields = "its fields are {key}, {key[0]}, {key:prefix}, {path[0]}"
-        require(is_whole, f"the template {self.text!r} cannot be read: {fields}")
+        fields = "possible fields are {key}, {key[0]}, {key:prefix} and {path[0]}"
+        require(is_whole, f"the template {self.text!r} is not valid; {fields}")
         require(self.text.strip() != "", "the template is empty; leave the key out")
 
     @cached_property
     def keys(self) -> list[str]:
-        """The keys of records that it takes."""
+        """The keys of records that the template uses."""
         return [field["key"] for field in _FIELD.finditer(self.text) if field["key"] != "path"]
 
     def fill(self, record: Mapping[str, Any], path: str) -> str:
-        """Return the text for a record whose audio has ``path``; raise ValueError where a field has no value."""
+        """Return the text for a record whose audio is at ``path``; raise ValueError if a field has no value."""
 
         def value(field: re.Match[str]) -> str:
             is_path = field["key"] == "path"
@@ -101,15 +101,17 @@ class Template:
             if index is not None and text is not None:
                 text = _pick(re.split("[-_]", text), index)
             if not text:
-                place = f"in the path {path!r}" if is_path else "in the record, or names nobody"
-                raise ValueError(f"the template takes {field[0]}, which is not {place}")
+                place = (
+                    f"the path {path!r} does not have" if is_path else "is missing in the record, or is a placeholder"
+                )
+                raise ValueError(f"the template uses {field[0]}, which {place}")
             return text
 
         return _FIELD.sub(value, self.text)
 
 
 def _part_of(path: str, index: int) -> str | None:
-    """Return a part of a path, the last one without its suffix; None where there are not so many."""
+    """Return a part of a path, the last one without its suffix; None if the index is out of range."""
     parts = path.split("/")
     stem, dot, _ = parts[-1].rpartition(".")
     parts[-1] = stem if stem and dot else parts[-1]
@@ -121,8 +123,8 @@ def _pick(parts: list[str], index: int) -> str | None:
 
 
 def name_of(value: Any) -> str | None:
-    """Return a text or whole number as a name without blanks around it; None for anything else."""
-    # Numbers of more than 64 bits are none that anybody gave a name, and Python limits their digits.
+    """Return a text or integer as a name without surrounding whitespace; None for any other value."""
+    # Integers of more than 64 bits are not names, and Python limits their conversion to text.
     if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63):
         return str(value).strip()
     return None
@@ -130,11 +132,11 @@ def name_of(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class SpeakerRule:
-    """The rule by which the records of a source get their speaker tags.
+    """The rule that gives the records of a source their speaker tags.
 
     Args:
-        template: makes the name, or None: the record's own speaker.
-        language, dataset: of records that say none themselves.
+        template: template of the name; None to use the record's own speaker.
+        language, dataset: values for records that have none.
     """
 
     template: Template | None
@@ -142,9 +144,9 @@ class SpeakerRule:
     dataset: str
 
     def make_tag(self, record: Mapping[str, Any], path: str, nameless: str | None = None) -> SpeakerTag | None:
-        """Return the tag of a record whose audio has ``path`` below its root.
+        """Return the tag of a record whose audio is at ``path`` below its root.
 
-        If it names no speaker, that has the name ``nameless``; without such a name None is returned.
+        A record without a speaker gets the name ``nameless``, or no tag (None) if that is None.
 
         Raises:
             RejectRecord: ``bad_speaker``.
@@ -165,7 +167,7 @@ class SpeakerRule:
                 raise RejectRecord("bad_speaker", str(error)) from error
         if name is None or (is_missing(name) and origin != "none"):
             shown = repr(name) if name else type(record.get("speaker")).__name__
-            raise RejectRecord("bad_speaker", f"speaker is {shown}, which is no name")
+            raise RejectRecord("bad_speaker", f"speaker is {shown}, which is not a name")
         return SpeakerTag(
             self._find_language(record, tag),
             (tag and tag.dataset) or self.dataset,
@@ -174,10 +176,10 @@ class SpeakerRule:
         )
 
     def _find_language(self, record: Mapping[str, Any], tag: SpeakerTag | None) -> str:
-        """Return the language of a tag, of its record, or else of the source.
+        """Return the language of the tag, the record or the source, in this order.
 
         Raises:
-            RejectRecord: ``malformed`` where it is given and is no text, such as the number of a label.
+            RejectRecord: ``malformed`` if the language is not a text, such as the number of a label.
         """
         for value in (tag and tag.language, record.get("language"), record.get("lang")):
             if names_no_language(value):
@@ -188,7 +190,7 @@ class SpeakerRule:
         return self.language
 
     def origin(self, record: Mapping[str, Any]) -> str:
-        """Return what makes the tag of a record: ``template``, ``tag``, ``name`` (a plain one), or ``none``."""
+        """Return the origin of a record's tag: ``template``, ``tag``, ``name`` (a plain name), or ``none``."""
         if self.template:
             return "template"
         speaker = record.get("speaker")
@@ -199,12 +201,12 @@ class SpeakerRule:
 
 
 def find_tag(speaker: Any) -> SpeakerTag | None:
-    """Return the tag that a value is, or None for any other value.
+    """Return the tag that a value contains, or None for any other value.
 
-    Names with blanks are made canonical, and placeholders are "".
+    Names with blanks become canonical, and placeholders become "".
 
     Raises:
-        RejectRecord: ``bad_speaker`` where it begins and ends as a tag and is none.
+        RejectRecord: ``bad_speaker`` if the value begins and ends like a tag but is not valid.
     """
     match = _TAG.fullmatch(speaker) if isinstance(speaker, str) else None
     if match is None:
@@ -212,7 +214,7 @@ def find_tag(speaker: Any) -> SpeakerTag | None:
     try:
         return _without_placeholders(parse_speaker_tag(speaker))
     except RejectRecord:
-        # A name with a blank: each part goes on up to the next word with a colon.
+        # A name may contain blanks: each part extends to the next word with a colon.
         pairs = [part.partition(":") for part in re.split(r"(?<!\s)\s+(?=[^\s:]+:)", match[1].strip())]
         words = [f"{name}:{canonical_name(value)}" for name, colon, value in pairs if colon and value.strip()]
         if len(words) < len(pairs):
@@ -228,7 +230,7 @@ def _without_placeholders(tag: SpeakerTag) -> SpeakerTag:
 
 
 def canonical_name(name: str) -> str:
-    """Return a name as a tag can have it, without merging two: blanks become ``_`` with a hash of the name behind.
+    """Return a name without blanks, as tags require: blanks become ``_``, and a hash keeps different names distinct.
 
     >>> canonical_name("anna"), canonical_name("Anna Lee")
     ('anna', 'Anna_Lee-f033b8597f4510de')

@@ -1,4 +1,4 @@
-"""Stretches of recordings, as annotations have them: joined across pauses, and which of them overlap."""
+"""Stretches of recordings from annotations: joining them across pauses, and finding overlaps."""
 
 import itertools
 import math
@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-# Two stretches that overlap by less only have rounded times.
+# Seconds; shorter overlaps come from rounded times.
 _MIN_OVERLAP: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of a recording, times in seconds.
+    """A stretch of a recording, with times in seconds.
 
     Attributes:
-        recording: its name in the file; "" where the file is about one recording.
-        channel: its name in the file; "" where there is none.
-        glued: the text is a mark that stands behind the word before without a blank.
+        recording: name of the recording in the file; "" if the file is about one recording.
+        channel: name of the channel in the file; "" if there is none.
+        glued: True if the text is punctuation that follows the previous word without a blank.
     """
 
     recording: str
@@ -30,9 +30,10 @@ class Stretch:
 
 
 def join_stretches(stretches: Sequence[Stretch], max_gap: float, max_duration: float) -> list[Stretch]:
-    """Join stretches of one speaker and channel where the pause is not longer than ``max_gap`` seconds.
+    """Join stretches of one speaker and channel if the pause between them is at most ``max_gap`` seconds.
 
-    None becomes longer than ``max_duration`` seconds by it. The order is that of speakers, and of time.
+    Joining never creates a stretch longer than ``max_duration`` seconds. The result is sorted by recording, channel and
+    speaker, then by time.
 
     >>> words = [Stretch("", 0.0, 0.4, "good"), Stretch("", 0.5, 1.0, "day"), Stretch("", 3.0, 3.5, "yes")]
     >>> [(part.start, part.end, part.text) for part in join_stretches(words, 0.5, 20.0)]
@@ -49,10 +50,10 @@ def join_stretches(stretches: Sequence[Stretch], max_gap: float, max_duration: f
 def split_runs(
     parts: Iterable[Any], max_gap: float = math.inf, max_duration: float = math.inf, *, enough: float = math.inf
 ) -> Iterator[list[Any]]:
-    """Yield runs of what has ``start`` and ``end`` in seconds and is in the order of its starts.
+    """Yield runs of consecutive parts, which have ``start`` and ``end`` in seconds and are sorted by start.
 
-    A run ends before a pause of more than ``max_gap`` seconds, before it would last more than ``max_duration``, and
-    when it lasts ``enough`` seconds.
+    A run ends before a pause of more than ``max_gap`` seconds, before it would exceed ``max_duration`` seconds, and as
+    soon as it lasts ``enough`` seconds.
     """
     run: list[Any] = []
     end = 0.0
@@ -77,9 +78,9 @@ def _joined(run: list[Stretch]) -> Stretch:
 
 
 def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
-    """Mark the stretches during which another one of the same recording and channel goes on, by another speaker.
+    """Mark the stretches that overlap with another speaker's stretch of the same recording and channel.
 
-    Stretches of which the speaker is not known are by different ones.
+    Stretches without a speaker count as different speakers.
     """
     marks = [False] * len(stretches)
 
@@ -88,8 +89,8 @@ def find_overlaps(stretches: Sequence[Stretch]) -> list[bool]:
 
     lasting = (number for number, stretch in enumerate(stretches) if stretch.end > stretch.start)
     for _, numbers in itertools.groupby(sorted(lasting, key=lambda n: (track(n), stretches[n].start)), track):
-        ends: dict[str | int, float] = {}  # of the two voices that go on longest
-        before: list[int] = []  # those since the voice changed last
+        ends: dict[str | int, float] = {}  # latest ends of the two voices that end last
+        before: list[int] = []  # stretches since the last change of voice
         for voice, run in itertools.groupby(numbers, lambda n: stretches[n].speaker or n):
             following = list(run)
             for number in before:

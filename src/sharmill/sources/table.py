@@ -1,4 +1,4 @@
-"""Tables: CSV and TSV files, one utterance a row, with the columns named by their first row or by the configuration."""
+"""Tables: CSV and TSV files with one utterance per row; the first row or the configuration names the columns."""
 
 import csv
 import functools
@@ -21,46 +21,47 @@ from sharmill.sources.files import bad_file, check_text, open_lines, refusing_da
 from sharmill.sources.speakers import Template
 
 _MAX_LINE_BYTES: Final = 64 << 20
-# Tables with these delimiters are mostly written without quoting.
+# Tables with these delimiters usually have no quoting.
 _UNQUOTED: Final = "\t|"
 _QUOTED: Final = (
-    'cells look as CSV quotes them, with "" in quotes, and are kept as they stand; set quotes of the source to true if '
-    "the table was written so, or to false"
+    'cells look like quoted CSV, with "" inside quotes, and are kept unchanged; set quotes of the source to true if '
+    "the table is quoted, or to false if it is not"
 )
-# Excel's first line, which says what is between the cells.
+# Excel's optional first line, which names the delimiter.
 _SEPARATOR: Final = re.compile(rb"(?:\xef\xbb\xbf)?sep=(.)\r?\n")
-# Python's module allows 128 KiB.
+# The default limit of Python's csv module is 128 KiB.
 csv.field_size_limit(_MAX_LINE_BYTES)
 _NUMBER: Final = re.compile(r"[+-]?[0-9]{1,100}(\.[0-9]{0,100})?([eE][+-]?[0-9]{1,2})?")
 
 
 def delimiter_of(name: str) -> str:
-    """Return the delimiter that the name of a table promises: a tab for ``.tsv``, else a comma."""
+    """Return the delimiter that a table's file name implies: a tab for ``.tsv``, otherwise a comma."""
     return "\t" if unpacked_name(name).lower().endswith(".tsv") else ","
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSource(LineSource, EncodedSource, ColumnSource):
-    """Records of tables: CSV or TSV files, one utterance a row."""
+    """Records of tables: CSV or TSV files with one utterance per row."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("table",)
     type: str = "table"
     table: str | list[str]
-    """Path of the table, or a list of them, as ``manifest`` of ``nemo``."""
+    """Path of the table, or a list of paths, as for ``manifest`` of ``nemo``."""
     delimiter: str = ","
-    """Character between the cells of a row: ``","``, ``"|"``, ``"\\t"`` (a tab) or another."""
+    """Delimiter between the cells of a row: ``","``, ``"|"``, ``"\\t"`` (a tab) or another character."""
     header: list[str] | None = None
-    """Names of the columns of tables that do not name them; ``null``: the first row has the names."""
+    """Column names, for tables without a header row; ``null`` reads them from the first row."""
     quotes: bool | None = None
-    """``true``: cells may stand in double quotes, with delimiters and newlines in them. ``false``: quotes are letters.
-    ``null`` is ``false`` where the delimiter is a tab or ``|``; elsewhere ``true``, but a cell with both is rejected as
-    ``malformed``."""
+    """``true``: cells may be in double quotes, with delimiters and newlines inside. ``false``: quotes are ordinary
+    characters. ``null`` means ``false`` if the delimiter is a tab or ``|``, otherwise ``true``; a cell that contains
+    both a delimiter and a newline is then rejected as ``malformed``."""
     audio: str | None = None
-    """Template of ``audio_filepath`` over the columns, such as ``wavs/{id}.wav``; ``null`` takes the column itself."""
+    """Template for ``audio_filepath`` with columns, such as ``wavs/{id}.wav``; ``null`` uses the column
+    ``audio_filepath``."""
     decimal: Literal[".", ","] = "."
-    """Decimal mark of numbers: ``","`` reads ``2,5``."""
+    """Decimal separator of numbers; ``","`` reads ``2,5``."""
     numbers: list[str] = field(default_factory=list)
-    """Keys whose cells are numbers, beside ``duration`` and ``offset``: those of filters, such as ``cer``."""
+    """Keys with numbers besides ``duration`` and ``offset``, such as ``cer`` for filters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,14 +69,14 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         require(is_one, f"delimiter {self.delimiter!r} must be one character")
         problem = None if self.header is None else _name_problem(self.header)
         require(problem is None, f"header {problem}")
-        self._audio  # noqa: B018 (raises where it is no template)
+        self._audio  # noqa: B018 (raises if the template is not valid)
 
     @cached_property
     def _audio(self) -> Template | None:
         return None if self.audio is None else Template(self.audio)
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be a table, or lacks a column that the configuration names."""
+        """Raise ConfigError if a file cannot be a table, or lacks a column that the configuration names."""
         wanted = {f"columns.{key}": column for key, column in self.columns.items()}
         if self._audio is not None:
             wanted |= {f"audio: {self.audio}": column for column in self._audio.keys}
@@ -84,12 +85,17 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         for file in self.files:
             mark = _SEPARATOR.match(check_text(file, "table"))
             is_other = mark is not None and mark[1] != self.delimiter.encode()
-            refuse((is_other, f"the first line of {file} says sep={mark and mark[1].decode()}; set delimiter to that"))
+            refuse(
+                (
+                    is_other,
+                    f"the first line of {file} is sep={mark and mark[1].decode()}; set delimiter to this character",
+                )
+            )
             names = self._names(file)
             problem = _name_problem(names)
             refuse((problem, f"the first row of {file} {problem}"))
             other = Counter(mark for mark in "".join(names) if mark in ",;\t|").most_common(1)
-            hint = f"; if {other[0][0]!r} is between the cells, say so with delimiter" if other else ""
+            hint = f"; if {other[0][0]!r} separates the cells, set delimiter to it" if other else ""
             refuse(
                 *(
                     (
@@ -102,9 +108,9 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
             )
 
     def lines(self, number: int, begin: int = 0) -> Iterator[tuple[int, Any]]:
-        """Yield the rows of a file that are not blank from a place on, each with the place behind it.
+        """Yield (end position, row) for the nonblank rows of a file from ``begin`` on.
 
-        A row that can be read comes with the names of the columns.
+        A readable row is a tuple of column names and cells.
         """
         file = self.files[number]
         names = self._names(file)
@@ -117,7 +123,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
         names, row = entry
         if not _is_complete(row, names):
             behind = self.delimiter.join(row[len(names) :]).strip()[:40]
-            where = f": {behind!r} behind its last column" if behind else ""
+            where = f": {behind!r} follows its last column" if behind else ""
             raise RejectRecord("malformed", f"the row has {len(row)} cells for {len(names)} columns{where}")
         cells = dict(zip(names, row, strict=False))
         record = self.name_keys(cells)
@@ -140,35 +146,36 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
 
     @cached_property
     def _names(self) -> Callable[[Location], list[str]]:
-        """The names of the columns of a file; those of the last file are kept."""
+        """The function that returns a file's column names; its last result is cached."""
         return lru_cache(maxsize=1)(self._read_names)
 
     def _read_names(self, file: Location) -> list[str]:
-        """Return the names of the columns, without "" for what is behind a delimiter at the end of the first row."""
+        """Return the column names, without an empty name after a trailing delimiter."""
         row = next((row for _, row in self._rows(file)), [""]) if self.header is None else self.header
         if isinstance(row, Unreadable):
-            raise bad_file(file, "table", f"has a first row that cannot be read: {row.detail}")
+            raise bad_file(file, "table", f"has an unreadable first row: {row.detail}")
         names = [name.strip() for name in row]
         return names[:-1] if names[-1:] == [""] else names
 
     def _rows(
         self, file: Location, begin: int = 0, names: list[str] | None = None
     ) -> Iterator[tuple[int, list[str] | Unreadable]]:
-        """Yield (end, cells) of every row from a place on that is not blank.
+        """Yield (end position, cells) for every nonblank row from ``begin`` on.
 
-        A row that is no CSV, or that goes over lines and has not the cells of the columns ``names``, is one line,
-        and the next row begins behind it: so a quote that is a letter takes no further rows away.
+        If a row is not valid CSV, or spans lines and does not have a cell for each of the columns ``names``, only its
+        first line is rejected and the next row starts on the next line. A stray quote therefore does not swallow
+        further rows.
         """
         has_quotes = self.delimiter not in _UNQUOTED if self.quotes is None else self.quotes
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE
-        # The stream stays open for the next piece, as in LineSource.
+        # Keep the stream open for the next piece, as LineSource does.
         stream = self._open(file) if begin else open_lines(file, "table")
         with refusing_damage(file, "table"):
             if begin == 0 and (mark := _SEPARATOR.match(stream.readline(_MAX_LINE_BYTES))):
                 begin = len(mark[0])
             while True:
                 stream.seek(begin)
-                # Bytes that cannot be decoded become surrogates.
+                # Bytes that cannot be decoded become surrogates, which are rejected later.
                 lines = (
                     line.decode(self.encoding, "surrogateescape").removeprefix("\ufeff")
                     for line in iter(functools.partial(stream.readline, _MAX_LINE_BYTES), b"")
@@ -181,8 +188,8 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                             or (self.quotes is None and any(self.delimiter in cell for cell in over_lines))
                         ):
                             raise csv.Error(
-                                "a cell in quotes goes over lines, and may have taken rows along; set quotes of the "
-                                "source to false if quotes are letters, or to true if such cells are right"
+                                "a quoted cell spans lines, and may have swallowed rows; set quotes of the source "
+                                "to false if quotes are ordinary characters, or to true if such cells are correct"
                             )
                         begin = stream.tell()
                         if row := self._checked(cells):
@@ -193,7 +200,7 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
                     line = stream.readline(_MAX_LINE_BYTES)
                     begin += len(line)
                     text = line.decode(self.encoding, "replace").strip()
-                    yield begin, Unreadable("malformed", f"the row is no CSV: {error}", text)
+                    yield begin, Unreadable("malformed", f"the row is not valid CSV: {error}", text)
 
     def _checked(self, row: list[str]) -> list[str] | Unreadable:
         text = self.delimiter.join(row)
@@ -201,26 +208,28 @@ class TableSource(LineSource, EncodedSource, ColumnSource):
             return []
         if any("\udc80" <= letter <= "\udcff" for letter in text):
             shown = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-            return Unreadable("malformed", f"the row is not {self.encoding}; set encoding of the source", shown)
+            return Unreadable(
+                "malformed", f"the row is not valid {self.encoding}; set the key encoding of the source", shown
+            )
         return row
 
 
 def _is_complete(row: list[str], names: list[str]) -> bool:
-    """Return True if a row has a cell for each column, and perhaps a delimiter behind them."""
+    """Return True if a row has a cell for each column, optionally with a trailing delimiter."""
     return len(row) == len(names) or (len(row) == len(names) + 1 and not row[-1].strip())
 
 
 def _name_problem(names: list[str]) -> str | None:
-    """Return what is wrong with names of columns."""
+    """Return a message about invalid column names, otherwise None."""
     if names and len(set(names)) == len(names) and all(names):
         return None
-    return f"must name every column, each by another name: {', '.join(names)}"
+    return f"must give every column a different, nonempty name: {', '.join(names)}"
 
 
 def _number(cell: str, decimal: str) -> Any:
-    """Return a cell as a number; None where it is empty, and the text itself where it is no number."""
+    """Return a cell as a number, None if it is empty, or its text if it is not a number."""
     text = cell.strip()
-    if decimal == ",":  # a point stands between thousands
+    if decimal == ",":  # a point separates thousands
         text = text.replace(".", " ").replace(",", ".")
     if not _NUMBER.fullmatch(text):
         return cell.strip() or None

@@ -1,7 +1,7 @@
-"""Tar archives as inputs: NeMo's tarred datasets, archives of samples, as WebDataset has them, and WeNet's lists.
+"""Tar archives as inputs: NeMo's tarred datasets, WebDataset archives of samples, and WeNet's lists.
 
-Whatever an archive has beside files and hard links to them is passed over: folders, devices, sparse files. Of one that
-is cut off or damaged, the members before that place are used, and the place is told.
+Only files and hard links to them are read; folders, devices and sparse files are ignored. If an archive is truncated or
+damaged, the members before that place are used and the damage is reported.
 """
 
 import itertools
@@ -51,23 +51,23 @@ from sharmill.sources.files import (
 )
 from sharmill.sources.nemo import NemoSource, skip_mark
 
-# Storage far away answers many at a time; each that waits for its turn takes 8 bytes a sample.
+# Remote storage answers many requests at once. A scanned archive that waits for its turn needs 8 bytes per sample.
 _ARCHIVES_AT_ONCE: Final = 16
-# Runs of samples, which are read from their begin.
+# Number of samples in a run; reading a part of a run starts at its beginning.
 _SAMPLES_PER_RUN: Final = 1000
-# A text is read as a whole; a larger one is none of an utterance.
+# Texts are read completely; a larger file is not the text of an utterance.
 _MAX_TEXT_BYTES: Final = 16 << 20
-_LOST_LINK: Final = "is a hard link to no file that the archive has before it; pack both into one"
-# WeNet's keys of a line, and those of a record.
+_LOST_LINK: Final = "is a hard link to a file that does not precede it in the archive; pack both files into one archive"
+# WeNet's keys and the record keys that they become.
 _WENET_KEYS: Final = {"wav": "audio_filepath", "txt": "text"}
 
 
 def walk_members(path: Location, begin: int = 0) -> Iterator[TarMember]:
-    """Yield the regular files of an archive from the header at ``begin`` on.
+    """Yield the regular files of an archive, starting with the header at ``begin``.
 
     Raises:
-        RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
-        TarDamage: it is cut off or damaged.
+        RejectRecord: missing_audio or unreadable_audio if the archive does not exist or cannot be opened.
+        TarDamage: the archive is truncated or damaged.
     """
     with open_audio(path) as stream:
         yield from map(TarMember._make, walk(Window(stream), begin, strict=False))
@@ -79,7 +79,7 @@ def _describe(path: Location, damage: TarDamage) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TarSource(ContainerSource):
-    """A source of tar archives that its key ``tars`` names; for their checksums all had to be read."""
+    """A source of tar archives under its key ``tars``; they are identified by size, which needs no reading."""
 
     digests: ClassVar[dict[str, Digest]] = {"tars": "size"}
 
@@ -87,7 +87,9 @@ class TarSource(ContainerSource):
         super().__post_init__()
         for pattern in self.named("tars"):
             is_command = pattern.startswith("pipe:")
-            require(not is_command, f"tars {pattern!r} is a command; copy the files, and name them")
+            require(
+                not is_command, f"tars {pattern!r} is a command, which is not run; copy the files, and name the copies"
+            )
 
     @cached_property
     def tar_files(self) -> list[Location]:
@@ -95,19 +97,19 @@ class TarSource(ContainerSource):
         return self.find("tars")
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be an archive, or lies outside the audio root."""
+        """Raise ConfigError if a file cannot be an archive, or is outside the audio root."""
         read = partial(read_head, kind="tars", size=BLOCK)
         heads = prefetch(read, self.tar_files, threads=_ARCHIVES_AT_ONCE, ahead=_ARCHIVES_AT_ONCE)
         for file, head in zip(self.tar_files, heads, strict=True):
             refuse_compressed(file, "tars", head)
-            # A shorter one is cut off, which its records tell.
+            # A shorter file is truncated, which is reported for its records.
             is_archive = len(head) < BLOCK or head == EMPTY or has_right_checksum(head)
-            refuse_file(file, "tars", (not is_archive, "is no tar archive"))
+            refuse_file(file, "tars", (not is_archive, "is not a tar archive"))
             self.container(file)
 
 
-# The members of an archive by their clean names, None under a name that several have; a sentence, if the archive is
-# damaged behind these members; and what makes the set of names.
+# (members of an archive by clean name, with None for an ambiguous name; a message if the archive is damaged after these
+# members, otherwise None; a function that returns the set of names)
 MemberTable = tuple[dict[str, TarMember | None], str | None, Callable[[], Names]]
 
 
@@ -115,7 +117,7 @@ def read_table(path: Location) -> MemberTable:
     """Return the members of an archive.
 
     Raises:
-        RejectRecord: missing_audio or unreadable_audio where there is no such archive, or it cannot be opened.
+        RejectRecord: missing_audio or unreadable_audio if the archive does not exist or cannot be opened.
     """
     members: dict[str, TarMember | None] = {}
     names = cache(lambda: Names(members))
@@ -131,30 +133,30 @@ def read_table(path: Location) -> MemberTable:
 
 @dataclass(frozen=True, kw_only=True)
 class NemoTarredSource(TarSource, NemoSource):
-    """Records of NeMo's tarred datasets: manifests beside tar archives, which are not unpacked."""
+    """Records of NeMo's tarred datasets: manifests with tar archives, which are not unpacked."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("manifest", "tars")
     type: str = "nemo_tarred"
     manifest: str | list[str]
-    """Path of the manifest, or a list of them, sharded as the archives are: ``manifest__OP_0..63_CL_.json``,
-    ``manifest_{0..63}.json``. One manifest for several archives has ``shard_id`` in its records."""
+    """Path of the manifest, or a list of paths, sharded like the archives: ``manifest__OP_0..63_CL_.json``,
+    ``manifest_{0..63}.json``. If one manifest belongs to several archives, its records need ``shard_id``."""
     tars: str | list[str]
-    """Path of the archive, or a list of them: ``audio__OP_0..63_CL_.tar``; NeMo's ``tarred_audio_filepaths``. Archives
-    and manifests belong together by the last number in their names."""
+    """Path of the archive, or a list of paths: ``audio__OP_0..63_CL_.tar`` (``tarred_audio_filepaths`` in NeMo).
+    Archives and manifests are paired by the last number in their names."""
 
     def check(self) -> None:
         """Raise ConfigError if a file cannot be a manifest or an archive, or manifests and archives do not pair."""
         NemoSource.check(self)
         TarSource.check(self)
-        self._pairs  # noqa: B018 (raises where there are none)
+        self._pairs  # noqa: B018 (raises if they do not pair)
 
     def check_keys(self) -> None:
-        """Raise ConfigError if a key that the configuration names is in none of the first records of the manifests."""
+        """Raise ConfigError if none of the manifests' first records has a key that the configuration names."""
         keys = {key: getattr(self, key) for key in ("manifest", "audio_root", "speaker", "columns")}
         NemoSource(**keys).with_cache(self.cache).check_keys()
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[RawRecord]:
-        """Yield the records of a run of lines in the order of the manifest; each archive is walked once."""
+        """Yield the records of a run of lines in the order of the manifest; each archive is scanned once."""
         lines = list(super().entries(place, begin, end))
         found: list[RawRecord] = list(lines)
         named = []
@@ -178,13 +180,13 @@ class NemoTarredSource(TarSource, NemoSource):
 
     @cached_property
     def _table(self) -> Callable[[Location], MemberTable]:
-        """The members of an archive; those of the archives that were read last are kept."""
+        """The function that returns the members of an archive; the results for the last archives are cached."""
         return lru_cache(maxsize=4)(read_table)
 
     def _parse(self, line: bytes, manifest: int) -> tuple[int, str, dict[str, Any]] | None:
-        """Return the number of the archive, the name of the member and the values of a line.
+        """Return the number of the archive, the member's name and the record of a line.
 
-        None where it names no member: the stage prepare rejects it as it is.
+        Return None if the line names no member; the stage ``prepare`` then rejects the unchanged line.
         """
         record = self.name_keys(decode_object(line, "the line is not a JSON object"))
         name, shard = record.get("audio_filepath"), record.get("shard_id")
@@ -193,25 +195,25 @@ class NemoTarredSource(TarSource, NemoSource):
         tars = self._pairs[manifest]
         if None in tars:
             return tars[None], name, record
-        is_number = type(shard) is int  # of JSON's true Python makes 1
+        is_number = type(shard) is int  # excludes JSON's true, which equals 1
         refuse_record(
-            (shard is None, "missing_field", "the record has no shard_id, which says in which archive its audio is"),
+            (shard is None, "missing_field", "the record has no shard_id to select one of several archives; add it"),
             (
                 not is_number or shard not in tars,
                 "missing_audio",
-                f"tars names no archive of the record's shard_id, {str(shard)[:40]}",
+                f"no archive in tars has the number of the record's shard_id, {str(shard)[:40]}",
             ),
         )
         return tars[shard], name, record
 
     @cached_property
     def _pairs(self) -> list[dict[int | None, int]]:
-        """For each manifest the archives that its records may name by shard_id; under None the one that needs none."""
+        """The archives of each manifest by shard_id; the key is None if its records need no shard_id."""
         manifests, tars = self.manifest, self.tars
         try:
             return _pair(self.files, self.tar_files, 0)
         except ConfigError:
-            # Buckets have the same numbers again: one entry of each list after the other.
+            # Buckets repeat the numbers, so pair the entries of both lists one by one.
             if not (isinstance(manifests, list) and isinstance(tars, list) and len(manifests) == len(tars) > 1):
                 raise
         pairs, first = [], 0
@@ -223,10 +225,10 @@ class NemoTarredSource(TarSource, NemoSource):
 
 
 def _find(table: MemberTable, name: str, file: Location) -> TarMember:
-    """Return the member that a record names, which may be the n-th segment of one."""
+    """Return the member that a record names, possibly as the n-th segment of a recording."""
     members, damage, names = table
     wanted = clean_name(name)
-    # The n-th segment of a recording has -sub<n> behind the name of its member.
+    # The n-th segment of a recording is named like its member, followed by -sub<n>.
     segment = re.fullmatch(r"(.+)-sub[0-9]+(\.\w+)?", wanted)
     if wanted not in members and segment:
         wanted = segment[1] + (segment[2] or "")
@@ -234,18 +236,18 @@ def _find(table: MemberTable, name: str, file: Location) -> TarMember:
     if member is not None:
         return member
     if wanted in members:
-        raise RejectRecord("ambiguous_audio", f"the archive {file.name} has several members {wanted[:200]!r}")
+        raise RejectRecord("ambiguous_audio", f"the archive {file.name} has several members named {wanted[:200]!r}")
     if damage:
-        raise RejectRecord("unreadable_audio", f"there is no member {wanted[:200]!r}, and {damage}")
+        raise RejectRecord("unreadable_audio", f"the member {wanted[:200]!r} was not found, and {damage}")
     hint = names().describe(wanted)
-    raise RejectRecord("missing_audio", f"the archive {file.name} has no member {wanted[:200]!r} that is a file{hint}")
+    raise RejectRecord("missing_audio", f"the archive {file.name} has no file named {wanted[:200]!r}{hint}")
 
 
 def _pair(manifests: Sequence[Location], tars: Sequence[Location], first: int) -> list[dict[int | None, int]]:
-    """Pair manifests with archives by their numbers; ``first`` is the number of the first archive among all files.
+    """Pair manifests with archives by their numbers; ``first`` is the index of the first archive among all archives.
 
     Raises:
-        ConfigError: a number is missing, or there twice.
+        ConfigError: a number is missing or occurs twice.
     """
     if len(manifests) == len(tars) == 1:
         return [{None: first}]
@@ -257,26 +259,26 @@ def _pair(manifests: Sequence[Location], tars: Sequence[Location], first: int) -
     refuse(
         (
             missing,
-            f"manifest and tars do not both have files of the numbers {', '.join(map(str, missing[:10]))}: manifests "
-            "and archives belong together by the last number in their names; name as many of both",
+            f"only one of manifest and tars has files with the numbers {', '.join(map(str, missing[:10]))}; manifests "
+            "and archives are paired by the last number in their names, so add the missing files",
         )
     )
     return [{None: first + numbers[shard]} for shard in wanted]
 
 
 def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
-    """Return the places of files by the last numbers in their names."""
+    """Return the indices of files by the last number in their names."""
     places: dict[int, int] = {}
     for place, file in enumerate(files):
         stem = Path(file.name).stem
         found = re.findall(r"_([0-9]+)", stem) or re.findall(r"[0-9]+", stem)
         number = int(found[-1][:18]) if found else -1
-        what = f"has the number {number} as another one has" if found else "has no number in its name"
+        what = f"has the same number {number} as another file" if found else "has no number in its name"
         refuse(
             (
                 not found or number in places,
-                f"{key}: {file} {what}, and the last number of a name says which manifest and archive belong together; "
-                "rename the files, or name each bucket as an entry of its own in the lists manifest and tars",
+                f"{key}: {file} {what}, but manifests and archives are paired by the last number in their names; "
+                "rename the files, or list each bucket as a separate entry in manifest and tars",
             )
         )
         places[number] = place
@@ -285,13 +287,13 @@ def _number_all(files: Sequence[Location], key: str) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _TarSample:
-    """The members of one key, or the place from which on an archive cannot be read.
+    """The members with one key, or the place from which an archive cannot be read.
 
     Attributes:
-        key: what their names have in common.
+        key: common part of the members' names.
         header: position of the first header.
-        members: with the ends of their names, in the order of the archive.
-        damage: why the rest of the archive is a reject; such a sample has no key and no members.
+        members: (suffix of the name, member), in the order of the archive.
+        damage: reject for the rest of a damaged archive; such a sample has no key and no members.
     """
 
     key: str
@@ -305,10 +307,10 @@ class Archive:
     """An archive of samples.
 
     Attributes:
-        path: its location.
-        container: its path below the audio root.
-        named: the path by which the audio root is asked for it.
-        reject: why it cannot be one.
+        path: location of the archive.
+        container: path relative to the audio root.
+        named: path that is resolved below the audio root: as written in a WeNet list, otherwise ``container``.
+        reject: reject if the archive cannot be used, otherwise None.
     """
 
     path: Location
@@ -319,10 +321,10 @@ class Archive:
 
 @dataclass(frozen=True, kw_only=True)
 class _SampleSource(RunSource, EncodedSource):
-    """A source of archives in which the files of one name are a sample."""
+    """A source of archives in which files with a common name form a sample."""
 
     name_pattern: ClassVar[re.Pattern[str]]
-    """Takes the names of members apart, into the key and the end; others belong to no sample."""
+    """Splits member names into key and suffix; members that do not match belong to no sample."""
 
     @property
     @abstractmethod
@@ -332,16 +334,16 @@ class _SampleSource(RunSource, EncodedSource):
     @property
     @abstractmethod
     def suffixes(self) -> Sequence[str]:
-        """The ends of names of audio, without the first dot."""
+        """Suffixes of audio members, without the first dot."""
 
     @abstractmethod
     def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
         """Return the record of a sample in the archive ``stream``; ``path`` is the name of its audio."""
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield runs of samples: their archive, the first header, headers of samples with keys that it had before.
+        """Yield (location, number of samples) for each run, after scanning the headers of all archives.
 
-        The headers of all archives are walked.
+        The location is the archive's number, the first header, and the headers of samples with a repeated key.
         """
         walked = prefetch(
             self._headers, range(len(self.archives)), threads=_ARCHIVES_AT_ONCE, ahead=2 * _ARCHIVES_AT_ONCE
@@ -352,7 +354,7 @@ class _SampleSource(RunSource, EncodedSource):
                 yield [number, run[0], [header for header in run if header in repeated]], len(run)
 
     def _headers(self, number: int) -> "tuple[array[int], set[int]]":
-        """Return the first header of each sample of an archive, and those of samples whose keys it had before."""
+        """Return the first headers of an archive's samples, and the first headers of samples with a repeated key."""
         headers, repeated = array("Q"), set[int]()
         keys: set[str] = set()
         for sample in self.samples(number):
@@ -363,7 +365,7 @@ class _SampleSource(RunSource, EncodedSource):
         return headers, repeated
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the records of the samples of a run, and a reject where an archive is damaged."""
+        """Yield the records of the samples of a run, and a reject for damage in the archive."""
         number, first, repeated = place
         archive = self.archives[number]
         for sample in itertools.islice(self.samples(number, first), begin, end):
@@ -372,9 +374,9 @@ class _SampleSource(RunSource, EncodedSource):
             try:
                 if sample.damage is not None:
                     raise sample.damage
-                earlier = f"the archive has an earlier sample {sample.key[:200]!r}"
+                earlier = f"the archive has an earlier sample with the key {sample.key[:200]!r}"
                 refuse_record(
-                    (shown != name, "malformed", "the name of the member is not UTF-8"),
+                    (shown != name, "malformed", "the member's name is not valid UTF-8"),
                     (sample.header in repeated, "ambiguous_audio", earlier),
                 )
                 member = self.audio_of(sample)
@@ -385,7 +387,7 @@ class _SampleSource(RunSource, EncodedSource):
                 yield Unreadable(reject.reason, reject.detail, shown)
 
     def samples(self, number: int, begin: int = 0) -> Iterator[_TarSample]:
-        """Yield the samples of an archive from a header on and, last, its damage, if there is any."""
+        """Yield the samples of an archive from a header on, and finally its damage, if any."""
         archive = self.archives[number]
         sample: _TarSample | None = None
         damaged: _TarSample | None = None
@@ -407,7 +409,7 @@ class _SampleSource(RunSource, EncodedSource):
             header = damage.header
             match = self.name_pattern.fullmatch(clean_name(damage.name))
             if sample is not None and match is not None and match[1] == sample.key:
-                # The sample is not complete.
+                # The last sample is incomplete.
                 header, sample = sample.header, None
             damaged = _TarSample("", header, [], RejectRecord("unreadable_audio", _describe(archive.path, damage)))
         yield from filter(None, (sample, damaged))
@@ -417,15 +419,19 @@ class _SampleSource(RunSource, EncodedSource):
         return lru_cache(maxsize=1)(open_audio)
 
     def audio_of(self, sample: _TarSample) -> TarMember:
-        """Return the audio of a sample; raise RejectRecord where it has none, several, or two members of one name."""
+        """Return the audio of a sample; raise RejectRecord if it has none or several, or two members of one name."""
         ends = [suffix for suffix, _ in sample.members]
         again = next((suffix for suffix in ends if ends.count(suffix) > 1), "")
         audio = [(suffix, member) for suffix, member in sample.members if suffix in self.suffixes]
         shown = ", ".join(f".{suffix[:40]}" for suffix, _ in (audio or sample.members)[:5])
         refuse_record(
-            (again, "ambiguous_audio", f"the sample has two members .{again[:40]}"),
-            (not audio, "missing_audio", f"the sample has no audio; its members end in {shown}"),
-            (len(audio) > 1, "ambiguous_audio", f"the sample has several audio files, {shown}"),
+            (again, "ambiguous_audio", f"the sample has two members with the suffix .{again[:40]}"),
+            (not audio, "missing_audio", f"the sample has no audio; the suffixes of its members are {shown}"),
+            (
+                len(audio) > 1,
+                "ambiguous_audio",
+                f"the sample has several audio files: {shown}",
+            ),
             (any(member.size < 0 for _, member in audio), "missing_audio", f"the audio {_LOST_LINK}"),
         )
         return audio[0][1]
@@ -433,18 +439,18 @@ class _SampleSource(RunSource, EncodedSource):
 
 @dataclass(frozen=True, kw_only=True)
 class WebDatasetSource(TarSource, _SampleSource, ColumnSource):
-    """Records of WebDataset archives: samples of audio with a JSON file, a text or both of the same name."""
+    """Records of WebDataset archives: samples of audio with a JSON file, a text file or both."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("tars",)
-    # As webdataset has it: the key goes up to the first dot of the last part; hidden files belong to no sample.
+    # As in webdataset, the key ends at the first dot of the last path component; hidden files belong to no sample.
     name_pattern: ClassVar[re.Pattern[str]] = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)")
     type: str = "webdataset"
     tars: str | list[str]
-    """Path of the archive, or a list of them, such as ``speech-{000000..000063}.tar``."""
+    """Path of the archive, or a list of paths, such as ``speech-{000000..000063}.tar``."""
     audio_suffixes: list[str] = field(
         default_factory=lambda: ["flac", "wav", "mp3", "ogg", "opus", "m4a", "aac", "wma", "webm", "aiff", "sph", "au"]
     )
-    """Ends of the names of audio behind the first dot: ``flac``, or ``mic1.flac`` where a sample has several."""
+    """Suffixes of audio members after the first dot: ``flac``, or ``mic1.flac`` if a sample has several audio files."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -457,11 +463,11 @@ class WebDatasetSource(TarSource, _SampleSource, ColumnSource):
 
     @cached_property
     def suffixes(self) -> list[str]:
-        """The ends of names of audio, without the first dot."""
+        """Suffixes of audio members, without the first dot."""
         return [suffix.lstrip(".").lower() for suffix in self.audio_suffixes]
 
     def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
-        """Return the key of a sample, the keys of its JSON file, and its text if that file has none."""
+        """Return a record with the sample's key, the keys of its JSON file, and its text if that file has none."""
         parts = dict(sample.members)
         values: dict[str, Any] = {}
         written = b""
@@ -476,32 +482,33 @@ class WebDatasetSource(TarSource, _SampleSource, ColumnSource):
 
 @dataclass(frozen=True, kw_only=True)
 class WenetSource(_SampleSource, LineSource):
-    """Records of WeNet's lists: of JSON lines (``raw``), or of tar archives (``shard``)."""
+    """Records of WeNet's lists of JSON lines (``raw``) or tar archives (``shard``)."""
 
     file_keys: ClassVar[tuple[str, ...]] = ("data_list",)
-    # As WeNet has it: the key goes up to the last dot.
+    # As in WeNet, the key ends at the last dot.
     name_pattern: ClassVar[re.Pattern[str]] = re.compile(r"((?:.*/)?[^./][^/]*)\.([^./]+)")
     suffixes: ClassVar[tuple[str, ...]] = ("flac", "mp3", "m4a", "ogg", "opus", "wav", "wma")
     type: str = "wenet"
     data_list: str | list[str]
-    """Path of the list, ``data.list``, or a list of such paths; ranges and ``*`` as in ``manifest`` of ``nemo``."""
+    """Path of the list, ``data.list``, or a list of such paths; ranges and ``*`` work as in ``manifest`` of
+    ``nemo``."""
     data_type: Literal["raw", "shard"] = "raw"
-    """``raw``: lines of JSON with ``key``, ``wav``, ``txt``, and ``start`` and ``end`` of segments. ``shard``: paths of
-    tar archives below ``audio_root``, with audio and a ``.txt`` of one name side by side."""
+    """``raw``: JSON lines with ``key``, ``wav``, ``txt``, and ``start`` and ``end`` of segments. ``shard``: paths of
+    tar archives below ``audio_root``, in which audio and its ``.txt`` have the same name."""
     key_pattern: str | None = None
-    """Regular expression that is searched in the key; its named groups become keys of the record, such as ``speaker``
-    of ``BAC[0-9]+(?P<speaker>S[0-9]+)W``."""
+    """Regular expression that is searched for in the key. Its named groups become keys of the record, such as
+    ``speaker`` from ``BAC[0-9]+(?P<speaker>S[0-9]+)W``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
             named = self.key_pattern is None or re.compile(self.key_pattern).groupindex
         except re.error as error:
-            raise ValueError(f"key_pattern {self.key_pattern!r} is no regular expression: {error}") from error
-        require(bool(named), f"key_pattern {self.key_pattern!r} has no named group, such as (?P<speaker>S[0-9]+)")
+            raise ValueError(f"key_pattern {self.key_pattern!r} is not a valid regular expression: {error}") from error
+        require(bool(named), f"key_pattern {self.key_pattern!r} needs a named group, such as (?P<speaker>S[0-9]+)")
 
     def check(self) -> None:
-        """Raise ConfigError where a file cannot be such a list, or an archive is compressed."""
+        """Raise ConfigError if a file cannot be such a list, or an archive is compressed."""
         for file in self.files:
             first = check_text(file, "data_list").strip().splitlines()[0]
             has_records = first.startswith(b"{") and self.data_type == "shard"
@@ -509,17 +516,17 @@ class WenetSource(_SampleSource, LineSource):
             refuse_file(
                 file,
                 "data_list",
-                (has_records, "has records, not paths of archives; set data_type: raw"),
-                (has_paths, "has paths of archives; set data_type: shard"),
+                (has_records, "has records instead of paths of archives; set data_type: raw"),
+                (has_paths, "has paths of archives instead of records; set data_type: shard"),
             )
-        # A server is asked when an archive is read.
+        # Archives behind URLs are checked only when they are read.
         usable = [archive.path for archive in self.archives if archive.reject is None]
         found = [path for path in usable if not is_remote(path) and path.is_file()]
         refuse(
             (
                 self.archives and not found and not any(map(is_remote, usable)),
-                f"none of the {len(self.archives)} archives of data_list is there; correct audio_root in sources, the "
-                "folder that they lie below",
+                f"none of the {len(self.archives)} archives in data_list exists; set audio_root in sources to the "
+                "folder that contains them",
             ),
             code="missing_input",
         )
@@ -527,14 +534,14 @@ class WenetSource(_SampleSource, LineSource):
             refuse_compressed(path, "archive", read_head(path, "data_list", 8))
 
     def identity(self) -> dict[str, Any]:
-        """Return sizes and checksums of the lists and, by number and name, the sizes of the archives that are there."""
+        """Return sizes and checksums of the lists and, for ``shard``, sizes of archives by number and name."""
         lists = super().identity()
         if self.data_type == "raw":
             return lists
         return lists | {"tars": {f"{number} {name}": size for number, (name, size) in enumerate(self.sizes())}}
 
     def sizes(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name of each archive and its size, of a URL its version, or None where it is not there."""
+        """Yield name and size of each archive, with its version if it is behind a URL; None if it is missing."""
 
         def measure(archive: Archive) -> Any:
             with suppress(FileNotFoundError):
@@ -547,18 +554,18 @@ class WenetSource(_SampleSource, LineSource):
         return zip(paths, sizes, strict=True)
 
     def runs(self, size: int) -> Iterator[tuple[list[Any], int]]:
-        """Yield runs of lines, or of samples."""
+        """Yield runs of lines or of samples."""
         kind = LineSource if self.data_type == "raw" else _SampleSource
         return kind.runs(self, size)
 
     def entries(self, place: list[Any], begin: int, end: int) -> Iterator[Any]:
-        """Yield the lines of a run, or the records of its samples."""
+        """Yield the lines of a run or the records of its samples."""
         kind = LineSource if self.data_type == "raw" else _SampleSource
         return kind.entries(self, place, begin, end)
 
     @cached_property
     def archives(self) -> list[Archive]:
-        """The archives of the lists of ``shard``; one that cannot be used has the reject that is made of it."""
+        """The archives in the lists of ``shard``; an archive that cannot be used carries its reject."""
         if self.data_type == "raw":
             return []
         roots = AudioRoots.of([self.audio_root], self.cache)
@@ -572,12 +579,12 @@ class WenetSource(_SampleSource, LineSource):
         return found
 
     def locate(self, roots: AudioRoots, text: str) -> Archive:
-        """Return the archive that a line names; raise RejectRecord where it is not below the audio root."""
+        """Return the archive that a line names; raise RejectRecord if it is outside the audio root."""
         number, container = roots.place(0, text)
         return Archive(roots.path_of(number, container), container, text)
 
     def record(self, entry: Any) -> RawRecord:
-        """Return the record of a line, whose keys get the names that manifests have."""
+        """Return the record of a line, with WeNet's keys renamed."""
         if not isinstance(entry, bytes):
             return entry
         values = decode_object(entry, "the line is not a JSON object")
@@ -587,30 +594,32 @@ class WenetSource(_SampleSource, LineSource):
         )
         if start is not None or end is not None:
             are_times = type(start) in (int, float) and type(end) in (int, float) and 0 <= start < end
-            refuse_record((not are_times, "malformed", "start and end are not times in seconds of which end is later"))
+            refuse_record(
+                (not are_times, "malformed", "start and end must be times in seconds, and end must be later than start")
+            )
             record |= {"offset": start, "duration": end - start}
         return encode_record(record, entry)
 
     def record_of(self, sample: _TarSample, stream: BinaryIO, path: str) -> bytes:
-        """Return the key of a sample, the parts of the key, and its text."""
+        """Return a record with the sample's key, the parts of the key, and its text."""
         record = {"audio_filepath": path, "key": sample.key} | self._of_key(sample.key)
         if (text := dict(sample.members).get("txt")) is not None:
             record["text"] = _read_text(stream, text, self.encoding)
         return msgspec.json.encode(record)
 
     def _of_key(self, key: Any) -> dict[str, str]:
-        """Return the keys that the pattern finds in a key."""
+        """Return the groups that ``key_pattern`` finds in a key."""
         match = re.search(self.key_pattern, key) if self.key_pattern and isinstance(key, str) else None
         return {name: value for name, value in match.groupdict().items() if value is not None} if match else {}
 
 
 def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) -> bytes:
-    """Return the bytes of a member of an archive, by default those of a text.
+    """Return the content of a member of an archive.
 
     Raises:
-        RejectRecord: ``malformed`` where they are more than ``most``, or the member is a link to nothing.
+        RejectRecord: ``malformed`` if it has more than ``most`` bytes, or is a hard link without a target.
     """
-    detail = f"{member.name[-100:]!r} has more than {most >> 20} MiB, which no text or audio has"
+    detail = f"{member.name[-100:]!r} is larger than {most >> 20} MiB, too large for a text or an utterance"
     refuse_record(
         (member.size > most, "malformed", detail),
         (member.size < 0, "malformed", f"{member.name[-100:]!r} {_LOST_LINK}"),
@@ -619,5 +628,5 @@ def read_part(stream: BinaryIO, member: TarMember, most: int = _MAX_TEXT_BYTES) 
 
 
 def _read_text(stream: BinaryIO, member: TarMember, encoding: str) -> str:
-    """Return a text in an archive; raise RejectRecord ``malformed`` if it is not in ``encoding``."""
+    """Return a text from an archive; raise RejectRecord ``malformed`` if it is not in ``encoding``."""
     return decode_text(read_part(stream, member), encoding, repr(member.name[-100:])).strip()

@@ -1,4 +1,4 @@
-"""Praat's TextGrids: their tiers of intervals, and the stretches in those that a source names."""
+"""Parser for Praat's TextGrids: their interval tiers, and the stretches in tiers that a source selects."""
 
 import math
 import re
@@ -7,19 +7,22 @@ from typing import Any, Final
 
 from sharmill.sources.stretches import Stretch
 
-# The values of each item, by the kind of the tier.
+# Types of the values of an item, by the kind of the tier.
 _TIERS: Final = {"IntervalTier": (float, float, str), "TextTier": (float, str)}
-# Praat itself takes numbers, texts and flags that stand alone in a TextGrid, and skips all else, such as ``xmin =``.
+# Like Praat, read only numbers, texts and flags that stand alone, and skip everything else, such as ``xmin =``.
 _TOKEN: Final = re.compile(r'"([^"]*(?:""[^"]*)*)"|([^\s"]+)')
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 def parse_tiers(text: str, tier: str | None) -> Iterator[Stretch]:
-    """Yield the stretches in tiers of a TextGrid; raise ValueError if it has no such tier, or ``tier`` has to be named.
+    """Yield the stretches in the selected tiers of a TextGrid.
 
     Args:
-        text: of the file.
-        tier: the key of the source.
+        text: content of the file.
+        tier: the key ``tier`` of the source.
+
+    Raises:
+        ValueError: there is no such tier, or the source has to name one of several tiers.
     """
     tiers, pattern = parse_textgrid(text), tier_pattern(tier)
     chosen = [(intervals, match) for name, intervals in tiers if (match := pattern.fullmatch(name))]
@@ -27,7 +30,7 @@ def parse_tiers(text: str, tier: str | None) -> Iterator[Stretch]:
         raise ValueError(f"the file {choose_tier([name for name, _ in tiers])}")
     if not chosen:
         names = ", ".join(repr(name) for name, _ in tiers[:20])
-        raise ValueError(f"the file has no tier of intervals that is {tier!r}; it has {names or 'none'}")
+        raise ValueError(f"the file has no interval tier {tier!r}; its interval tiers: {names or 'none'}")
     for intervals, match in chosen:
         for start, end, said in intervals:
             if said.strip():
@@ -35,15 +38,13 @@ def parse_tiers(text: str, tier: str | None) -> Iterator[Stretch]:
 
 
 def choose_tier(names: list[str]) -> str:
-    """Return the end of a sentence about a file of several tiers, of which none is named."""
+    """Return the end of a message about a file with several tiers, if none is selected."""
     shown = ", ".join(repr(name[:40]) for name in names[:20])
-    return (
-        f"has {len(names)} tiers, {shown}; name one as tier of the source, or set tier to '*' for all, each a speaker"
-    )
+    return f"has {len(names)} tiers, {shown}; set tier to one of them, or to '*' for all, one per speaker"
 
 
 def tier_pattern(tier: str | None) -> re.Pattern[str]:
-    """Return a pattern of the names of tiers, whose group is what ``*`` stands for, the speaker; None is any name.
+    """Return a pattern for names of tiers, whose group matches the speaker (``*``); None matches any name.
 
     >>> tier_pattern("* - words").fullmatch("Anna - words")[1]
     'Anna'
@@ -52,10 +53,10 @@ def tier_pattern(tier: str | None) -> re.Pattern[str]:
 
 
 def parse_textgrid(text: str) -> list[tuple[str, list[tuple[float, float, str]]]]:
-    """Return the tiers of intervals of a TextGrid, (name, [(begin, end, text)]); tiers of points are left out.
+    """Return the interval tiers of a TextGrid as (name, [(start, end, text)]); point tiers are left out.
 
     Raises:
-        ValueError: the text is no TextGrid, or it is cut off.
+        ValueError: the text is not a TextGrid, or is truncated.
 
     Example:
         >>> parse_textgrid('"ooTextFile" "TextGrid" 0 1 <exists> 1 "IntervalTier" "words" 0 1 1 0 1 "yes"')
@@ -70,13 +71,13 @@ def parse_textgrid(text: str) -> list[tuple[str, list[tuple[float, float, str]]]
         return range(int(min(*take(float), 1e9)))
 
     if take(str, str) != ["ooTextFile", "TextGrid"]:
-        raise ValueError("the file is no TextGrid in text form")
+        raise ValueError("the file is not a TextGrid in text format")
     take(float, float)
     tiers = []
     for _ in count():
         kind, name = take(str, str)
         if kind not in _TIERS:
-            raise ValueError(f"a tier is a {kind[:40]!r}, not one of intervals or points")
+            raise ValueError(f"a tier has the unknown type {kind[:40]!r}")
         take(float, float)
         items = [tuple(take(*_TIERS[kind])) for _ in count()]
         if kind == "IntervalTier":
@@ -93,11 +94,9 @@ def _iterate_tokens(text: str) -> Iterator[str | float]:
 
 
 def _take(tokens: Iterator[str | float], kind: type) -> Any:
-    """Return the next token, a text or a number."""
+    """Return the next token, which must have the type ``kind``."""
     token = next(tokens, None)
     if not isinstance(token, kind):
         other, wanted = ("number", "text") if kind is str else ("text", "number")
-        raise ValueError(
-            "the file is cut off" if token is None else f"the file has a {other} in the place of a {wanted}"
-        )
+        raise ValueError("the file is truncated" if token is None else f"the file has a {other} in place of a {wanted}")
     return token

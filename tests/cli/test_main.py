@@ -67,7 +67,7 @@ def error_line(call):
         (["run", "{good}", "match.contexts_from_dataset=true"], ["needs append_to"]),
         (
             ["run", "{good}", "sources=[{{type: lhotse_shar, shar: /no/shar}}]"],
-            ["the Shar /no/shar", "correct shar in"],
+            ["/no/shar is not a folder", "set shar in"],
         ),
         (["run", "{good}", "sources=[]"], ["prepare needs sources", "name at least one manifest"]),
         (["run", "{good}", "prepare", "sources=[]"], ["prepare needs sources"]),

@@ -92,7 +92,7 @@ def test_of_a_run_directory_of_others_nothing_is_read(project, monkeypatch):
     run_dir.chmod(0o775)
     done = run_sharmill("work", run_dir, status=2)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "not for this user alone" in done.stderr
+    assert "is not private" in done.stderr
     run_dir.chmod(0o755)
     (run_dir / "linked").symlink_to("given.json")
     with raises(ConfigError, "foreign_output", "linked"):
@@ -101,7 +101,7 @@ def test_of_a_run_directory_of_others_nothing_is_read(project, monkeypatch):
     require_private(run_dir)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with raises(ConfigError, "foreign_output", "not for this user alone"):
+    with raises(ConfigError, "foreign_output", "is not private"):
         require_private(run_dir)
 
 

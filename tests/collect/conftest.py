@@ -1,4 +1,4 @@
-"""One import of lhotse, and so of torch, for the processes of all recipes."""
+"""Import lhotse, and so torch, only once for the processes of all recipes."""
 
 import multiprocessing
 from multiprocessing import forkserver

@@ -1,4 +1,4 @@
-"""Corpora in the form in which they are published, on small trees of the same form."""
+"""Corpora in their published layouts, as small trees of files."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from sharmill.errors import ConfigError, FatalError
 
 @dataclass(frozen=True)
 class Tone:
-    """An audio file; those of the suffix ``.sph`` are SPHERE."""
+    """An audio file; the suffix ``.sph`` makes it SPHERE."""
 
     seconds: float = 0.5
     rate: int = 16000
@@ -95,7 +95,7 @@ en_4156 B en_4156_B 1.25 1.50 <O,en,F,en-F> NO
 en_4156 B excluded_region 1.50 1.75 <O,en,F,en-F> IGNORE_TIME_SEGMENT_IN_SCORING
 en_4156 B en_4156_B 1.75 2.00 <O,en,F,en-F> SO
 """
-# By the names that NeMo's documentation uses.
+# Trees by corpus name as in NeMo's documentation.
 TREES: dict[str, Tree] = {
     "LibriSpeech": _librispeech("dev-clean", "84-121123", 0.5) | _librispeech("train-clean-100", "19-198", 0.25),
     "LibriTTS": {
@@ -153,7 +153,7 @@ FISHER_OF_NEMO = _fisher("LDC2004S13-Part1", "LDC2004S13-Part1/fe_03_p1_transcri
 
 
 def make(name, tmp_path, tree=None, **options):
-    """Makes the manifests of a corpus; returns the file names and their records, and the notes."""
+    """Create the manifests of a corpus; return records by file name, and the notes."""
     root = tmp_path / "corpus"
     root.mkdir(parents=True)
     write_tree(root, TREES[name] if tree is None else tree)
@@ -314,7 +314,7 @@ def test_librispeech_in_small_letters_as_nemos_script(tmp_path):
 
 
 def calls(count: int, *lines: str) -> Tree:
-    """Return a tree of Fisher with so many calls, whose texts have these lines, and the heads of all."""
+    """Return a tree of Fisher with ``count`` calls, whose texts have the usual header and these lines."""
     tree, table = dict(ONE_FISHER), "CALL_ID,,,,,A,,,,,B\n"
     for number in range(1, count + 1):
         name = f"fe_03_{number:05d}"
@@ -359,9 +359,9 @@ FISHER_TEXTS = (
               (0.5, "[uh] on A._B._C."), (0.25, "(( so ))"), (0.25, "bye"), (0.5, "bye!")], []),
         (["--remove-noises"], [(0.5, "i'd say minivan"), (0.5, "uh on a b c"), (0.25, "bye"), (0.5, "bye")],
          ["3 utterances are left out"]),
-        # None goes over an uncertain one, which would be in the audio alone.
+        # No joined utterance spans an uncertain one, which would be in the audio but not in the text.
         (["--remove-noises", "--min-segment", "0.6"], [(0.75, "bye bye")],
-         ["3 utterances are left out", "2 utterances are left out: joined they last less than 0.6 s"]),
+         ["3 utterances are left out", "2 utterances are left out: even joined, they last less than 0.6 s"]),
     ],
 )  # fmt: skip
 def test_texts_of_fisher(options, found, notes, tmp_path):
@@ -377,18 +377,18 @@ def test_texts_of_fisher(options, found, notes, tmp_path):
     [(0.6, [(0.25, 1.25, "uh wellknown hi there")]), (1.5, [(0.25, 1.5, "uh wellknown hi there bye")]),
      (0.5, [(0.25, 0.5, "uh wellknown"), (0.5, 0.5, "uh"), (1.0, 0.5, "hi there")])],
 )  # fmt: skip
-def test_utterances_of_a_speaker_and_channel_are_joined_to_a_least_length(least, found, tmp_path):
+def test_utterances_are_joined_to_a_minimum_duration(least, found, tmp_path):
     files, notes = make("2000 HUB5", tmp_path, min_segment=least)
     assert [(row["offset"], row["duration"], row["text"]) for row in files["m.json"]] == found
-    assert "left out: joined they last less than" in notes[-1]
+    assert "left out: even joined, they last less than" in notes[-1]
 
 
 @pytest.mark.parametrize(
     ("name", "options", "names"),
     [("LibriSpeech", {"min_segment": 10.0}, ["--min-segment"]), ("AN4", {"min_segment": 10.0}, ["--min-segment"]),
      ("LibriSpeech", {"recipe_options": {"remove_noises": True}}, ["remove_noises", "librispeech"]),
-     ("HUB5", {"download": True}, ["lhotse does not download eval2000", "--download"]),
-     ("AN4", {"download": True}, ["lhotse does not download an4"]),
+     ("HUB5", {"download": True}, ["lhotse cannot download eval2000", "--download"]),
+     ("AN4", {"download": True}, ["lhotse cannot download an4"]),
      ("LibriSpeech", {"download": True, "splits": ("dev",)}, ["--splits dev", "dev-clean, dev-other"])],
 )  # fmt: skip
 def test_what_a_corpus_does_not_have_is_refused(name, options, names, tmp_path):
@@ -403,7 +403,7 @@ def test_a_line_that_is_no_stm_is_named(tmp_path):
 
 
 def pack(archive: Path, *folders: Path, root: str) -> None:
-    """Write folders to an archive, below ``root``."""
+    """Pack folders into an archive, below ``root``."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as tar:
         for folder in folders:
@@ -412,7 +412,7 @@ def pack(archive: Path, *folders: Path, root: str) -> None:
 
 @pytest.fixture
 def openslr(tmp_path):
-    """A server of archives of corpora, where OpenSLR has them."""
+    """A server for archives of corpora, with OpenSLR's paths."""
     published, web = tmp_path / "published", tmp_path / "web"
     for name in ("LibriSpeech", "LibriTTS", "HiFi-TTS", "Aishell-1"):
         write_tree(published / name, TREES[name])
@@ -431,7 +431,7 @@ def openslr(tmp_path):
 
 
 def download(tmp_path, url, splits=("dev-clean", "train-clean-100"), corpus="librispeech"):
-    """Downloads a corpus into ``data``; returns the first paths of the manifests."""
+    """Download a corpus into ``data``; return the first paths of the manifests."""
     options = ManifestOptions(corpus=corpus, download=True, splits=splits, recipe_options={"base_url": url}, force=True)
     make_manifest([str(tmp_path / "data")], str(tmp_path / "m.json"), options, workers=1)
     return {path.name: lines(path)[0]["audio_filepath"] for path in tmp_path.glob("m*json")}
@@ -466,26 +466,24 @@ def test_each_corpus_is_read_where_lhotse_has_unpacked_it(corpus, split, path, t
 
 
 @pytest.mark.parametrize("kind", ["once-cut", "once-500"])
-def test_what_is_half_downloaded_is_continued_and_not_taken_for_complete(kind, tmp_path, openslr):
+def test_a_partial_download_is_resumed(kind, tmp_path, openslr):
     splits, url = ("dev-clean",), f"{openslr.url}/{kind}"
-    with raises(
-        FatalError, "missing_input", "librispeech is not downloaded to", "run the same command again"
-    ) as caught:
+    with raises(FatalError, "missing_input", "the download of librispeech to", "run the same command again") as caught:
         download(tmp_path, url, splits)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("m*"))
     assert download(tmp_path, url, splits) == {"m.dev-clean.json": DOWNLOADED["m.dev-clean.json"]}
 
 
-def test_a_server_that_is_not_there_ends_the_download_with_one_line(tmp_path):
+def test_an_unreachable_server_ends_the_download(tmp_path):
     with raises(FatalError, "missing_input", "refused", "run the same command again"):
         download(tmp_path, "http://127.0.0.1:9")
 
 
-def test_a_disk_that_cannot_be_written_ends_the_download_with_one_line(tmp_path, openslr):
+def test_an_unwritable_disk_ends_the_download(tmp_path, openslr):
     archive = tmp_path / "data/dev-clean.tar.gz"
     archive.parent.mkdir()
-    # Where not even root may make files.
+    # Not even root can create files here.
     archive.symlink_to("/sys/kernel/dev-clean.tar.gz")
     with raises(FatalError, "disk", str(tmp_path / "data"), "make room"):
         download(tmp_path, openslr.url)

@@ -1,4 +1,4 @@
-"""Manifests of folders, tables and manifests, made from headers, with what cannot be used named."""
+"""Manifests from folders, tables and manifests, completed from headers, with messages about unusable input."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from sharmill.sources import folder as folder_source
 
 
 def make(*sources, output, workers=1, listener=None, **options):
-    """Makes a manifest and returns its records."""
+    """Create a manifest and return its records."""
     make_manifest(list(map(str, sources)), str(output), ManifestOptions(**options), workers=workers, listener=listener)
     return read(output)
 
@@ -40,7 +40,7 @@ def info(output):
 
 @pytest.fixture
 def speech(tmp_path):
-    """A folder of three recordings of two speakers, of which two have texts."""
+    """A folder with three recordings of two speakers, two of them with text."""
     root = tmp_path / "speech"
     write_tone(root / "anna/one.wav", 1.0)
     write_tone(root / "anna/two.flac", 1.23456)
@@ -178,7 +178,7 @@ def test_audio_of_several_channels(tmp_path):
 
 @pytest.fixture
 def long_manifest(speech, tmp_path):
-    """A manifest of 2,600 records of one file, every 13th of which goes beyond its end."""
+    """A manifest with 2,600 records of one file, every 13th of which extends beyond its end."""
     return write_lines(
         tmp_path / "long.json",
         [make_record(audio_filepath="speech/anna/one.wav", offset=i % 13 / 12, duration=..., text=f"text {i}", n=i)
@@ -216,7 +216,7 @@ def test_a_killed_run_leaves_no_file_and_the_next_begins_anew(long_manifest, tmp
         "sys.argv[2], ManifestOptions(), workers=2)"
     )
     output = tmp_path / "out/m.json"
-    # Its end is seen where its workers, which have its output too, have ended.
+    # The output ends only when the workers, which share it, have ended.
     killed = subprocess.run([sys.executable, "-c", script, long_manifest, output], capture_output=True, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert [path.name.startswith(".") for path in output.parent.iterdir()] == [True]

@@ -112,7 +112,7 @@ def check_message(outcome: subprocess.CompletedProcess[str], kind: str) -> list[
     if status not in (_FAILED, _WRONG_USE):
         return [f"the exit status is {status}: {outcome.stderr}"]
     # Ignore the line about an incomplete record of an earlier launch.
-    lines = [line for line in outcome.stderr.strip().splitlines() if "whose record of itself is incomplete" not in line]
+    lines = [line for line in outcome.stderr.strip().splitlines() if "a process with an incomplete record" not in line]
     units = re.findall(r"unit \d+ failed: .*", outcome.stdout)
     if not lines and status == _FAILED and units:
         return [] if all(name in " ".join(outcome.stdout.split()) for _ in units) else [f"unclear: {outcome.stdout}"]

@@ -1,4 +1,4 @@
-"""The cores of this host that a process may use, and users whom it does not know."""
+"""The cores that a process may use, and users without an entry in the user database."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from sharmill.files.host import limit_cores, usable_cores
 
 @pytest.fixture(autouse=True)
 def _machine(tmp_path, monkeypatch):
-    """A machine of eight cores; this process is in the control group a/b, and in job of those of version 1."""
+    """A machine with eight cores; this process is in the control groups a/b (version 2) and job (version 1)."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(host, "_own_cores", None)
     (tmp_path / "self").mkdir()
@@ -49,7 +49,7 @@ def test_cores_of_a_rank_are_its_share_of_them(tmp_path):
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 @pytest.mark.parametrize("home", [[], ["HOME=/"]])
 def test_a_user_without_name_and_home_can_import_all(home):
-    """As in `docker run -u 12345`: pages, batches and models need libraries that look both up."""
+    """This is the case in `docker run -u 12345`: pages, batches and models need libraries that look up both."""
     reads_all = "+dac_read_search"  # this Python may be in a folder of root's
     user = ["setpriv", "--reuid=12345", "--clear-groups", f"--inh-caps={reads_all}", f"--ambient-caps={reads_all}"]
     bare = [f"--unset={name}" for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME")]

@@ -1,4 +1,4 @@
-"""Locks on folders: two processes are never both inside, the dead do not block, and messages say who is inside."""
+"""Locks on folders: at most one process is inside, dead owners do not block, and messages name the owner."""
 
 import getpass
 import json
@@ -53,8 +53,8 @@ def test_contending_processes_are_never_both_inside(tmp_path, start, hosts):
     assert left_over(tmp_path) == []
 
 
-def test_processes_that_take_over_from_the_dead_are_never_both_inside(tmp_path, start):
-    """Half of them are killed, wherever they are, while the others go on."""
+def test_only_one_process_takes_over_a_dead_owners_lock(tmp_path, start):
+    """Half of the processes are killed at a random moment while the others continue."""
     (tmp_path / "counter").write_text("0")
     doomed = [start(turns=100_000) for _ in range(3)]
     while int((tmp_path / "counter").read_text() or 0) < 20:
@@ -62,7 +62,7 @@ def test_processes_that_take_over_from_the_dead_are_never_both_inside(tmp_path, 
     for process in doomed:
         process.kill()
         process.wait()
-        # The process may have been inside.
+        # The killed process may have been inside.
         (tmp_path / "occupied").unlink(missing_ok=True)
         if not (tmp_path / "counter").read_text():
             (tmp_path / "counter").write_text("0")
@@ -76,7 +76,7 @@ def test_processes_that_take_over_from_the_dead_are_never_both_inside(tmp_path, 
 
 
 @pytest.mark.parametrize(("host", "lease", "least", "most"), [("here", 60.0, 0.0, 5.0), ("node7", 2.0, 2.0, 60.0)])
-def test_the_dead_lose_it_at_once_here_and_after_a_lease_elsewhere(tmp_path, start, host, lease, least, most):
+def test_dead_owners_lose_the_lock_at_once_or_after_a_lease(tmp_path, start, host, lease, least, most):
     holder = start(host, lease=lease)
     holder.kill()
     holder.wait()
@@ -111,7 +111,7 @@ def test_the_living_who_lost_it_are_interrupted_and_say_so(tmp_path, start):
     holder.send_signal(signal.SIGSTOP)
     with FolderLock(tmp_path):
         holder.send_signal(signal.SIGCONT)
-        # Its input stays open: only the lock's loss ends it.
+        # Its input stays open, so only losing the lock can end it.
         holder.wait(timeout=60)
     printed = holder.stdout.read()
     assert holder.returncode == 1

@@ -1,4 +1,4 @@
-"""Files behind URLs: what servers answer, copies in a cache of a limited size, and URLs as paths."""
+"""Files behind URLs: server responses, copies in a cache of limited size, and URLs as paths."""
 
 import dataclasses
 import multiprocessing
@@ -56,7 +56,7 @@ def test_threads_that_want_one_file_fetch_it_once(web, tmp_path):
         *((f"/once-{error}/84/a.flac", 2) for error in ("500", "503", "429", "408", "cut")),
         ("/endless/84/a.flac", 1),
         ("/to/x?/84/a.flac", 1),
-        # A length that is no number says nothing.
+        # An invalid length is ignored.
         *((f"/length/84/a.flac?{length}", 1) for length in ("16384,%2016384", "many", "-1", "9" * 5000)),
     ],
 )
@@ -78,7 +78,7 @@ def test_passing_errors_are_tried_again_and_odd_answers_are_read(path, requests,
         ("/to/x?ftp://127.0.0.1/a.flac", "outside_root", "redirects to ftp://", 1),
         ("/to/x?http://127.0.0.2/a.flac", "outside_root", "redirects to http://127.0.0.2", 1),
         ("/to/x?//other/a.flac", "outside_root", "redirects to http://other", 1),
-        ("/to/x?http://%5Bbad", "missing_audio", "redirects to what is no URL", 1),
+        ("/to/x?http://%5Bbad", "missing_audio", "redirects to an invalid URL", 1),
         ("/length/84/a.flac?16384,5", "missing_audio", "cannot be fetched: .* unmatching", 1),
         ("/length/84/a.flac?99999999999999999999", "unreadable_audio", "more than", 1),
         ("/to/x?/to/y", "missing_audio", "redirects more than 5 times", 1),
@@ -86,10 +86,10 @@ def test_passing_errors_are_tried_again_and_odd_answers_are_read(path, requests,
         ("/raw/a?HTTP/1.1%20404%20No%0AHost%0A%0A", "missing_audio", r"/raw/a\?\.\.\.: 404", 1),
         ("/raw/a?HTTP/1.1%20206%20Part%0AContent-Range:%20bytes%200-1/2%0A%0Aaa", "missing_audio", "206 Part", 1),
         *(
-            (f"/raw/a?HTTP/1.1%20200%20OK%0A{rest}", "unreadable_audio", "is no HTTP", 4)
+            (f"/raw/a?HTTP/1.1%20200%20OK%0A{rest}", "unreadable_audio", "does not answer in HTTP", 4)
             for rest in ("X:~%0A%0A", 120 * "X:a%0A" + "%0A")
         ),
-        ("/raw/a?HELLO", "unreadable_audio", "is no HTTP", 4),
+        ("/raw/a?HELLO", "unreadable_audio", "does not answer in HTTP", 4),
         ("/raw/a?HTTP/1.1%20200%20OK%0ATransfer-Encoding:chunked%0A%0Azz%0A", "unreadable_audio", "cut off", 4),
     ],
 )
@@ -147,7 +147,7 @@ def test_urls_that_cannot_be(root, said):
         check_url(root, "audio_root")
 
 
-def test_what_was_not_used_for_longest_is_evicted_and_nothing_in_use(web, tmp_path):
+def test_the_least_recently_used_copies_are_evicted(web, tmp_path):
     for number in range(8):
         (tmp_path / f"web/84/{number}.flac").write_bytes(bytes([number]) * 1000)
     cache = Cache(tmp_path / "copies", 4500)
@@ -157,12 +157,12 @@ def test_what_was_not_used_for_longest_is_evicted_and_nothing_in_use(web, tmp_pa
     size = sum(path.stat().st_size for path in (tmp_path / "copies").rglob("*") if path.name.endswith(".flac"))
     assert size <= 4500
     assert held.exists()
-    # Each but the first, which was in use, went and comes again.
+    # All but the first copy, which was in use, were evicted and are fetched again.
     assert cache.get(f"{web.url}/84/1.flac").read_bytes() == b"\1" * 1000
     assert [web.requests[f"/84/{number}.flac"] for number in (0, 1, 7)] == [1, 2, 1]
 
 
-# What a cache calls its copies, and files that it writes; and names that are almost so.
+# Names of a cache's copies and other files; and similar names that are not a cache's.
 OWN = r"[0-9a-f]{3}/([0-9a-f]{32}(\.\w{1,8}){0,2}|\.(about-)?[0-9a-f]{32}(\.\w{1,8}){0,2}\.[0-9a-f]{32}\.tmp)"
 ALMOST = r"\.?(about-|x)?[0-9a-f]{31,33}(\.[a-z]{1,9}){0,3}(\.[0-9a-f]{31,33})?(\.tmp|\.temp)?"
 PLACES = st.builds(
@@ -188,7 +188,7 @@ def test_neighbours_survive_any_sweep_and_leftovers_do_not(web, names):
 
 
 def read(options, seed):
-    """Return the number of cuts with the codes that they should have."""
+    """Return the number of cuts with the correct codes."""
     cuts = open_shar(**options, seed=seed)
     return sum(int((cut.target_codes.load() == cut.supervisions[0].custom["number"] % 1024).all()) for cut in cuts)
 
@@ -196,7 +196,7 @@ def read(options, seed):
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_processes_share_a_cache_that_is_smaller_than_the_data(web, tmp_path):
-    """Four processes, which SECONDS=120 has read for as long."""
+    """Four processes read for a few seconds; SECONDS=120 makes them read longer."""
     dataset = make_bare_dataset(web.folder / "data", [2] * 150, codes=True)
     gib = 0.75 * sum(path.stat().st_size for path in dataset.rglob("*") if path.is_file()) / 2**30
     options = {"dataset": f"{web.url}/data", "cache_dir": str(tmp_path / "cache"), "cache_gib": gib, "shuffle": True}
@@ -207,7 +207,7 @@ def test_processes_share_a_cache_that_is_smaller_than_the_data(web, tmp_path):
 
 
 @pytest.mark.parametrize(("path", "size"), [("/84/a.flac", "16,384"), ("/endless/84/a.flac", "10,000")])
-def test_a_file_that_is_larger_than_the_cache_may_be_is_no_reject(path, size, web, tmp_path):
+def test_a_file_larger_than_the_cache_is_not_a_reject(path, size, web, tmp_path):
     with raises(ConfigError, "bad_config_value", "cache_gib", f"at least {size} bytes"):
         Cache(tmp_path / "copies", 10_000).get(f"{web.url}{path}", max_bytes=1 << 30)
 
@@ -248,7 +248,7 @@ def test_a_url_is_read_as_a_file_is(web, tmp_path):
 
 @pytest.mark.parametrize("name", ["{}", "about-{}"])
 def test_what_a_full_disk_has_left_is_fetched_again(name, web, tmp_path):
-    """Also where the old copy and the new one are more than the cache may hold."""
+    """This includes an old and a new copy that together exceed the limit of the cache."""
     file = RemoteLocation(f"{web.url}/84/a.flac", Cache(tmp_path / "copies", 1.5 * len(DATA)))
     path = file.cache.get(file.url)
     os.truncate(path.with_name(name.format(path.name)), 5)
@@ -287,7 +287,7 @@ def test_a_store_takes_and_gives_files(store, tmp_path):
     ],
     ids=["500", "503", "truncated", "slow"],
 )
-def test_a_store_that_is_busy_or_slow_or_breaks_off_gives_the_same_bytes(fault, store, tmp_path):
+def test_a_store_with_transient_faults_gives_the_same_bytes(fault, store, tmp_path):
     store.put("a.bin", DATA)
     store.faults.append(dataclasses.replace(fault))
     assert Cache(tmp_path / "copies", 1 << 40).get(store.url("a.bin")).read_bytes() == DATA
@@ -331,7 +331,7 @@ def test_a_name_in_a_store_is_taken_as_it_stands_or_refused(name, store, tmp_pat
         assert Cache(tmp_path, 1 << 40).get(store.url(name)).read_bytes() == name.encode()
 
 
-def test_an_object_that_changes_while_it_is_copied_is_copied_again(store, tmp_path):
+def test_an_object_changed_during_the_copy_is_copied_again(store, tmp_path):
     store.put("a.bin", DATA)
     change = Fault("a.bin", methods="GET", times=1, call=lambda: store.put("a.bin", DATA[::-1]))
     store.faults.append(change)
@@ -341,13 +341,13 @@ def test_an_object_that_changes_while_it_is_copied_is_copied_again(store, tmp_pa
 @pytest.mark.parametrize(
     ("fault", "kind", "said"),
     [
-        (Fault("a.bin", status=403), RejectRecord, "by these credentials|not there"),
+        (Fault("a.bin", status=403), RejectRecord, "credentials do not allow|does not exist"),
         (Fault("a.bin", status=503), ConnectionError, "cannot fetch"),
         (Fault("a.bin", methods="GET", cut=5000), (RejectRecord, ConnectionError), "cut off|cannot fetch"),
     ],
     ids=["credentials", "503", "truncated"],
 )
-# Google's client tries for a minute, and not otherwise than the others.
+# Google's client tries for a minute, but otherwise behaves like the other clients.
 @pytest.mark.parametrize("store", [S3Store, AIStoreStandIn], ids=["s3", "ais"], indirect=True)
 def test_what_a_store_does_not_give_is_said_in_a_line(fault, kind, said, store, tmp_path):
     store.put("a.bin", DATA)

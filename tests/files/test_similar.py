@@ -1,4 +1,4 @@
-"""Hints about missing files: links to nothing, and how much of a disk is listed for them."""
+"""Hints about missing files: dangling links, and limits on listing folders."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from sharmill.errors import RejectRecord
 
 @pytest.fixture
 def names_seen(monkeypatch):
-    """The number of names that were read of each folder, one item a listing, in a process that has listed none."""
+    """Record the number of names read per folder listing, in a process that has listed none before."""
     seen: list[int] = []
     scandir = os.scandir
 
@@ -28,7 +28,7 @@ def names_seen(monkeypatch):
 
         seen.append(0)
         with scandir(folder) as entries:
-            # The name of a folder is how often it has its file.
+            # A folder's name is the number of files in it.
             yield count(repeat(next(entries), int(folder.name)))
 
     monkeypatch.setattr("sharmill.files.similar.listed", {})
@@ -58,7 +58,7 @@ def test_a_link_to_itself_gets_no_hint(tmp_path):
     assert detail_of(tmp_path / "one.wav").endswith("Too many levels of symbolic links")
 
 
-# Folders by how many names they have, and how many names are read of each.
+# Folders by their numbers of names, and the number of names read from each.
 LISTINGS = {
     "64 folders": (range(1, 71), list(range(1, 65)), [True] * 64 + [False] * 6),
     "no large one": ([1_000_000, 2], [200_001, 2], [False, True]),

@@ -1,4 +1,4 @@
-"""Atomic publishing, folders of ranks and what is published out of them, and disks on which nothing can be written."""
+"""Atomic publishing, staging folders of ranks, and disks that cannot be written to."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def test_a_folder_goes_at_once_though_another_process_fills_it(tmp_path):
         folder.mkdir()
     stop.set()
     writer.join()
-    # What a process that was killed meanwhile has left.
+    # Leftovers of a process that was killed in the meantime.
     for name in ("folder", "other"):
         temp_path(tmp_path / name).mkdir()
     remove_at_once(folder)
@@ -50,7 +50,7 @@ def test_a_folder_goes_at_once_though_another_process_fills_it(tmp_path):
     assert [name.split(".")[1] for name in names(tmp_path)] == ["other"]
 
 
-def test_what_killed_processes_left_aside_is_removed_and_nothing_else(tmp_path):
+def test_only_temporary_files_of_killed_processes_are_removed(tmp_path):
     for name in ("kept", ".kept.tmp", ".hidden", "below/kept"):
         write_atomic(tmp_path / name, b"")
     for name in ("mine", "others", "below/mine"):
@@ -94,7 +94,7 @@ def test_a_missing_file_has_the_remedy_of_its_place(remedy, names, tmp_path):
 @pytest.mark.parametrize("linked", [False, True])
 @pytest.mark.parametrize("append", [False, True])
 def test_a_file_of_which_another_has_a_lease_is_waited_for(append, linked, tmp_path, monkeypatch):
-    """As Linux answers those who do not wait; a FIFO is not waited for."""
+    """Linux answers nonblocking opens like this; a FIFO is not waited for."""
     opened = os.open
 
     def open_leased(path, flags, *rest, **options):
@@ -117,13 +117,13 @@ TOKEN = "0123456789abcdef"
 
 
 def open_staging(root, *folders):
-    """The staging of a rank, with the folders that the planner makes."""
+    """The staging of a rank, with the folders that the planner creates."""
     for folder in (token_staging(root, TOKEN), *(root / name for name in folders)):
         folder.mkdir(parents=True, exist_ok=True)
     return Staging(root, TOKEN)
 
 
-def test_what_was_written_for_a_plan_that_is_gone_is_not_published(tmp_path):
+def test_files_for_a_deleted_plan_are_not_published(tmp_path):
     staging = open_staging(tmp_path, "a")
     with staging:
         staging.path("a/b").write_bytes(b"old")

@@ -148,8 +148,8 @@ HAPPENS = {
         ("damaged file", DamagedShard, "damaged_shard", "recording.000001.tar differs from the index"),
         ("link", ConfigError, "foreign_output", "cuts is a link"),
         ("unfinished", ConfigError, "no_dataset", "is not a finished dataset"),
-        ("no permission", FatalError, "disk", "written by these credentials"),
-        ("no reading", FatalError, "disk", "written by these credentials"),
+        ("no permission", FatalError, "disk", "credentials do not allow access"),
+        ("no reading", FatalError, "disk", "credentials do not allow access"),
         ("altered object", FatalError, "disk", "recording.000000.tar has changed since it was sent to the store"),
     ],
 )

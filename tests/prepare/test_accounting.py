@@ -1,4 +1,4 @@
-"""Every record of the input ends exactly once, whatever it is."""
+"""Every record of the input has exactly one outcome."""
 
 import json
 from collections import Counter
@@ -43,7 +43,7 @@ LINES = st.sampled_from(
 
 @st.composite
 def inputs(draw):
-    """Lines of a manifest, each with its number in it: about half of the records are good."""
+    """Lines of a manifest that contain their numbers; about half of the records are good."""
     lines = []
     for number in range(draw(st.integers(1, 12))):
         if draw(st.integers(0, 5)) == 0:
@@ -56,7 +56,7 @@ def inputs(draw):
         keys = draw(st.sets(st.sampled_from(sorted(ODD_VALUES)), max_size=2))
         odd = {key: draw(ODD_VALUES[key]) for key in sorted(keys)}
         lines.append(json.dumps(good | odd).encode())
-    # A manifest must not end in the middle of a record, nor look like an array.
+    # A manifest must neither end with a partial record nor look like an array.
     return [b'{"number": -1}', *lines, b'{"number": -2}']
 
 

@@ -1,4 +1,4 @@
-"""Ids are unique, and do not depend on the order of the input."""
+"""Ids are unique and independent of the order of the input."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from sharmill.prepare.duplicates import HASH_FIELDS, Ids, hash_utterance
 
 @pytest.fixture
 def ids(prepare_records, tmp_path):
-    """Returns a function: (path, offset, duration) of some records -> their (recording id, cut id) by this triple."""
+    """Return a function from (path, offset, duration) of records to {that triple: (recording id, cut id)}."""
 
     def prepare(segments, folder="run0"):
         root = tmp_path / "audio"
@@ -55,7 +55,7 @@ def test_ambiguous_ids_are_made_unique_in_any_order(segments, ids):
 class TestKeptIds:
     @pytest.fixture
     def kept(self, tmp_path):
-        """Returns a function: (id, path, offset) of cuts of a second -> (ids as they were, cut ids), rejects."""
+        """Return a function from (id, path, offset) of one-second cuts to (original ids, cut ids) and rejects."""
 
         def prepare(*cuts, folder="run"):
             lines = []
@@ -118,7 +118,7 @@ SEGMENTS = st.tuples(
 
 
 def kept_of(segments):
-    """What the stage does with the segments of a whole input: the (segment, recording id, cut id) that remain."""
+    """Return the (segment, recording id, cut id) that the stage keeps from all segments of an input."""
     utterances = []
     for source, path, offset, seconds in segments:
         cut = segment_id(recording_id(path), offset, seconds)
@@ -138,7 +138,7 @@ def kept_of(segments):
 
 
 @given(segments=st.lists(SEGMENTS, max_size=30), data=st.data())
-def test_each_segment_remains_once_with_ids_of_its_own_in_any_order(segments, data):
+def test_segments_are_kept_once_with_unique_ids_in_any_order(segments, data):
     kept = kept_of(segments)
     assert Counter(segment for segment, _, _ in kept) == Counter(set(segments))
     assert len({cut for _, _, cut in kept}) == len(kept)

@@ -21,7 +21,7 @@ from sharmill.engine.executor import Listener
 from sharmill.errors import REASONS, FatalError
 from sharmill.pipeline import run_dataset
 
-# Of what the sources and the other stages find out: they have tests of their own.
+# Reasons of sources and other stages, which have their own tests.
 LATER = {
     "unsupported_rate", "non_finite_audio", "silent_audio", "changed_audio", "single_utterance_speaker",
     "no_similar_context", "no_long_context", "only_copies", "unsupported_cut", "overlapped_speech",
@@ -51,29 +51,29 @@ CASES = [
     ("malformed", {"offset": -0.5}, {}, "offset is -0.5"),
     ("malformed", {"duration": 10**400}, {}, "duration"),
     ("malformed", {"offset": 1e300}, {}, "offset is 1e+300"),
-    ("malformed", {"storage_type": "pickle", "width": 1}, {}, "which no dataset may have"),
+    ("malformed", {"storage_type": "pickle", "width": 1}, {}, "which is not allowed in a dataset"),
     (
         "malformed",
         {"extra": [{"id": "x", "sources": [], "sampling_rate": 1, "transforms": [{"name": "Speed"}]}]},
         {},
-        "which no dataset may have",
+        "which is not allowed in a dataset",
     ),
     (
         "malformed",
         {"id": "x", "sources": [{"type": "command", "source": "true"}], "sampling_rate": 16000},
         {},
-        "which no dataset may have",
+        "which is not allowed in a dataset",
     ),
     ("missing_field", {"audio_filepath": MISSING}, {}, "audio_filepath"),
     ("missing_field", {"audio_filepath": ""}, {}, "audio_filepath"),
     ("bad_speaker", {"speaker": MISSING}, {}, "speaker"),
     ("bad_speaker", {"speaker": ""}, {}, "speaker"),
-    ("bad_speaker", {"speaker": "N/A"}, {}, "speaker is 'N/A', which names nobody"),
+    ("bad_speaker", {"speaker": "N/A"}, {}, "speaker is 'N/A', which is not a name"),
     (
         "bad_speaker",
         {"speaker": "| Language:en Dataset:Tests Speaker:None |"},
         {},
-        "Speaker:None |', which names nobody",
+        "Speaker:None |', which is not a name",
     ),
     ("missing_field", {"text": MISSING}, {}, "normalized_text"),
     ("bad_speaker", {"speaker": "| Speaker:anna |"}, {}, "'| Speaker:anna |'"),
@@ -231,7 +231,7 @@ def test_the_same_segment_in_two_manifests_of_one_root(audio_root, tmp_path):
 
 
 def test_every_reason_has_a_test():
-    # The last one is of records of another dataset: tests/grow/test_append.py.
+    # The last one is tested in tests/grow/test_append.py.
     assert {reason for reason, *_ in CASES} | {"duplicate_id", "already_there"} == REASONS.keys() - LATER
 
 

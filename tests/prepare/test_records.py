@@ -1,4 +1,4 @@
-"""What becomes of good records: text, further keys, segments, filters, sources."""
+"""Good records: text, further keys, segments, filters and sources."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def test_the_language_of_a_tag_is_written_as_nemo_reads_it(prepare_records, tmp_
 
 
 @pytest.mark.parametrize("speaker", ["N/A", -1, math.nan, "| Language:N/A Dataset:None Speaker:unk |"])
-def test_a_placeholder_is_an_unknown_speaker_where_that_is_allowed(speaker, audio_root, tmp_path):
+def test_a_placeholder_may_become_an_unknown_speaker(speaker, audio_root, tmp_path):
     line = json.dumps(make_record(speaker=speaker, language="N/A", lang="de")).encode()
     source = {"manifest": str(write_lines(tmp_path / "m.json", [line])), "audio_root": str(audio_root)}
     prepared = run_prepare(config_for(tmp_path, [source], speaker_key="all"))
@@ -52,7 +52,7 @@ FURTHER = {
     "context_audio_filepath": "x", "index": 5, "custom": {}, "source": "s", "_mine": 1,
 }  # fmt: skip
 GOOD = [
-    # changes to a good record, options of prepare, what its utterance has
+    # changes to a good record, options of prepare, expected parts of the utterance
     ({"text": "A.", "normalized_text": "B."}, {}, {"text": "A."}),
     ({"text": "  ", "normalized_text": "B."}, {}, {"text": "B."}),
     ({"text": None, "normalized_text": "B."}, {}, {"text": "B."}),
@@ -168,7 +168,7 @@ def test_the_line_that_nemos_documentation_prints(audio_root, tmp_path):
         assert prepared.stats["tag_from"] == {origin: 1}
 
 
-def test_a_duration_that_is_missing_is_that_of_the_header_and_noted(prepare_records, tmp_path):
+def test_a_missing_duration_comes_from_the_header(prepare_records, tmp_path):
     records = [make_record(duration=...), make_record(duration=None, offset=0.5)]
     prepared = prepare_records(tmp_path, records)
     assert [(u.segment.duration, u.segment.offset, u.segment.whole_file, u.custom) for u in prepared.kept] == [

@@ -1,4 +1,4 @@
-"""Group keys: the published presets, patterns of one's own, and what is said of those that do not fit."""
+"""Group keys: published presets, custom patterns, and messages for paths that do not match."""
 
 import pickle
 
@@ -45,7 +45,7 @@ PUBLISHED = [
     ("rivaEmmaMeganSeanTom", "Tom/22_kHz/Tom_Neutral_00001.wav", "Tom", "tom_neutral"),
     ("jhsdGtc20Amp20Keynote", "AMP20_KEYNOTE-VOOnly-44khz-16bit-mono_12.wav", "JHSD", "amp20"),
     ("jhsdGtc20Amp20Keynote", "wav/GTC_20_KEYNOTE-VOOnly-44khz-16bit-mono_7.wav", "JHSD", "gtc_20"),
-    # Published rules fold case, and patterns of one's own do not.
+    # Published rules ignore case, and custom patterns do not.
     ("librispeech", "Ab-Cd-1.wav", "Ab", "ab_cd"),
     (r"^(?P<voice>[^/]+)/", "S1/a.wav", "s1", "S1"),
     (r"^(?P<voice>[^/]+)/", "s1/a.wav", "S1", "s1"),
@@ -55,7 +55,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(("preset", "path", "speaker", "key"), PUBLISHED)
 def test_a_preset_gives_the_published_key(preset, path, speaker, key):
     rule = make_speaker_key(preset)
-    # As it is, and sent to a worker.
+    # Check the rule itself, and a copy sent to a worker.
     assert rule(path, speaker) == pickle.loads(pickle.dumps(rule))(path, speaker) == key
 
 
@@ -82,7 +82,7 @@ def test_the_case_of_a_preset_name_does_not_matter(name):
         ("jhsdGtc20Amp20Keynote", "AMP20_12.wav", "<event>_<microphone>_<utterance>"),
     ],
 )
-def test_a_path_of_another_form_is_rejected_with_the_expected_form(preset, path, expected):
+def test_an_unexpected_path_is_rejected_with_the_expected_form(preset, path, expected):
     with raises(RejectRecord, "bad_speaker", repr(path), expected):
         make_speaker_key(preset)(path, "anna")
 

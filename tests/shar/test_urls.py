@@ -171,7 +171,7 @@ def test_what_cannot_be_opened_is_said_in_a_line(store, at_url, monkeypatch, tmp
             at_url(cache_dir=folder)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["scratch", "scratch/mine.tmp"]
     store.faults.append(Fault("many", status=403))
-    with raises(ConfigError, "no_dataset", "may not be read or written by these credentials"):
+    with raises(ConfigError, "no_dataset", "credentials do not allow access"):
         at_url()
 
 

@@ -1,4 +1,4 @@
-"""Times of words from lhotse's manifests and Shars into datasets, and the names of what datasets do not take."""
+"""Word alignments from lhotse's manifests and Shars, and notes about data that datasets do not store."""
 
 import json
 import math
@@ -25,11 +25,11 @@ from sharmill.export.run import export_dataset
 from sharmill.grow.split import split_dataset
 from sharmill.shar import open_shar
 
-# In seconds of the recording. The first item begins a little before its supervision, the last one ends behind it.
+# In seconds of the recording. The first item begins slightly before its supervision, the last one ends after it.
 WORDS = [AlignmentItem("good", 1.46, 0.54, 0.9), AlignmentItem("day", 2.1, 0.93)]
 # In seconds of the segment from 1.5 to 3.
 SHIFTED = {"word": [AlignmentItem("good", 0.0, 0.5, 0.9), AlignmentItem("day", 0.6, 0.9)]}
-# Where a recording has been stored anew, its alignment counts from there.
+# If a recording was stored again, its alignment counts from there.
 STORED = [AlignmentItem("good", 0.0, 0.5, 0.9), AlignmentItem("day", 0.6, 0.9)]
 
 
@@ -110,7 +110,7 @@ def test_another_alignment_is_named_at_the_end(words, recording, tmp_path):
     write_lines(tmp_path / "s.jsonl", said)
     prepared = run_prepare(config_for(tmp_path, [source], match=None))
     assert [(one.text, "_alignment" in one.custom) for one in prepared.kept] == [("good day", False)] * 2
-    outside = "an alignment that lies outside of its segment or is not in lhotse's form"
+    outside = "an alignment outside its segment or in an unknown format"
     assert prepared.result.totals.notes == [f"2 records have {outside}, which the dataset does not take"]
 
 

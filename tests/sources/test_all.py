@@ -1,4 +1,4 @@
-"""What holds for all sources: the same corpus in the form of each, as it is, with bad entries, damaged and moved."""
+"""Properties of all sources: the same corpus in each format, intact, with bad entries, damaged and moved."""
 
 import dataclasses
 import gzip
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def make(corpus, tmp_path):
-    """Returns a function: a form -> the entry of its source, whose files are in ``tmp_path / "input"``."""
+    """Return a function from a format to the entry of its source, whose files are in ``tmp_path / "input"``."""
     audio, records = corpus
 
     def write(form, **keys):
@@ -56,7 +56,7 @@ def store(request):
         yield store
 
 
-# The others are folders to look into.
+# The other formats need a local folder whose files are listed.
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("folder_of_texts", "lhotse_shar")])
 def test_the_records_of_urls_are_those_of_the_disk(form, make, corpus, store, tmp_path):
     audio, _ = corpus
@@ -72,7 +72,7 @@ def test_the_records_of_urls_are_those_of_the_disk(form, make, corpus, store, tm
     shutil.rmtree(tmp_path / "input")
     for place, url in places.items():
         entry = json.loads(json.dumps(entry).replace(place, url))
-    # A part of what is read.
+    # Only the keys that affect what is read.
     keys = {"prepare": {"unit_records": 2}, "cache_dir": str(tmp_path / "cache"), "cache_gib": 150_000 / (1 << 30)}
     prepared = run_prepare(config_for(tmp_path / "remote", [entry], **keys))
     assert prepared.rejects == []
@@ -91,7 +91,7 @@ def source_of(entry):
 
 
 def change(path, old, new, count=1):
-    """Replaces what a pattern finds in a file, be it in gzip, ``count`` times, or renames the first member of a tar."""
+    """Replace matches of a pattern in a file, plain or gzip, ``count`` times, or rename the first member of a tar."""
     if isinstance(old, str):
         rename_member(path, old, new)
         return
@@ -123,7 +123,7 @@ def test_the_records_are_the_same_in_all_forms_and_pieces(form, size, make, tmp_
     ]
     source = source_of(entry)
     whole = [record_text(raw) for raw in source.records()]
-    # A source that was read is sent to other processes.
+    # A source that has been read can be sent to other processes.
     copy = pickle.loads(pickle.dumps(source))
     assert copy == source
     pieces = list(copy.pieces(size))
@@ -148,7 +148,7 @@ def test_compressed_texts_are_read_in_all_forms(form, end, make, tmp_path):
     assert (sorted(one.text for one in prepared.kept), prepared.rejects) == ([f"text {n}" for n in range(4)], [])
 
 
-# What differs, the name of the file, and that of a record.
+# Difference, name of the file, name in the record.
 SPELLINGS = [
     ("Unicode form (NFC or NFD)", "J\u00fcrgen.flac", "Ju\u0308rgen.flac"),
     ("upper and lower case", "Anna.FLAC", "anna.flac"), ("upper and lower case", "Deep/anna.flac", "deep/anna.flac"),
@@ -159,7 +159,7 @@ SPELLINGS = [
 @pytest.mark.parametrize(("what", "there", "wanted"), SPELLINGS)
 @pytest.mark.parametrize("is_tarred", [False, True])
 def test_a_file_of_another_spelling_is_named_in_the_reject(is_tarred, what, there, wanted, tmp_path, monkeypatch):
-    monkeypatch.setattr("sharmill.files.similar.listed", {})  # other tests of this process may have listed many
+    monkeypatch.setattr("sharmill.files.similar.listed", {})  # other tests in this process may have listed many folders
     put(tmp_path / "audio" / there, voice(1.0), 16000)
     lines = [json.dumps({"audio_filepath": name, "text": "x", "speaker": "a"}) for name in (there, wanted)]
     (tmp_path / "m.json").write_text("\n".join(lines))
@@ -201,7 +201,7 @@ def test_a_column_within_a_column_is_the_text(form, make, tmp_path):
         source_of(entry | {"columns": {"text": "text.1"}}).check_keys()
 
 
-# The others have the names of speakers in those of files.
+# The other formats take the speakers' names from file names.
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith(("folder", "wenet"))])
 def test_a_placeholder_is_no_speaker_in_any_source(form, corpus, tmp_path):
     audio, records = corpus
@@ -215,7 +215,7 @@ def test_a_placeholder_is_no_speaker_in_any_source(form, corpus, tmp_path):
 LINES = b"utt000 utt000 0 1\nutt001 utt001 %s\nutt002 utt002 0 1\nutt003 utt003 0 1\n"
 
 
-# The form, a file, what is changed in it, the reason of the reject and words of its sentence, and how many there are.
+# Format, file, change, reason of the reject, words in its message, and number of rejects.
 BAD = [
     ("nemo", "m.json", rb'\{"audio_filepath": "anna-1', b'"anna-1', "malformed", "not a JSON object", 1),
     ("nemo", "m.json", b"text 1", b"t\xfcxt", "malformed", "not a JSON object", 1),
@@ -231,7 +231,7 @@ BAD = [
     ("nemo_tarred", "audio_1.tar", b"ben-3", b"ben-4", "unreadable_audio", "is damaged at byte", 1),
     ("nemo_tarred", "audio_1.tar", "ben-3.flac", "anna-1.flac", "ambiguous_audio", "several members 'anna-1.flac'", 2),
     ("table", "table.csv", b",text 1", b",text 1,more", "malformed", "the row has 5 cells", 1),
-    ("table", "table.csv", b"anna-1.flac", b'"anna-1.flac" x', "malformed", "the row is no CSV", 1),
+    ("table", "table.csv", b"anna-1.flac", b'"anna-1.flac" x', "malformed", "the row is not valid CSV", 1),
     ("table", "table.csv", b"anna-1", b"../x", "outside_root", "..", 1),
     ("lhotse_cuts", "cuts.jsonl.gz", b'"MonoCut"', b'"MixedCut"', "unsupported_cut", "MixedCut", 1),
     ("lhotse_cuts", "cuts.jsonl.gz", b'"type": "file"', b'"type": "command"', "outside_root", "command", 1),
@@ -243,16 +243,16 @@ BAD = [
     ("lhotse_cuts", "cuts.jsonl.gz", b'"sampling_rate"', b'"transforms": [{"name": "Speed"}], "sampling_rate"',
      "unsupported_cut", "Speed", 1),
     ("lhotse_sets", "recordings.jsonl", b'"id": "anna-1"', b'"id": "x"', "malformed", "no recording has the id", 1),
-    ("lhotse_sets", "recordings.jsonl", b'"id": "ben-2"', b'"id": "anna-0"', "malformed", "several recordings have", 2),
+    ("lhotse_sets", "recordings.jsonl", b'"id": "ben-2"', b'"id": "anna-0"', "malformed", "different recordings", 2),
     ("lhotse_sets", "supervisions.jsonl", b"text 1", b"t\xfcxt", "malformed", "no supervision of lhotse", 1),
     ("kaldi", "wav.scp", b"utt001 .*", b"utt001 touch x |", "outside_root", "has the command", 1),
     ("kaldi", "wav.scp", b"utt001 .*", b"utt001 sox a.wav -r 8000 -t wav - |", "outside_root", "has the command", 1),
     ("kaldi", "wav.scp", b"utt001 .*", b"utt001 cat ../a.wav |", "outside_root", "..", 1),
-    ("kaldi", "wav.scp", b"utt001 .*", b"utt001 raw.ark:1712", "unreadable_audio", "archive of Kaldi", 1),
-    ("kaldi", "wav.scp", b"utt001 .*", b"utt001", "missing_audio", "no path of 'utt001'", 1),
-    ("kaldi", "text", b"utt001 .*", b"utt001 a\nutt001 b", "malformed", "2 different lines of 'utt001'", 1),
+    ("kaldi", "wav.scp", b"utt001 .*", b"utt001 raw.ark:1712", "unreadable_audio", "Kaldi archive", 1),
+    ("kaldi", "wav.scp", b"utt001 .*", b"utt001", "missing_audio", "no path for 'utt001'", 1),
+    ("kaldi", "text", b"utt001 .*", b"utt001 a\nutt001 b", "malformed", "2 different lines for 'utt001'", 1),
     ("kaldi", "segments", b"^", LINES % b"a b", "malformed", "no numbers", 1),
-    ("kaldi", "segments", b"^", LINES % b"0.5", "malformed", "a begin and an end", 1),
+    ("kaldi", "segments", b"^", LINES % b"0.5", "malformed", "start and end", 1),
     ("kaldi", "segments", b"^", LINES % b"0 nan", "malformed", "not finite", 1),
     ("kaldi", "segments", b"^", LINES % b"0 9", "duration_mismatch", "ends at 9 s", 1),
     ("webdataset", "speech-1.tar", b'"speaker": "ben"', b'"speaker"- "ben"', "malformed", "is not a JSON object", 1),
@@ -290,7 +290,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("form", TEXTS)
-def test_texts_of_another_encoding_are_rejected_unless_it_is_named(form, make, tmp_path):
+def test_texts_in_an_unnamed_encoding_are_rejected(form, make, tmp_path):
     entry = make(form)
     change(tmp_path / "input" / TEXTS[form], b"text 1", b"t\xfcxt 1")
     prepared = run_prepare(config_for(tmp_path / "utf-8", [entry]))
@@ -317,7 +317,7 @@ CONTENTS = {
 }  # fmt: skip
 
 
-# Kaldi may do without a text, an archive without members has no records, and others may have such lines.
+# Kaldi needs no text, an archive without members has no records, and other formats may have such lines.
 NOT_REFUSED = {
     *(("text", content) for content in ("missing", "one array")),
     *((file, content) for file in ("speech-0.tar", "audio_1.tar") for content in ("empty", "one array")),
@@ -327,7 +327,7 @@ NOT_REFUSED = {
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize(("form", "file"), FILES)
-def test_a_file_that_is_no_input_ends_the_run_before_any_work_in_one_line(form, file, content, make, tmp_path):
+def test_an_unusable_file_ends_the_run_before_any_work(form, file, content, make, tmp_path):
     if (file, content) in NOT_REFUSED:
         pytest.skip("records tell")
     entry, path = make(form), tmp_path / "input" / file
@@ -344,7 +344,7 @@ def test_a_file_that_is_no_input_ends_the_run_before_any_work_in_one_line(form, 
     assert "\n" not in str(caught.value)
 
 
-# The form, keys of its entry, the code of the error and words of its sentence.
+# Format, keys of its entry, error code, and words in its message.
 WRONG_KEYS = [
     ("nemo", {"manifest": " "}, "bad_config_value", "manifest"),
     ("nemo", {"manifest": []}, "bad_config_value", "manifest"),
@@ -365,22 +365,27 @@ WRONG_KEYS = [
     ("folder_of_texts", {"text_root": "/none"}, "missing_input", "text_root"),
     ("lhotse_cuts", {"recordings": "r"}, "bad_config_value", "either cuts"),
     ("lhotse_cuts", {"cuts": None}, "bad_config_value", "either cuts"),
-    ("lhotse_sets", {"split": True}, "bad_config_value", "split is for cuts"),
+    ("lhotse_sets", {"split": True}, "bad_config_value", "split applies only to cuts"),
     ("kaldi", {"data_dir": "/usr"}, "missing_input", "has no wav.scp"),
     ("kaldi", {"data_dir": "/none"}, "missing_input", "data_dir"),
     ("webdataset", {"tars": "pipe:cat a.tar"}, "bad_config_value", "is a command"),
     ("webdataset", {"tars": "ftp://host/{0..9}.tar"}, "bad_config_value", "must begin with"),
-    ("webdataset", {"tars": "s3://bucket/*.tar"}, "bad_config_value", "name them by a range"),
+    ("webdataset", {"tars": "s3://bucket/*.tar"}, "bad_config_value", "use a range"),
     ("nemo", {"manifest": "https://me:secret@host/m.json"}, "bad_config_value", "password"),
     ("wenet_raw", {"key_pattern": "("}, "bad_config_value", "no regular"),
-    ("wenet_raw", {"key_pattern": "a"}, "bad_config_value", "no named group"),
+    ("wenet_raw", {"key_pattern": "a"}, "bad_config_value", "needs a named group"),
     ("wenet_raw", {"data_type": "shard"}, "bad_manifest", "data_type: raw"),
     ("wenet_shards", {"data_type": "raw"}, "bad_manifest", "data_type: shard"),
     ("wenet_shards", {"audio_root": "/usr"}, "missing_input", ""),
     ("parquet", {"audio": "audoi"}, "unknown_key", "did you mean 'audio'"),
     ("parquet", {"columns": {"text": "sentences"}}, "unknown_key", "did you mean 'sentence'"),
     ("parquet", {"columns": {"text": "audio"}}, "bad_config_value", "not texts"),
-    ("parquet", {"columns": {"audio_filepath": "sentence"}}, "bad_config_value", "audio names the column"),
+    (
+        "parquet",
+        {"columns": {"audio_filepath": "sentence"}},
+        "bad_config_value",
+        "audio_filepath must not be in columns",
+    ),
     ("parquet", {"audio_root": "/usr"}, "bad_config_value", "audio root"),
     ("lhotse_shar", {"audio": "recordin"}, "unknown_field", "did you mean 'recording'"),
     ("lhotse_shar", {"shar": "/none"}, "missing_input", "not a folder"),
@@ -396,7 +401,7 @@ def test_keys_that_do_not_fit_end_the_run_before_any_work(form, keys, code, word
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_template_of_an_unknown_key_is_refused_with_the_nearest_one(form, make):
+def test_an_unknown_key_in_a_template_gets_a_suggestion(form, make):
     with raises(ConfigError, "unknown_key", "did you mean 'text'?"):
         source_of(make(form, speaker="{textt}")).check_keys()
 
@@ -409,18 +414,18 @@ def test_the_identity_knows_every_file_but_no_time_and_no_folder(form, make, tmp
         shutil.copytree(here, there)
         moved = {key: v.replace(str(here), str(there)) if isinstance(v, str) else v for key, v in entry.items()}
         assert source_of(moved).identity() == before
-    # lhotse 2 writes an index beside each file, which is made of that file and never read here.
+    # lhotse 2 writes an index beside each file, which is derived from the file and never read here.
     for path in sorted(path for path in here.rglob("*") if path.is_file() and path.suffix != ".idx"):
         data = path.read_bytes()
         os.utime(path, (0, 0))
         assert source_of(entry).identity() == before
         path.write_bytes(data + bytes(512))
-        with suppress(ConfigError):  # some are refused at once
+        with suppress(ConfigError):  # some are rejected immediately
             assert source_of(entry).identity() != before
         path.write_bytes(data)
 
 
-# A source of every type, with the least that it needs, in folders of one name.
+# A source of every type with its required keys, in folders of the same name.
 LEAST = {
     "nemo": {"manifest": "in/m.json", "audio_root": "audio"},
     "nemo_tarred": {"manifest": "in/m.json", "tars": "in/a.tar"},
@@ -499,7 +504,7 @@ def test_paths_are_those_of_files_and_folders(kind, keys, paths):
     [("annotated", {}), ("folder", {}), ("lhotse_shar", {})],
 )
 def test_a_source_that_looks_into_its_folder_takes_no_url(kind, keys):
-    with pytest.raises(ValueError, match=f"audio_root of {kind} is a folder to look into, and cannot be a URL"):
+    with pytest.raises(ValueError, match=f"audio_root of {kind} cannot be a URL"):
         source_with(kind, audio_root=URL, **keys)
 
 

@@ -1,4 +1,4 @@
-"""Files of sources: patterns that stand for several, lines of plain and compressed files, and lines found by keys."""
+"""Files of sources: patterns for several files, lines of plain and compressed files, and lines found by key."""
 
 import gzip
 import resource
@@ -49,7 +49,7 @@ def test_names_of_shards(pattern, names):
         ("{0..9999}/<0..9999>.json", "{0..9999}/<0..9999>.json name 100,000,000 files"),
         (f"m_{{{'0' * 5000}..1}}.json", "more than 18 digits"),
         (f"m_{{0..{'9' * 5000}}}.json", "more than 18 digits"),
-        ("m_{1..3,5}.json", "m_{1..3,5}.json has a range in it"),
+        ("m_{1..3,5}.json", "m_{1..3,5}.json contains a range"),
     ],
     ids=["backwards", "large", "many", "zeros", "nines", "in a list"],
 )
@@ -95,7 +95,7 @@ def test_a_folder_that_is_called_like_a_list_names_what_is_in_it(tmp_path):
 
 
 @pytest.mark.parametrize("end", PACKED)
-def test_bytes_behind_a_compressed_stream_that_begin_none_are_damage(end, tmp_path):
+def test_other_bytes_after_a_compressed_stream_are_damage(end, tmp_path):
     path = tmp_path / "m.json"
     first, second = (pack(end, b'{"a": 1}\n' * 3000) for _ in range(2))
     path.write_bytes(first + second)
@@ -108,7 +108,7 @@ def test_bytes_behind_a_compressed_stream_that_begin_none_are_damage(end, tmp_pa
 
 @pytest.fixture
 def small_disk():
-    """Lets files have no more than 64 KiB: what is longer cannot be written, as on a full disk."""
+    """Limit file sizes to 64 KiB, so that writing more fails as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     yield
@@ -161,7 +161,7 @@ def first_word(line):
 
 
 def write(folder, parts):
-    """Writes the lines of each part to a file, every other one in gzip."""
+    """Write the lines of each part to a file, every other one as gzip."""
     files = []
     for number, lines in enumerate(parts):
         data = b"".join(lines)

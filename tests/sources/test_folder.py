@@ -1,4 +1,4 @@
-"""Folders of audio with texts beside them, or at the same place below another folder."""
+"""Folders of audio with texts beside it, or in a parallel folder."""
 
 import pytest
 from support.sources import read
@@ -8,7 +8,7 @@ from sharmill.sources.folder import FolderSource
 
 @pytest.fixture
 def tree(tmp_path):
-    """Returns a function: names of files and their bytes -> the folder that has them."""
+    """Return a function from file names and contents to the folder with them."""
 
     def make(**files):
         for name, data in files.items():

@@ -1,4 +1,4 @@
-"""Kaldi data directories as they come: with and without segments, unsorted, damaged, in other encodings."""
+"""Kaldi data directories: with and without segments, unsorted, damaged, and in other encodings."""
 
 import time
 
@@ -17,7 +17,7 @@ GOOD = {
 
 @pytest.fixture
 def directory(tmp_path):
-    """Returns a function: files by name, keys -> the source of the directory that has them."""
+    """Return a function from files by name and keys to the source of the directory with them."""
 
     def make(encoding="utf-8", **files):
         folder = tmp_path / "train"
@@ -102,4 +102,4 @@ def test_audio_in_archives_of_kaldi_is_rejected(directory):
 def test_other_commands_are_rejected_with_what_to_do(command, directory):
     (row,) = read(directory(wav_scp=f"u1 {command} |\n"))
     assert row.reason == "outside_root"
-    assert "store what others make as files" in row.detail
+    assert "save the output of other commands as audio files" in row.detail

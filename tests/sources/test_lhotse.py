@@ -31,7 +31,7 @@ def cut(*supervisions, start=0.0, duration=10.0, **changes):
 
 
 def stereo(*names):
-    """The sources of a recording of two channels: one file of both, or a file for each."""
+    """The sources of a two-channel recording: one file with both channels, or a file for each."""
     if len(names) == 1:
         return [{"type": "file", "channels": [0, 1], "source": names[0]}]
     return [{"type": "file", "channels": [channel], "source": name} for channel, name in enumerate(names)]
@@ -45,7 +45,7 @@ def write(path, lines, end="\n"):
 
 @pytest.fixture
 def cuts(tmp_path):
-    """Returns a function: lines, keys -> the source of a CutSet."""
+    """Return a function from lines and keys to the source of a CutSet."""
 
     def make(*lines, name="cuts.jsonl", end="\n", **keys):
         return LhotseSource(cuts=write(tmp_path / name, lines, end), audio_root="audio", **keys)
@@ -55,7 +55,7 @@ def cuts(tmp_path):
 
 @pytest.fixture
 def joined(tmp_path):
-    """Returns a function: recordings, supervisions, keys -> the source of both sets."""
+    """Return a function from recordings, supervisions and keys to the source of both sets."""
 
     def make(recordings, supervisions, suffix=".jsonl", **keys):
         files = {
@@ -156,7 +156,7 @@ def test_pieces_divide_cuts(size, name, cuts):
     assert max(piece.num_records for piece in source.pieces(size)) <= size
 
 
-# Lines of a CutSet that make no record, with ``split`` or without, and the reject.
+# Invalid lines of a CutSet, the value of ``split``, and the reject.
 BAD = [
         (cut(recording=recording(transforms=[{"name": "Speed", "kwargs": {"factor": 1.1}}])), "unsupported_cut", "Spe"),
         (cut(recording=recording(transforms=[{"name": "Volume", "kwargs": {}}])), "unsupported_cut", "save_audios"),
@@ -186,7 +186,7 @@ BAD = [
         (json.dumps(cut(supervision(text="gr\u00fcn")), ensure_ascii=False).encode("latin-1"), "malformed", "no cut"),
 ]  # fmt: skip
 BAD_CUTS = [
-    (cut(*TWO_SPEAKERS), False, "unsupported_cut", "2 speakers; split: true"),
+    (cut(*TWO_SPEAKERS), False, "unsupported_cut", "2 speakers; set split: true"),
     *((line, split, *expected) for line, *expected in BAD for split in (False, True)),
 ]
 
@@ -209,7 +209,7 @@ BOTH = {"recording": recording(sources=stereo("both.wav"), channel_ids=[0, 1])}
 EACH = {"recording": recording(sources=stereo("left.wav", "right.wav"), channel_ids=[0, 1])}
 OF_TWO = {"type": "MultiCut", "channel": [0, 1]}
 TWO_CHANNELS = [supervision("a", channel=[1]), supervision("b", channel=[0, 1])]
-# A cut, the channel that the source chooses, and for each record the file and its channel, or the reason of a reject.
+# A cut, the channel that the source selects, and for each record the file and channel, or the reason of its reject.
 CHANNELS = [
     (cut(**BOTH), None, [("both.wav", 0)]),
     (cut(**BOTH, channel=1), None, [("both.wav", 1)]),

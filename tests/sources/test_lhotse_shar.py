@@ -1,4 +1,4 @@
-"""Shars as sources: what becomes of cuts and their audio, and of files that are damaged."""
+"""Shars as sources: records for cuts and their audio, and rejects for damaged files."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def dataset(project):
 
 @pytest.fixture
 def lhotse_shar(tmp_path):
-    """lhotse's own layout: five cuts in shards of two, the third one from the middle of its recording."""
+    """lhotse's own layout: five cuts in shards of two, the third from the middle of its recording."""
     cuts = []
     for number in range(5):
         recording = Recording.from_file(put(tmp_path / f"audio/{number}.wav", voice(1.0 + number / 10, seed=number)))
@@ -65,7 +65,7 @@ def lhotse_shar(tmp_path):
 
 
 class TestRecords:
-    def test_of_a_dataset_have_the_keys_of_the_manifest_and_no_context(self, dataset):
+    def test_of_a_dataset_have_manifest_keys_but_no_context(self, dataset):
         found = read(source_of(dataset))
         cuts = list(open_shar(dataset))
         assert found[3] == {
@@ -178,7 +178,7 @@ class TestDamage:
             ([one, two, two_json], ["malformed", "ok"]),
             ([one, (one_json[0], b"[]"), two, two_json], ["malformed", "ok"]),
             ([one, one_json, two, (two_json[0], b'{"shape": [1]}')], ["ok", "malformed"]),
-            # Members of no cut are left aside.
+            # Members without a cut are ignored.
             ([one, one_json, two, two_json, ("x.flac", b"1"), ("x.json", b"{}")], ["ok", "ok"]),
         ):
             write_members(tar, members)
@@ -200,7 +200,7 @@ class TestDamage:
         assert reasons(source_of(dataset)) == ["ok", "ok", "malformed", "malformed"]
         write_lines(cuts, [])
         found = read_raw(source_of(dataset))
-        assert "has 0 cuts, and there should be 2" in found[2].detail
+        assert "has 0 cuts instead of 2" in found[2].detail
         cuts.unlink()
         assert reasons(source_of(dataset)) == ["ok", "ok", "malformed", "malformed"]
 

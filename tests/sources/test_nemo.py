@@ -1,4 +1,4 @@
-"""NeMo manifests: shards, pieces, files that are no manifest, and members of tar archives."""
+"""NeMo manifests: shards, pieces, files that are not manifests, and members of tar archives."""
 
 import json
 
@@ -24,7 +24,7 @@ LINE = b'{"audio_filepath": "a.wav"}\n'
 def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, end, tmp_path_factory):
     path = tmp_path_factory.mktemp("pieces") / "m.json"
     data = b"\n".join(lines) + b"\n" * last_newline
-    # Compressed files may be put one behind the other.
+    # Compressed files may be concatenated.
     path.write_bytes(pack(end, data[:20]) + pack(end, data[20:]))
     source = NemoSource(manifest=str(path), audio_root="audio")
     assert read_raw(source, size) == [line.strip() for line in lines if line.strip()]
@@ -34,12 +34,12 @@ def test_pieces_hold_every_line_once_and_count_it(lines, size, last_newline, end
     assert [line for piece in reversed(backwards) for line in piece] == read_raw(source, size)
 
 
-# The format that a file seems to have is named, where there is one.
+# The message names the format that a file seems to have.
 NO_MANIFESTS = {
     "blank": (b" \n\n\t\n", ""),
     "binary": (bytes(range(256)) * 10, "UTF-16"),
     "zip": (b"PK\x03\x04" + LINE, "zip"),
-    **{f"a damaged {end}": (pack(end, LINE * 100)[:-12], "damaged or cut off") for end in PACKED},
+    **{f"a damaged {end}": (pack(end, LINE * 100)[:-12], "damaged or truncated") for end in PACKED},
     "table": (b"audio_filepath,duration,text\na.wav,2.0,Good day.\n", "CSV"),
     "text": (b"a.wav\nb.wav\n", "JSON"),
     "indented": (json.dumps(json.loads(LINE), indent=2).encode() + b"\n", "JSON"),
@@ -75,7 +75,7 @@ def test_lists_shards_and_stars_are_read_in_order(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a.json,b.json", "m_{a..c}.json", "m_{0..9..2}.json", "{a,b"])
 def test_a_pattern_that_is_not_read_is_told_how_to_name_files(name, tmp_path):
-    with raises(ConfigError, "missing_input", name, "a list of paths, or as {0..63}, {1,3}"):
+    with raises(ConfigError, "missing_input", name, "a list of paths, or {0..63}, {1,3}"):
         NemoSource(manifest=f"{tmp_path}/{name}", audio_root="audio").check()
 
 
@@ -107,7 +107,7 @@ def source(folder, manifest="manifest.json", tars="audio__OP_0..1_CL_.tar", **ke
 
 
 def contents(made, folder):
-    """(audio_filepath, bytes) of records that are located, (reason, detail) of others."""
+    """(audio_filepath, bytes) for records in archives, (reason, detail) for rejects."""
     found = sources.contents(made, folder, 3)
     return [(row["audio_filepath"], row["audio"]) if isinstance(row, dict) else row for row in found]
 
@@ -116,7 +116,7 @@ EXPECTED = [(f"audio_{n[0]}.tar/{n}", f"data of {n}".encode()) for n in ("0a.fla
 
 
 BACKWARDS = ["sharded/manifest_1.json", "sharded/manifest_0.json"]
-# Manifests, and the records in their order. Shards pair by number, not by place.
+# Manifests, and their records in order. Shards are paired by number, not by position.
 MANIFESTS = [
     *((name, EXPECTED) for name in ("manifest.json", "sharded/manifest__OP_0..1_CL_.json", "sharded/m*.json")),
     (BACKWARDS, EXPECTED[2:] + EXPECTED[:2]),
@@ -168,7 +168,7 @@ def test_values_of_records_stay_as_they_are_written(data):
     assert record.record.replace(b": ", b":").replace(b", ", b",") == written.replace(b"0a", b"audio_0.tar/0a")
 
 
-# Members of an archive, names in records, and what these find.
+# Members of an archive, names in records, and the members found.
 MEMBERS = [
     # Segments are named by -sub.
     ([("0a.flac", b"0"), ("0b.flac", b"1")], ["0a.flac", "0a-sub1.flac", "0a-sub12.flac", "0b.flac", "0a-sub3"],
@@ -204,10 +204,10 @@ def test_no_archive_holds_up_the_planning(data):
 MISMATCHES = [
     (
         {"manifest": "sharded/manifest_{0..1}.json", "tars": "audio_0.tar"},
-        "of the numbers 1",
+        "with the numbers 1",
     ),
     ({"manifest": BACKWARDS, "tars": "audio_{0..2}.tar"}, "numbers 2"),
-    ({"tars": ["audio_0.tar", "audio_0.tar"]}, "has the number 0 as another one has"),
+    ({"tars": ["audio_0.tar", "audio_0.tar"]}, "has the same number 0 as another file"),
     ({"tars": ["audio_0.tar", "plain.tar"]}, "plain.tar has no number in its name"),
 ]
 

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files as sources: rows with audio in them and beside them, and files that cannot be read."""
+"""Parquet and Arrow files as sources: rows with audio or paths, and files that cannot be read."""
 
 import datetime
 import decimal
@@ -27,7 +27,7 @@ def source_of(path, **keys):
 
 
 def read(source, size=100):
-    """The raw records, whose texts are the same where audio is left aside."""
+    """The raw records, whose text must be the same if audio is not read."""
     rows = read_raw(source, size)
     assert [json.loads(record_text(raw)) for raw in source.records()] == [json.loads(record_text(raw)) for raw in rows]
     return rows
@@ -67,7 +67,7 @@ def write(table, path, form="parquet", rows=3):
     if form == "parquet":
         pq.write_table(table, path, row_group_size=rows)
     else:
-        # Hugging Face's cache has streams, feather has files.
+        # Hugging Face's cache uses the stream format, feather the file format.
         make = pa.ipc.new_stream if form == "stream" else pa.ipc.new_file
         with pa.OSFile(str(path), "wb") as sink, make(sink, table.schema) as writer:
             writer.write_table(table, max_chunksize=rows)
@@ -160,7 +160,7 @@ class TestRecords:
         made.to_parquet(tmp_path / "hf.parquet", batch_size=3)
         made.save_to_disk(tmp_path / "saved", num_shards=2)
         pandas.read_parquet(tmp_path / "hf.parquet").to_parquet(tmp_path / "pandas.parquet")
-        # pandas leaves out what Hugging Face's metadata says of labels.
+        # pandas drops the label names in Hugging Face's metadata.
         for pattern, names in (("hf.parquet", "fm"), ("pandas.parquet", [0, 1]), ("saved/*.arrow", "fm")):
             expected = [{"text": f"t{n}", "sex": names[n % 2], "audio_name": f"{n}.flac"} for n in range(7)]
             source = source_of(tmp_path / pattern)
@@ -219,7 +219,7 @@ class TestTypedColumns:
     @pytest.mark.parametrize("key", ["text", "speaker", "offset"])
     def test_no_value_of_a_record_is_left_out_silently(self, key, column, tmp_path):
         path = write(labelled({}, **{key: column}), tmp_path / "t")
-        with raises(ConfigError, "bad_config_value", f"{key}: the column '{key}'", "name another one under columns"):
+        with raises(ConfigError, "bad_config_value", f"{key}: the column '{key}'", "choose another column"):
             source_of(path).check()
 
 

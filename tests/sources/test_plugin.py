@@ -1,4 +1,4 @@
-"""A source of a package that is installed: its entry point is all that sharmill knows of it."""
+"""A source from an installed package, which sharmill knows only by its entry point."""
 
 import json
 import os
@@ -45,7 +45,7 @@ class SpokenSource(FileSource):
 
 @pytest.fixture
 def sharmill(tmp_path):
-    """Returns a function: the arguments of a command, run where the package is installed -> what it printed."""
+    """Return a function from the arguments of a command to its output, run with the package installed."""
     packages = tmp_path / "packages"
     add_distribution(packages, "spoken-lines", "1.0", ENTRY_POINTS)
     (packages / "spoken_lines.py").write_text(MODULE)
@@ -60,7 +60,7 @@ def sharmill(tmp_path):
 
 @pytest.fixture
 def config(tmp_path):
-    """A configuration of six recordings in two files of lines, and a line that is none."""
+    """A configuration with six recordings in two line-based files, and an invalid line."""
     for number in range(6):
         put(tmp_path / f"speech/{number}.wav", voice(1.0, seed=number), 16000)
     (tmp_path / "lines_0.txt").write_text("".join(f"{n}.wav|anna|text {n}\n" for n in range(4)))

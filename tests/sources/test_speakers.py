@@ -1,4 +1,4 @@
-"""Speaker tags made of plain names and of templates."""
+"""Speaker tags from plain names and templates."""
 
 import math
 

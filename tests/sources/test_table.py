@@ -1,4 +1,4 @@
-"""Tables as they come: forms of corpora, quotes, encodings, line ends, and rows that cannot be read."""
+"""Tables: formats of corpora, quotes, encodings, line ends, and rows that cannot be read."""
 
 import csv
 import gzip
@@ -19,7 +19,7 @@ from sharmill.sources.table import TableSource
 
 @pytest.fixture
 def table(tmp_path):
-    """Returns a function: content, keys -> the source of a table."""
+    """Return a function from content and keys to the source of a table."""
 
     def make(content, name="t.csv", **keys):
         path = tmp_path / name
@@ -29,7 +29,7 @@ def table(tmp_path):
     return make
 
 
-# The content of a table, keys of the source, and the records.
+# Content of a table, keys of the source, and the records.
 TABLES = {
     "LJSpeech": (
         'LJ1|Said "no, 5.|said no five\r\nLJ2|A|a\r\n',
@@ -133,11 +133,11 @@ def test_records(name, size, table):
 def test_a_cell_behind_the_last_column_is_malformed(table):
     rows = read(table("audio_filepath,text,\na,one,\nb,Yes, I will\n"))
     assert (rows[0], rows[1].reason) == ({"audio_filepath": "a", "text": "one"}, "malformed")
-    assert "'I will' behind its last column" in rows[1].detail
+    assert "'I will' follows its last column" in rows[1].detail
 
 
 def bytes_read():
-    """Returns what this process has read so far."""
+    """Return the number of bytes that this process has read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
@@ -148,7 +148,7 @@ def test_compressed_tables_are_read_once(end, table):
     pieces = list(source.pieces(1000))
     before = bytes_read()
     assert sum(1 for piece in pieces for _ in source.read(piece.params)) == 20_000
-    # zstd is read once to be unpacked, and once as it is unpacked.
+    # zstd is read once for unpacking and once from the unpacked file.
     assert bytes_read() - before < 4 * len(rows)
 
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_a_table_is_refused_before_any_work(content, keys, code, 
         table(content, **keys).check()
 
 
-# What a quote that is a letter takes along in a table with quoting, and the rows that are records all the same.
+# Rows that a stray quote swallows in a quoted table, and the rows that are still records.
 SWALLOWED = [
     ('a,"I will go.,2\nb,The second,2\nc,Tomorrow he said.",1\nd,x,1\n', ["malformed", "b", "c", "d"]),
     ('a,2,"I will go\nb,2,The second\nc,1,Tomorrow"\nd,1,x\n', ["malformed", "b", "c", "d"]),
@@ -206,7 +206,7 @@ def test_rows_of_tables_are_all_accounted_for(audio_root, call, tmp_path):
     stats = json.loads((tmp_path / "run/stats.json").read_bytes())
     assert (status, stats["records_in"], stats["records_out"]) == (0, 5, 3), told
     assert stats["rejects"] == {"malformed": 1, "missing_audio": 1}
-    assert "1 cells look as CSV quotes them" in said + told
+    assert "1 cells look like quoted CSV" in said + told
     lost = path.read_text() + "\nlost.wav\tNo.\tanna\n"
     for table, expected, words in ((path.read_text(), 0, "5 records of the manifests"), (lost, 3, "lost_record")):
         packed = tmp_path / "t.tsv.gz"

@@ -1,4 +1,4 @@
-"""WebDataset archives: which members make a sample, what its record has, and what becomes of bad ones."""
+"""WebDataset archives: the members of a sample, its record, and rejects for bad samples."""
 
 import json
 import subprocess
@@ -46,8 +46,8 @@ def text_beside(text):
     return [("a.flac", b"1"), ("a.json", as_json(text=text)), ("a.txt", b"t")]
 
 
-# Members of an archive, keys of the source, and the record: keys go up to the first dot, as in webdataset; a text file
-# serves where the JSON has no text.
+# Members of an archive, keys of the source, and the record. Keys end at the first dot, as in webdataset; a text file is
+# used if the JSON has no text.
 RECORDS = [
     ([("v1.0/a.mic1.flac", b"2"), ("v1.0/a.mic2.flac", b"1"), ("v1.0/a.txt", b"t"), (".hidden.flac", b""),
       ("README", b""), ("v1.0/._a.flac", b"")], {"audio_suffixes": ["mic2.flac"]},
@@ -82,7 +82,7 @@ def test_hard_links_of_tar_have_the_bytes_of_their_files(format, deep, tmp_path)
         assert [(one["text"], one["audio"]) for one in found] == [("text a", b"audio"), ("text b", b"audio")]
 
 
-# The name of a link, its target, and what becomes of its sample.
+# Name of a link, its target, and the outcome for its sample.
 LINKS = [
     ("b.flac", "a.flac", b"1"), ("b.flac", "./a.flac", b"1"), ("./b.flac", "/a.flac", b"1"),
     ("b.flac", "link.flac", b"1"), ("b.flac", "b.flac", "missing_audio"), ("b.flac", "../../a.flac", "missing_audio"),
@@ -112,7 +112,7 @@ WHOLE = tar_bytes([("a.flac", b"a"), ("a.txt", b"t"), ("b.flac", b"b" * 600), ("
         (4608, ["a", "b"]),  # before the end marker
         (4096, ["a"]),  # within b.txt
         (3600, ["a", "b"]),  # within the header of b.txt
-        (3300, ["a", "b"]),  # within what fills the last block of b.flac
+        (3300, ["a", "b"]),  # within the padding of b.flac
         (2600, ["a"]),  # within b.flac
         (1500, ["a"]),  # within a header
         (100, []),

@@ -1,4 +1,4 @@
-"""WeNet's lists: records of data.list and of archives, and what becomes of bad lines."""
+"""WeNet's lists: records of data.list and of archives, and rejects for bad lines."""
 
 import os
 
@@ -58,12 +58,12 @@ def test_archives_of_a_list_are_read_in_order(tmp_path):
     assert found == [
         {"audio_filepath": "one/s.tar/a.wav", "key": "a", "text": "größe"},
         {"audio_filepath": "one/s.tar/deep/b.1.flac", "key": "deep/b.1", "text": "t"},
-        ("missing_audio", "the sample has no audio; its members end in .lang"),
+        ("missing_audio", "the sample has no audio; the suffixes of its members are .lang"),
         {"audio_filepath": "s.tar/a.wav", "key": "a", "text": "größe"},
     ]
 
 
-def test_bad_archives_are_rejected_and_named_and_the_rest_goes_on(tmp_path):
+def test_bad_archives_are_rejected_and_others_are_read(tmp_path):
     sources.write_tar(tmp_path / "s.tar", SAMPLE)
     (tmp_path / "cut.tar").write_bytes(sources.tar_bytes(SAMPLE)[:1540])
     (tmp_path / "text.tar").write_text("no archive\n" * 100)

@@ -113,8 +113,8 @@ def _run_recipe(
         except _RECIPE_ERRORS as error:
             missing = "missing key " if isinstance(error, KeyError) else ""
             raise ConfigError(
-                f"the recipe {corpus.recipe} cannot read {directory}: {missing}{one_line(error)}; name the folder of the "
-                "unpacked corpus, with the layout in which it was published",
+                f"the recipe {corpus.recipe} cannot read {directory}: {missing}{one_line(error)}; name the folder of "
+                "the unpacked corpus, with the layout in which it was published",
                 code="bad_manifest",
             ) from error
     defaults = {"speaker": corpus.speaker, "language": corpus.language}

@@ -226,7 +226,7 @@ class RecordCheck:
         if tag is None:
             raise RejectRecord(
                 "bad_speaker",
-                f"speaker is {str(record.get('speaker'))[:80]!r}, which is not a name, but speaker_key groups by speaker",
+                f"speaker is {str(record.get('speaker'))[:80]!r}, which is not a name; speaker_key groups by speaker",
             )
         return tag
 

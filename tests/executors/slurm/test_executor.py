@@ -104,7 +104,7 @@ def test_no_jobs_are_submitted_if_others_can_write_to_their_folder(cluster, subm
     else:
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with raises(ConfigError, "foreign_output", f"to {jobs.parent}: " if others == "may write" else f"{jobs} belongs"):
+    with raises(ConfigError, "foreign_output", f"to {jobs.parent}; " if others == "may write" else f"{jobs} belongs"):
         submit()
     assert not (cluster.folder / "sbatch.calls").exists()
 
